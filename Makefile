@@ -1,0 +1,65 @@
+# Two commands do everything: `make demo` and `make test`. See README.md.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One torch build that was tried; its CPU wheel is enough for the demo and the tests.
+TORCH ?= torch==2.13.0
+DEMO := .demo
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long lint system bench clean
+
+help:
+	@echo 'make demo       install, train a real model through the local backend, print the report'
+	@echo 'make test       install what tests need (Debian packages too, when root) and run them all'
+	@echo 'make test-long  the full kill counts, soaks and repeats'
+	@echo 'make bench      the benchmarks, as ratios against named peers'
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'hpml needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 …' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv; } || \
+	  { echo 'python3 has no venv module: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.train
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train,dev]'
+	@touch $@
+
+# The copyable files are copied, as a user would, and run from there.
+demo: $(VENV)/.train
+	@rm -rf $(DEMO) && mkdir -p $(DEMO)
+	@cp training_jobs/*.py training_jobs/digits.yaml $(DEMO)/
+	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
+	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
+
+# Real Slurm, MariaDB and strace for the tests, from Debian's packages; without root they skip, loudly.
+system: | $(BIN)/pip
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  deploy/devcluster/devcluster install && \
+	  { command -v strace >/dev/null && command -v git >/dev/null && command -v tmux >/dev/null || \
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends strace git tmux; }; }; \
+	else echo 'make: not root: tests that need Debian packages skip if these are not installed'; fi
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint system
+	$(BIN)/pytest -m 'not slow'
+
+test-long: lint system
+	$(BIN)/pytest
+
+bench: $(VENV)/.dev
+	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) $(DEMO) dist build

@@ -1,0 +1,230 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import _cluster
+import _packages
+from _config import MAX_NODES, Settings
+from _errors import DevclusterError
+from _nodes import enter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STATUS_PARTLY = 1
+_STATUS_DOWN = 3
+_INTERRUPTED = 130
+
+
+def _default_box() -> Path:
+    return Path(f"/tmp/hpml-devcluster-{os.getuid()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="devcluster",
+        description="A small real Slurm cluster of virtual nodes on this one machine.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, *, box: bool = True, data: bool = True) -> Any:
+        command = commands.add_parser(name, help=text, description=text)
+        if box:
+            command.add_argument(
+                "--box",
+                type=Path,
+                default=_default_box(),
+                metavar="DIR",
+                help="where all of the cluster's files are (default: %(default)s)",
+            )
+        if data:
+            command.add_argument("--json", action="store_true", help="print the answer as JSON")
+        return command
+
+    add("install", "Install the Debian packages that are missing.", box=False)
+    _up_options(add("up", "Boot a cluster and wait until its first job has run."))
+    down = add("down", "Stop a cluster and all that runs on its nodes.", data=False)
+    down.add_argument("--purge", action="store_true", help="remove the box with its logs as well")
+    add("status", "Show the daemons and nodes; exit status 0: up, 1: partly, 3: not up.")
+    add("env", "Print the line that points Slurm's commands to the cluster.")
+    inside = add("exec", "Run a command on a node: devcluster exec node1 -- df /tmp.", data=False)
+    inside.add_argument("node", metavar="NODE")
+    inside.add_argument("words", nargs="*", metavar="-- CMD")
+    return parser
+
+
+def _up_options(up: argparse.ArgumentParser) -> None:
+    standard = Settings(Path("/"))
+
+    def number(option: str, default: int | None, metavar: str, text: str) -> None:
+        shown = "" if default is None else " (default: %(default)s)"
+        up.add_argument(option, type=int, default=default, metavar=metavar, help=text + shown)
+
+    number("--nodes", standard.nodes, "N", f"virtual nodes, up to {MAX_NODES}")
+    number("--cpus", standard.cpus, "C", "CPUs of each node, may be more than are real")
+    number("--gpus", standard.gpus, "G", "GPUs of each node, by name only")
+    number("--memory", standard.memory, "MB", "memory of each node, may be more than is real")
+    number("--tmp-size", standard.tmp_size, "MIB", "size of each node's /tmp and of its /dev/shm")
+    number("--port-base", None, "P", "first of the ports (default: a row of free ones)")
+    number("--kill-wait", standard.kill_wait, "S", "seconds from a job's SIGTERM to SIGKILL")
+    number("--grace-time", standard.grace_time, "S", "seconds a preempted job of 'low' has")
+    number("--over-time-limit", standard.over_time_limit, "MIN", "minutes beyond --time")
+    up.add_argument(
+        "--share",
+        type=Path,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="folder below /tmp or /dev/shm that all nodes see at the same path",
+    )
+    up.add_argument("--no-accounting", action="store_true", help="no slurmdbd: boots faster")
+    up.add_argument(
+        "--job-comment",
+        action=argparse.BooleanOptionalAction,
+        default=standard.job_comment,
+        help="keep a job's comment in the accounting (default: no)",
+    )
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _print(values: dict[str, Any]) -> None:
+    print(json.dumps(values, indent=1))
+
+
+def _install(options: argparse.Namespace) -> int:
+    packages = _packages.install()
+    if options.json:
+        _print({"installed": packages})
+    else:
+        print("installed: " + " ".join(packages) if packages else "nothing to install")
+    return 0
+
+
+def _up(options: argparse.Namespace) -> int:
+    settings = Settings(
+        box=options.box,
+        nodes=options.nodes,
+        cpus=options.cpus,
+        gpus=options.gpus,
+        memory=options.memory,
+        tmp_size=options.tmp_size,
+        accounting=not options.no_accounting,
+        port_base=options.port_base,
+        kill_wait=options.kill_wait,
+        grace_time=options.grace_time,
+        over_time_limit=options.over_time_limit,
+        job_comment=options.job_comment,
+        shares=tuple(_absolute(share) for share in options.share),
+    )
+    # A signal takes the same way out as a failure, which leaves nothing running.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    state = _cluster.up(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.json:
+        _print(_cluster.describe(state))
+        return 0
+    box = "" if options.box == _default_box() else f" --box {shlex.quote(str(options.box))}"
+    print(f"{len(state.nodes)} nodes are up: {' '.join(state.nodes)}. To use them:")
+    print(f"  export SLURM_CONF={shlex.quote(state.slurm_conf)}")
+    print(f"To look at one, and to end them:\n  {sys.argv[0]} exec{box} node1 -- df /tmp")
+    print(f"  {sys.argv[0]} down{box}")
+    return 0
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _down(options: argparse.Namespace) -> int:
+    stopped = _cluster.down(options.box, purge=options.purge)
+    print(f"the cluster in {options.box} is down" if stopped else f"nothing is up in {options.box}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    values = _cluster.status(options.box)
+    if options.json:
+        _print(values)
+    elif not values["up"]:
+        print(f"nothing is up in {options.box}")
+    else:
+        print(f"box {values['box']}, SLURM_CONF={values['slurm_conf']}")
+        for item in [*values["daemons"], *values["nodes"]]:
+            life = "runs" if item["alive"] else "DEAD"
+            more = f"  {item['address']:<12} {item['state']}" if "address" in item else ""
+            print(f"  {item['name']:<10} {life}  pid {item['pid']!s:<8}{more}".rstrip())
+    if not values["up"]:
+        return _STATUS_DOWN
+    return _STATUS_PARTLY if values["dead"] else 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    state = _cluster.running(options.box)
+    if options.json:
+        _print({"SLURM_CONF": state.slurm_conf})
+    else:
+        print(f"export SLURM_CONF={shlex.quote(state.slurm_conf)}")
+    return 0
+
+
+def _exec(options: argparse.Namespace) -> int:
+    if not options.words:
+        raise DevclusterError("exec needs a command: devcluster exec NODE -- CMD...")
+    state = _cluster.running(options.box)
+    if options.node not in state.nodes:
+        raise DevclusterError(f"no node {options.node}; there are {', '.join(state.nodes)}")
+    process = state.processes.get(options.node)
+    if process is None or not process.alive():
+        raise DevclusterError(f"the slurmd of {options.node} does not run")
+    _cluster.require_root("exec")
+    environment = os.environ | {"SLURM_CONF": state.slurm_conf, "SLURMD_NODENAME": options.node}
+    enter(process.pid, options.words, environment)
+
+
+_COMMANDS = {
+    "install": _install,
+    "up": _up,
+    "down": _down,
+    "status": _status,
+    "env": _env,
+    "exec": _exec,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status is 1 for what went wrong and 2 for wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words: list[str] = []
+    if "--" in given:
+        # argparse would read options of the command as its own.
+        cut = given.index("--")
+        given, words = given[:cut], given[cut + 1 :]
+    parser = _parser()
+    options = parser.parse_args(given)
+    if words and options.command != "exec":
+        parser.error(f"{options.command} takes no '--'")
+    if options.command == "exec":
+        options.words += words
+    if "box" in options:
+        options.box = _absolute(options.box)
+    try:
+        return _COMMANDS[options.command](options)
+    except DevclusterError as error:
+        print(f"devcluster: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("devcluster: interrupted; nothing was left running", file=sys.stderr)
+        return _INTERRUPTED

@@ -1,0 +1,174 @@
+"""From a complete job to the text of its batch script: a pure function, no command is run."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator import __version__
+from hpml_orchestrator.batch import template
+from hpml_orchestrator.errors import InputError
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec import Job
+
+__all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
+
+MAX_SCRIPT_BYTES = 4 * 1024 * 1024
+"""Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What was found out about this installation before rendering.
+
+    Attributes:
+        interpreter: absolute path of the Python that runs hpml's own parts on the nodes.
+    """
+
+    interpreter: str = sys.executable
+
+
+def render(job: Job, capabilities: Capabilities) -> str:
+    """Return the batch script of a job; equal input gives equal bytes.
+
+    Raises:
+        InputError: a placeholder names nothing, or the script grows over Slurm's limit.
+    """
+    _check_placeholders(job)
+    resources, environment = job.resources, job.environment
+    container_words, container_mounts = _container(job)
+    context = {
+        "version": __version__,
+        "job": job,
+        "directives": directives(job),
+        "interpreter": capabilities.interpreter,
+        "ranks_per_node": resources.ranks,
+        "cpus_per_rank": resources.cpus_per_rank,
+        "cpus_per_node": resources.ranks * resources.cpus_per_rank,
+        "variables": list(environment.variables.items()),
+        "stages": [_stage(stage) for stage in job.stage],
+        "container_words": container_words,
+        "container_mounts": container_mounts,
+        "activates": bool(environment.modules or environment.venv or environment.conda),
+        "command": _command(job),
+    }
+    text = template.environment().get_template(f"{job.launcher}.sh.j2").render(context)
+    size = len(text.encode("utf-8"))
+    if size > MAX_SCRIPT_BYTES:
+        raise InputError(
+            f"the script would have {size} bytes; Slurm takes at most {MAX_SCRIPT_BYTES}",
+            field="args",
+            hint="put long values into a file and pass the file's path",
+        )
+    return text
+
+
+def directives(job: Job) -> list[str]:
+    """Return the `#SBATCH` options of a job, in a fixed order."""
+    resources = job.resources
+    one_per_rank = job.launcher == "srun"
+    tasks = resources.ranks if one_per_rank else 1
+    lines = [
+        f"--job-name={job.name}",
+        f"--nodes={resources.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={resources.ranks * resources.cpus_per_rank // tasks}",
+    ]
+    if resources.gpu_count:
+        lines.append(f"--gpus-per-node={resources.gpus}")
+    if resources.memory:
+        lines.append(f"--mem={memory_mebibytes(job)}M")
+    lines.append(f"--time={resources.time}")
+    for name in ("partition", "account", "qos", "constraint"):
+        value = getattr(resources, name)
+        if value is not None:
+            lines.append(f"--{name}={value}")
+    if resources.exclusive:
+        lines.append("--exclusive")
+    if resources.mail is not None:
+        lines.append(f"--mail-user={resources.mail.to}")
+        lines.append(f"--mail-type={','.join(event.upper() for event in resources.mail.on)}")
+    lines.append("--open-mode=append")
+    lines.extend(resources.extra)
+    return lines
+
+
+def memory_mebibytes(job: Job) -> int:
+    """Return the memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
+    own = int((job.resources.memory or "0M").removesuffix("M"))
+    staged = sum(
+        int(stage.size.removesuffix("M"))
+        for stage in job.stage
+        if stage.target == "shm" and stage.size is not None
+    )
+    return own + staged
+
+
+def _command(job: Job) -> list[Any]:
+    if job.command is not None:
+        return [*job.command, *job.args]
+    program = ["-m", job.module] if job.module is not None else [job.script]
+    return [job.environment.python, *program, *job.args]
+
+
+def _stage(stage: Any) -> dict[str, Any]:
+    bases = {"shm": template.Raw('"$hpml_shm"'), "local": template.Raw('"$hpml_local"')}
+    return {
+        "name": stage.name,
+        "target": stage.target,
+        "variable": template.variable(f"stage.{stage.name}"),
+        "kind": stage.kind,
+        "source": stage.source,
+        "base": bases.get(stage.target, stage.target),
+    }
+
+
+def _container(job: Job) -> tuple[list[Any], list[Any]]:
+    """Return the words before the ranks' command, and what pyxis shall mount."""
+    container = job.environment.container
+    if container is None:
+        return [], []
+    own = [template.Raw('"$hpml_submission"'), template.Raw('"$hpml_run"')]
+    if container.engine == "apptainer":
+        words: list[Any] = ["apptainer", "exec"]
+        if job.resources.gpu_count:
+            words.append("--nv")
+        mounts = [*own, job.workdir, *container.mounts]
+        mounts += [template.Raw(f'"${template.variable(f"stage.{s.name}")}"') for s in job.stage]
+        for mount in mounts:
+            words += ["--bind", mount]
+        return [*words, "--pwd", job.workdir, container.image], []
+    mounts = [template.Raw(f'"{name}:{name}"') for name in ("$hpml_submission", "$hpml_run")]
+    mounts.append(template.quote(f"{job.workdir}:{job.workdir}"))
+    for stage in job.stage:
+        name = template.variable(f"stage.{stage.name}")
+        mounts.append(template.Raw(f'"${name}:${name}"'))
+    mounts += [
+        template.quote(mount if ":" in mount else f"{mount}:{mount}") for mount in container.mounts
+    ]
+    return [], mounts
+
+
+def _check_placeholders(job: Job) -> None:
+    known = {f"stage.{stage.name}" for stage in job.stage} | {"run.dir"}
+    places = [(f"args.{index}", value) for index, value in enumerate(job.args)]
+    places += [(f"command.{index}", value) for index, value in enumerate(job.command or [])]
+    places += [
+        (f"environment.variables.{name}", value)
+        for name, value in job.environment.variables.items()
+    ]
+    for field, value in places:
+        for found in template.placeholders(value):
+            if found not in known:
+                near = difflib.get_close_matches(found, known, n=1)
+                raise InputError(
+                    f"{{{found}}} names nothing that is staged",
+                    field=field,
+                    value=value,
+                    hint=f"did you mean {{{near[0]}}}?"
+                    if near
+                    else "stage data under that name, or write the path itself",
+                )

@@ -1,0 +1,92 @@
+"""The template layer: Jinja2 in its sandbox, with every value shell-quoted on its way out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpml_orchestrator import assets
+
+__all__ = ["Raw", "environment", "word"]
+
+_PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.dir)\}")
+_DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
+
+
+class Raw(str):
+    """Text that is shell code already, made by this module alone."""
+
+    __slots__ = ()
+
+
+def quote(value: Any) -> Raw:
+    """Return a value as one shell word that stands for exactly that text."""
+    if isinstance(value, Raw):
+        return value
+    if isinstance(value, jinja2.Undefined):
+        str(value)  # raises, naming the variable
+    return Raw(shlex.quote(str(value)))
+
+
+def directive(value: Any) -> Raw:
+    """Pass on text that has no special character at all, as `#SBATCH` lines need it.
+
+    Raises:
+        ValueError: it has one: the model that made it let something through.
+    """
+    text = str(value)
+    if not _DIRECTIVE.fullmatch(text):
+        raise ValueError(f"{text!r} must not stand unquoted in a script")
+    return Raw(text)
+
+
+def word(value: Any) -> Raw:
+    """Return a value as one shell word in which `{stage.NAME}` and `{run.dir}` are variables.
+
+    >>> word("--data={stage.digits}/train it")
+    '--data='"$HPML_STAGE_DIGITS"'/train it'
+    """
+    if isinstance(value, Raw):
+        return value
+    text = str(value)
+    parts = []
+    end = 0
+    for match in _PLACEHOLDER.finditer(text):
+        parts.append(shlex.quote(text[end : match.start()]) if match.start() > end else "")
+        parts.append(f'"${variable(match[1])}"')
+        end = match.end()
+    if end < len(text) or not parts:
+        parts.append(shlex.quote(text[end:]))
+    return Raw("".join(parts))
+
+
+def variable(placeholder: str) -> str:
+    """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
+    if placeholder == "run.dir":
+        return "HPML_RUN_DIR"
+    return "HPML_STAGE_" + placeholder.removeprefix("stage.").upper()
+
+
+def placeholders(text: str) -> list[str]:
+    """Return the placeholders of a value, such as `stage.digits`."""
+    return _PLACEHOLDER.findall(text)
+
+
+def environment() -> jinja2.Environment:
+    """Return the environment that sbatch templates are rendered in."""
+    made = ImmutableSandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(str(assets.path("templates") / "sbatch")),
+        undefined=jinja2.StrictUndefined,
+        finalize=quote,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    made.filters["directive"] = directive
+    made.filters["word"] = word
+    return made

@@ -1,0 +1,136 @@
+"""What the command groups share: options, the store, printing for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpml_orchestrator.records.store import Store
+
+__all__ = [
+    "BackendOption",
+    "JobFile",
+    "JsonOption",
+    "LocalOption",
+    "RunWord",
+    "RunWords",
+    "SetOption",
+    "backend_name",
+    "print_json",
+    "print_table",
+    "store_of",
+]
+
+
+def _complete_run(incomplete: str) -> list[str]:
+    from hpml_orchestrator.records.store import Store, default_root  # noqa: PLC0415
+
+    try:
+        store = Store(default_root(os.environ))
+        known = ["last", *(one.sid for one in store.submissions())]
+    except Exception:  # noqa: BLE001 - completion never disturbs the command line
+        return []
+    return [word for word in known if word.startswith(incomplete)]
+
+
+JobFile = Annotated[
+    str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.", show_default=False)
+]
+SetOption = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="FIELD=VALUE",
+        help="Set a field over the job file's, such as resources.nodes=4; may be repeated.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+BackendOption = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Where to run: slurm, local, or auto: Slurm where sbatch is found.",
+    ),
+]
+LocalOption = Annotated[
+    bool, typer.Option("--local", help="Run on this machine; short for --backend local.")
+]
+RunWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Run id, a unique part of it, a job id, or `last`.",
+        autocompletion=_complete_run,
+    ),
+]
+RunWords = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN…",
+        help="Run ids, unique parts of them, job ids, or `last`.",
+        autocompletion=_complete_run,
+    ),
+]
+
+
+def store_of(context: typer.Context) -> Store:
+    """Return the store that `--records` or the environment names."""
+    from hpml_orchestrator.records.store import Store, default_root  # noqa: PLC0415
+
+    chosen = (context.obj or {}).get("records") or ""
+    environment = {**os.environ, "HPML_HOME": chosen} if chosen else dict(os.environ)
+    return Store(default_root(environment))
+
+
+def backend_name(backend: str, *, local: bool) -> str:
+    """Return `slurm` or `local` for the options `--backend` and `--local`."""
+    from hpml_orchestrator.jobs.backend import choose  # noqa: PLC0415
+
+    return choose("local" if local else backend)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON, one document."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn by rich on a terminal, tab-separated lines elsewhere."""
+    if not sys.stdout.isatty():
+        for row in [header, *rows]:
+            typer.echo("\t".join(" ".join(cell.split()) for cell in row))
+        return
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False)
+    for column in header:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+_STYLES = {
+    "COMPLETED": "green",
+    "RUNNING": "cyan",
+    "PENDING": "yellow",
+    "FAILED": "red",
+    "TIMEOUT": "red",
+    "OUT_OF_MEMORY": "red",
+    "NODE_FAIL": "red",
+    "CANCELLED": "magenta",
+    "REFUSED": "red",
+    "NOT SUBMITTED": "red",
+}

@@ -1,0 +1,107 @@
+"""Follow a run on the screen, and tell its end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from hpml_orchestrator.cli.common import print_json
+from hpml_orchestrator.errors import JobFailedError
+from hpml_orchestrator.jobs.show import summary_lines
+from hpml_orchestrator.jobs.status import State, wait_until_over
+from hpml_orchestrator.jobs.summary import summarise
+from hpml_orchestrator.jobs.tail import Tail
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Store, Submission
+
+__all__ = ["fail_unless_completed", "finish", "follow"]
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def follow(store: Store, submission: Submission, *, out: TextIO, output: bool = True) -> State:
+    """Print the run's output as it comes, and its states on standard error, until it is over.
+
+    Ctrl-C ends the following, not the job.
+    """
+    tail = Tail(store.run(submission.runs()[0][1]).output)
+    shown = ""
+
+    def show(state: State) -> None:
+        nonlocal shown
+        line = state.state + (f" ({state.reason})" if state.reason else "")
+        line += f" on {state.nodes}" if state.nodes and state.state == "RUNNING" else ""
+        if line != shown:
+            shown = line
+            typer.echo(f"hpml: {line}", err=True)
+        if output:
+            _write(out, tail.read())
+
+    try:
+        state = wait_until_over(store, submission, each=show)
+    except KeyboardInterrupt:
+        sid = submission.sid
+        typer.echo(
+            f"\nhpml: the job goes on; `hpml logs -f {sid}` follows it again, "
+            f"`hpml cancel {sid}` ends it",
+            err=True,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if output:
+        _write(out, tail.read_to_end())
+    return state
+
+
+def finish(state: State, *, as_json: bool) -> None:
+    """Print the summary of a run that is over.
+
+    Raises:
+        JobFailedError: it did not complete.
+    """
+    summary = summarise(state)
+    if as_json:
+        print_json({**state.to_json(), "summary": summary.to_json()})
+    else:
+        lines = summary_lines(state, summary)
+        if sys.stdout.isatty():
+            _panel(lines)
+        else:
+            typer.echo("\n".join(f"{name:<10} {text}" for name, text in lines))
+    fail_unless_completed(state)
+
+
+def fail_unless_completed(state: State) -> None:
+    """Raise JobFailedError for a run that ended in any other state than COMPLETED."""
+    if state.state != "COMPLETED":
+        code = "" if state.exit_code is None else f", exit code {state.exit_code}"
+        why = f": {state.reason}" if state.reason else ""
+        raise JobFailedError(
+            f"job {state.job_id or '-'} ended {state.state}{code}{why}",
+            hint=f"hpml logs {state.submission.sid}",
+        )
+
+
+def _write(out: TextIO, data: bytes) -> None:
+    if data:
+        binary: Any = out.buffer
+        binary.write(data)
+        out.flush()
+
+
+def _panel(lines: list[tuple[str, str]]) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.panel import Panel  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in lines:
+        table.add_row(name, Text(text))
+    good = "COMPLETED" in lines[0][1]
+    Console().print(Panel(table, border_style="green" if good else "red", expand=False))

@@ -1,0 +1,178 @@
+"""Commands that take a job file: render, submit, run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpml_orchestrator.cli.common import (
+    BackendOption,
+    JobFile,
+    JsonOption,
+    LocalOption,
+    SetOption,
+    backend_name,
+    print_json,
+    store_of,
+)
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.jobs.submit import Rendered
+    from hpml_orchestrator.records.store import Store, Submission
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this group's commands to the application."""
+    app.command()(render)
+    app.command()(submit)
+    app.command()(run)
+
+
+def _load(job_file: str, settings: list[str]) -> Rendered:
+    from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
+    from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
+
+    return render_job(load_job(job_file, [parse_setting(setting) for setting in settings]))
+
+
+def render(
+    job_file: JobFile,
+    settings: SetOption = [],  # noqa: B006 - typer copies it
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write job.sh and hpml-node.pyz there, to be given to sbatch by hand.",
+        ),
+    ] = "",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where each value came from instead.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the batch script of a job, to the byte as `submit` would submit it."""
+    from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
+
+    rendered = _load(job_file, settings)
+    if explain:
+        rows = explained(rendered.resolved)
+        if as_json:
+            print_json([{"field": f, "value": v, "origin": o} for f, v, o in rows])
+            return
+        for field, value, origin in rows:
+            typer.echo(f"{field:<28} {value!s:<40} {origin}")
+        return
+    if output:
+        script = write_rendered(rendered, output)
+        typer.echo(f"wrote {script}; to submit it by hand: cd {script.parent} && sbatch job.sh")
+        return
+    if as_json:
+        print_json({"script": rendered.script, "job": rendered.resolved.job.model_dump()})
+        return
+    sys.stdout.buffer.write(rendered.script.encode("utf-8"))
+    sys.stdout.flush()
+
+
+def submit(
+    context: typer.Context,
+    job_file: Annotated[
+        str, typer.Argument(metavar="[JOB_FILE]", help="Job file, YAML 1.2 or TOML.")
+    ] = "",
+    settings: SetOption = [],  # noqa: B006
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Complete a submission that was cut off: find its job, or submit it.",
+        ),
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a job and return at once."""
+    store = store_of(context)
+    if resume:
+        from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+        if job_file:
+            raise InputError(
+                "takes no job file: the submission has its own", field="--resume", value=job_file
+            )
+        submission = store.resolve(resume)
+        job_id = _resume(store, submission)
+    else:
+        submission, job_id = _submit(store, job_file, settings, backend, local=local)
+    if as_json:
+        print_json(
+            {
+                "id": submission.sid,
+                "job_id": job_id,
+                "submission": str(submission.directory),
+                "directory": str(store.runs_dir / submission.runs()[0][1]),
+            }
+        )
+        return
+    typer.echo(f"submitted {submission.sid} as job {job_id}")
+    typer.echo(f"hpml logs -f {submission.sid}", err=True)
+
+
+def run(
+    context: typer.Context,
+    job_file: JobFile,
+    settings: SetOption = [],  # noqa: B006
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a job, follow its output, and end with a summary.
+
+    Ctrl-C stops following; the job goes on. The exit status is 0 when the job completed, else 6.
+    """
+    from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
+
+    store = store_of(context)
+    submission, job_id = _submit(store, job_file, settings, backend, local=local)
+    typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
+    state = follow(store, submission, out=sys.stderr if as_json else sys.stdout)
+    finish(state, as_json=as_json)
+
+
+def _submit(
+    store: Store, job_file: str, settings: list[str], backend: str, *, local: bool
+) -> tuple[Submission, str]:
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+    from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
+    from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
+    from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
+
+    if not job_file:
+        raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
+    name = backend_name(backend, local=local)
+    rendered = _load(job_file, settings)
+    scheduler = open_backend(name, store)
+    submission = prepare(store, rendered, backend=name, argv=sys.argv, environment=dict(os.environ))
+    return submission, submit_prepared(submission, scheduler, environment=dict(os.environ))
+
+
+def _resume(store: Store, submission: Submission) -> str:
+    from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
+    from hpml_orchestrator.jobs.submit import resume  # noqa: PLC0415
+
+    record = submission.record()
+    scheduler = open_backend(str(record["backend"]), store, host=str(record["host"]))
+    return resume(
+        store,
+        submission,
+        scheduler,
+        environment=dict(os.environ),
+        notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+    )

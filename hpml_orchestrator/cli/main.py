@@ -1,0 +1,94 @@
+"""`hpml`: the application, and how its errors are told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from hpml_orchestrator import __version__
+from hpml_orchestrator.cli import jobfile, runs, site
+from hpml_orchestrator.errors import HpmlError
+
+__all__ = ["app", "main"]
+
+EXIT_INTERNAL = 70
+
+app = typer.Typer(
+    name="hpml",
+    help="Run machine-learning training on Slurm clusters, or on this machine, from one job file.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hpml {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    records: Annotated[
+        str,
+        typer.Option(
+            "--records",
+            metavar="DIR",
+            help="Where records live.",
+            envvar="HPML_HOME",
+            show_default="~/.local/state/hpml",
+        ),
+    ] = "",
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error.", envvar="HPML_DEBUG")
+    ] = False,
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    context.obj = {"records": records, "debug": debug}
+
+
+jobfile.register(app)
+runs.register(app)
+site.register(app)
+
+
+def main() -> None:
+    """Entry point: run a command; tell errors in one line with a hint, and exit by their class."""
+    debug = "--debug" in sys.argv[1:] or bool(os.environ.get("HPML_DEBUG"))
+    try:
+        app()
+    except HpmlError as error:
+        if debug:
+            raise
+        _tell(error)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except Exception as error:
+        if debug:
+            raise
+        typer.echo(
+            f"hpml: internal error: {type(error).__name__}: {error}\n"
+            "hint: this is a fault of hpml's; run it again with `hpml --debug …` and report "
+            "what it prints",
+            err=True,
+        )
+        raise SystemExit(EXIT_INTERNAL) from None
+
+
+def _tell(error: HpmlError) -> None:
+    lines = str(error).splitlines() or [type(error).__name__]
+    typer.echo(f"hpml: error: {lines[0]}", err=True)
+    for line in lines[1:]:
+        typer.echo(f"             {line}", err=True)
+    if error.hint:
+        typer.echo(f"hint: {error.hint}", err=True)

@@ -1,0 +1,48 @@
+"""Commands about the place: doctor, schema."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, store_of
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this group's commands to the application."""
+    app.command()(doctor)
+    app.command()(schema)
+
+
+def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Check what hpml finds here; the exit status is 1 when something that it needs is missing."""
+    from hpml_orchestrator.jobs.doctor import examine  # noqa: PLC0415
+
+    findings = examine(store_of(context))
+    if as_json:
+        print_json([finding.to_json() for finding in findings])
+    else:
+        print_table(
+            ("CHECK", "RESULT", "FOUND"),
+            [(one.check, one.result, one.found) for one in findings],
+        )
+        for one in findings:
+            if one.hint:
+                typer.echo(f"hint: {one.check}: {one.hint}", err=True)
+    if any(one.result == "missing" for one in findings):
+        raise typer.Exit(1)
+
+
+def schema(
+    what: Annotated[str, typer.Argument(help="Which file: job.", metavar="WHAT")] = "job",
+) -> None:
+    """Print the JSON Schema of a job file, for editors."""
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+    from hpml_orchestrator.spec import job_schema  # noqa: PLC0415
+
+    if what != "job":
+        raise InputError("must be job", field="WHAT", value=what)
+    print_json(job_schema())

@@ -1,0 +1,47 @@
+"""Choose the scheduler: the cluster's where there is one, else this machine."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import InputError
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.scheduler.model import Scheduler
+
+__all__ = ["BACKENDS", "choose", "open_backend"]
+
+BACKENDS = ("slurm", "local")
+
+
+def choose(wanted: str) -> str:
+    """Return `slurm` or `local` for `auto`, `slurm` or `local`.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if wanted == "auto":
+        return "slurm" if shutil.which("sbatch") else "local"
+    if wanted not in BACKENDS:
+        raise InputError("must be auto, slurm or local", field="--backend", value=wanted)
+    return wanted
+
+
+def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:
+    """Return the scheduler of that name.
+
+    Args:
+        name: `slurm` or `local`.
+        store: where records live; the local backend keeps its own below it.
+        host: whose local backend; this machine's when left out.
+    """
+    if name == "slurm":
+        from hpml_orchestrator.scheduler.slurm import SlurmScheduler  # noqa: PLC0415
+
+        return SlurmScheduler()
+    from hpml_orchestrator.scheduler.local import LocalScheduler  # noqa: PLC0415
+
+    return LocalScheduler(store.local_home(host or socket.gethostname()))

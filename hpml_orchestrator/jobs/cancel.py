@@ -1,0 +1,36 @@
+"""Cancel runs, in one call per scheduler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.jobs.backend import open_backend
+from hpml_orchestrator.jobs.status import states
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Store, Submission
+
+__all__ = ["cancel"]
+
+
+def cancel(store: Store, submissions: list[Submission]) -> list[dict[str, str]]:
+    """Cancel what is not over and return `id`, `job_id` and `outcome` of each.
+
+    Raises:
+        SchedulerUnavailable: the scheduler gives no answer.
+    """
+    done = []
+    todo: dict[tuple[str, str], list[str]] = {}
+    for state in states(store, submissions):
+        if state.over:
+            outcome = f"is over already ({state.state})"
+        elif not state.job_id:
+            outcome = f"has no job to cancel yet ({state.state}); try again in a moment"
+        else:
+            host = str(state.submission.record()["host"])
+            todo.setdefault((state.backend, host), []).append(state.job_id)
+            outcome = f"cancelled job {state.job_id}"
+        done.append({"id": state.submission.sid, "job_id": state.job_id, "outcome": outcome})
+    for (name, host), job_ids in todo.items():
+        open_backend(name, store, host=host).cancel(job_ids)
+    return done

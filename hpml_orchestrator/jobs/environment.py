@@ -1,0 +1,69 @@
+"""What of the user's environment travels with a job: decided once, the same for every backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["travelling"]
+
+_DROPPED_PREFIXES = (
+    "SLURM_",
+    "SLURMD_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SQUEUE_",
+    "SACCT_",
+    "SINFO_",
+    "SCANCEL_",
+    "PMI_",
+    "PMI2_",
+    "PMIX_",
+    "OMPI_",
+    "HPML_",
+    "PET_",
+    "TORCHELASTIC_",
+    "HOROVOD_",
+    "SSH_",
+    "XDG_SESSION_",
+    "TMUX",
+)
+_DROPPED = frozenset(
+    # a launcher sets these; values of the submitting host mean nothing on the node
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
+    "TMPDIR TMP TEMP HOSTNAME HOST PWD OLDPWD SHLVL _ BASH_ENV ENV CUDA_VISIBLE_DEVICES "
+    "ROCR_VISIBLE_DEVICES DISPLAY XAUTHORITY XDG_RUNTIME_DIR DBUS_SESSION_BUS_ADDRESS "
+    "WINDOWID TERM_SESSION_ID STY".split()
+)
+_KEPT = frozenset({"SLURM_CONF"})
+_MINIMAL = frozenset(
+    "HOME USER LOGNAME SHELL PATH LANG LANGUAGE TZ TERM MAIL MODULEPATH MODULESHOME LMOD_CMD "
+    "LMOD_DIR LMOD_PKG BASH_FUNC_module%% BASH_FUNC_ml%% SLURM_CONF".split()
+)
+
+
+def travelling(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
+    """Return the variables that a job starts with.
+
+    Args:
+        environment: the environment of the submitting process.
+        inherit: `all` for everything but what belongs to the submitting session, to schedulers and
+            to launchers; `minimal` for what a login has anyway.
+
+    >>> travelling({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
+    {'PATH': '/bin'}
+    """
+    if inherit == "minimal":
+        return {
+            name: value
+            for name, value in environment.items()
+            if name in _MINIMAL or name.startswith("LC_")
+        }
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not (name in _DROPPED or name.startswith(_DROPPED_PREFIXES))
+    }

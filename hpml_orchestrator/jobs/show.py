@@ -1,0 +1,137 @@
+"""Tell people about jobs and runs: lines of text made from records."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.batch import archive
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.files import write_text
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.jobs.status import State
+    from hpml_orchestrator.jobs.submit import Rendered
+    from hpml_orchestrator.jobs.summary import Summary
+    from hpml_orchestrator.spec import ResolvedJob
+
+__all__ = ["bytes_text", "explained", "seconds_text", "summary_lines", "write_rendered"]
+
+_KIBI = 1024
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
+
+def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
+    """Return field, value and origin of every value of a job, in the order of the model."""
+    rows = []
+    for field, origin in resolved.origins.items():
+        here: Any = resolved.job.model_dump()
+        for part in field.split("."):
+            here = here[int(part)] if isinstance(here, list) else here[part]
+        rows.append((field, here, origin))
+    return rows
+
+
+def write_rendered(rendered: Rendered, directory: str) -> Path:
+    """Write `job.sh` and `hpml-node.pyz` into a directory and return the script's path.
+
+    Raises:
+        InputError: the directory cannot be made.
+    """
+    target = Path(os.path.abspath(os.path.expanduser(directory)))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot be made: {error.strerror or error}", field="--output", value=directory
+        ) from error
+    write_text(target / "hpml-node.pyz", archive.build())
+    write_text(target / "job.sh", rendered.script, mode=0o755)
+    return target / "job.sh"
+
+
+def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
+    """Return name and text of each line of a run's summary."""
+    lines = [
+        ("run", f"{state.submission.sid}  {state.state}"),
+        ("job", f"{state.job_id or '-'} ({state.backend})" + _ran(state, summary)),
+    ]
+    if state.reason:
+        lines.append(("reason", state.reason))
+    if summary.nodes:
+        staged = (
+            f"{summary.staged_files} files, {bytes_text(summary.staged_bytes)} "
+            f"({summary.staged_bytes} bytes) in {summary.staging_seconds:.2f} s"
+            if summary.staged_files
+            else "nothing"
+        )
+        lines.append(("staged", staged))
+    if summary.phases:
+        lines.append(
+            ("phases", ", ".join(f"{one.name} {one.seconds:.2f} s" for one in summary.phases))
+        )
+    lines += _training(summary)
+    lines.append(("record", str(state.run.directory)))
+    return lines
+
+
+def _ran(state: State, summary: Summary) -> str:
+    if not summary.nodes:
+        return ""
+    ranks = f", {summary.ranks} ranks" if summary.ranks else ""
+    return f" on {state.nodes or summary.nodes}{ranks}"
+
+
+def _training(summary: Summary) -> list[tuple[str, str]]:
+    result = summary.result
+    lines = []
+    rate = result.get("samples_per_second")
+    if isinstance(rate, (int, float)):
+        wait = (
+            f", {summary.data_wait_ratio:.0%} of the step time spent waiting for data"
+            if summary.data_wait_ratio is not None
+            else ""
+        )
+        lines.append(("training", f"{rate:.0f} samples/s{wait}"))
+    accuracy = result.get("test_accuracy")
+    if isinstance(accuracy, (int, float)):
+        target, took = result.get("target_accuracy"), result.get("seconds_to_accuracy")
+        reached = ""
+        if isinstance(target, (int, float)):
+            reached = (
+                f"; {target:g} reached after {took:.2f} s of training"
+                if isinstance(took, (int, float))
+                else f"; {target:g} not reached"
+            )
+        lines.append(("accuracy", f"{accuracy:.4f} on the test set{reached}"))
+    return lines
+
+
+def bytes_text(size: float) -> str:
+    """Return a size in binary units.
+
+    >>> bytes_text(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < _KIBI or unit == "TiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= _KIBI
+    raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration as people read it.
+
+    >>> seconds_text(3725), seconds_text(4)
+    ('1:02:05', '4 s')
+    """
+    whole = int(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    days, rest = divmod(whole, _DAY)
+    hours, rest = divmod(rest, _HOUR)
+    minutes, rest = divmod(rest, _MINUTE)
+    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
+    return f"{days} d {clock}" if days else clock

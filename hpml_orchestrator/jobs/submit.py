@@ -1,0 +1,215 @@
+"""Submit a job so that it runs once: never twice, never lost, whenever hpml is killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.batch import Capabilities, archive, render
+from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.jobs.environment import travelling
+from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.scheduler.model import SubmitRequest
+from hpml_orchestrator.scheduler.recovery import Absent, Found, recover
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.scheduler.model import Scheduler
+    from hpml_orchestrator.spec import ResolvedJob
+
+__all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A job and its script, ready to be submitted or printed."""
+
+    resolved: ResolvedJob
+    script: str
+
+
+def render_job(resolved: ResolvedJob, capabilities: Capabilities | None = None) -> Rendered:
+    """Complete a job with what must be measured and render its script."""
+    complete = measured(resolved)
+    return Rendered(complete, render(complete.job, capabilities or Capabilities()))
+
+
+def prepare(
+    store: Store,
+    rendered: Rendered,
+    *,
+    backend: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    now: float | None = None,
+) -> Submission:
+    """Write the submission and its run down completely; nothing is submitted yet.
+
+    Args:
+        store: where records live.
+        rendered: the job and its script.
+        backend: name of the scheduler that it is for.
+        argv: the command line, for the record.
+        environment: of the submitting process.
+        now: seconds since the epoch; the clock when left out.
+    """
+    job = rendered.resolved.job
+    moment = time.time() if now is None else now
+    provenance, diff = collect(job.workdir, argv=argv, environment=environment)
+    sid = new_id(job.name, now=moment)
+    resolved = job.model_dump(mode="json")
+    submission = store.prepare(
+        sid,
+        script=rendered.script,
+        archive=archive.build(),
+        submit={
+            "name": job.name,
+            "created": moment,
+            "backend": backend,
+            "host": socket.gethostname(),
+            "comment": f"hpml:{sid}",
+            "output": str(store.runs_dir / sid / "output.log"),
+            "environment_names": sorted(travelling(environment, job.environment.inherit)),
+            "job_file": str(rendered.resolved.source),
+            "job": resolved,
+            "provenance": provenance,
+        },
+        runs={0: {"name": job.name, "created": moment, "job": resolved, "provenance": provenance}},
+    )
+    if diff:
+        write_text(submission.directory / "dirty.diff", diff)
+    return submission
+
+
+def submit(
+    submission: Submission,
+    scheduler: Scheduler,
+    *,
+    environment: Mapping[str, str],
+    clock: Callable[[], float] = time.time,
+) -> str:
+    """Submit a prepared submission and return the job's id.
+
+    Raises:
+        SchedulerError: refused; the refusal is written down and no job exists.
+        SchedulerUnavailable: not known; `resume` finds out.
+    """
+    request = _request(submission, environment)
+    _write_arguments(submission, scheduler.arguments(request))
+    submission.mark_started(now=clock(), host=socket.gethostname())
+    try:
+        job_id = scheduler.submit(request)
+    except SchedulerUnavailable as error:
+        raise SchedulerUnavailable(
+            str(error),
+            hint=f"`hpml submit --resume {submission.sid}` finds out whether the job exists, "
+            "and submits it only if it does not",
+        ) from error
+    except SchedulerError as error:
+        submission.record_refusal(str(error), now=clock())
+        raise
+    submission.record_job(job_id, how="sbatch", now=clock())
+    return job_id
+
+
+def settle(
+    store: Store,
+    submission: Submission,
+    scheduler: Scheduler,
+    *,
+    now: float | None = None,
+) -> Found | Absent | Any:
+    """Find out what became of a submission whose job is not recorded; never submits.
+
+    Returns:
+        `Found` (its job is recorded then), `Absent` (there is no job, and none will come of
+        it), or `Undecided` with the reason and when to ask again.
+    """
+    moment = time.time() if now is None else now
+    record = submission.record()
+    claimed = [
+        attempt.job_id
+        for _, rid in submission.runs()
+        for attempt in store.run(rid).attempts()
+        if attempt.job_id
+    ]
+    outcome = recover(
+        scheduler,
+        submission.directory,
+        name=record["name"],
+        prepared_at=float(record["created"]),
+        sbatch_started_at=submission.started_at(),
+        attempt_job_ids=claimed,
+        now=moment,
+    )
+    if isinstance(outcome, Found):
+        submission.record_job(outcome.job_id, how=outcome.how, now=moment)
+    return outcome
+
+
+def resume(
+    store: Store,
+    submission: Submission,
+    scheduler: Scheduler,
+    *,
+    environment: Mapping[str, str],
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+    notice: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Complete a submission that was cut off, and return its job's id.
+
+    The job is looked for first. Only when it is certain that there is none, and that no sbatch of
+    an earlier hpml can still make one, is it submitted.
+
+    Raises:
+        InputError: it was refused by the scheduler: a new submission is due, not this one.
+        SchedulerError: as `submit`.
+        SchedulerUnavailable: the scheduler gives no answer.
+    """
+    known = submission.job()
+    if known is not None:
+        return str(known["job_id"])
+    refused = submission.refused()
+    if refused is not None:
+        raise InputError(
+            f"the scheduler refused it: {refused['reason']}",
+            field="--resume",
+            value=submission.sid,
+            hint="mend the job file and submit it again",
+        )
+    while True:
+        outcome = settle(store, submission, scheduler, now=clock())
+        if isinstance(outcome, Found):
+            return outcome.job_id
+        if isinstance(outcome, Absent):
+            return submit(submission, scheduler, environment=environment, clock=clock)
+        notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
+        sleep(outcome.retry_after)
+
+
+def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRequest:
+    record = submission.record()
+    inherit = record["job"]["environment"]["inherit"]
+    return SubmitRequest(
+        directory=submission.directory,
+        output=Path(record["output"]),
+        name=record["name"],
+        comment=record["comment"],
+        environment=travelling(environment, inherit),
+    )
+
+
+def _write_arguments(submission: Submission, arguments: list[str]) -> None:
+    """Keep the argument list beside `submit.json`, to the byte."""
+    path = submission.directory / "arguments"
+    write_text(path, b"".join(os.fsencode(argument) + b"\0" for argument in arguments))

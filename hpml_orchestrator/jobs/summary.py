@@ -1,0 +1,153 @@
+"""What a run did: phases, staging, throughput and accuracy, from its own records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpml_orchestrator.jobs.status import State
+    from hpml_orchestrator.records.events import Event
+
+__all__ = ["Phase", "Summary", "phases", "summarise"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of a run's time.
+
+    Attributes:
+        name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`, `end`.
+        seconds: wall-clock time.
+    """
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is worth telling of a run.
+
+    Attributes:
+        phases: the last attempt's time, stretch by stretch, without gaps.
+        staged_bytes, staged_files: brought to all nodes together.
+        staging_seconds: of the slowest node.
+        nodes: nodes that were ready.
+        ranks: ranks that recorded where they ran.
+        result: figures that the training reported at its end, units in the keys.
+        last_step: rank 0's last counters.
+        data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
+    """
+
+    phases: list[Phase] = field(default_factory=list)
+    staged_bytes: int = 0
+    staged_files: int = 0
+    staging_seconds: float = 0.0
+    nodes: int = 0
+    ranks: int = 0
+    result: dict[str, Any] = field(default_factory=dict)
+    last_step: dict[str, Any] = field(default_factory=dict)
+    data_wait_ratio: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary for programs."""
+        return asdict(self)
+
+
+def summarise(state: State) -> Summary:
+    """Return the summary of a run's last attempt; empty where nothing was recorded."""
+    attempts = state.run.attempts()
+    if not attempts:
+        return Summary()
+    attempt = attempts[-1]
+    events = attempt.events()
+    ready = [event for event in events if event.event == "ready"]
+    results = [event for event in events if event.data.get("final")]
+    steps = _last_steps(events)
+    result = dict(results[-1].data) if results else {}
+    result.pop("final", None)
+    queued = state.submission.started_at() if attempt.number == 0 else None
+    ended = state.ended
+    if attempt.ended is not None:
+        ended = float(attempt.ended["time"])
+    return Summary(
+        phases=phases(events, queued=queued, ended=ended),
+        staged_bytes=sum(int(event.data.get("bytes", 0)) for event in ready),
+        staged_files=sum(int(event.data.get("files", 0)) for event in ready),
+        staging_seconds=max((float(event.data.get("seconds", 0)) for event in ready), default=0.0),
+        nodes=len(ready),
+        ranks=len(attempt.bindings()),
+        result=result,
+        last_step=dict(steps.get(0, {})),
+        data_wait_ratio=_data_wait(list(steps.values())),
+    )
+
+
+def phases(
+    events: Sequence[Event], *, queued: float | None = None, ended: float | None = None
+) -> list[Phase]:
+    """Return the stretches between the marks of an attempt.
+
+    A mark that many ranks or nodes reach counts when the last of them does (nodes ready, warm-up
+    over), since nobody goes on before; a beginning counts when the first begins. A mark that was
+    not recorded joins its stretch to the next, so the stretches always add up to the whole.
+
+    Args:
+        events: of one attempt, by time.
+        queued: when it was handed to the scheduler.
+        ended: when it was over.
+    """
+    first, last = _first(events), _last(events)
+    trained = [event.time for event in events if event.data.get("final")]
+    marks: list[tuple[str, float | None]] = [
+        ("queue", first.get("started")),
+        ("start-up", first.get("staging", first.get("ready"))),
+        ("staging", last.get("ready")),
+        ("launch", first.get("rendezvous")),
+        ("rendezvous", first.get("warm-up")),
+        ("warm-up", first.get("step")),
+        ("training", max(trained, default=last.get("step"))),
+        ("end", ended),
+    ]
+    found = []
+    here = queued if queued is not None else first.get("started")
+    for name, mark in marks:
+        if mark is None or here is None:
+            continue
+        if name == "queue" and queued is None:
+            continue
+        found.append(Phase(name, round(max(0.0, mark - here), 6)))
+        here = max(here, mark)
+    return found
+
+
+def _first(events: Sequence[Event]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for event in events:
+        found[event.event] = min(event.time, found.get(event.event, event.time))
+    return found
+
+
+def _last(events: Sequence[Event]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for event in events:
+        found[event.event] = max(event.time, found.get(event.event, event.time))
+    return found
+
+
+def _last_steps(events: Sequence[Event]) -> dict[int, dict[str, Any]]:
+    return {
+        event.rank: dict(event.data)
+        for event in events
+        if event.event == "step" and event.rank is not None
+    }
+
+
+def _data_wait(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Return waited / (steps' whole time), both summed over the ranks."""
+    waited = sum(float(step.get("data_wait_seconds_total", 0.0)) for step in steps)
+    stepped = sum(float(step.get("step_seconds_total", 0.0)) for step in steps)
+    return waited / stepped if stepped > 0 else None

@@ -1,0 +1,335 @@
+"""What the ranks of a node say about themselves: the agent's end of the training channel.
+
+Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their end and
+describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
+JSONL file of events. Counters are cumulative, so of a rank's steps only the latest of each second
+is written: what a rank sends, and how fast, does not decide what reaches the shared file system.
+
+An abstract name belongs to a network namespace: a container with one of its own sees no channel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import select
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.records.events import Event
+from hpml_orchestrator.records.files import append_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "channel_name", "decode"]
+
+WIRE_VERSION = 1
+MAX_DATAGRAM_BYTES = 8192
+RANK_EVENTS = ("rendezvous", "warm-up", "step", "evaluation", "checkpoint", "stopping")
+"""Events that a rank may report; the others are the run's and the node's own."""
+
+STEP_EVERY_SECONDS = 1.0
+EVENT_WITHIN_SECONDS = 0.1  # events that come together (every rank's rendezvous) are one write
+EVENTS_PER_WINDOW = 50  # per rank and second; more than that is a training gone wrong
+MAX_PENDING_EVENTS = 10_000
+MAX_RANKS = 4096
+MAX_RANK = 1 << 24
+MAX_NAME_BYTES = 107  # sun_path has 108, the first is the NUL
+DRAIN_DATAGRAMS = 256
+PAUSE_SECONDS = 0.01  # after a full drain: caps what a flood can cost the node
+STOP_DRAIN_SECONDS = 1.0
+CLOCK_TOLERANCE_SECONDS = 3600.0
+MAX_DEPTH = 4
+MAX_INTEGER = 1 << 63
+
+_UCRED = struct.Struct("=iII")  # pid, uid, gid
+_PLAIN_PART = re.compile(r"[A-Za-z0-9._+-]+")
+# A reader that splits a file at Unicode's line ends would tear a record at these.
+_LINE_ENDS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
+
+
+def channel_name(uid: int, job_key: str, attempt: int, node: str) -> str:
+    """Return the abstract name (without its NUL) of a node's channel; fits in `sun_path`.
+
+    Different arguments give different names, and the same ones always the same.
+
+    Args:
+        uid: the job's user.
+        job_key: what tells jobs apart on this machine, such as Slurm's job id or a run id.
+        attempt: which start of the run.
+        node: Slurm's name of the node.
+
+    Example:
+        >>> channel_name(1000, "4711_3", 0, "gpu01")
+        'hpml/1000/4711_3/0/gpu01'
+    """
+    parts = (str(uid), job_key, str(attempt), node)
+    name = "/".join(("hpml", *parts))
+    if all(_PLAIN_PART.fullmatch(part) for part in parts) and len(name) <= MAX_NAME_BYTES:
+        return name
+    digest = hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()
+    return f"hpml/{uid}/{digest[:40]}"
+
+
+def decode(datagram: bytes, *, node: str, now: float) -> Event:
+    """Return the event that a datagram reports.
+
+    The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
+    A `result` becomes an `evaluation` with `final: true` and its figures in the data.
+
+    Raises:
+        ValueError: it is none of ours: no JSON object of this version, or an unknown event.
+    """
+    if len(datagram) > MAX_DATAGRAM_BYTES:
+        raise ValueError("too long")
+    try:
+        message = json.loads(datagram.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(message, dict) or message.get("v") != WIRE_VERSION:
+        raise ValueError("no object of this version")
+    kind, name = message.get("type"), message.get("event")
+    rank, data = message.get("rank"), _clean(message.get("data", {}))
+    if not isinstance(data, dict) or not isinstance(rank, int) or isinstance(rank, bool):
+        raise ValueError("no rank, or data is no object")  # noqa: TRY004 - the sender's fault
+    if not 0 <= rank < MAX_RANK:
+        raise ValueError("a rank out of range")
+    if kind == "result":
+        name, data = "evaluation", {**data, "final": True}
+    elif kind != "event" or name not in RANK_EVENTS:
+        raise ValueError("no event of a rank")
+    if name == "rendezvous":  # who is who is said once, not with every step
+        for key in ("local_rank", "world_size", "pid"):
+            data.setdefault(key, _clean(message.get(key)))
+    return Event(_time_of(message.get("time"), now), str(name), node, rank, data)
+
+
+def _time_of(sent: Any, now: float) -> float:
+    number = isinstance(sent, (int, float)) and not isinstance(sent, bool)
+    return float(sent) if number and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS else now
+
+
+def _clean(value: Any, depth: int = 0) -> Any:
+    """Return a parsed value as one line of strict JSON and UTF-8 can hold it."""
+    if isinstance(value, str):
+        text = value.encode("utf-8", "replace").decode("utf-8")
+        return text.translate(_LINE_ENDS)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        if abs(value) >= MAX_INTEGER:
+            raise ValueError("a number out of range")
+        return value
+    if depth >= MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if isinstance(value, list):
+        return [_clean(one, depth + 1) for one in value]
+    return {_clean(key): _clean(one, depth + 1) for key, one in value.items()}
+
+
+class ChannelReader:
+    """Reads the ranks of one node in a thread and writes their events.
+
+    Args:
+        name: abstract name without its NUL, see `channel_name`.
+        events_file: the node's JSONL file; its directory is made when missing.
+        node: Slurm's name of the node.
+        uid: the only user who is heard; the kernel vouches for the sender.
+        clock: seconds since the epoch.
+
+    Attributes:
+        received: datagrams taken from the socket.
+        refused: of these, from another user, malformed, too long or of an unknown event.
+        superseded: of these, steps of which a later one of the same rank was written instead.
+        dropped: of these, events beyond what a rank may report in a second.
+        write_errors: attempts to write that failed; their events are kept for the next.
+
+    Example:
+        with ChannelReader(channel_name(uid, job, attempt, node), path, node):
+            run_the_ranks()
+    """
+
+    def __init__(
+        self,
+        name: str,
+        events_file: Path,
+        node: str,
+        uid: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not name or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
+            raise InputError(
+                f"a channel's name has 1 to {MAX_NAME_BYTES} bytes and no NUL",
+                field="channel",
+                value=name,
+                hint="channel_name() makes one that fits",
+            )
+        self.name = name
+        self.received = self.refused = self.superseded = self.dropped = self.write_errors = 0
+        self._file = Path(events_file)
+        self._node = node
+        self._uid = os.getuid() if uid is None else uid
+        self._clock = clock
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._wake: tuple[int, int] = (-1, -1)
+        self._stopping = threading.Event()
+        self._latest: dict[int, Event] = {}
+        self._steps: dict[int, Event] = {}
+        self._events: list[Event] = []
+        self._in_window: dict[int, int] = {}
+        self._steps_due = self._events_due = 0.0
+
+    def start(self) -> None:
+        """Bind the socket and begin to read; ranks may send from now on.
+
+        Raises:
+            HpmlError: the name is taken, or the directory of events cannot be made.
+        """
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            # Before bind: a datagram that comes first would be without credentials.
+            channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            channel.setblocking(False)
+            channel.bind("\0" + self.name)
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            channel.close()
+            raise HpmlError(
+                f"cannot open the training channel @{self.name} to {self._file}: {error.strerror}",
+                hint="does an agent of this attempt still run on this node?",
+            ) from error
+        self._socket = channel
+        self._wake = os.pipe()
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._read, name="hpml-channel", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read what is queued (for a second at most), write it and close; harmless twice."""
+        if self._thread is None or self._socket is None:
+            return
+        self._stopping.set()
+        os.write(self._wake[1], b"x")
+        self._thread.join()
+        self._thread = None
+        self._socket.close()
+        self._socket = None
+        for fd in self._wake:
+            os.close(fd)
+
+    def __enter__(self) -> ChannelReader:  # noqa: PYI034 - typing.Self came with Python 3.11
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def latest_steps(self) -> dict[int, Event]:
+        """Return each rank's latest counters, for an exporter; may be called from any thread."""
+        return dict(self._latest)
+
+    def _read(self) -> None:
+        poll = select.poll()
+        poll.register(self._require_socket(), select.POLLIN)
+        poll.register(self._wake[0], select.POLLIN)
+        while not self._stopping.is_set():
+            poll.poll(self._wait_ms())
+            if self._drain() >= DRAIN_DATAGRAMS:
+                self._stopping.wait(PAUSE_SECONDS)
+            self._write_due(time.monotonic())
+        deadline = time.monotonic() + STOP_DRAIN_SECONDS
+        while self._drain() and time.monotonic() < deadline:
+            pass
+        self._write([*self._events, *self._steps.values()])
+
+    def _wait_ms(self) -> float | None:
+        """Return until when something has to be written; None sleeps until something comes."""
+        if not self._events and not self._steps:
+            return None
+        due = self._events_due if self._events else self._steps_due
+        return max(0.0, due - time.monotonic()) * 1000 + 1
+
+    def _drain(self) -> int:
+        """Take what is queued, up to a bound; return how many datagrams that were."""
+        ours = self._require_socket()
+        # Room for the credentials and nothing else: descriptors that a sender attaches are closed
+        # by the kernel.
+        room = socket.CMSG_SPACE(_UCRED.size)
+        for taken in range(DRAIN_DATAGRAMS):
+            try:
+                datagram, ancillary, flags, _ = ours.recvmsg(MAX_DATAGRAM_BYTES + 1, room)
+            except OSError:
+                return taken
+            self.received += 1
+            if flags & socket.MSG_TRUNC or not self._is_ours(ancillary):
+                self.refused += 1
+                continue
+            try:
+                self._accept(decode(datagram, node=self._node, now=self._clock()))
+            except ValueError:
+                self.refused += 1
+        return DRAIN_DATAGRAMS
+
+    def _is_ours(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                return len(data) == _UCRED.size and _UCRED.unpack(data)[1] == self._uid
+        return False
+
+    def _accept(self, event: Event) -> None:
+        rank = -1 if event.rank is None else event.rank
+        if rank not in self._in_window and len(self._in_window) >= MAX_RANKS:
+            raise ValueError("more ranks than a node has")
+        seen = self._in_window.setdefault(rank, 0)
+        if event.event == "step":
+            self.superseded += rank in self._steps
+            self._steps[rank] = self._latest[rank] = event
+        elif seen >= EVENTS_PER_WINDOW or len(self._events) >= MAX_PENDING_EVENTS:
+            self.dropped += 1
+        else:
+            self._in_window[rank] = seen + 1
+            if not self._events:
+                self._events_due = time.monotonic() + EVENT_WITHIN_SECONDS
+            self._events.append(event)
+
+    def _write_due(self, now: float) -> None:
+        steps = []
+        if now >= self._steps_due and (self._steps or any(self._in_window.values())):
+            # A new window; its first step is written at once, the next a second later.
+            steps = list(self._steps.values())
+            self._in_window = dict.fromkeys(self._in_window, 0)
+            self._steps_due = now + STEP_EVERY_SECONDS
+        if steps or (self._events and now >= self._events_due):
+            self._write([*self._events, *steps])
+
+    def _write(self, events: list[Event]) -> None:
+        """Append events with one write; what cannot be written is kept for the next time."""
+        if not events:
+            return
+        lines = [event.to_json() for event in sorted(events, key=lambda event: event.time)]
+        try:
+            append_line(self._file, "\n".join(lines))
+        except OSError:
+            self.write_errors += 1
+            self._events_due = time.monotonic() + STEP_EVERY_SECONDS
+            return
+        written = set(map(id, events))
+        self._events = [one for one in self._events if id(one) not in written]
+        self._steps = {rank: one for rank, one in self._steps.items() if id(one) not in written}
+
+    def _require_socket(self) -> socket.socket:
+        if self._socket is None:
+            raise HpmlError("the training channel is not open", hint="call start() first")
+        return self._socket

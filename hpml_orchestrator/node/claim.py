@@ -1,0 +1,131 @@
+"""The first and the last act of a job: claim the attempt, write down its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
+from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run
+
+__all__ = ["EXIT_DUPLICATE", "claim", "finish", "node_name"]
+
+EXIT_DUPLICATE = 75
+"""Exit status of a job that found its run claimed by another job."""
+
+
+def node_name(environment: Mapping[str, str] | None = None) -> str:
+    """Return Slurm's name of this node; the host's short name without Slurm."""
+    env = os.environ if environment is None else environment
+    return env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def claim(submission: str) -> int:
+    """Claim this start of the run and print the attempt's directory.
+
+    The run is the one that the submission's table gives for `$SLURM_ARRAY_TASK_ID` (0 without an
+    array); a script started by hand, without a table, gets `runs/<job id>` below its directory.
+    Claiming is one `mkdir`, which one of two jobs wins even on NFS.
+
+    Returns:
+        0, or 75 when another job has claimed the run: this one is a duplicate and must end.
+
+    Raises:
+        InputError: not inside a job.
+        NotFoundError: the table has no such index.
+    """
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if not job_id:
+        raise InputError(
+            "not inside a job: SLURM_JOB_ID is not set",
+            hint="give the script to sbatch, or run the job file with `hpml run --local`",
+        )
+    run = Run(_run_directory(Path(submission), job_id))
+    number = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    for earlier in run.attempts():
+        if earlier.job_id not in ("", job_id):
+            return _duplicate(earlier, job_id)
+    attempt = Attempt(run.directory / "attempts" / str(number))
+    for name in ("nodes", "events", "binding"):
+        (attempt.directory / name).mkdir(parents=True, exist_ok=True)
+    started = attempt.directory / "started"
+    try:
+        started.mkdir()
+    except FileExistsError:
+        # The winner writes its id right after the mkdir: give it a moment.
+        deadline = time.monotonic() + 30
+        while not attempt.job_id and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if attempt.job_id != job_id:
+            return _duplicate(attempt, job_id)
+        # Same job, same attempt: the node was lost and the script started again without a requeue.
+    write_text(started / "job_id", f"{job_id}\n")
+    node = node_name()
+    names = list(dict.fromkeys([node, socket.getfqdn(), socket.gethostname()]))
+    write_json(attempt.directory / "head.json", {"node": node, "names": names})
+    events.append(
+        attempt.directory / "events" / "batch.jsonl",
+        "started",
+        node="batch",
+        job_id=job_id,
+        attempt=number,
+        head=node,
+        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+        node_count=int(os.environ.get("SLURM_NNODES") or 1),
+    )
+    sys.stdout.write(f"{attempt.directory}\n")
+    return 0
+
+
+def finish(attempt: str, code: str, reason: str = "") -> int:
+    """Write down how the attempt ended: `ended.json` and the event.
+
+    Args:
+        attempt: the attempt's directory.
+        code: exit status of the script.
+        reason: why, where the script knows better than its status.
+    """
+    directory = Path(attempt)
+    status = int(code)
+    words = reason or ("completed" if status == 0 else "failed")
+    now = time.time()
+    write_json(
+        directory / "ended.json", {"exit_code": status, "reason": words, "time": round(now, 6)}
+    )
+    events.append(
+        directory / "events" / "batch.jsonl",
+        "ended",
+        node="batch",
+        now=now,
+        exit_code=status,
+        reason=words,
+    )
+    return 0
+
+
+def _run_directory(submission: Path, job_id: str) -> Path:
+    index = int(os.environ.get("SLURM_ARRAY_TASK_ID") or 0)
+    try:
+        table = read_text(submission / RUN_TABLE)
+        read_json(submission / "submit.json")
+    except NotFoundError:
+        return submission / "runs" / job_id
+    for line in table.splitlines():
+        number, _, rid = line.partition("\t")
+        if number == str(index):
+            return submission.parent.parent / "runs" / rid
+    raise NotFoundError(f"{submission / RUN_TABLE} has no run of index {index}")
+
+
+def _duplicate(attempt: Attempt, job_id: str) -> int:
+    sys.stderr.write(
+        f"hpml: this run belongs to job {attempt.job_id or 'unknown'}; "
+        f"job {job_id} is a duplicate and ends here\n"
+    )
+    return EXIT_DUPLICATE

@@ -1,0 +1,94 @@
+"""What a run was made from: code, versions, host, command line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["collect"]
+
+_GIT_TIMEOUT_SECONDS = 20
+_DIFF_LIMIT_BYTES = 4 * 1024 * 1024
+
+
+def collect(
+    directory: str,
+    *,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+) -> tuple[dict[str, Any], bytes]:
+    """Return the provenance of a submission and the diff of the uncommitted changes.
+
+    Args:
+        directory: where the job's code lives; its git repository is described.
+        argv: the command line of hpml.
+        environment: variables to read the user's name from.
+
+    Returns:
+        A mapping for the record, and the diff (`git diff HEAD --binary`) as bytes: empty when the
+        tree is clean, is no git checkout, or the diff is over 4 MiB (then `git.diff` says so).
+    """
+    git, diff = _git(directory)
+    record = {
+        "hpml": __version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "user": environment.get("USER") or environment.get("LOGNAME") or str(os.getuid()),
+        "command_line": list(argv),
+        "directory": os.getcwd(),
+        "git": git,
+    }
+    return record, diff
+
+
+def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
+    commit = _run_git(directory, "rev-parse", "HEAD")
+    top = _run_git(directory, "rev-parse", "--show-toplevel")
+    if commit is None or top is None:
+        return None, b""
+    status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal") or b""
+    branch = _run_git(directory, "rev-parse", "--abbrev-ref", "HEAD") or b""
+    diff = _run_git(directory, "diff", "HEAD", "--binary") or b""
+    untracked = [line[3:] for line in _lines(status) if line.startswith("??")]
+    record: dict[str, Any] = {
+        "commit": commit.decode().strip(),
+        "branch": branch.decode(errors="replace").strip(),
+        "top": top.decode(errors="replace").strip(),
+        "dirty": bool(status.strip()),
+        "untracked": untracked[:100],
+    }
+    if len(diff) > _DIFF_LIMIT_BYTES:
+        record["diff"] = f"left out: {len(diff)} bytes, over {_DIFF_LIMIT_BYTES}"
+        diff = b""
+    elif diff:
+        record["diff"] = "dirty.diff"
+    return record, diff
+
+
+def _lines(output: bytes) -> list[str]:
+    return output.decode(errors="replace").splitlines()
+
+
+def _run_git(directory: str, *arguments: str) -> bytes | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", directory, "--no-optional-locks", *arguments],
+            capture_output=True,
+            check=False,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,332 @@
+"""The directories that submissions and runs live in, and the way to find one again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.files import (
+    fsync_dir,
+    read_json,
+    read_json_lines,
+    read_text,
+    write_json,
+    write_text,
+)
+from hpml_orchestrator.records.ids import ID_PATTERN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Attempt", "Run", "Store", "Submission", "default_root"]
+
+RUN_TABLE = "runs.tsv"
+SCRIPT = "job.sh"
+NODE_ARCHIVE = "hpml-node.pyz"
+STARTED_MARKER = "sbatch.started"
+
+
+def default_root(environment: Mapping[str, str]) -> Path:
+    """Return where records live: `$HPML_HOME`, else `$XDG_STATE_HOME/hpml`, else below the home.
+
+    Args:
+        environment: the variables to look in, such as `os.environ`.
+    """
+    chosen = environment.get("HPML_HOME")
+    if chosen:
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
+    state = environment.get("XDG_STATE_HOME") or os.path.join(
+        environment.get("HOME") or os.path.expanduser("~"), ".local", "state"
+    )
+    return Path(os.path.abspath(state)) / "hpml"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run; a requeue makes the next."""
+
+    directory: Path
+
+    @property
+    def number(self) -> int:
+        """The attempt's number, counted from 0."""
+        return int(self.directory.name)
+
+    @property
+    def job_id(self) -> str:
+        """The id that the job wrote as its first act; empty when it never started."""
+        try:
+            return read_text(self.directory / "started" / "job_id").strip()
+        except NotFoundError:
+            return ""
+
+    @property
+    def ended(self) -> dict[str, Any] | None:
+        """What the script wrote as its last act: `exit_code`, `reason`, `time`; None before."""
+        try:
+            record: dict[str, Any] = read_json(self.directory / "ended.json")
+        except (NotFoundError, RecordError):
+            return None
+        return record
+
+    def events(self) -> list[events.Event]:
+        """Every event of the attempt, by time."""
+        return events.read_all(self.directory / "events")
+
+    def bindings(self) -> list[dict[str, Any]]:
+        """Where each rank ran, by rank; one that started twice counts as it started last."""
+        found: dict[int, dict[str, Any]] = {}
+        for path in sorted((self.directory / "binding").glob("*.jsonl")):
+            for line in read_json_lines(path):
+                if isinstance(line, dict) and isinstance(line.get("rank"), int):
+                    found[line["rank"]] = line
+        return [found[rank] for rank in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One planned execution."""
+
+    directory: Path
+
+    @property
+    def rid(self) -> str:
+        """The run's id."""
+        return self.directory.name
+
+    @property
+    def output(self) -> Path:
+        """The file of the script's standard output and error, all attempts in a row."""
+        return self.directory / "output.log"
+
+    def record(self) -> dict[str, Any]:
+        """The plan of this run: `run.json`."""
+        record: dict[str, Any] = read_json(self.directory / "run.json")
+        return record
+
+    def attempts(self) -> list[Attempt]:
+        """Every attempt so far, in order."""
+        try:
+            names = os.listdir(self.directory / "attempts")
+        except FileNotFoundError:
+            return []
+        numbers = sorted(int(name) for name in names if name.isdigit())
+        return [Attempt(self.directory / "attempts" / str(number)) for number in numbers]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One call of sbatch, from before it is made."""
+
+    directory: Path
+
+    @property
+    def sid(self) -> str:
+        """The submission's id."""
+        return self.directory.name
+
+    @property
+    def script(self) -> Path:
+        """The batch script, to the byte what the scheduler got."""
+        return self.directory / SCRIPT
+
+    def record(self) -> dict[str, Any]:
+        """What was to be submitted: `submit.json`."""
+        record: dict[str, Any] = read_json(self.directory / "submit.json")
+        return record
+
+    def job(self) -> dict[str, Any] | None:
+        """The scheduler's answer, `job.json`; None while it is not known."""
+        try:
+            record: dict[str, Any] = read_json(self.directory / "job.json")
+        except NotFoundError:
+            return None
+        return record
+
+    def refused(self) -> dict[str, Any] | None:
+        """Why no job came of it, `refused.json`; None when one did or may have."""
+        try:
+            record: dict[str, Any] = read_json(self.directory / "refused.json")
+        except NotFoundError:
+            return None
+        return record
+
+    def runs(self) -> list[tuple[int, str]]:
+        """The table of array index and run id."""
+        table = []
+        for line in read_text(self.directory / RUN_TABLE).splitlines():
+            index, _, rid = line.partition("\t")
+            table.append((int(index), rid))
+        return table
+
+    def record_job(self, job_id: str, *, how: str, now: float) -> None:
+        """Write down the job's id and how it became known."""
+        write_json(self.directory / "job.json", {"job_id": job_id, "how": how, "recorded": now})
+
+    def record_refusal(self, reason: str, *, now: float) -> None:
+        """Write down that the scheduler refused."""
+        write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
+
+    def mark_started(self, *, now: float, host: str) -> None:
+        """Say durably that sbatch is about to be called: from here a job may exist."""
+        write_json(self.directory / STARTED_MARKER, {"time": now, "host": host})
+
+    def started_at(self) -> float | None:
+        """When sbatch was about to be called, seconds since the epoch; None when it never was."""
+        try:
+            return float(read_json(self.directory / STARTED_MARKER)["time"])
+        except (NotFoundError, KeyError, ValueError):
+            return None
+
+
+class Store:
+    """All records below one root.
+
+    `<root>/submissions/<sid>/`, `<root>/runs/<rid>/`, `<root>/local/<host>/`. Safe on a shared file
+    system: names are made unique, files are published by rename, nothing is locked.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def submissions_dir(self) -> Path:
+        """Where submissions live."""
+        return self.root / "submissions"
+
+    @property
+    def runs_dir(self) -> Path:
+        """Where runs live."""
+        return self.root / "runs"
+
+    def local_home(self, host: str) -> Path:
+        """Where the local backend of one machine keeps its processes' records."""
+        return self.root / "local" / host
+
+    def prepare(
+        self,
+        sid: str,
+        *,
+        script: str,
+        archive: bytes,
+        submit: Mapping[str, Any],
+        runs: Mapping[int, Mapping[str, Any]],
+    ) -> Submission:
+        """Write a submission and its runs completely, before anything is submitted.
+
+        Args:
+            sid: the new id; the run of index 0 alone takes it too, others get `.<index>`.
+            script: text of the batch script.
+            archive: bytes of `hpml-node.pyz`.
+            submit: content of `submit.json`.
+            runs: array index -> content of `run.json`.
+
+        Raises:
+            RecordError: the root cannot be written; nothing is left behind.
+        """
+        target = self.submissions_dir / sid
+        temporary = self.submissions_dir / f".{sid}.tmp"
+        names = {index: sid if len(runs) == 1 else f"{sid}.{index}" for index in runs}
+        made: list[Path] = []
+        try:
+            self.submissions_dir.mkdir(parents=True, exist_ok=True)
+            self.runs_dir.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            made.append(temporary)
+            for index, run in runs.items():
+                directory = self.runs_dir / names[index]
+                directory.mkdir()
+                made.append(directory)
+                write_json(
+                    directory / "run.json", {"rid": names[index], "sid": sid, "index": index, **run}
+                )
+            write_text(temporary / SCRIPT, script, mode=0o755)
+            write_text(temporary / NODE_ARCHIVE, archive)
+            write_json(temporary / "submit.json", {"sid": sid, **submit})
+            table = "".join(f"{index}\t{names[index]}\n" for index in sorted(names))
+            write_text(temporary / RUN_TABLE, table)
+            os.rename(temporary, target)
+            fsync_dir(self.submissions_dir)
+            fsync_dir(self.runs_dir)
+        except OSError as error:
+            _remove(made)
+            raise RecordError(
+                f"cannot write records under {self.root}: {error.strerror or error}",
+                hint="set HPML_HOME (or --records DIR) to a directory that the nodes see too",
+            ) from error
+        except BaseException:
+            _remove(made)
+            raise
+        return Submission(target)
+
+    def submissions(self) -> Iterator[Submission]:
+        """Every submission, newest first."""
+        try:
+            names = os.listdir(self.submissions_dir)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise RecordError(
+                f"cannot read {self.submissions_dir}: {error.strerror or error}"
+            ) from error
+        known = [name for name in names if ID_PATTERN.match(name)]
+        for name in sorted(known, key=_by_time, reverse=True):
+            yield Submission(self.submissions_dir / name)
+
+    def run(self, rid: str) -> Run:
+        """The run of that id, which must exist."""
+        directory = self.runs_dir / rid
+        if not directory.is_dir():
+            raise NotFoundError(f"no run {rid!r} under {self.runs_dir}")
+        return Run(directory)
+
+    def resolve(self, word: str) -> Submission:
+        """Find a submission by its id, a unique part of it, its job id, or `last`.
+
+        Raises:
+            NotFoundError: nothing fits.
+            InputError: more than one fits.
+        """
+        if not word:
+            raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
+        everything = list(self.submissions())
+        if word == "last":
+            if everything:
+                return everything[0]
+            raise NotFoundError(f"no runs under {self.root} yet", hint="start one with `hpml run`")
+        exact = [one for one in everything if one.sid == word]
+        fits = exact or [
+            one for one in everything if one.sid.startswith(word) or one.sid.endswith(word)
+        ]
+        if not fits and word.isdigit():
+            fits = [one for one in everything if (one.job() or {}).get("job_id") == word]
+        if not fits:
+            raise NotFoundError(
+                f"no run {word!r} under {self.root}",
+                hint="`hpml list` shows them; an id, its beginning, a job id or `last` will do",
+            )
+        if len(fits) > 1:
+            shown = ", ".join(one.sid for one in fits[:5])
+            raise InputError(
+                f"names {len(fits)} runs: {shown}{', …' if len(fits) > 5 else ''}",  # noqa: PLR2004
+                field="RUN",
+                value=word,
+                hint="give more of the id",
+            )
+        return fits[0]
+
+
+def _by_time(sid: str) -> tuple[str, str]:
+    """Sort key: the id's own time stamp first, since names come before it."""
+    _, day, clock, _ = sid.rsplit("-", 3)
+    return (f"{day}-{clock}", sid)
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in reversed(paths):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Slurm and the local machine behind one small Protocol."""

@@ -1,0 +1,168 @@
+"""Run a scheduler's client commands: the one place of this package that starts processes.
+
+Code takes a `Runner`; tests give `hpml_orchestrator.testing.FakeRunner`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hpml_orchestrator.errors import NotFoundError, SchedulerUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Clock", "CommandMissing", "Completed", "Runner", "SubprocessRunner"]
+
+SLURM_PATH_HINT = "is Slurm on PATH? On a machine without Slurm use --local"
+
+
+class CommandMissing(SchedulerUnavailable):
+    """The client command is not installed here, or not on PATH."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a command ended: exit status (negative: minus the signal) and what it said."""
+
+    returncode: int
+    stdout: str = ""
+    stderr: str = ""
+
+
+class Clock(Protocol):
+    """What loops need of time; the module `time` is one, `FakeClock` another."""
+
+    def time(self) -> float:
+        """Return seconds since the epoch."""
+        ...
+
+    def monotonic(self) -> float:
+        """Return seconds that never go back."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait."""
+        ...
+
+
+class Runner(Protocol):
+    """Starts one command; never through a shell, always with standard input closed."""
+
+    def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+        """Run a command and return what it said.
+
+        Args:
+            argv: command and arguments.
+            env: its complete environment.
+            timeout: seconds after which it is killed.
+
+        Raises:
+            CommandMissing: there is no such command.
+            SchedulerUnavailable: it gave no answer in time.
+        """
+        ...
+
+    def run_detached(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        cwd: Path,
+        stdout: Path,
+        stderr: Path,
+    ) -> int:
+        """Run a command that outlives us, answering into files, and return its exit status.
+
+        It has its own session, so that Ctrl-C or a hang-up of the terminal does not reach it, and
+        it is never killed: past `timeout` seconds it is left to itself.
+
+        Raises:
+            CommandMissing: there is no such command.
+            SchedulerUnavailable: it has not ended in time; it still works.
+        """
+        ...
+
+
+class SubprocessRunner:
+    """The real `Runner`."""
+
+    def __init__(self) -> None:
+        self._left: list[subprocess.Popen[bytes]] = []
+
+    def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+        """Run a command and return what it said; see `Runner.run`."""
+        try:
+            done = subprocess.run(
+                list(argv),
+                env=dict(env),
+                timeout=timeout,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SchedulerUnavailable(f"{argv[0]} gave no answer in {timeout:g} s") from error
+        except OSError as error:
+            raise _cannot_start(argv[0], error) from error
+        return Completed(
+            done.returncode,
+            done.stdout.decode("utf-8", "surrogateescape"),
+            done.stderr.decode("utf-8", "surrogateescape"),
+        )
+
+    def run_detached(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        cwd: Path,
+        stdout: Path,
+        stderr: Path,
+    ) -> int:
+        """Run a command that outlives us; see `Runner.run_detached`."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        fds: list[int] = []
+        try:
+            try:
+                fds.extend(os.open(path, flags, 0o644) for path in (stdout, stderr))
+            except FileNotFoundError as error:
+                raise NotFoundError(f"no such directory: {cwd}") from error
+            try:
+                process = subprocess.Popen(
+                    list(argv),
+                    env=dict(env),
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=fds[0],
+                    stderr=fds[1],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise _cannot_start(argv[0], error) from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        try:
+            return process.wait(timeout)
+        except BaseException as error:
+            self._left.append(process)  # still ours to reap, never to kill
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise SchedulerUnavailable(
+                    f"{argv[0]} has not ended in {timeout:g} s and still works"
+                ) from error
+            raise
+
+
+def _cannot_start(command: str, error: OSError) -> SchedulerUnavailable:
+    if isinstance(error, FileNotFoundError):
+        return CommandMissing(f"there is no command {command}", hint=SLURM_PATH_HINT)
+    return SchedulerUnavailable(
+        f"cannot start {command}: {error.strerror or error}", hint=SLURM_PATH_HINT
+    )

@@ -1,0 +1,417 @@
+"""The jobs of one machine on disk, and every decision over them; shared by hpml and supervisors.
+
+    <home>/jobs/<id>/       mode 0700; the number is claimed by renaming a complete directory to it
+        job.json            the record; written under the lock, or by the job's live supervisor
+        environment         the job's environment, NUL-separated, mode 0600
+        bin/srun            the local srun, first on the job's PATH
+        steps/<n>           one empty file per srun of the job: step ids
+        cancel              somebody asked for the end
+        spawned             when a supervisor was last started for it, and how often
+        supervisor.log      what a supervisor had to say, normally nothing
+    /tmp/hpml-<uid>/        node-local locks, never on the file system of the records
+
+Jobs start in the order of their ids: the first that waits gets the next free CPUs and GPUs. Only
+the first few that wait have a supervisor; each that leaves the queue sees to the next ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
+from hpml_orchestrator.records.files import fsync_dir, read_json, write_json, write_text
+from hpml_orchestrator.scheduler.local_processes import (
+    SUPERVISOR_MARK,
+    Identity,
+    boot_id,
+    is_alive,
+    kill_until_gone,
+    marked,
+    processes,
+)
+from hpml_orchestrator.scheduler.local_processes import descendants as below
+from hpml_orchestrator.scheduler.model import JobState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["Home", "Job", "Locks"]
+
+_SUPERVISED = 4
+"""How many waiting jobs have a supervisor of their own: a long queue is no crowd of processes."""
+
+_SPAWN_GRACE_SECONDS = 3.0
+_LOCK_PATIENCE_SECONDS = 60.0
+_LOCK_PAUSE_SECONDS = 0.005
+_STALE_SECONDS = 3600.0
+_KILL_PATIENCE_SECONDS = 5.0
+
+# Python isolated from the user's variables and directory; the package is taken from where this
+# module lies, be that a checkout or site-packages, and nothing else is taken from there.
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); import hpml_orchestrator; del sys.path[0]; "
+)
+_BOOT_SUPERVISOR = (
+    "import os; os.fork() and os._exit(0); "
+    + _BOOT
+    + "from hpml_orchestrator.scheduler.local_supervisor import main; sys.exit(main(sys.argv[1:]))"
+)
+_BOOT_SRUN = _BOOT + "from hpml_orchestrator.node.srun import main; sys.exit(main(sys.argv[1:]))"
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Job:
+    """One job: its directory and what its record says."""
+
+    directory: Path
+    record: Record = field(repr=False)
+
+    @property
+    def job_id(self) -> str:
+        """The id, a number as text."""
+        return self.directory.name
+
+    @property
+    def number(self) -> int:
+        """The id as a number: the place in the queue."""
+        return int(self.directory.name)
+
+    @property
+    def state(self) -> JobState:
+        """The recorded state."""
+        try:
+            return JobState(self.record["state"])
+        except (KeyError, ValueError):
+            return JobState.UNKNOWN
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether it has CPUs and GPUs at the moment."""
+        return self.state in (JobState.RUNNING, JobState.COMPLETING)
+
+    @property
+    def supervisor(self) -> Identity | None:
+        """The supervisor, if that very process runs."""
+        known = self.record.get("supervisor")
+        if not known or known["boot"] != boot_id():
+            return None
+        who = Identity(known["pid"], known["start"])
+        return who if is_alive(who) else None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody asked for its end."""
+        return (self.directory / "cancel").exists()
+
+    def write(self, **changes: Any) -> None:
+        """Change the record on disk and here."""
+        self.record = {**self.record, **changes}
+        write_json(self.directory / "job.json", self.record)
+
+    def members(self) -> set[Identity]:
+        """Return the processes of the job, looked up without its supervisor's help."""
+        table = processes()
+        found = marked(self.job_id, self.record["cluster"], table)
+        batch = self.record.get("batch")
+        if batch and self.record["supervisor"]["boot"] == boot_id():
+            who = Identity(batch["pid"], batch["start"])
+            if is_alive(who):
+                found |= {who, *below(who.pid, table)}
+                found |= {p.identity for p in table.values() if p.session == who.pid}
+        return found
+
+
+class Locks:
+    """File locks in a directory of this machine that belongs to the user alone."""
+
+    def __init__(self, root: Path = Path("/tmp")) -> None:  # noqa: S108 - checked below
+        self.root = root
+
+    @property
+    def directory(self) -> Path:
+        """The directory, made and checked.
+
+        Raises:
+            SchedulerUnavailable: somebody else's directory is in its place.
+        """
+        path = self.root / f"hpml-{os.geteuid()}"
+        try:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            found = path.lstat()
+        except OSError as error:
+            raise SchedulerUnavailable(f"cannot make {path}: {error.strerror}") from error
+        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+        if not private or found.st_uid != os.geteuid():
+            raise SchedulerUnavailable(
+                f"{path} is not a directory of this user alone",
+                hint="it holds the locks of the local backend: remove it, or have it removed",
+            )
+        return path
+
+    @contextlib.contextmanager
+    def hold(self, name: str, *, patience_seconds: float = _LOCK_PATIENCE_SECONDS) -> Iterator[int]:
+        """Hold the lock of that name.
+
+        Raises:
+            SchedulerUnavailable: it was not free in time.
+        """
+        until = time.monotonic() + patience_seconds
+        while (fd := self._try(name, fcntl.LOCK_EX)) is None:
+            if time.monotonic() > until:
+                raise SchedulerUnavailable(
+                    f"the lock {self.directory / name} was not free for {patience_seconds:g} s",
+                    hint="is a process of hpml stopped? fuser names the one that holds it",
+                )
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def held(self, name: str) -> bool:
+        """Return whether some process holds the lock of that name."""
+        if not (self.directory / name).exists():
+            return False
+        fd = self._try(name, fcntl.LOCK_SH)
+        if fd is None:
+            return True
+        os.close(fd)
+        return False
+
+    def _try(self, name: str, how: int) -> int | None:
+        path = self.directory / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            os.utime(fd)  # cleaners of /tmp go by age
+            mine, there = os.fstat(fd), os.stat(path)
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            return None
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            os.close(fd)  # removed and made again meanwhile: this one guards nothing
+            return None
+        return fd
+
+
+class Home:
+    """The jobs under one directory; see the module for what lies there."""
+
+    def __init__(self, path: Path, locks: Locks) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.jobs = self.path / "jobs"
+        self.locks = locks
+        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()
+        self.cluster = f"local-{digest[:6]}"
+        self._lock_name = f"local-{digest[:16]}.lock"
+        self._over: dict[int, None] = {}
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of this home: whoever changes which jobs wait or run holds it."""
+        with self.locks.hold(self._lock_name):
+            yield
+
+    def numbers(self) -> list[int]:
+        """Return all job numbers in order."""
+        try:
+            return sorted(int(name) for name in os.listdir(self.jobs) if name.isdecimal())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise SchedulerUnavailable(f"cannot read {self.jobs}: {error.strerror}") from error
+
+    def load(self, job_id: str | int) -> Job | None:
+        """Return a job, None where there is none or its record cannot be read."""
+        if not str(job_id).isdecimal():
+            return None
+        directory = self.jobs / str(job_id)
+        try:
+            return Job(directory, read_json(directory / "job.json"))
+        except (NotFoundError, RecordError):
+            return None
+
+    def active(self) -> list[Job]:
+        """Return the jobs that are not over, in order."""
+        found = []
+        for number in self.numbers():
+            if number in self._over:
+                continue
+            job = self.load(number)
+            if job is not None and not job.state.over:
+                found.append(job)
+            elif job is not None:
+                self._over[number] = None
+        return found
+
+    def publish(self, record: Record, environment: Mapping[str, str]) -> Job:
+        """Write a new job completely and claim the next number for it. Needs the lock."""
+        self.jobs.mkdir(parents=True, exist_ok=True)
+        self._remove_stale()
+        building = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.jobs))
+        (building / "steps").mkdir()
+        number = max(self.numbers(), default=0)
+        body = b"".join(
+            os.fsencode(name) + b"=" + os.fsencode(value) + b"\0"
+            for name, value in environment.items()
+        )
+        write_text(building / "environment", body, mode=0o600)
+        (building / "bin").mkdir()
+        write_text(building / "bin" / "srun", _srun_script(record["directory"]), mode=0o755)
+        while True:
+            number += 1
+            target = self.jobs / str(number)
+            write_json(building / "job.json", {**record, "job_id": str(number)})
+            try:
+                os.rename(building, target)  # fails on a number in use: its directory is not empty
+            except OSError:
+                if target.exists():
+                    continue
+                raise
+            fsync_dir(self.jobs)
+            return Job(target, read_json(target / "job.json"))
+
+    def heal(self) -> list[Job]:
+        """End what lost its supervisor, start missing supervisors, return what is not over.
+
+        Needs the lock.
+        """
+        jobs = self.active()
+        for job in jobs:
+            if job.holds_slots and job.supervisor is None:
+                self._fail(job)
+            elif job.state is JobState.PENDING and job.cancelled:
+                job.write(state=JobState.CANCELLED, ended=time.time(), reason="cancelled")
+        jobs = [job for job in jobs if not job.state.over]
+        waiting = [job for job in jobs if not job.holds_slots]
+        for job in waiting[:_SUPERVISED]:
+            if job.supervisor is None:
+                self._spawn(job)
+        return jobs
+
+    def needs_healing(self) -> bool:
+        """Return whether `heal` has anything to do; needs no lock."""
+        jobs = self.active()
+        waiting = [job for job in jobs if not job.holds_slots]
+        watched = [job for job in jobs if job.holds_slots] + waiting[:_SUPERVISED]
+        return any(job.supervisor is None for job in watched) or any(j.cancelled for j in waiting)
+
+    def _fail(self, job: Job) -> None:
+        if job.record["supervisor"]["boot"] != boot_id():
+            reason = "the machine was restarted while the job ran"
+        else:
+            reason = "the job's supervisor died; its processes were ended"
+            left = kill_until_gone(job.members, patience_seconds=_KILL_PATIENCE_SECONDS)
+            if left:
+                reason = f"the job's supervisor died; processes that stay: {left}"
+        job.write(state=JobState.NODE_FAIL, ended=time.time(), reason=reason)
+
+    def _spawn(self, job: Job) -> None:
+        path = job.directory / "spawned"
+        now, count = time.time(), 0
+        try:
+            last, count = json.loads(path.read_text("ascii"))
+            if 0 <= now - last < _SPAWN_GRACE_SECONDS * max(1, count):
+                return  # it may be on its way
+        except (OSError, ValueError, TypeError):
+            pass
+        path.write_text(json.dumps([now, count + 1]), "ascii")
+        argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT_SUPERVISOR, str(_package_parent())]
+        argv += [str(self.path), str(self.locks.root), job.job_id]
+        mark = os.fsdecode(SUPERVISOR_MARK) + f"{self.cluster}.{job.job_id}"
+        name, _, value = mark.partition("=")
+        with open(job.directory / "supervisor.log", "ab") as log:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={"PATH": os.defpath, name: value},
+                start_new_session=True,
+            )
+        child.wait()  # it forks at once and leaves: nobody has to wait for the supervisor itself
+
+    def _remove_stale(self) -> None:
+        for name in os.listdir(self.jobs):
+            path = self.jobs / name
+            if name.startswith(".tmp-"):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                        shutil.rmtree(path)
+
+
+def starts(job: Job, jobs: list[Job]) -> tuple[list[int], list[str]] | str:
+    """Return the CPUs and GPUs that a waiting job gets now, or why it has to wait.
+
+    Args:
+        job: the one that waits.
+        jobs: all that are not over, in order.
+    """
+    before = [other for other in jobs if not other.holds_slots and other.number < job.number]
+    if before:
+        return f"Priority: job {before[-1].job_id} is before it"
+    taken_cpus = {cpu for other in jobs if other.holds_slots for cpu in other.record["cpus"]}
+    taken_gpus = {gpu for other in jobs if other.holds_slots for gpu in other.record["gpus"]}
+    machine, needs = job.record["machine"], job.record["needs"]
+    cpus = [cpu for cpu in machine["cpus"] if cpu not in taken_cpus]
+    gpus = [gpu for gpu in machine["gpus"] if gpu not in taken_gpus]
+    if len(cpus) >= needs["cpus"] and len(gpus) >= needs["gpus"]:
+        return cpus[: needs["cpus"]], gpus[: needs["gpus"]]
+    short = [
+        f"{needs[kind]} {kind.upper()[:-1]}s wanted, {len(free)} of {len(machine[kind])} free"
+        for kind, free in (("cpus", cpus), ("gpus", gpus))
+        if len(free) < needs[kind]
+    ]
+    running = ", ".join(other.job_id for other in jobs if other.holds_slots)
+    return f"Resources: {'; '.join(short)} (running: {running})"
+
+
+def plain(value: Any) -> Any:
+    """Return a dataclass as plain values for a record."""
+    return asdict(value)
+
+
+def poke(job: Job, send: Callable[[Identity, int], bool], number: int) -> None:
+    """Have a job's supervisor look at the state of things now."""
+    who = job.supervisor
+    if who is not None:
+        send(who, number)
+
+
+def _package_parent() -> Path:
+    return Path(__file__).resolve().parents[2]
+
+
+def _srun_script(directory: str) -> bytes:
+    pyz = _quoted(os.path.join(directory, "hpml-node.pyz"))
+    python = _quoted(sys.executable)
+    return (
+        b"#!/bin/sh\n"
+        b"# srun of hpml's local backend, written at submission.\n"
+        b"if [ -f " + pyz + b" ]; then\n"
+        b"    exec " + python + b" -I -S " + pyz + b' srun "$@"\n'
+        b"fi\n"
+        b"exec " + python + b" -I -S -c " + _quoted(_BOOT_SRUN) + b" "
+        b"" + _quoted(str(_package_parent())) + b' "$@"\n'
+    )
+
+
+def _quoted(text: str) -> bytes:
+    return b"'" + os.fsencode(text).replace(b"'", b"'\\''") + b"'"

@@ -1,0 +1,160 @@
+"""What every scheduler has in common: requests, states, statuses, and the Protocol itself."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["JobState", "JobStatus", "Scheduler", "SubmitRequest"]
+
+
+class JobState(enum.StrEnum):
+    """State of a job, in Slurm's words; what is not known is UNKNOWN, never an error."""
+
+    PENDING = "PENDING"
+    CONFIGURING = "CONFIGURING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    STOPPED = "STOPPED"
+    COMPLETING = "COMPLETING"
+    REQUEUED = "REQUEUED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    NODE_FAIL = "NODE_FAIL"
+    PREEMPTED = "PREEMPTED"
+    BOOT_FAIL = "BOOT_FAIL"
+    DEADLINE = "DEADLINE"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen in this state."""
+        return self in _OVER
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the job has not begun to run."""
+        return self in (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED)
+
+
+_OVER = frozenset(
+    {
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+        JobState.TIMEOUT,
+        JobState.OUT_OF_MEMORY,
+        JobState.NODE_FAIL,
+        JobState.PREEMPTED,
+        JobState.BOOT_FAIL,
+        JobState.DEADLINE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What a scheduler knows of one job at one moment.
+
+    Attributes:
+        job_id: the scheduler's id, as text.
+        state: the state; `raw_state` is the scheduler's own word for it.
+        reason: why it waits or why it ended, in the scheduler's words; may be empty.
+        exit_code: exit status of the script, None while it is not over or not known.
+        signal: number of the signal that ended it, 0 for none.
+        nodes: node list in Slurm's compact form; may be empty.
+        submitted, started, ended: seconds since the epoch, None where not known.
+        restarts: how often it was requeued.
+        name: the job's name.
+        directory: its working directory, which is the submission's directory.
+    """
+
+    job_id: str
+    state: JobState
+    raw_state: str = ""
+    reason: str = ""
+    exit_code: int | None = None
+    signal: int = 0
+    nodes: str = ""
+    submitted: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    restarts: int = 0
+    name: str = ""
+    directory: str = ""
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """One call of sbatch.
+
+    Attributes:
+        directory: the submission's directory (absolute). It becomes the job's working directory,
+            which is how an own job is found again after a crash; it holds `job.sh`.
+        output: absolute path of the file for the script's standard output and error.
+        name: the job's name, for looking it up.
+        comment: short text kept with the job.
+        environment: the complete environment of the sbatch process, all of which travels.
+    """
+
+    directory: Path
+    output: Path
+    name: str
+    comment: str
+    environment: Mapping[str, str] = field(repr=False)
+
+
+class Scheduler(Protocol):
+    """What hpml needs of a scheduler; every call takes many jobs at once where that makes sense."""
+
+    name: str
+
+    def arguments(self, request: SubmitRequest) -> list[str]:
+        """Return the submission as an argument list, for the record."""
+        ...
+
+    def submit(self, request: SubmitRequest) -> str:
+        """Submit `job.sh` of the request's directory and return the job's id.
+
+        Whatever the scheduler answers is written to `sbatch.out` and `sbatch.err` in the
+        directory by the scheduler's own client process, so that an answer outlives a killed hpml.
+
+        Raises:
+            SchedulerError: the scheduler refused; no job exists.
+            SchedulerUnavailable: no usable answer; a job may exist.
+        """
+        ...
+
+    def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        """Return the status of each known job in one batched call; unknown ids are left out.
+
+        Raises:
+            SchedulerUnavailable: no usable answer.
+        """
+        ...
+
+    def find(self, directory: Path, *, name: str, since: float) -> list[str]:
+        """Return the ids of jobs whose working directory is `directory`, oldest first.
+
+        Args:
+            directory: a submission's directory.
+            name: the job's name, to narrow the search.
+            since: seconds since the epoch; no such job can be older.
+        """
+        ...
+
+    def submitting(self, directory: Path) -> bool:
+        """Return whether a client process of this machine still works on that submission."""
+        ...
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs; those already over are passed over in silence."""
+        ...

@@ -1,0 +1,131 @@
+"""What Slurm's complaints mean: refused for certain, or nobody knows."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["clean", "final_refusal", "hint_for", "no_such_job", "transport_fault"]
+
+_PREFIX = re.compile(
+    r"^(?:sbatch|squeue|sacct|scancel|scontrol|slurm_load_jobs|slurm_kill_job2?)"
+    r"(?:: (?:error|fatal|warning|info)| error)?: ?",
+)
+
+# The request may have reached the controller although no answer reached us. Observed with 22.05:
+# a job was accepted 20 s after sbatch had ended with "Socket timed out on send/recv operation".
+_TRANSPORT = re.compile(
+    r"timed out|timeout (?:on|while|waiting)|unable to contact|zero bytes|connect(?:ion)? "
+    r"(?:failure|refused|reset|closed|timed)|communications? (?:connection|send|receive|shutdown)"
+    r"|unexpected message|message length|protocol (?:authentication|version)|munge|transport "
+    r"endpoint|broken pipe|backup controller|standby mode|temporarily (?:unable|unavailable)"
+    r"|interrupted system call|no route to host|network is (?:unreachable|down)|socket|"
+    r"problem talking to the database|persist|try again|header lengths|incomplete",
+    re.IGNORECASE,
+)
+
+_FAILED = re.compile(r"^sbatch: error: Batch job submission failed: (.+)$")
+# Said before anything is sent: of the options, of the script, of the configuration.
+_BEFORE = re.compile(
+    r"^sbatch: (?:fatal: |unrecognized option|option .* (?:requires an argument|is ambiguous)"
+    r"|error: (?:Unable to open file|Batch script |This does not look like|Invalid --|"
+    r"Invalid \S+ specification))",
+)
+
+_NO_JOB = re.compile(r"invalid job id|job/step already complet|already complet", re.IGNORECASE)
+
+_HINTS: tuple[tuple[str, str], ...] = (
+    (
+        r"invalid account|account or account/partition",
+        "name an account that you may use (--account): "
+        "`sacctmgr show associations user=$USER format=account,partition,qos`",
+    ),
+    (
+        r"invalid partition|partition.*(?:not available|does not exist|down)",
+        "name a partition that exists and that you may use: `sinfo --summarize`",
+    ),
+    (
+        r"invalid qos|qos (?:not|is not)",
+        "name a QOS that you may use: `sacctmgr show associations user=$USER format=account,qos`",
+    ),
+    (
+        r"generic resource|\bgres\b",
+        "ask for GPUs as the nodes name them: `sinfo --format='%P %N %G'`",
+    ),
+    (
+        r"requested node configuration is not available",
+        "no node of the partition has that many CPUs, GPUs or that much memory: "
+        "`sinfo --Node --format='%N %P %c %m %G %f'`",
+    ),
+    (
+        r"memory (?:specification|required)|--mem",
+        "ask for less memory per node, or for nodes that have more: `sinfo --format='%P %N %m'`",
+    ),
+    (
+        r"time limit|timelimit",
+        "ask for less time, or for a partition that allows more: `sinfo --format='%P %l'`",
+    ),
+    (
+        r"submit limit|job ?count|accounting/qos policy|association.*limit|max.*jobs?|qosmax|assocmax",
+        "a limit of your account or QOS is reached: wait until jobs have ended, or ask for less; "
+        "`sacctmgr show qos format=name,maxsubmitjobsperuser,maxtresperuser`",
+    ),
+    (
+        r"node count",
+        "ask for fewer nodes, or for a partition that has more: `sinfo --summarize`",
+    ),
+    (r"invalid feature", "ask for features that nodes have: `sinfo --format='%P %N %f'`"),
+    (r"reservation", "see what is reserved for you: `scontrol show reservation`"),
+    (r"invalid node name", "see which nodes there are: `sinfo --Node`"),
+    (r"job dependency|dependency problem", "the job that it depends on is not known any more"),
+    (
+        r"configuration source|fetch config|slurm\.conf",
+        "this machine is no client of a Slurm cluster; is SLURM_CONF right?",
+    ),
+    (
+        r"dos line breaks|does not look like a batch script|script is empty",
+        "the script was changed after hpml wrote it",
+    ),
+)
+
+
+def clean(text: str) -> str:
+    r"""Return Slurm's own words on one line, without the name of the command in front.
+
+    >>> clean("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job failed\n")
+    'invalid partition specified: x; Batch job failed'
+    """
+    lines = (_PREFIX.sub("", line).strip() for line in text.splitlines())
+    return "; ".join(dict.fromkeys(line for line in lines if line))
+
+
+def hint_for(text: str) -> str:
+    """Return what the user can do about a refusal, empty where nothing is known."""
+    for pattern, hint in _HINTS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return hint
+    return ""
+
+
+def transport_fault(text: str) -> bool:
+    """Return whether the controller, or the way to it, is at fault and not the request."""
+    return _TRANSPORT.search(text) is not None
+
+
+def no_such_job(text: str) -> bool:
+    """Return whether every complaint is that a job is not known, or over already."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return bool(lines) and all(_NO_JOB.search(line) for line in lines)
+
+
+def final_refusal(text: str) -> str | None:
+    """Return why sbatch refused, if its messages alone say for certain that no job exists.
+
+    Complete lines only: a torn last line is as good as none. Anything that may be said of a
+    request under way, or after a lost answer, is not certain.
+    """
+    if transport_fault(text):
+        return None
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n") and (_FAILED.match(line.strip()) or _BEFORE.match(line)):
+            return clean(text)
+    return None

@@ -1,0 +1,359 @@
+"""The job file: what to train, with what, where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
+
+from hpml_orchestrator.spec import text, units
+
+__all__ = [
+    "LATER",
+    "Container",
+    "Environment",
+    "Job",
+    "Mail",
+    "Resources",
+    "Stage",
+]
+
+LATER = {
+    "array": "job arrays",
+    "dependency": "job dependencies",
+    "checkpoint": "checkpoint signals and requeue",
+    "monitor": "the exporter inside a job",
+}
+"""Fields that are planned and refused until what they need is there."""
+
+MAX_LIST = 4096
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _plain(value: Any) -> Any:
+    """Take numbers in argument lists as they are written; booleans would lose their spelling."""
+    if isinstance(value, bool):
+        raise ValueError("is a boolean: put it in quotes, as the program shall read it")  # noqa: TRY004
+    if isinstance(value, (int, float)):
+        return str(value)
+    return value
+
+
+ArgumentItem = Annotated[text.Argument, BeforeValidator(_plain)]
+VariableItem = Annotated[text.VariableValue, BeforeValidator(_plain)]
+
+
+class Mail(_Model):
+    """Mail about the job."""
+
+    to: text.Address = Field(description="User name or mail address.")
+    on: list[Literal["begin", "end", "fail", "requeue", "time_limit_80", "time_limit_90"]] = Field(
+        default=["end", "fail"], description="Events to write about.", min_length=1
+    )
+
+
+class Resources(_Model):
+    """What the job asks of the cluster."""
+
+    nodes: Annotated[StrictInt, Field(ge=1, le=100_000)] = Field(
+        default=1, description="Number of nodes."
+    )
+    gpus: str = Field(
+        default="0",
+        description="GPUs per node: a number, a typed list such as a100:4, or a MIG profile "
+        "such as 1g.10gb:2.",
+    )
+    ranks_per_node: Annotated[StrictInt, Field(ge=1, le=10_000)] | None = Field(
+        default=None, description="Ranks per node; one per GPU when left out, 1 without GPUs."
+    )
+    cpus_per_rank: Annotated[StrictInt, Field(ge=1, le=100_000)] = Field(
+        default=1, description="CPUs for each rank, its loader workers included."
+    )
+    memory: str | None = Field(
+        default=None,
+        description="Memory per node, such as 64G; what is staged into RAM is added to it.",
+    )
+    time: str = Field(default="01:00:00", description=f"Time limit: {units.TIME_FORMS}.")
+    partition: text.PlainWord | None = Field(default=None, description="Partition or partitions.")
+    account: text.PlainWord | None = Field(default=None, description="Account to charge.")
+    qos: text.PlainWord | None = Field(default=None, description="Quality of service.")
+    constraint: text.Constraint | None = Field(default=None, description="Required node features.")
+    exclusive: StrictBool = Field(default=False, description="Whether to ask for whole nodes.")
+    mail: Mail | None = Field(default=None, description="Mail about the job.")
+    extra: list[text.Directive] = Field(
+        default=[],
+        max_length=MAX_LIST,
+        description="More sbatch options, such as --reservation=course.",
+    )
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _gpus(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, str, list)):
+            raise ValueError(  # noqa: TRY004 - pydantic wants ValueError
+                "must be a number of GPUs per node, with a type such as a100:4 "
+                "or a MIG profile such as 1g.10gb:2"
+            )
+        return str(units.parse_gpus(value)) or "0"
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _memory(cls, value: Any) -> Any:
+        return None if value is None else _size(value)
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _time(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f"must be a time limit: {units.TIME_FORMS}")  # noqa: TRY004
+        return units.format_time(units.parse_time(value))
+
+    @field_validator("extra")
+    @classmethod
+    def _extra(cls, value: list[str]) -> list[str]:
+        for option in value:
+            name = option.partition("=")[0]
+            if name in _OWN_DIRECTIVES:
+                raise ValueError(f"{name} has a field of its own or is set by hpml: leave it out")
+        return value
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs per node."""
+        return units.parse_gpus(self.gpus).count
+
+    @property
+    def ranks(self) -> int:
+        """Ranks per node."""
+        return self.ranks_per_node or self.gpu_count or 1
+
+
+_OWN_DIRECTIVES = frozenset(
+    f"--{name}"
+    for name in [
+        "job-name",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "gpus",
+        "gpus-per-node",
+        "gpus-per-task",
+        "gres",
+        "mem",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "time",
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "exclusive",
+        "mail-type",
+        "mail-user",
+        "output",
+        "error",
+        "input",
+        "chdir",
+        "export",
+        "export-file",
+        "comment",
+        "array",
+        "dependency",
+        "wrap",
+        "parsable",
+        "open-mode",
+        "test-only",
+        "wait",
+        "get-user-env",
+        "begin-script",
+        "help",
+        "version",
+        "usage",
+        "requeue",
+        "no-requeue",
+        "signal",
+    ]
+)
+
+
+def _size(value: Any) -> str:
+    """Return a size in whole MiB, as Slurm takes it."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")  # noqa: TRY004
+    mebibyte = 1024**2
+    return f"{-(-units.parse_bytes(value) // mebibyte)}M"
+
+
+class Container(_Model):
+    """A container that the ranks run in."""
+
+    engine: Literal["apptainer", "pyxis"] = Field(description="What starts the container.")
+    image: text.PathText = Field(description="Image file (apptainer) or reference (pyxis).")
+    mounts: list[text.PathText] = Field(
+        default=[],
+        max_length=MAX_LIST,
+        description="Directories to see inside, as PATH or PATH:INSIDE[:ro].",
+    )
+
+    @field_validator("image")
+    @classmethod
+    def _image(cls, value: str) -> str:
+        if value.startswith("-"):
+            raise ValueError("must not begin with a dash")
+        return value
+
+    @field_validator("mounts")
+    @classmethod
+    def _mounts(cls, value: list[str]) -> list[str]:
+        for mount in value:
+            if not mount.startswith("/") or "," in mount:
+                raise ValueError("must be absolute paths without commas, PATH or PATH:INSIDE[:ro]")
+        return value
+
+
+class Environment(_Model):
+    """What the ranks' processes find."""
+
+    modules: list[text.ModuleName] = Field(
+        default=[], max_length=MAX_LIST, description="Environment modules to load, in order."
+    )
+    conda: text.PathText | None = Field(
+        default=None, description="Conda environment: a name, or the path of its directory."
+    )
+    venv: text.PathText | None = Field(
+        default=None, description="Directory of a Python virtual environment."
+    )
+    python: text.PathText = Field(
+        default="python", description="Interpreter, looked up after activation."
+    )
+    variables: dict[text.VariableName, VariableItem] = Field(
+        default={}, max_length=MAX_LIST, description="Variables to set, taken literally."
+    )
+    inherit: Literal["all", "minimal"] = Field(
+        default="all",
+        description="What travels of the environment that `hpml submit` runs in: all but the "
+        "variables of schedulers and launchers, or only what a login has anyway.",
+    )
+    container: Container | None = Field(
+        default=None, description="Container that the ranks run in."
+    )
+
+    @field_validator("conda", "python")
+    @classmethod
+    def _no_dash(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("-"):
+            raise ValueError("must not begin with a dash")
+        return value
+
+    @model_validator(mode="after")
+    def _one_python(self) -> Environment:
+        if self.conda is not None and self.venv is not None:
+            raise ValueError("give conda or venv, not both")
+        return self
+
+
+class Stage(_Model):
+    """Data that is brought to every node before the ranks start."""
+
+    name: text.StageName = Field(
+        description="Its name: arguments say {stage.NAME} for where it lies on the node."
+    )
+    source: text.PathText = Field(description="File, directory or tar archive to bring.")
+    kind: Literal["auto", "file", "tree", "tar"] = Field(
+        default="auto",
+        description="What the source is; a tar archive is unpacked. auto: by what is found.",
+    )
+    target: text.PathText = Field(
+        default="local",
+        description="Where to: shm (RAM), local (the node's disk), or a directory's path.",
+    )
+    size: str | None = Field(
+        default=None,
+        description="Its size once staged, such as 40G; measured when left out and needed.",
+    )
+
+    @field_validator("target")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        if value not in ("shm", "local") and not value.startswith("/"):
+            raise ValueError("must be shm, local or an absolute path")
+        return value
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return None if value is None else _size(value)
+
+
+class Job(_Model):
+    """A training job, as short as it can be said."""
+
+    name: text.JobName = Field(description="Name of the job.")
+    launcher: Literal["torchrun", "srun"] = Field(
+        default="torchrun",
+        description="What starts the ranks: torchrun once per node, or srun once per rank.",
+    )
+    script: text.PathText | None = Field(default=None, description="Python script to run.")
+    module: text.PlainWord | None = Field(
+        default=None, description="Python module to run, as in python -m."
+    )
+    command: list[ArgumentItem] | None = Field(
+        default=None, min_length=1, max_length=MAX_LIST, description="Any program and arguments."
+    )
+    args: list[ArgumentItem] = Field(
+        default=[],
+        max_length=MAX_LIST,
+        description="Arguments. {stage.NAME} stands for staged data, {run.dir} for the run's "
+        "directory; all else is taken literally.",
+    )
+    workdir: text.PathText = Field(
+        default=".", description="Directory to run in; relative to the job file."
+    )
+    resources: Resources = Field(default=Resources(), description="What to ask of the cluster.")
+    environment: Environment = Field(
+        default=Environment(), description="What the ranks' processes find."
+    )
+    stage: list[Stage] = Field(
+        default=[], max_length=64, description="Data to bring to every node first."
+    )
+    binding: Literal["none"] = Field(
+        default="none",
+        description="Where ranks run on a node. none: nothing is bound; where each rank ran is "
+        "recorded.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _later(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key, what in LATER.items():
+                if data.get(key) is not None:
+                    raise ValueError(
+                        f"{key}: {what} are not supported yet in this release; remove the field"
+                    )
+        return data
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Job:
+        given = [name for name in ("script", "module", "command") if getattr(self, name)]
+        if len(given) != 1:
+            said = " and ".join(given) or "none of them"
+            raise ValueError(f"give exactly one of script, module and command, not {said}")
+        names = [stage.name for stage in self.stage]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"stage: the name {name!r} is used twice")
+        return self

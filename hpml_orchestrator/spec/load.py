@@ -1,0 +1,311 @@
+"""Read a job file, lay the command line over it, and return a complete job or a clear error."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.spec.job import Job
+
+__all__ = ["ResolvedJob", "load_job", "parse_setting"]
+
+_MAX_FILE_BYTES = 16 * 1024 * 1024
+_MAX_NODES = 200_000
+_MAX_DEPTH = 32
+_CLOSE_ENOUGH = 0.6
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A complete job, and where each of its values came from.
+
+    Attributes:
+        job: the job; every path in it is absolute.
+        source: absolute path of the job file.
+        origins: dotted field -> `command line`, `job file`, `default` or `measured`.
+    """
+
+    job: Job
+    source: Path
+    origins: dict[str, str]
+
+
+def load_job(path: str | Path, settings: list[tuple[str, Any]] | None = None) -> ResolvedJob:
+    """Load a job from a YAML 1.2 or TOML file.
+
+    Args:
+        path: the job file; `.toml` is read as TOML, all else as YAML.
+        settings: dotted field and value pairs of the command line; later ones win.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: something in it is wrong; every finding is named with its field.
+    """
+    source = Path(os.path.abspath(path))
+    data = _read(source)
+    given = dict.fromkeys(_leaves(data), "job file")
+    for field, value in settings or []:
+        _set(data, field, value)
+        given = {
+            name: origin for name, origin in given.items() if not f"{name}.".startswith(f"{field}.")
+        }
+        given.update(
+            dict.fromkeys(
+                _leaves(value, field) if isinstance(value, dict) else [field], "command line"
+            )
+        )
+    try:
+        job = Job.model_validate(data)
+    except ValidationError as error:
+        raise _explained(error, source) from None
+    job = _absolute(job, source.parent)
+    origins = {
+        name: next((given[g] for g in given if _covers(g, name)), "default")
+        for name in _leaves(job.model_dump())
+    }
+    return ResolvedJob(job, source, origins)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Return field and value of `resources.nodes=4`; the value is read as YAML.
+
+    Raises:
+        InputError: it has no `=`, or the value is no YAML.
+    """
+    field, separator, value = text.partition("=")
+    if not separator or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", field):
+        raise InputError(
+            "must be FIELD=VALUE, such as resources.nodes=4", field="--set", value=text
+        )
+    return field, _yaml(value, f"--set {field}")
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        size = source.stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise InputError(
+                f"{source} is {size} bytes; a job file has at most {_MAX_FILE_BYTES}",
+                hint="keep data in files of their own and name them in the job file",
+            )
+        raw = source.read_bytes()
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"no such job file: {source}", hint="see docs/tutorial.md for a first one"
+        ) from error
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}") from error
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from error
+    if source.suffix == ".toml":
+        try:
+            data: Any = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"{source} is not TOML: {error}") from error
+    else:
+        data = _yaml(text, str(source))
+    if not isinstance(data, dict):
+        raise InputError(
+            f"{source} holds no fields",
+            hint="a job file is a mapping that begins with `name:`; see docs/tutorial.md",
+        )
+    return data
+
+
+def _yaml(text: str, what: str) -> Any:
+    from ruamel.yaml import YAML  # noqa: PLC0415 - only where a file is read
+    from ruamel.yaml.error import YAMLError  # noqa: PLC0415
+
+    reader = YAML(typ="safe", pure=True)
+    reader.version = None
+    try:
+        data = reader.load(io.StringIO(text))
+    except YAMLError as error:
+        raise InputError(f"{what} is not YAML: {_one_line(str(error))}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{what} is not YAML: {_one_line(str(error))}") from None
+    _bounded(data, what)
+    return data
+
+
+def _bounded(data: Any, what: str) -> None:
+    """Refuse documents that grow when they are walked: aliases of aliases, deep nesting."""
+    seen = 0
+    level = [data]
+    for _ in range(_MAX_DEPTH):
+        following: list[Any] = []
+        for item in level:
+            seen += 1
+            if isinstance(item, dict):
+                following.extend(item.values())
+            elif isinstance(item, (list, tuple, set)):
+                following.extend(item)
+            if seen + len(following) > _MAX_NODES:
+                raise InputError(f"{what} holds more than {_MAX_NODES} values (are they aliases?)")
+        level = following
+        if not level:
+            return
+    raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _set(data: dict[str, Any], field: str, value: Any) -> None:
+    *parents, last = field.split(".")
+    here: Any = data
+    for depth, parent in enumerate(parents):
+        if isinstance(here, list) and parent.isdigit() and int(parent) < len(here):
+            here = here[int(parent)]
+            continue
+        if not isinstance(here, dict) or not isinstance(here.get(parent, {}), (dict, list)):
+            raise InputError(
+                "has no fields of its own", field=".".join(parents[: depth + 1]), value=field
+            )
+        here = here.setdefault(parent, {})
+    if isinstance(here, list) and last.isdigit() and int(last) < len(here):
+        here[int(last)] = value
+    elif isinstance(here, dict):
+        here[last] = value
+    else:
+        raise InputError("has no such entry", field=".".join(parents), value=last)
+
+
+def _leaves(data: Any, prefix: str = "") -> list[str]:
+    """Return the dotted names of all values; lists of plain values count as one."""
+    if isinstance(data, dict) and data:
+        return [
+            name
+            for key, value in data.items()
+            for name in _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(data, list) and any(isinstance(item, dict) for item in data):
+        return [
+            name for index, item in enumerate(data) for name in _leaves(item, f"{prefix}.{index}")
+        ]
+    return [prefix] if prefix else []
+
+
+def _covers(given: str, name: str) -> bool:
+    return name == given or name.startswith(f"{given}.") or given.startswith(f"{name}.")
+
+
+def _absolute(job: Job, base: Path) -> Job:
+    """Make paths absolute: against the job file's directory, programs against the workdir."""
+
+    def at(path: str, root: str | Path) -> str:
+        return os.path.normpath(os.path.join(root, os.path.expanduser(path)))
+
+    workdir = at(job.workdir, base)
+    changes: dict[str, Any] = {"workdir": workdir}
+    if job.script is not None:
+        changes["script"] = at(job.script, workdir)
+    changes["stage"] = [
+        stage.model_copy(update={"source": at(stage.source, base)}) for stage in job.stage
+    ]
+    environment: dict[str, Any] = {}
+    if job.environment.venv is not None:
+        environment["venv"] = at(job.environment.venv, base)
+    conda = job.environment.conda
+    if conda is not None and "/" in conda:
+        environment["conda"] = at(conda, base)
+    if "/" in job.environment.python:
+        environment["python"] = at(job.environment.python, base)
+    container = job.environment.container
+    if container is not None and container.engine == "apptainer" and "://" not in container.image:
+        environment["container"] = container.model_copy(update={"image": at(container.image, base)})
+    changes["environment"] = job.environment.model_copy(update=environment)
+    return job.model_copy(update=changes)
+
+
+def _explained(error: ValidationError, source: Path) -> InputError:
+    """Turn pydantic's findings into one error that names each field, value and what is right."""
+    findings: list[str] = []
+    first_field, first_value = "", None
+    for finding in error.errors(include_url=False, include_context=False):
+        place = [str(part) for part in finding["loc"] if not _is_internal(part)]
+        field = ".".join(place)
+        message = finding["msg"].removeprefix("Value error, ")
+        value = finding.get("input")
+        if finding["type"] == "extra_forbidden":
+            message = "there is no such field"
+            near = _nearest(place)
+            if near:
+                message += f"; did you mean {near}?"
+            value = None
+        elif finding["type"] == "missing":
+            message, value = "must be given", None
+        else:
+            message = message[0].lower() + message[1:]
+        if isinstance(value, (dict, list)):
+            value = None
+        shown = InputError(message, field=field, value=value)
+        if not findings:
+            first_field, first_value = field, value
+        findings.append(str(shown))
+    unique = list(dict.fromkeys(findings))
+    made = InputError("\n".join(unique), hint=f"in {source}; `hpml schema job` prints every field")
+    made.field, made.value = first_field, first_value
+    return made
+
+
+def _is_internal(part: object) -> bool:
+    """Whether a place is pydantic's own (a validator's name), not the user's."""
+    return isinstance(part, str) and (part.startswith("function-") or part == "[key]")
+
+
+def _nearest(place: list[str]) -> str:
+    """Return the known field nearest to an unknown one, with its place; empty when none is near."""
+    parent: type[BaseModel] | None = _model_at(place[:-1])
+    word = place[-1]
+    if parent is not None:
+        near = difflib.get_close_matches(word, parent.model_fields, n=1, cutoff=_CLOSE_ENOUGH)
+        if near:
+            return ".".join([*place[:-1], near[0]])
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_fields(Job)}
+    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=_CLOSE_ENOUGH)
+    return everywhere[near[0]] if near else ""
+
+
+def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the fields of a model that are models themselves, lists of them included."""
+    found = {}
+    for name, field in model.model_fields.items():
+        stack: list[Any] = [field.annotation]
+        while stack:
+            kind = stack.pop()
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[name] = kind
+            stack.extend(getattr(kind, "__args__", ()))
+    return found
+
+
+def _model_at(place: list[str]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = Job
+    for part in place:
+        if part.isdigit():
+            continue
+        model = _children(model).get(part) if model is not None else None
+    return model
+
+
+def _all_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    children = _children(model)
+    for name in model.model_fields:
+        names.append(f"{prefix}{name}")
+        if name in children:
+            names.extend(_all_fields(children[name], f"{prefix}{name}."))
+    return names

@@ -1,0 +1,144 @@
+"""Texts that a job file may hold: each kind with the one pattern that it must match.
+
+Values are shell-quoted wherever they reach a script; these patterns come before that. What ends in
+an `#SBATCH` line (which no quoting protects alike in every Slurm version) is held to characters
+that neither sbatch nor a shell gives a meaning to.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, StringConstraints
+
+__all__ = [
+    "Address",
+    "Argument",
+    "Constraint",
+    "Directive",
+    "JobName",
+    "ModuleName",
+    "PathText",
+    "PlainWord",
+    "StageName",
+    "VariableName",
+    "VariableValue",
+]
+
+MAX_ARGUMENT_BYTES = 131_071
+"""Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
+
+MAX_PATH_BYTES = 4095
+
+_RESERVED_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "HPML_", "PMI", "OMPI_", "BASH")
+_RESERVED = frozenset(
+    # a shell gives these a meaning of its own, or refuses to set them
+    "ENV IFS PS4 PROMPT_COMMAND SHELLOPTS UID EUID PPID GROUPS FUNCNAME DIRSTACK GLOBIGNORE "
+    "POSIXLY_CORRECT CDPATH LINENO SECONDS RANDOM SRANDOM EPOCHSECONDS EPOCHREALTIME OPTARG OPTIND "
+    "OPTERR PIPESTATUS PWD OLDPWD SHLVL TIMEFORMAT HISTCMD COMP_WORDBREAKS MAPFILE REPLY COPROC "
+    "_ "
+    # the launcher sets these
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
+    "PET_NODE_RANK".split()
+)
+
+
+def _no_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must not hold a NUL character")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("must be valid Unicode text") from error
+    return value
+
+
+def _argument(value: str) -> str:
+    size = len(_no_nul(value).encode("utf-8"))
+    if size > MAX_ARGUMENT_BYTES:
+        raise ValueError(
+            f"is {size} bytes long; Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: "
+            "put it into a file and pass the file's path"
+        )
+    return value
+
+
+def _path(value: str) -> str:
+    size = len(_no_nul(value).encode("utf-8"))
+    if not value:
+        raise ValueError("must not be empty")
+    if size > MAX_PATH_BYTES:
+        raise ValueError(f"is {size} bytes long; a path has at most {MAX_PATH_BYTES}")
+    return value
+
+
+def _variable(value: str) -> str:
+    if value in _RESERVED or value.upper().startswith(_RESERVED_PREFIXES):
+        raise ValueError("is set by the shell, Slurm, the launcher or hpml; choose another name")
+    return value
+
+
+def _pattern(pattern: str, words: str, longest: int) -> AfterValidator:
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if len(value) > longest:
+            raise ValueError(f"is {len(value)} characters long; at most {longest} are allowed")
+        if not compiled.fullmatch(value):
+            raise ValueError(f"must be {words}")
+        return value
+
+    return AfterValidator(check)
+
+
+JobName = Annotated[
+    str,
+    _pattern(
+        r"[A-Za-z0-9][A-Za-z0-9._+-]*",
+        "letters, digits and . _ + - and begin with a letter or digit",
+        64,
+    ),
+]
+StageName = Annotated[
+    str,
+    _pattern(r"[a-z][a-z0-9_]*", "lower-case letters, digits and _ and begin with a letter", 31),
+]
+PlainWord = Annotated[
+    str,
+    _pattern(
+        r"[A-Za-z0-9_][A-Za-z0-9_.,:@/+=-]*", "letters, digits and . , : @ / + = _ - only", 256
+    ),
+]
+Constraint = Annotated[
+    str,
+    _pattern(
+        r"[A-Za-z0-9_\[(][A-Za-z0-9_.,:|&*()\[\]=-]*",
+        "feature names joined with & | , * ( ) [ ] and no blanks",
+        256,
+    ),
+]
+Address = Annotated[
+    str, _pattern(r"[A-Za-z0-9_.+-]+(@[A-Za-z0-9.-]+)?", "a user name or a mail address", 254)
+]
+ModuleName = Annotated[
+    str,
+    _pattern(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", "a module's name such as cuda/12.4", 256),
+]
+Directive = Annotated[
+    str,
+    _pattern(
+        r"--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:@/+=%*()\[\]|&-]+)?",
+        "one long sbatch option such as --reservation=course, without blanks or quotes",
+        512,
+    ),
+]
+VariableName = Annotated[
+    str,
+    _pattern(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and _", 256),
+    AfterValidator(_variable),
+]
+Argument = Annotated[str, AfterValidator(_argument)]
+VariableValue = Annotated[str, AfterValidator(_argument)]
+PathText = Annotated[str, AfterValidator(_path)]
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]

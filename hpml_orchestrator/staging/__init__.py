@@ -1,0 +1,41 @@
+"""Bring data from the shared file system to the node.
+
+Standard library only and Python >= 3.9: it travels in `hpml-node.pyz`.
+"""
+
+from __future__ import annotations
+
+from hpml_orchestrator.staging.area import MARKER, StagingArea
+from hpml_orchestrator.staging.capacity import Need, Room, check_room, human_bytes, room_at
+from hpml_orchestrator.staging.owner import Owner, owner_is_alive, this_owner
+from hpml_orchestrator.staging.progress import OnProgress
+from hpml_orchestrator.staging.request import (
+    Bases,
+    Stager,
+    StageRequest,
+    StageResult,
+    StagingStopped,
+    target_path,
+)
+from hpml_orchestrator.staging.stager import CopyStager
+
+__all__ = [
+    "MARKER",
+    "Bases",
+    "CopyStager",
+    "Need",
+    "OnProgress",
+    "Owner",
+    "Room",
+    "StageRequest",
+    "StageResult",
+    "Stager",
+    "StagingArea",
+    "StagingStopped",
+    "check_room",
+    "human_bytes",
+    "owner_is_alive",
+    "room_at",
+    "target_path",
+    "this_owner",
+]

@@ -1,0 +1,157 @@
+"""Whether data fits, in bytes and in inodes, before a byte is copied."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.staging.cgroup import memory_headroom
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Need", "Room", "check_room", "file_system_type", "human_bytes", "room_at"]
+
+MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
+_KIBI = 1024
+
+
+@dataclass(frozen=True)
+class Need:
+    """What data takes on a file system; `at_least` when counting stopped early."""
+
+    bytes: int
+    inodes: int
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a directory's file system still takes.
+
+    Attributes:
+        bytes: for an ordinary user; on a tmpfs no more than the job's memory limits leave.
+        limit: what sets that figure.
+        inodes: None when the file system does not count them.
+        block_bytes: a file takes a multiple of this.
+        in_memory: files there count as memory of the job.
+    """
+
+    bytes: int
+    limit: str
+    inodes: int | None
+    block_bytes: int
+    in_memory: bool
+
+
+def room_at(
+    path: str,
+    *,
+    proc_root: str = "/proc",
+    cgroup_root: str = "/sys/fs/cgroup",
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs,
+) -> Room:
+    """Measure the room in an existing directory.
+
+    Raises:
+        OSError: the directory is not there.
+    """
+    figures = statvfs(path)
+    free = figures.f_bavail * figures.f_frsize
+    limit = f"free space of the file system at {path}"
+    kind = file_system_type(path, proc_root=proc_root)
+    if kind == "ramfs":
+        free = 1 << 62  # knows no size and shows 0
+    in_memory = kind in MEMORY_TYPES
+    headroom = memory_headroom(proc_root=proc_root, cgroup_root=cgroup_root) if in_memory else None
+    if headroom is not None and headroom.bytes < free:
+        free, limit = headroom
+    return Room(
+        bytes=free,
+        limit=limit,
+        inodes=figures.f_favail if figures.f_files else None,
+        block_bytes=figures.f_frsize or 4096,
+        in_memory=in_memory,
+    )
+
+
+def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
+    """Return the type as mountinfo names it ("tmpfs", "ext4", "nfs4"), "" when unknown.
+
+    By device number, and by the longest mount point where the number is not listed (btrfs).
+    """
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    real = os.path.realpath(path).rstrip("/") + "/"
+    best, longest = "", -1
+    try:
+        with open(f"{proc_root}/self/mountinfo", "rb") as stream:
+            lines = os.fsdecode(stream.read()).splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields = left.split(" ")
+        kind = right.split(" ")[0]
+        if fields[2] == wanted:
+            return kind
+        point = _unescape(fields[4]).rstrip("/") + "/"
+        if real.startswith(point) and len(point) >= longest:
+            best, longest = kind, len(point)
+    return best
+
+
+def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        CapacityError: says what is needed and available, what sets the limit and what helps.
+    """
+    faults, hints = [], []
+    least = "at least " if need.at_least else ""
+    if need.bytes > room.bytes:
+        faults.append(
+            f"needs {least}{human_bytes(need.bytes)} ({need.bytes} bytes) in {where}, available "
+            f"{human_bytes(room.bytes)} ({room.bytes} bytes; {room.limit})"
+        )
+        if room.in_memory:
+            more = human_bytes(need.bytes - room.bytes)
+            hints.append(f"ask for at least {more} more memory (--mem), or use target: local")
+        else:
+            hints.append("free space there, or choose another target directory")
+    if room.inodes is not None and need.inodes > room.inodes:
+        faults.append(
+            f"needs {least}{need.inodes} inodes in {where}, available {room.inodes} "
+            f"(inode limit of the file system)"
+        )
+        hints.append("pack the files into one archive and stage it with kind: file")
+    if faults:
+        raise CapacityError("; ".join(faults), field=name, hint="; ".join(hints))
+
+
+def human_bytes(count: int) -> str:
+    """Return a size in the unit that fits it.
+
+    >>> human_bytes(1536)
+    '1.5 KiB'
+    """
+    if count < _KIBI:
+        return f"{count} bytes"
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= _KIBI
+        if size < _KIBI:
+            return f"{size:.1f} {unit}"
+    return f"{size / _KIBI:.1f} PiB"
+
+
+def round_up(count: int, block_bytes: int) -> int:
+    """Return the next multiple of the block size."""
+    return -(-count // block_bytes) * block_bytes
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

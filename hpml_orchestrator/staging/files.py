@@ -1,0 +1,61 @@
+"""Small things done to files: lock them, remove whole trees of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+
+__all__ = ["remove_tree", "try_lock", "unlock"]
+
+_ATTEMPTS = 5
+
+
+def try_lock(fd: int, *, exclusive: bool) -> bool:
+    """Take a flock without waiting; False when another holder is in the way."""
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Release a flock and close; explicit, because a forked child may share the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory that may be removed by others at the same time; no links are followed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                return
+        except PermissionError:  # a job may have taken its own right to write
+            _open_up(path)
+        except OSError:
+            continue  # somebody still wrote into it
+        else:
+            return
+    shutil.rmtree(path)
+
+
+def _open_up(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.chmod(path, 0o700)
+    for directory, names, _ in os.walk(path):
+        for name in names:
+            full = os.path.join(directory, name)
+            if not os.path.islink(full):
+                with contextlib.suppress(OSError):
+                    os.chmod(full, 0o700)

@@ -1,0 +1,113 @@
+"""Who a job directory belongs to, and whether that process still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.records.files import read_json, write_json
+
+__all__ = ["Owner", "owner_is_alive", "this_owner"]
+
+_STARTTIME_AFTER_NAME = 19  # field 22 of /proc/<pid>/stat, counted after "pid (name)"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that answers for a job directory.
+
+    Attributes:
+        job_key: the job directory's name.
+        pid: as its own PID namespace counts.
+        start_ticks: its start in clock ticks after boot: tells a reused pid; -1 when unknown.
+        boot_id: of the kernel that it ran under.
+        hostname: of the node.
+        pid_namespace: as `readlink /proc/self/ns/pid` shows it; "" when unknown.
+    """
+
+    job_key: str
+    pid: int
+    start_ticks: int
+    boot_id: str
+    hostname: str
+    pid_namespace: str
+
+    def write(self, path: str) -> None:
+        """Record the owner durably."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: str) -> Owner | None:
+        """Read a record; None when there is none or it cannot be understood."""
+        try:
+            record: dict[str, Any] = read_json(path)
+            return cls(
+                job_key=str(record["job_key"]),
+                pid=int(record["pid"]),
+                start_ticks=int(record["start_ticks"]),
+                boot_id=str(record["boot_id"]),
+                hostname=str(record["hostname"]),
+                pid_namespace=str(record["pid_namespace"]),
+            )
+        except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
+            return None
+
+
+def this_owner(job_key: str, pid: int | None = None, *, proc_root: str = "/proc") -> Owner:
+    """Describe a process of this node, the calling one when no pid is given."""
+    number = os.getpid() if pid is None else pid
+    return Owner(
+        job_key=job_key,
+        pid=number,
+        start_ticks=_start_ticks(number, proc_root),
+        boot_id=_boot_id(proc_root),
+        hostname=socket.gethostname(),
+        pid_namespace=_pid_namespace(proc_root),
+    )
+
+
+def owner_is_alive(owner: Owner, *, proc_root: str = "/proc") -> bool:
+    """Say whether an owner lives; one that cannot be judged from here counts as alive.
+
+    Another host's process, and one of another PID namespace under the same kernel, cannot be
+    judged.
+    """
+    if owner.hostname != socket.gethostname():
+        return True
+    if owner.boot_id != _boot_id(proc_root):
+        return False
+    if owner.pid_namespace != _pid_namespace(proc_root):
+        return True
+    started = _start_ticks(owner.pid, proc_root)
+    return started >= 0 and started == owner.start_ticks
+
+
+def _boot_id(proc_root: str) -> str:
+    return _text(f"{proc_root}/sys/kernel/random/boot_id").strip()
+
+
+def _pid_namespace(proc_root: str) -> str:
+    try:
+        return os.readlink(f"{proc_root}/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int, proc_root: str) -> int:
+    """Return the start time of a process that runs, -1 for one that is gone or a zombie."""
+    _, _, rest = _text(f"{proc_root}/{pid}/stat").rpartition(")")
+    fields = rest.split()
+    if len(fields) <= _STARTTIME_AFTER_NAME or fields[0] in {"Z", "X"}:
+        return -1
+    return int(fields[_STARTTIME_AFTER_NAME])
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""

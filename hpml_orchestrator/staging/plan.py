@@ -1,0 +1,243 @@
+"""What a copy will make, found by looking at the source; nothing is written here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpml_orchestrator.staging.capacity import Need, round_up
+from hpml_orchestrator.staging.faults import Problems, shown, why
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.staging.faults import Retry
+
+__all__ = ["Entry", "Plan", "data_ranges", "link_fault", "scan_file", "scan_tree"]
+
+DEEPEST = 256
+_STAT_BLOCK_BYTES = 512
+
+
+class Entry(NamedTuple):
+    """A directory or a regular file; `path` is relative to the top, `stored` without holes."""
+
+    path: str
+    mode: int
+    mtime_ns: int
+    size: int = 0
+    stored: int = 0
+    inode: int = 0
+
+
+class HardLink(NamedTuple):
+    """A further name of a file of the same plan."""
+
+    path: str
+    first: str
+
+
+class Symlink(NamedTuple):
+    """A symbolic link and its text."""
+
+    path: str
+    target: str
+    mtime_ns: int
+
+
+@dataclass
+class Plan:
+    """Everything that will be made below one directory.
+
+    Attributes:
+        source_root: directory that the entries' paths start from (not used for an archive).
+        top: the directory itself.
+        directories: parents before children.
+        origins: source name of an entry that changes its name.
+        at_least: scanning stopped early because it cannot fit.
+    """
+
+    source_root: str
+    top: Entry
+    directories: list[Entry] = field(default_factory=list)
+    files: list[Entry] = field(default_factory=list)
+    hard_links: list[HardLink] = field(default_factory=list)
+    symlinks: list[Symlink] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    at_least: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the sizes of the regular files, each inode counted once."""
+        return sum(entry.size for entry in self.files)
+
+    @property
+    def file_count(self) -> int:
+        """Number of names of regular files."""
+        return len(self.files) + len(self.hard_links)
+
+    def need(self, block_bytes: int) -> Need:
+        """Return what the plan takes on a file system of that block size, manifest included."""
+        others = len(self.directories) + len(self.symlinks) + 2
+        stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
+        return Need(stored + others * block_bytes, len(self.files) + others, self.at_least)
+
+
+def scan_file(source: str, retry: Retry) -> Plan:
+    """Plan a directory that holds one file by the name that the source has.
+
+    Raises:
+        OSError: the file cannot be looked at.
+    """
+    real = os.path.realpath(source)
+    info = retry(lambda: os.stat(real))
+    name, origin = os.path.basename(source), os.path.basename(real)
+    plan = Plan(os.path.dirname(real), Entry("", 0o755, info.st_mtime_ns))
+    plan.files.append(_file_entry(name, real, info))
+    plan.origins[name] = origin
+    return plan
+
+
+def scan_tree(source: str, retry: Retry) -> Plan:
+    """Plan a copy of everything below a directory.
+
+    Raises:
+        StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
+            symbolic links that leave the tree. Names the first 20 paths and the count.
+        OSError: the directory itself cannot be looked at.
+    """
+    real = os.path.realpath(source)
+    info = retry(lambda: os.stat(real))
+    plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns))
+    problems = Problems(f"cannot stage {shown(source)}")
+    first_names: dict[tuple[int, int], str] = {}
+    todo = [""]
+    while todo:
+        directory = todo.pop()
+        below = []
+        for name, found, fault in _listing(real, directory, retry):
+            path = f"{directory}/{name}" if directory else name
+            if fault or found is None:
+                problems.add(path, fault)
+            elif stat.S_ISDIR(found.st_mode):
+                plan.directories.append(Entry(path, found.st_mode, found.st_mtime_ns))
+                below.append(path)
+            else:
+                _add(plan, path, found, first_names, problems)
+        todo.extend(reversed(below))
+    problems.raise_any()
+    return plan
+
+
+def _listing(
+    root: str, directory: str, retry: Retry
+) -> list[tuple[str, os.stat_result | None, str]]:
+    """Return (name, status, fault) of a directory's entries by name; one of the two is set."""
+    retry.check_stop()
+    if directory.count("/") >= DEEPEST:
+        return [(".", None, f"nested deeper than {DEEPEST} directories")]
+    full = os.path.join(root, directory)
+    try:
+        names = sorted(retry(lambda: os.listdir(full)))
+    except OSError as error:
+        return [(".", None, why(error))]
+    result: list[tuple[str, os.stat_result | None, str]] = []
+    for name in names:
+        retry.check_stop()
+        try:
+            result.append((name, _lstat(os.path.join(full, name), retry), ""))
+        except OSError as error:
+            result.append((name, None, why(error)))
+    return result
+
+
+def _lstat(path: str, retry: Retry) -> os.stat_result:
+    return retry(lambda: os.lstat(path))
+
+
+def _add(
+    plan: Plan,
+    path: str,
+    info: os.stat_result,
+    first_names: dict[tuple[int, int], str],
+    problems: Problems,
+) -> None:
+    full = os.path.join(plan.source_root, path)
+    if stat.S_ISLNK(info.st_mode):
+        try:
+            target = os.readlink(full)
+        except OSError as error:
+            problems.add(path, why(error), error)
+            return
+        fault = link_fault(path, target, plan.source_root)
+        if fault:
+            problems.add(path, fault)
+        else:
+            plan.symlinks.append(Symlink(path, target, info.st_mtime_ns))
+    elif not stat.S_ISREG(info.st_mode):
+        problems.add(path, "is a device, fifo or socket")
+    elif info.st_nlink > 1 and (info.st_dev, info.st_ino) in first_names:
+        plan.hard_links.append(HardLink(path, first_names[info.st_dev, info.st_ino]))
+    else:
+        if info.st_nlink > 1:
+            first_names[info.st_dev, info.st_ino] = path
+        try:
+            plan.files.append(_file_entry(path, full, info))
+        except OSError as error:
+            problems.add(path, why(error), error)
+
+
+def link_fault(path: str, target: str, root: str = "") -> str:
+    """Return why a symbolic link is refused, "" when it stays below the top.
+
+    A `..` behind a name could climb out through another link: then the text alone cannot tell, and
+    only a link of a real tree below `root` may pass, by where it really leads.
+    """
+    parts = [part for part in target.split("/") if part not in {"", "."}]
+    leading = 0
+    while leading < len(parts) and parts[leading] == "..":
+        leading += 1
+    if target.startswith("/"):
+        return f"symbolic link to an absolute path ({shown(target)})"
+    leaves = f"symbolic link that leaves the tree ({shown(target)})"
+    if leading > path.count("/"):
+        return leaves
+    if not root:
+        return leaves if ".." in parts[leading:] else ""
+    real = os.path.realpath(os.path.join(root, os.path.dirname(path), target))
+    return "" if (real + "/").startswith(root.rstrip("/") + "/") else leaves
+
+
+def data_ranges(fd: int, size: int) -> list[tuple[int, int]]:
+    """Return (start, end) of the parts of an open file that are not holes."""
+    ranges = []
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole from here on
+                break
+            if error.errno != errno.EINVAL:
+                raise
+            return [(0, size)]
+        ranges.append((start, min(end, size)))
+    return ranges
+
+
+def has_holes(info: os.stat_result) -> bool:
+    """Say whether a file takes less than its size; compressing file systems say so too."""
+    return info.st_blocks * _STAT_BLOCK_BYTES < info.st_size
+
+
+def _file_entry(path: str, full: str, info: os.stat_result) -> Entry:
+    stored = info.st_size
+    if has_holes(info):
+        fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            stored = sum(end - start for start, end in data_ranges(fd, info.st_size))
+        finally:
+            os.close(fd)
+    return Entry(path, info.st_mode, info.st_mtime_ns, info.st_size, stored, info.st_ino)

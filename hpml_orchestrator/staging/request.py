@@ -1,0 +1,186 @@
+"""What is to be staged, what came of it, and where it lies on the node."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpml_orchestrator.errors import InputError, StagingError
+
+__all__ = [
+    "KINDS",
+    "Bases",
+    "StageRequest",
+    "StageResult",
+    "Stager",
+    "StagingStopped",
+    "kind_of",
+    "target_path",
+]
+
+KINDS = ("auto", "file", "tree", "tar")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+_JOB_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+
+
+class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
+    """Staging was told to stop (SIGTERM, time limit); nothing was published."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """One thing to bring to the node.
+
+    Attributes:
+        name: what the job calls it, `[a-z][a-z0-9_]{0,30}`.
+        source: absolute path of a directory, a file or a tar archive.
+        kind: "tree", "file", "tar" (is unpacked), or "auto": directory -> tree, .tar, .tar.gz,
+            .tgz, .tar.xz, .tar.bz2 -> tar, any other file -> file.
+        target: "shm" (RAM), "local" (the node's disk) or an absolute directory on the node.
+
+    Raises:
+        InputError: a field is wrong; names the field.
+    """
+
+    name: str
+    source: str
+    kind: str = "auto"
+    target: str = "local"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InputError(
+                "must be a small letter, then up to 30 of a-z, 0-9 and _",
+                field="name",
+                value=self.name,
+            )
+        if self.kind not in KINDS:
+            raise InputError(f"must be one of {', '.join(KINDS)}", field="kind", value=self.kind)
+        if not os.path.isabs(self.source) or "\0" in self.source:
+            raise InputError("must be an absolute path", field="source", value=self.source)
+        absolute = os.path.isabs(self.target) and "\0" not in self.target
+        if self.target not in {"shm", "local"} and not absolute:
+            raise InputError(
+                "must be shm, local or an absolute path", field="target", value=self.target
+            )
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What lies on the node now.
+
+    Attributes:
+        name: the request's name.
+        path: a directory; it holds the tree, the unpacked archive, or the one file by its name.
+        bytes: sum of the sizes of its regular files, each inode counted once.
+        files: number of its regular files, each name counted.
+        seconds: wall time that this call took, waiting for another stager included.
+        method: "copy" or "unpack": how the data came here.
+        reused: the data was there already; this call copied nothing.
+    """
+
+    name: str
+    path: str
+    bytes: int
+    files: int
+    seconds: float
+    method: str
+    reused: bool
+
+
+class Stager(Protocol):
+    """Brings data to this node and takes it away again."""
+
+    def stage(self, request: StageRequest) -> StageResult:
+        """Publish the data at `target_path`, or find it there.
+
+        Raises:
+            CapacityError: it does not fit; found before a byte is copied.
+            InputError: source or target cannot be used as asked.
+            StagingStopped: should_stop said so.
+            StagingError: anything else; nothing is published and nothing is left half-done.
+        """
+
+    def cleanup(self) -> None:
+        """Remove what this job staged on this node; may be called any number of times."""
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The directories that "shm" and "local" stand for on this node; `local` "" means none."""
+
+    shm: str = "/dev/shm"  # noqa: S108 - the node's tmpfs is the point
+    local: str = ""
+
+    def resolve(self, target: str) -> str:
+        """Return the base directory of a request's target.
+
+        Raises:
+            InputError: the node has no local directory, or the target is no such word or path.
+        """
+        if target == "local" and not self.local:
+            raise InputError(
+                "this node has no local staging directory",
+                field="target",
+                value=target,
+                hint="name one in the site profile, or use target shm or an absolute path",
+            )
+        base = {"shm": self.shm, "local": self.local}.get(target, target)
+        if not os.path.isabs(base):
+            raise InputError("must be an absolute path", field="target", value=base)
+        return base
+
+
+def target_path(base: str, uid: int, job_key: str, name: str) -> str:
+    """Return where data is published; the batch script builds the same text.
+
+    Raises:
+        InputError: the job key is no plain file name.
+
+    >>> target_path("/dev/shm", 1000, "4711.0", "train")
+    '/dev/shm/hpml-1000/4711.0/train'
+    """
+    check_job_key(job_key)
+    return f"{base.rstrip('/')}/hpml-{uid}/{job_key}/{name}"
+
+
+def check_job_key(job_key: str) -> None:
+    """Refuse a job key that is no plain, visible file name."""
+    if not _JOB_KEY.fullmatch(job_key):
+        raise InputError(
+            "must begin with a letter or digit and hold only those and . _ + -",
+            field="job_key",
+            value=job_key,
+        )
+
+
+def kind_of(request: StageRequest) -> str:
+    """Return "tree", "file" or "tar" for a request by looking at its source.
+
+    Raises:
+        InputError: the source is not what the request says it is, or neither file nor directory.
+        OSError: the source cannot be looked at.
+    """
+    is_dir = os.path.isdir(request.source)
+    os.stat(request.source)
+    if not is_dir and not os.path.isfile(request.source):
+        raise InputError(
+            "must be a directory or a regular file", field="source", value=request.source
+        )
+    kind = request.kind
+    if kind == "auto":
+        if is_dir:
+            kind = "tree"
+        else:
+            kind = "tar" if request.source.lower().endswith(TAR_SUFFIXES) else "file"
+    if is_dir != (kind == "tree"):
+        found = "a directory" if is_dir else "a file"
+        raise InputError(f"kind {kind} but {found}", field="source", value=request.source)
+    return kind

@@ -1,0 +1,149 @@
+"""A real Slurm of two virtual nodes, booted once per session for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
+# The programs a cluster needs, as they are found with the system folders on the path.
+_PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "srun", "sacct", "munged", "mariadbd", "nsenter")
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_COMMAND_SECONDS = 60
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what points to another cluster or gives sbatch other defaults."""
+    prefixes = ("SLURM_", "SBATCH_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def devcluster(*arguments: str | Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs the devcluster program."""
+    return subprocess.run(
+        [sys.executable, str(DEVCLUSTER), *map(str, arguments)],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A cluster that is up: where it is, and how to use and inspect it."""
+
+    box: Path
+    slurm_conf: Path
+    nodes: tuple[str, ...]
+    visible: tuple[Path, ...]  # folders below /tmp and /dev/shm that the nodes share
+    pids: dict[str, int]  # of the daemons by name; a node's is its slurmd's
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs in order to reach this cluster and no other."""
+        return clean_environment() | {"SLURM_CONF": str(self.slurm_conf)}
+
+    def run(self, *command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the login node; raises for a failure unless check=False is given.
+
+        `env` adds to the environment; the other options are those of subprocess.run.
+        """
+        environment = self.environment | options.pop("env", {})
+        standard: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": _COMMAND_SECONDS,
+            "check": True,
+        }
+        if "input" not in options:
+            standard["stdin"] = subprocess.DEVNULL
+        return subprocess.run(  # noqa: PLW1510 - `standard` has it
+            [str(word) for word in command],
+            env=environment,
+            **(standard | options),
+        )
+
+    def exec(self, node: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a node, outside of any job; the caller looks at its status."""
+        return devcluster("exec", "--box", self.box, node, "--", *command)
+
+    def leftovers(self, node: str) -> list[str]:
+        """Lists all that lies in a node's own /tmp and /dev/shm, shared folders left out."""
+        found = self.exec(node, "find", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-print0")
+        assert found.returncode == 0, found.stderr
+        # Mount points of shared folders, and the folders they lie in, are the cluster's own.
+        own = {str(part) for path in self.visible for part in (path, *path.parents)}
+        return sorted(path for path in found.stdout.split("\0") if path and path not in own)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Lists the jobs slurmctld knows (squeue --json), ended ones too; newest last."""
+        output = self.run("squeue", "--json", "--states=all").stdout
+        jobs: list[dict[str, Any]] = json.loads(output)["jobs"]
+        return sorted(jobs, key=lambda job: int(job["job_id"]))
+
+
+def _obstacle() -> str | None:
+    """Says what keeps a cluster from being booted here."""
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_SYSTEM_PATH) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (deploy/devcluster/devcluster install)"
+    if os.geteuid() != 0:
+        return "not root, which virtual nodes need"
+    return None
+
+
+def require_cluster() -> None:
+    """Skips, or fails on CI, where no cluster can be booted; the reason names what is missing."""
+    obstacle = _obstacle()
+    if obstacle is None:
+        return
+    reason = f"NO CLUSTER TESTS: {obstacle}"
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Boots 2 nodes of 4 CPUs and 2 GPUs with accounting; all of pytest's tmp_path is on them.
+
+    The tests' own environment stays as it is: SLURM_CONF is set by `run` alone, so a test of
+    code that starts sbatch itself sets it with monkeypatch (`environment` has it).
+    """
+    require_cluster()
+    # Not in pytest's folder: that is closed to other users, of which MariaDB's is one.
+    box = Path(tempfile.mkdtemp(prefix="hpml-devcluster-test-", dir="/tmp"))
+    try:
+        started = devcluster(
+            *("up", "--json", "--box", box, "--share", tmp_path_factory.getbasetemp()),
+            *("--nodes", "2", "--cpus", "4", "--gpus", "2"),
+        )
+        if started.returncode != 0:
+            pytest.fail(f"the cluster does not boot:\n{started.stderr}", pytrace=False)
+        facts = json.loads(started.stdout)
+        yield SlurmCluster(
+            box=box,
+            slurm_conf=Path(facts["slurm_conf"]),
+            nodes=tuple(facts["nodes"]),
+            visible=tuple(Path(path) for path in facts["visible"]),
+            pids=facts["pids"],
+        )
+    finally:
+        ended = devcluster("down", "--purge", "--box", box)
+        shutil.rmtree(box, ignore_errors=True)
+        assert ended.returncode == 0, ended.stderr

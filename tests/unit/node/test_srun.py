@@ -1,0 +1,210 @@
+"""The local srun starts, labels, signals and ends tasks as the real one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hpml_orchestrator
+from hpml_orchestrator.node.srun import OptionError, parse
+
+ROOT = str(Path(hpml_orchestrator.__file__).parents[1])
+CODE = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from hpml_orchestrator.node.srun import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", CODE, ROOT, *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("SLURM_", "HPML_"))}
+    return {**kept, "HPML_LOCAL_KILL_WAIT": "0.3", **more}
+
+
+def srun(*arguments: str, given: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        input=given,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+
+
+def test_sets_the_variables_of_each_task(tmp_path: Path) -> None:
+    """Every task knows its place; the count comes from the job when no option gives it."""
+    show = "echo $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID $SLURM_NTASKS $SLURM_STEP_NUM_TASKS"
+    done = srun("sh", "-c", show, SLURM_NTASKS="3")
+    assert sorted(done.stdout.splitlines()) == ["0 0 0 3 3", "1 1 0 3 3", "2 2 0 3 3"]
+    assert srun("-n", "1", "sh", "-c", show, SLURM_NTASKS="3").stdout == "0 0 0 1 1\n"
+    assert srun("true").returncode == 0
+
+
+def test_step_ids_increase(tmp_path: Path) -> None:
+    """Each srun of a job gets the next id."""
+    (tmp_path / "steps").mkdir()
+    job = {"HPML_LOCAL_JOB": str(tmp_path)}
+    found = [srun("sh", "-c", "echo $SLURM_STEP_ID $SLURM_STEPID", **job).stdout for _ in "123"]
+    assert found == ["0 0\n", "1 1\n", "2 2\n"]
+
+
+def test_returns_the_highest_exit_code() -> None:
+    """As the real one; a signalled task counts 128 and its signal."""
+    done = srun("-n4", "sh", "-c", "exit $SLURM_PROCID")
+    assert done.returncode == 3
+    assert "task 2: Exited with exit code 2" in done.stderr
+    assert srun("sh", "-c", "kill -9 $$").returncode == 128 + 9
+    assert srun("--quiet", "false").stderr == ""
+
+
+def test_says_what_cannot_be_executed(tmp_path: Path) -> None:
+    """The status is the errno, as the real one's."""
+    done = srun("no-such-command")
+    assert (done.returncode, "no-such-command" in done.stderr) == (2, True)
+    assert srun(str(tmp_path)).returncode == 13
+
+
+def test_labels_lines() -> None:
+    """Every line carries the rank, the unfinished last one too, on its own stream."""
+    done = srun("-n2", "--label", "sh", "-c", "printf 'a\\nb'; echo c >&2")
+    assert sorted(done.stdout.splitlines()) == ["0: a", "0: b", "1: a", "1: b"]
+    assert sorted(done.stderr.splitlines()) == ["0: c", "1: c"]
+
+
+def test_labels_a_lot_of_output() -> None:
+    """Nothing is lost or mixed at many lines from many tasks."""
+    done = srun("-n2", "-l", "sh", "-c", "seq 1 20000")
+    for rank in "01":
+        lines = [line[3:] for line in done.stdout.splitlines() if line.startswith(f"{rank}: ")]
+        assert lines == [str(number) for number in range(1, 20001)]
+
+
+def test_standard_input_goes_to_task_0() -> None:
+    """The others read nothing."""
+    done = srun("-n2", "sh", "-c", "echo $SLURM_PROCID:$(cat)", given="hello")
+    assert sorted(done.stdout.splitlines()) == ["0:hello", "1:"]
+
+
+def test_output_files(tmp_path: Path) -> None:
+    """--output takes the patterns of a step and none."""
+    assert (
+        srun("-n2", f"--output={tmp_path}/%t-%s.%%", "sh", "-c", "echo $SLURM_PROCID").stdout == ""
+    )
+    assert (tmp_path / "1-0.%").read_text() == "1\n"
+    assert srun("-o", "none", "echo", "x").stdout == ""
+
+
+def test_kill_on_bad_exit_ends_the_others(tmp_path: Path) -> None:
+    """One failure brings SIGTERM to the others and then SIGKILL to who ignores it."""
+    script = (
+        "if [ $SLURM_PROCID = 2 ]; then\n"
+        "while ! [ -e t0 -a -e t1 ]; do sleep .01; done; exit 3; fi\n"
+        '[ $SLURM_PROCID = 0 ] && trap "touch told; exit 0" TERM || trap "" TERM\n'
+        "sleep 60 & echo $! > child$SLURM_PROCID; touch t$SLURM_PROCID\n"
+        "while :; do sleep .05; done"
+    )
+    begin = time.monotonic()
+    done = srun("-K1", "-n3", f"--chdir={tmp_path}", "bash", "-c", script)
+    assert done.returncode == 128 + 9
+    assert (tmp_path / "told").exists()
+    assert time.monotonic() - begin < 10
+    for rank in "01":
+        assert not running(int((tmp_path / f"child{rank}").read_text()))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_without_kill_on_bad_exit_the_others_go_on() -> None:
+    """A failed task alone ends nothing."""
+    done = srun("-n2", "sh", "-c", "[ $SLURM_PROCID = 0 ] && exit 1; sleep .3; echo done")
+    assert (done.returncode, done.stdout) == (1, "done\n")
+
+
+def test_wait_limits_the_stragglers() -> None:
+    """So many seconds after the first end the rest is killed."""
+    begin = time.monotonic()
+    done = srun("--wait=1", "-n2", "sh", "-c", "[ $SLURM_PROCID = 0 ] || sleep 60")
+    assert done.returncode == 128 + 9
+    assert 1 <= time.monotonic() - begin < 10
+
+
+def test_what_a_task_leaves_behind_ends_with_the_step(tmp_path: Path) -> None:
+    """Grandchildren in the task's group die with it."""
+    srun("bash", "-c", f"sleep 60 & echo $! > {tmp_path}/pid")
+    assert not running(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_forwards_signals(tmp_path: Path, name: str) -> None:
+    """Every task gets the signal; their answer is srun's."""
+    script = (
+        f"trap 'exit 7' {name[3:]}; touch {tmp_path}/$SLURM_PROCID; while :; do sleep .05; done"
+    )
+    with subprocess.Popen(command("-n2", "bash", "-c", script), env=environment()) as process:
+        wait_for(tmp_path / "0")
+        wait_for(tmp_path / "1")
+        process.send_signal(getattr(signal, name))
+        assert process.wait(10) == 7
+
+
+def test_accepts_what_only_a_cluster_needs() -> None:
+    """Both spellings of a value, options without meaning here, and -- before the command."""
+    text = (
+        "--overlap --exact --export=ALL --cpu-bind=none --gpu-bind none --mem=0 --mem-bind=local "
+        "--mpi=pmix -N 1 --nodes=1-1 --ntasks-per-node=2 -c4 --unbuffered --time=1:00 "
+        "--gres=gpu:1 --gpus-per-task=1 --signal=USR1@60 -J step -- python -n 9"
+    )
+    options = parse(text.split())
+    assert (options.ntasks_per_node, options.cpus_per_task) == (2, 4)
+    assert options.command == ["python", "-n", "9"]
+    assert not parse(["--kill-on-bad-exit=0", "a"]).kill_on_bad_exit
+    assert parse(["-lK", "-W", "5", "a"]).wait_seconds == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--multi-prog", "x"], "--multi-prog"),
+        (["-Z", "x"], "'Z'"),
+        (["-N2", "x"], "one node"),
+        (["--export=NONE", "x"], "NONE"),
+        (["-n", "0", "x"], "--ntasks"),
+        (["--ntasks"], "requires an argument"),
+        (["--label=1", "x"], "takes no value"),
+        (["-n2"], "no command"),
+    ],
+)
+def test_refuses_what_it_cannot_honour(arguments: list[str], part: str) -> None:
+    """The message names the option."""
+    with pytest.raises(OptionError, match=part):
+        parse(arguments)
+
+
+def test_a_wrong_option_is_exit_status_2() -> None:
+    """Nothing is started then."""
+    done = srun("--multi-prog", "echo", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--multi-prog" in done.stderr

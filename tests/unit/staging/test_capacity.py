@@ -1,0 +1,244 @@
+"""Room in bytes, inodes and memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.staging import Bases, CopyStager, Need, Room, StageRequest
+from hpml_orchestrator.staging.capacity import (
+    check_room,
+    file_system_type,
+    human_bytes,
+    room_at,
+    round_up,
+)
+from hpml_orchestrator.staging.cgroup import memory_headroom
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MOUNTS_V1 = (
+    "35 31 0:32 / {root}/cpu rw - cgroup cgroup rw,cpu\n"
+    "36 31 0:33 {top} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+)
+MOUNTS_V2 = "36 31 0:33 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
+NO_LIMIT_V1 = "9223372036854771712"
+
+
+def _write(root: Path, files: dict[str, object]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+
+def _headroom(root: Path) -> tuple[int, str] | None:
+    return memory_headroom(proc_root=str(root / "proc"), cgroup_root=str(root / "cg"))
+
+
+def test_v1_takes_the_least_of_all_ancestors(tmp_path: Path) -> None:
+    """A job's limit above its step counts on cgroup version 1."""
+    job = "cg/memory/slurm/uid_0/job_7"
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu:/x\n4:memory:/slurm/uid_0/job_7/step_0",
+            "proc/self/mountinfo": MOUNTS_V1.format(top="/", root=tmp_path),
+            f"{job}/step_0/memory.limit_in_bytes": NO_LIMIT_V1,
+            f"{job}/step_0/memory.usage_in_bytes": 10,
+            f"{job}/memory.limit_in_bytes": 1000,
+            f"{job}/memory.usage_in_bytes": 400,
+            "cg/memory/slurm/memory.limit_in_bytes": 5000,
+            "cg/memory/slurm/memory.usage_in_bytes": 4000,
+        },
+    )
+    found = _headroom(tmp_path)
+    assert found is not None
+    assert found[0] == 600
+    assert found[1].endswith("/memory/slurm/uid_0/job_7")
+
+
+def test_v2_takes_the_least_of_all_ancestors(tmp_path: Path) -> None:
+    """A limit anywhere above counts on cgroup version 2; "max" does not."""
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/system.slice/job_7/step_0",
+            "proc/self/mountinfo": MOUNTS_V2.format(top="/"),
+            "cg/system.slice/job_7/step_0/memory.max": "max",
+            "cg/system.slice/job_7/step_0/memory.current": 5,
+            "cg/system.slice/job_7/memory.max": 900,
+            "cg/system.slice/job_7/memory.current": 100,
+            "cg/system.slice/memory.max": 2000,
+            "cg/system.slice/memory.current": 1300,
+        },
+    )
+    found = _headroom(tmp_path)
+    assert found is not None
+    assert found[0] == 700
+
+
+def test_a_mounted_part_of_the_hierarchy_is_followed(tmp_path: Path) -> None:
+    """Inside a container the mount shows only the part below its own cgroup."""
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/abc/step",
+            "proc/self/mountinfo": MOUNTS_V1.format(top="/docker/abc", root=tmp_path),
+            "cg/memory/step/memory.limit_in_bytes": 70,
+            "cg/memory/step/memory.usage_in_bytes": 20,
+        },
+    )
+    found = _headroom(tmp_path)
+    assert found is not None
+    assert found[0] == 50
+
+
+def test_idle_page_cache_is_free_and_use_above_the_limit_is_none(tmp_path: Path) -> None:
+    """What the kernel would drop is not held against the job; room is never negative."""
+    files: dict[str, object] = {
+        "proc/self/cgroup": "0::/j",
+        "cg/j/memory.max": 1000,
+        "cg/j/memory.current": 990,
+        "cg/j/memory.stat": "anon 100\ninactive_file 300\nshmem 500",
+    }
+    _write(tmp_path, files)
+    found = _headroom(tmp_path)
+    assert found is not None
+    assert found[0] == 310
+    _write(tmp_path, {"cg/j/memory.current": 2000})
+    found = _headroom(tmp_path)
+    assert found is not None
+    assert found[0] == 0
+
+
+def test_without_limits_free_memory_counts_or_nothing(tmp_path: Path) -> None:
+    """A machine without cgroup limits is limited by MemAvailable, an unknown one by nothing."""
+    assert _headroom(tmp_path) is None
+    _write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:       4 kB"})
+    assert _headroom(tmp_path) == (4096, "free memory of the node (MemAvailable)")
+
+
+def test_memory_limits_hold_for_tmpfs_only(tmp_path: Path, base: Path) -> None:
+    """The type of the file system decides, not its path."""
+    _write(tmp_path, {"proc/self/cgroup": "0::/", "cg/memory.max": 9, "cg/memory.current": 2})
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    mounts = "\n".join(line for line in lines if " - cgroup" not in line)
+    _write(tmp_path, {"proc/self/mountinfo": mounts})
+    roots = (str(tmp_path / "proc"), str(tmp_path / "cg"))
+    memory = room_at(str(base), proc_root=roots[0], cgroup_root=roots[1])
+    assert (memory.bytes, memory.in_memory) == (7, True)
+    if file_system_type(str(tmp_path)) not in {"tmpfs", "ramfs"}:
+        disk = room_at(str(tmp_path), proc_root=roots[0], cgroup_root=roots[1])
+        assert disk.bytes > 7
+        assert not disk.in_memory
+
+
+def test_tmpfs_is_known_anywhere(small_tmpfs: Callable[[str], Path]) -> None:
+    """A tmpfs with an odd path is one all the same, with its own limits."""
+    point = small_tmpfs("size=64k,nr_inodes=10")
+    room = room_at(str(point))
+    assert room.in_memory
+    assert (room.bytes, room.inodes) == (65536, 9)
+
+
+def test_type_by_longest_mount_point(tmp_path: Path) -> None:
+    """Where the device number is not listed the mount point decides, escapes undone."""
+    (tmp_path / "a b").mkdir()
+    _write(
+        tmp_path,
+        {
+            "proc/self/mountinfo": "1 0 999:1 / / rw - btrfs d rw\n"
+            f"2 1 999:2 / {tmp_path}/a\\040b rw - nfs4 s rw"
+        },
+    )
+    assert file_system_type(f"{tmp_path}/a b", proc_root=f"{tmp_path}/proc") == "nfs4"
+    assert file_system_type("/", proc_root=f"{tmp_path}/proc") == "btrfs"
+    assert file_system_type("/", proc_root=f"{tmp_path}/none") == ""
+
+
+def test_uncounted_inodes_are_unlimited(tmp_path: Path) -> None:
+    """f_files of 0 (btrfs, many parallel file systems) means no inode limit."""
+    figures = os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255))
+    room = room_at(str(tmp_path), statvfs=lambda _path: figures)
+    assert room.inodes is None
+    check_room(Need(1, 10**9), room, name="x", where="/x")
+
+
+def test_refusal_says_all_there_is_to_know() -> None:
+    """Needed and available, in units and exactly, what limits, and what helps."""
+    room = Room(1 << 20, "memory limit of cgroup /job", 5, 4096, in_memory=True)
+    with pytest.raises(CapacityError) as caught:
+        check_room(Need(3 << 20, 9, at_least=True), room, name="train", where="/dev/shm")
+    text = str(caught.value)
+    assert text.startswith("train: needs at least 3.0 MiB (3145728 bytes) in /dev/shm")
+    assert "available 1.0 MiB (1048576 bytes; memory limit of cgroup /job)" in text
+    assert "9 inodes in /dev/shm, available 5" in text
+    assert "2.0 MiB more memory (--mem)" in caught.value.hint
+    assert "kind: file" in caught.value.hint
+
+
+def test_sizes_in_units() -> None:
+    """Sizes are rounded for people, and files up to blocks."""
+    assert [human_bytes(n) for n in (0, 1023, 1024, 5 << 30)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "5.0 GiB",
+    ]
+    assert [round_up(n, 4096) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "said"),
+    [
+        ("size=1m", (2, 600_000), "bytes"),
+        ("size=1m", (300, 10), "bytes"),  # 300 pages, though only 3,000 bytes
+        ("size=8m,nr_inodes=40", (50, 10), "inodes"),
+    ],
+)
+def test_nothing_is_copied_that_does_not_fit(
+    small_tmpfs: Callable[[str], Path],
+    tmp_path: Path,
+    options: str,
+    shape: tuple[int, int],
+    said: str,
+) -> None:
+    """Bytes, blocks and inodes are counted before a byte is copied."""
+    point = small_tmpfs(options)
+    source = tmp_path / "many"
+    source.mkdir()
+    for number in range(shape[0]):
+        (source / str(number)).write_bytes(b"x" * shape[1])
+    stager = CopyStager("1.0", bases=Bases(shm=str(point)))
+    with pytest.raises(CapacityError, match=re.escape(said)):
+        stager.stage(StageRequest("x", str(source), target="shm"))
+    job_dir = stager.area("shm").job_dir
+    assert not [name for name in os.listdir(job_dir) if "partial" in name or name == "x"]
+    stager.cleanup()
+    assert os.listdir(point) == []
+
+
+def test_a_full_target_is_final_and_leaves_nothing(
+    small_tmpfs: Callable[[str], Path], source: Path
+) -> None:
+    """When the room measured before is gone, the copy fails at once and cleans up."""
+    point = small_tmpfs("size=40k")
+    (source / "big").write_bytes(b"x" * 100_000)
+    naps: list[float] = []
+    stager = CopyStager(
+        "1.0",
+        bases=Bases(shm=str(point)),
+        sleep=naps.append,
+        room=lambda _path: Room(1 << 40, "a lie", None, 4096, in_memory=False),
+    )
+    with pytest.raises(Exception, match="No space left on device"):
+        stager.stage(StageRequest("x", str(source), target="shm"))
+    assert naps == []
+    assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    stager.cleanup()

@@ -1,0 +1,401 @@
+"""What a copy keeps, refuses and tries again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Node = tuple[str, int, int, object]
+
+
+def picture(top: Path) -> dict[str, Node]:
+    """Describe a tree: kind, permissions, mtime in ns, and contents or link text."""
+    result: dict[str, Node] = {}
+    for parent, directories, files in os.walk(top):
+        for name in [*directories, *files]:
+            path = os.path.join(parent, name)
+            info = os.lstat(path)
+            what: object = None
+            if stat.S_ISLNK(info.st_mode):
+                what = os.readlink(path)
+            elif stat.S_ISREG(info.st_mode):
+                what = Path(path).read_bytes()
+            kind = stat.S_IFMT(info.st_mode)
+            relative = os.path.relpath(path, top)
+            result[relative] = (str(kind), info.st_mode & 0o777, info.st_mtime_ns, what)
+    return result
+
+
+def shm(source: Path, kind: str = "auto") -> StageRequest:
+    return StageRequest("data", str(source), kind=kind, target="shm")
+
+
+def nothing_published(stager: CopyStager) -> bool:
+    names = os.listdir(stager.area("shm").job_dir)
+    return "data" not in names and not [name for name in names if "partial" in name]
+
+
+def test_a_tree_arrives_whole(stager: CopyStager, source: Path, base: Path) -> None:
+    """Contents, empty directories, modes and times are the source's, and the result says so."""
+    os.utime(source / "one.bin", ns=(1, 1_234_567_890_123_456_789))
+    result = stager.stage(shm(source))
+    assert result.path == f"{base}/hpml-{os.getuid()}/7.0/data"
+    assert (result.bytes, result.files, result.method, result.reused) == (5003, 3, "copy", False)
+    assert result.seconds >= 0
+    assert picture(Path(result.path)) == picture(source)
+    assert stager.stage(shm(source)).reused
+
+
+def test_a_file_lies_in_a_directory(stager: CopyStager, source: Path) -> None:
+    """A single file keeps its name, and a link's name when the source is one."""
+    (source / "link.bin").symlink_to("one.bin")
+    result = stager.stage(shm(source / "link.bin"))
+    staged = Path(result.path) / "link.bin"
+    assert not staged.is_symlink()
+    assert staged.read_bytes() == b"1" * 5000
+    assert os.listdir(result.path) == ["link.bin"]
+
+
+def test_modes_lose_set_bits_and_umask(stager: CopyStager, source: Path) -> None:
+    """No setuid, setgid or sticky; the umask holds; the owner can always read and write."""
+    (source / "one.bin").chmod(0o6777)
+    (source / "a" / "two.txt").chmod(0o444)
+    (source / "a").chmod(0o3777)
+    (source / "empty").chmod(0o555)
+    old = os.umask(0o027)
+    try:
+        path = Path(stager.stage(shm(source)).path)
+    finally:
+        os.umask(old)
+    modes = {name: node[1] for name, node in picture(path).items()}
+    assert modes["one.bin"] == 0o750
+    assert modes["a/two.txt"] == 0o640
+    assert modes["a"] == 0o750
+    assert modes["empty"] == 0o750
+    assert stat.S_IMODE(os.stat(path / "a").st_mode) == 0o750
+
+
+def test_links_inside_are_kept(stager: CopyStager, source: Path) -> None:
+    """Relative links within the tree stay links, dangling ones too; hard links stay one inode."""
+    (source / "a" / "up").symlink_to("../one.bin")
+    (source / "dangling").symlink_to("a/not/there")
+    (source / "top").symlink_to(".")
+    os.link(source / "one.bin", source / "a" / "again")
+    result = stager.stage(shm(source))
+    path = Path(result.path)
+    assert picture(path) == picture(source)
+    assert os.path.samefile(path / "one.bin", path / "a" / "again")
+    assert (result.bytes, result.files) == (5003, 4)
+    assert stager.stage(shm(source)).reused
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "..", "../x", "a/../../x", "a/back/../../x"])
+def test_links_outside_are_refused(stager: CopyStager, source: Path, target: str) -> None:
+    """A link that leaves the tree is refused by name, also when it climbs through another link."""
+    (source / "a" / "back").symlink_to("..")
+    (source / "bad\nlink").symlink_to(target)
+    with pytest.raises(StagingError, match=r"1 path\n  bad\\nlink: symbolic link"):
+        stager.stage(shm(source))
+    assert nothing_published(stager)
+
+
+def test_devices_fifos_and_sockets_are_refused(stager: CopyStager, source: Path) -> None:
+    """What is neither file, directory nor link is refused, with all paths named."""
+    os.mkfifo(source / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(source / "sock"))
+    with pytest.raises(StagingError, match=r"2 paths\n  fifo: is a device.*\n  sock: "):
+        stager.stage(shm(source))
+
+
+def test_twenty_paths_are_told_and_the_rest_counted(stager: CopyStager, source: Path) -> None:
+    """A long list of faults is cut, the count is not."""
+    for number in range(33):
+        os.mkfifo(source / f"fifo{number:02}")
+    with pytest.raises(StagingError) as caught:
+        stager.stage(shm(source))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22
+    assert lines[0].endswith("33 paths")
+    assert lines[-1].strip() == "and 13 more"
+
+
+def test_holes_stay_holes(stager: CopyStager, source: Path) -> None:
+    """A sparse file takes no more room than before, is not counted as more, and reads the same."""
+    with open(source / "sparse", "wb") as stream:
+        stream.seek(50 << 20)
+        stream.write(b"middle")
+        stream.truncate(100 << 20)
+    result = stager.stage(shm(source))
+    staged = os.stat(Path(result.path) / "sparse")
+    assert staged.st_size == 100 << 20
+    assert staged.st_blocks * 512 < 1 << 20
+    assert (Path(result.path) / "sparse").read_bytes() == (source / "sparse").read_bytes()
+
+
+def test_a_missing_source_is_named(stager: CopyStager, tmp_path: Path) -> None:
+    """A source that is not there is told by its path."""
+    with pytest.raises(StagingError, match="/nowhere: No such file"):
+        stager.stage(shm(tmp_path / "nowhere"))
+
+
+def test_source_and_target_stay_apart(stager: CopyStager, base: Path) -> None:
+    """A source that holds the target, or lies in it, is refused."""
+    with pytest.raises(InputError, match="lie in one another"):
+        stager.stage(shm(base))
+    inside = Path(stager.area("shm").path_of("data")) / "x"
+    inside.mkdir(parents=True)
+    with pytest.raises(InputError, match="lie in one another"):
+        stager.stage(shm(inside))
+
+
+def _during(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Do something once, just after the first bytes were copied."""
+    real = os.sendfile
+    todo = [action]
+
+    def sendfile(*arguments: Any) -> int:
+        count = real(*arguments)
+        if todo:
+            todo.pop()()
+        return count
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+
+
+@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "remove next", "add"])
+def test_a_source_that_changes_is_an_error(
+    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Size, time and directory are compared before and after; nothing is published."""
+    for name in ("first", "next"):
+        (source / name).write_bytes(b"x" * (3 << 20))
+    actions: dict[str, Callable[[], object]] = {
+        "grow": lambda: os.truncate(source / "first", 4 << 20),
+        "shrink": lambda: os.truncate(source / "first", 10),
+        "touch": (source / "first").touch,
+        "remove next": lambda: os.unlink(source / "next"),
+        "add": (source / "new").touch,
+    }
+    _during(monkeypatch, actions[change])
+    with pytest.raises(StagingError, match=r"changed while it was copied|No such file"):
+        stager.stage(shm(source))
+    assert nothing_published(stager)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EAGAIN])
+def test_faults_that_pass_are_tried_again(
+    source: Path, base: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """EIO, ESTALE and EAGAIN are retried with a growing wait, and the file is whole then."""
+    naps: list[float] = []
+    real = os.sendfile
+    faults = [code, code, code]
+
+    def sendfile(*arguments: Any) -> int:
+        if faults:
+            raise OSError(faults.pop(), "injected")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    told: list[tuple[int, int, int, int]] = []
+    stager = CopyStager(
+        "1",
+        bases=Bases(shm=str(base)),
+        sleep=naps.append,
+        on_progress=lambda *figures: told.append(figures),
+    )
+    assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
+    assert naps == [0.1, 0.2, 0.4]
+    assert told == [(5003, 3, 5003, 3)]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EDQUOT])
+def test_faults_that_stay_end_it(
+    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A fault that does not pass, or cannot, is an error that names path and reason."""
+
+    def sendfile(*_arguments: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    with pytest.raises(StagingError, match=os.strerror(code)):
+        stager.stage(shm(source))
+    assert nothing_published(stager)
+
+
+def test_without_sendfile_bytes_go_through_memory(
+    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that cannot sendfile is read and written."""
+
+    def sendfile(*_arguments: Any) -> int:
+        raise OSError(errno.EINVAL, "injected")
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
+
+
+def test_slow_sources_are_read_by_several_threads(
+    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where files wait rather than work, threads are used and the result is the same."""
+    for number in range(200):
+        (source / f"f{number}").write_bytes(b"%d" % number)
+    seen = set()
+    real = os.sendfile
+
+    def sendfile(*arguments: Any) -> int:
+        seen.add(threading.get_ident())
+        time.sleep(0.001)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
+    assert len(seen) > 2
+
+
+def test_progress_is_told_at_most_once_a_second(source: Path, base: Path) -> None:
+    """Calls are a second apart by the clock, and the last one is complete."""
+    now = iter(n / 4 for n in range(10**6))
+    told: list[tuple[int, int, int, int]] = []
+    for number in range(40):
+        (source / f"f{number}").write_bytes(b"12345")
+    stager = CopyStager(
+        "1",
+        bases=Bases(shm=str(base)),
+        clock=lambda: next(now),
+        on_progress=lambda *figures: told.append(figures),
+    )
+    stager.stage(shm(source))
+    assert 2 < len(told) < 40
+    assert told[-1] == (5203, 43, 5203, 43)
+    assert told == sorted(told)
+
+
+def test_unreadable_files_are_named(base: Path) -> None:
+    """As an ordinary user, files and directories without permission are listed."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    base.chmod(0o755)
+    for name, mode in [("to", 0o777), ("from", 0o755), ("from/closed", 0o700)]:
+        (base / name).mkdir()
+        (base / name).chmod(mode)
+    (base / "from" / "secret").touch(mode=0o600)
+    (base / "from" / "secret").write_text("x")
+    (base / "from" / "fine").write_text("x")
+
+    def texts() -> Iterator[str]:
+        """Stage twice: the first time the closed directory hides the closed file."""
+        stager = CopyStager("1", bases=Bases(shm=str(base / "to")))
+        for path in (base / "from", base / "from" / "secret"):
+            try:
+                yield str(stager.stage(shm(path)))
+            except StagingError as error:
+                yield str(error)
+        stager.cleanup()
+
+    said = as_nobody(lambda: "\n".join(texts()))
+    assert "closed/.: Permission denied" in said
+    assert "secret: Permission denied" in said
+    assert os.listdir(base / "to") == []
+
+
+def as_nobody(call: Callable[[], str]) -> str:
+    """Return what a call says in a process of an ordinary user."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - another process
+        text = "died"
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            text = call()
+        finally:
+            os.write(writing, text.encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        text = stream.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+NAMES = st.binary(min_size=1, max_size=12).filter(
+    lambda name: b"/" not in name and b"\0" not in name and name not in {b".", b".."}
+) | st.sampled_from([b"-rf", b"\xc3\xa9", b"new\nline", b" ", b"\xff\xfe", b"*", "名".encode()])
+
+TREES: st.SearchStrategy[Any] = st.recursive(
+    st.tuples(st.binary(max_size=9000), st.sampled_from([0o644, 0o755, 0o400, 0o4711, 0o777])),
+    lambda below: st.dictionaries(NAMES, below, max_size=4),
+    max_leaves=12,
+)
+
+
+def _plant(path: bytes, tree: Any) -> Iterator[bytes]:
+    """Create a tree; yields its files."""
+    if isinstance(tree, dict):
+        os.mkdir(path)
+        for name, below in tree.items():
+            yield from _plant(path + b"/" + name, below)
+    else:
+        with open(path, "wb") as stream:
+            stream.write(tree[0])
+        os.chmod(path, tree[1])
+        yield path
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=st.dictionaries(NAMES, TREES, max_size=5), data=st.data())
+def test_any_tree_arrives_whole(tree: dict[bytes, Any], data: st.DataObject) -> None:
+    """Random names, contents, modes, links: the copy is the source but for set bits."""
+    work = tempfile.mkdtemp(prefix="hpml-test-", dir="/dev/shm")
+    try:
+        top = os.fsencode(work) + b"/source"
+        files = list(_plant(top, tree))
+        if files:
+            first = data.draw(st.sampled_from(files))
+            if data.draw(st.booleans()):
+                os.link(first, top + b"/hard link")
+            if data.draw(st.booleans()):
+                os.symlink(os.path.relpath(first, top), top + b"/soft\nlink")
+        os.mkdir(f"{work}/base")
+        stager = CopyStager("1", bases=Bases(shm=f"{work}/base"))
+        result = stager.stage(shm(Path(os.fsdecode(top))))
+        umask = os.umask(0)
+        os.umask(umask)
+        wanted = {
+            name: (
+                kind,
+                mode if "120000" in oct(int(kind)) else (mode & ~umask) | 0o600,
+                time,
+                what,
+            )
+            for name, (kind, mode, time, what) in picture(Path(os.fsdecode(top))).items()
+        }
+        assert picture(Path(result.path)) == wanted
+        assert stager.stage(shm(Path(os.fsdecode(top)))).reused
+        stager.cleanup()
+        assert os.listdir(f"{work}/base") == []
+    finally:
+        shutil.rmtree(work)

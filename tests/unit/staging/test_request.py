@@ -1,0 +1,87 @@
+"""Requests, targets and kinds."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+import hpml_orchestrator.staging as staging_package
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.staging import Bases, Stager, StageRequest, target_path
+from hpml_orchestrator.staging.request import kind_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpml_orchestrator.staging import CopyStager
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("name", {"name": "Train"}),
+        ("name", {"name": "../x"}),
+        ("name", {"name": "a\n"}),
+        ("name", {"name": "a" * 32}),
+        ("source", {"source": "data"}),
+        ("source", {"source": "/a\0b"}),
+        ("kind", {"kind": "zip"}),
+        ("target", {"target": "ram"}),
+        ("target", {"target": "tmp/x"}),
+    ],
+)
+def test_wrong_fields_are_named(field: str, values: dict[str, str]) -> None:
+    """A request refuses a wrong value and says which field it was."""
+    with pytest.raises(InputError) as caught:
+        StageRequest(**{"name": "a", "source": "/data", **values})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("key", ["", ".hidden", "a/b", "..", "a b", "a\n"])
+def test_job_keys_are_plain_names(key: str) -> None:
+    """A job key that would leave the root or hide in it is refused."""
+    with pytest.raises(InputError):
+        target_path("/dev/shm", 1, key, "x")
+
+
+def test_target_path_is_what_bash_computes() -> None:
+    """The batch script's expansion and the function give the same text."""
+    line = 'b=/dev/shm u=1000 k=4711.0 n=train; printf %s "${b%/}/hpml-$u/$k/$n"'
+    bash = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
+    assert target_path("/dev/shm/", 1000, "4711.0", "train") == bash.stdout
+
+
+def test_local_needs_a_directory() -> None:
+    """Target local is refused on a node that has none."""
+    with pytest.raises(InputError, match="no local staging directory"):
+        Bases().resolve("local")
+    assert Bases(local="/scratch").resolve("local") == "/scratch"
+    assert Bases().resolve("/mnt/x") == "/mnt/x"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("x.tar", "tar"), ("x.TGZ", "tar"), ("x.tar.xz", "tar"), ("x.zip", "file"), ("x", "file")],
+)
+def test_auto_looks_at_the_source(tmp_path: Path, name: str, kind: str) -> None:
+    """Kind auto is told by directory or suffix."""
+    (tmp_path / name).touch()
+    assert kind_of(StageRequest("a", str(tmp_path / name))) == kind
+    assert kind_of(StageRequest("a", str(tmp_path))) == "tree"
+
+
+def test_kind_must_fit_the_source(tmp_path: Path) -> None:
+    """A directory is no file, a file no tree, and a device neither."""
+    for source, kind in [(str(tmp_path), "tar"), ("/etc/passwd", "tree"), ("/dev/null", "auto")]:
+        with pytest.raises(InputError):
+            kind_of(StageRequest("a", source, kind=kind))
+
+
+def test_all_is_complete(stager: CopyStager) -> None:
+    """Every public name is there, and the stager is a Stager."""
+    for name in staging_package.__all__:
+        assert hasattr(staging_package, name)
+    protocol: Stager = stager
+    assert protocol is stager

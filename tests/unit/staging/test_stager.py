@@ -1,0 +1,253 @@
+"""Several processes, kills and stops: one copy, published whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingStopped
+from hpml_orchestrator.staging.namelock import NameLock
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+STAGE = """
+import os, signal, sys, time
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+base, source, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+real = os.sendfile
+def slow(*arguments):
+    print("copying", flush=True)
+    time.sleep(pause)
+    return real(*arguments)
+os.sendfile = slow
+stager = CopyStager("7.0", bases=Bases(shm=base), should_stop=lambda: bool(stop))
+try:
+    result = stager.stage(StageRequest("data", source, target="shm"))
+    print("reused" if result.reused else "copied", result.bytes, result.files, flush=True)
+except StagingError as error:
+    print("error:", error, flush=True)
+if len(sys.argv) > 4:
+    time.sleep(60)
+stager.cleanup()
+"""
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Give a tree of 20 files."""
+    root = tmp_path / "many"
+    root.mkdir()
+    for number in range(20):
+        (root / str(number)).write_bytes(b"x" * 1000)
+    return root
+
+
+def line(process: subprocess.Popen[str], skip: str = "") -> str:
+    """Return the next line of a child that is not the one to skip."""
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.strip() != skip:
+            return text.strip()
+    return ""
+
+
+def partials(base: Path) -> list[str]:
+    return [path.name for path in base.glob("hpml-*/7.0/.data.partial-*")]
+
+
+def test_kill_in_the_middle_then_restart(
+    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """After kill -9 nothing is published, and the next stager removes the rest and starts over."""
+    process = child(STAGE, base, many, 0.05)
+    for _ in range(5):
+        assert line(process) == "copying"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(partials(base)) == 1
+    assert not (base / f"hpml-{os.getuid()}" / "7.0" / "data").exists()
+    stager = CopyStager("7.0", bases=Bases(shm=str(base)))
+    result = stager.stage(StageRequest("data", str(many), target="shm"))
+    assert not result.reused
+    assert (result.files, len(os.listdir(result.path))) == (20, 20)
+    assert partials(base) == []
+    stager.cleanup()
+    assert os.listdir(base) == []
+
+
+def test_sigterm_stops_promptly_and_cleans_up(
+    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """The agent's stop leads to "stopped" within a file or a chunk; nothing is left."""
+    process = child(STAGE, base, many, 0.05)
+    assert line(process) == "copying"
+    start = time.monotonic()
+    process.terminate()
+    assert line(process, skip="copying") == "error: stopped"
+    assert time.monotonic() - start < 0.5
+    assert process.wait(timeout=10) == 0
+    assert os.listdir(base) == []
+
+
+def test_a_large_file_stops_between_chunks(source: Path, base: Path) -> None:
+    """One file of many MiB does not have to end first."""
+    (source / "big").write_bytes(bytes(8 << 20))
+    asked = []
+
+    def should_stop() -> bool:
+        asked.append(1)
+        return len(asked) > 6
+
+    stager = CopyStager("1", bases=Bases(shm=str(base)), should_stop=should_stop)
+    with pytest.raises(StagingStopped, match=r"^stopped$"):
+        stager.stage(StageRequest("data", str(source / "big"), target="shm"))
+    assert "data" not in os.listdir(stager.area("shm").job_dir)
+
+
+def test_two_processes_copy_once(
+    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Two racing for one name end with the same data: one copied, the other waited."""
+    processes = [child(STAGE, base, many, 0.02, "stay") for _ in range(2)]
+    said = sorted(line(process, skip="copying") for process in processes)
+    assert said == ["copied 20000 20", "reused 20000 20"]
+    assert len(os.listdir(base / f"hpml-{os.getuid()}" / "7.0" / "data")) == 20
+
+
+def test_waiters_take_over_from_a_killed_stager(
+    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """The lock of a killed stager is free at once, and the next one copies."""
+    first = child(STAGE, base, many, 0.2)
+    assert line(first) == "copying"
+    second = child(STAGE, base, many, 0)
+    time.sleep(0.5)
+    first.kill()
+    first.wait()
+    assert line(second, skip="copying") == "copied 20000 20"
+    assert second.wait(timeout=10) == 0
+
+
+def test_waiters_learn_why_the_other_failed(
+    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Who waited for a stager that failed stops with its reason instead of trying the same."""
+    first = child(STAGE, base, many, 0.1)
+    assert line(first) == "copying"
+    second = child(STAGE, base, many, 0)
+    time.sleep(0.5)
+    (many / "new").touch()
+    reasons = [line(process, skip="copying") for process in (first, second)]
+    assert reasons[0].startswith("error: cannot stage")
+    assert reasons[1].startswith("error: another process of this job failed: cannot stage")
+
+
+def test_a_failure_is_not_remembered(stager: CopyStager, source: Path) -> None:
+    """Who did not wait tries again, and succeeds when the cause is gone."""
+    request = StageRequest("data", str(source), target="shm")
+    os.mkfifo(source / "fifo")
+    with pytest.raises(StagingError):
+        stager.stage(request)
+    os.unlink(source / "fifo")
+    assert not stager.stage(request).reused
+
+
+def test_waiting_can_be_stopped(base: Path, source: Path) -> None:
+    """A stager that waits for another one heeds the stop too."""
+    stop: list[int] = []
+    options = {"bases": Bases(shm=str(base))}
+    request = StageRequest("data", str(source), target="shm")
+    holder = CopyStager("1", bases=options["bases"])
+    lock = f"{holder.area('shm').job_dir}/.data.lock"
+    held = NameLock(lock, holder._retry, time.sleep)
+    waiter = CopyStager(
+        "1",
+        bases=options["bases"],
+        should_stop=lambda: bool(stop),
+        sleep=stop.append,  # type: ignore[arg-type]
+    )
+    with held, pytest.raises(StagingStopped):
+        waiter.stage(request)
+    waiter.cleanup()
+    holder.cleanup()
+    assert os.listdir(base) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "extra", "manifest"])
+def test_published_data_is_verified_before_reuse(
+    stager: CopyStager, source: Path, damage: str
+) -> None:
+    """Data that lost or gained files or bytes, or has no manifest, is staged anew."""
+    request = StageRequest("data", str(source), target="shm")
+    path = Path(stager.stage(request).path)
+    assert stager.stage(request).reused
+    if damage == "missing":
+        (path / "a" / "two.txt").unlink()
+    elif damage == "short":
+        os.truncate(path / "one.bin", 3)
+    elif damage == "extra":
+        (path / "cache").touch()
+    else:
+        (path.parent / ".data.manifest.json").write_text("{")
+    assert not stager.stage(request).reused
+    assert sorted(os.listdir(path)) == ["a", "empty", "one.bin"]
+    assert stager.stage(request).reused
+
+
+def test_a_name_means_one_thing_in_a_job(stager: CopyStager, source: Path) -> None:
+    """The same name for another source is refused, and the first data stays."""
+    path = stager.stage(StageRequest("data", str(source), target="shm")).path
+    with pytest.raises(InputError, match="by that name"):
+        stager.stage(StageRequest("data", str(source / "a"), target="shm"))
+    assert os.path.exists(f"{path}/one.bin")
+
+
+def test_targets_are_separate(stager: CopyStager, source: Path, tmp_path: Path) -> None:
+    """RAM, local disk and a path of one's own are each used and each cleaned up."""
+    own = tmp_path / "own"
+    own.mkdir()
+    results = [
+        stager.stage(StageRequest("data", str(source), target=target))
+        for target in ("shm", "local", str(own))
+    ]
+    assert len({result.path for result in results}) == 3
+    stager.cleanup()
+    stager.cleanup()
+    assert os.listdir(own) == []
+    assert os.listdir(tmp_path / "local") == []
+    assert not any(os.path.exists(result.path) for result in results)
+
+
+def test_staged_data_can_be_the_next_source(stager: CopyStager, source: Path) -> None:
+    """From disk into RAM within one job."""
+    first = stager.stage(StageRequest("data", str(source), target="local"))
+    second = stager.stage(StageRequest("data", first.path, target="shm"))
+    assert (second.files, second.bytes) == (first.files, first.bytes)
+
+
+def test_a_failing_rename_publishes_nothing(
+    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault at the last step leaves neither data nor partial."""
+    area = stager.area("shm")
+
+    def rename(*_arguments: object) -> None:
+        raise OSError(5, "injected")
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(StagingError, match="injected"):
+        stager.stage(StageRequest("data", str(source), target="shm"))
+    monkeypatch.undo()
+    names = os.listdir(area.job_dir)
+    assert not [name for name in names if name == "data" or "partial" in name]

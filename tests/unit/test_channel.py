@@ -1,0 +1,465 @@
+"""The training channel: hpml_channel.py on the ranks' side, ChannelReader on the node's."""
+
+import array
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.node.channel import (
+    MAX_DATAGRAM_BYTES,
+    MAX_NAME_BYTES,
+    RANK_EVENTS,
+    ChannelReader,
+    channel_name,
+    decode,
+)
+from hpml_orchestrator.records import events
+
+CHANNEL_FILE = Path(__file__).parents[2] / "training_jobs" / "hpml_channel.py"
+NOBODY = 65534
+
+
+def load_channel() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hpml_channel_under_test", CHANNEL_FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hpml_channel = load_channel()
+
+
+def message(**changes: object) -> bytes:
+    whole = {"v": 1, "type": "event", "event": "checkpoint", "time": time.time(), "rank": 0}
+    return json.dumps({**whole, "data": {"seconds": 1.5}, **changes}).encode()
+
+
+def send(name: str, *datagrams: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        for datagram in datagrams:
+            sender.sendto(datagram, "\0" + name)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> ChannelReader:
+    return ChannelReader(f"hpml/test/{uuid.uuid4().hex}", tmp_path / "events" / "n1.jsonl", "n1")
+
+
+def written(reader: ChannelReader) -> list[events.Event]:
+    return events.read(reader._file) if reader._file.exists() else []
+
+
+def wait_for_line(reader: ChannelReader) -> None:
+    deadline = time.monotonic() + 5
+    while not reader._file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_training_is_written_as_events(reader: ChannelReader) -> None:
+    """Events, counters with their gauges and the result arrive, in order, under their rank."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name, rank=3, local_rank=1, world_size=4)
+        channel.event("rendezvous")
+        channel.gauge(loss=0.5, epoch=2)
+        channel.count(samples=32, steps=1, data_wait_seconds=0.25, step_seconds=0.5)
+        channel.count(samples=32, steps=1, data_wait_seconds=0.25, step_seconds=0.5)
+        channel.result(test_accuracy=0.97)
+        channel.close()
+    found = written(reader)
+    assert [event.event for event in found] == ["rendezvous", "evaluation", "step"]
+    assert {(event.rank, event.node) for event in found} == {(3, "n1")}
+    rendezvous, result, step = (dict(event.data) for event in found)
+    assert rendezvous == {"local_rank": 1, "world_size": 4, "pid": os.getpid()}
+    assert result == {"test_accuracy": 0.97, "final": True}
+    assert step == {
+        "samples_total": 64,
+        "steps_total": 2,
+        "data_wait_seconds_total": 0.5,
+        "step_seconds_total": 1.0,
+        "loss": 0.5,
+        "epoch": 2,
+    }
+    assert reader.latest_steps()[3].data == step
+    assert (reader.refused, reader.dropped, channel.dropped) == (0, 0, 0)
+
+
+def test_an_event_is_on_disk_while_the_training_goes_on(reader: ChannelReader) -> None:
+    """What happened is written soon, not only when the reader stops."""
+    with reader:
+        send(reader.name, message())
+        wait_for_line(reader)
+        assert written(reader)[0].event == "checkpoint"
+
+
+def test_counters_are_sent_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps a second has, one datagram carries their sum."""
+    now = [100.0]
+    monkeypatch.setattr(hpml_channel.time, "monotonic", lambda: now[0])
+    channel = hpml_channel.Channel("hpml/test/nobody")
+    datagrams: list[bytes] = []
+
+    def keep(datagram: bytes) -> bool:
+        datagrams.append(datagram)
+        return True
+
+    monkeypatch.setattr(channel, "_send_now", keep)
+    for _ in range(640):
+        now[0] += 1 / 256  # 256 steps a second for 2.5 s
+        channel.count(steps=1)
+    channel.close()
+    totals = [json.loads(one)["data"]["steps_total"] for one in datagrams]
+    assert totals == [1, 257, 513, 640]
+
+
+def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script outside hpml runs through all calls: no socket, no error, almost no time."""
+    for name in ("HPML_CHANNEL", "HPML_STOP_FILE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    channel = hpml_channel.Channel.from_env()
+    assert channel._socket is None
+    began = time.perf_counter()
+    for _ in range(100_000):
+        channel.count(steps=1, samples=32)
+    assert time.perf_counter() - began < 2
+    channel.event("rendezvous", anything=object())
+    channel.gauge(loss=1)
+    channel.result(a=1)
+    assert channel.stop_requested() is False
+    channel.close()
+    channel.close()
+
+
+def test_without_a_reader_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channel whose reader is gone, or never was, counts what is lost and goes on."""
+    monkeypatch.setenv("HPML_CHANNEL", f"hpml/test/{uuid.uuid4().hex}")
+    monkeypatch.setenv("RANK", "no number")
+    channel = hpml_channel.Channel.from_env()
+    channel.event("rendezvous")
+    channel.count(steps=1)
+    channel.result(test_accuracy=1)
+    channel.close()
+    assert (channel.sent, channel.dropped) == (0, 3)
+
+
+def test_a_name_that_no_socket_can_have_is_no_error() -> None:
+    """A name longer than an address is lost datagrams to the training, not an exception."""
+    channel = hpml_channel.Channel("x" * 500)
+    channel.event("rendezvous")
+    channel.close()
+    assert channel.dropped == 1
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
+    """When the socket is full counters are dropped, events wait, and no call blocks."""
+    name = f"hpml/test/{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full:
+        full.bind("\0" + name)
+        channel = hpml_channel.Channel(name)
+        began = time.perf_counter()
+        for _ in range(2000):
+            channel.event("checkpoint")
+            channel._step_due = 0.0
+            channel.count(steps=1)
+        assert time.perf_counter() - began < 2
+        assert len(channel._unsent) == hpml_channel.UNSENT_EVENTS
+        channel.close()
+        assert channel.sent > 0
+        assert channel.sent + channel.dropped == 4000
+
+
+def test_an_event_waits_for_room(reader: ChannelReader) -> None:
+    """An event that met a full socket is sent, in its order, as soon as there is room."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as slow:
+        slow.bind("\0" + reader.name)
+        slow.setblocking(False)
+        channel = hpml_channel.Channel(reader.name)
+        while not channel._unsent:
+            channel.event("checkpoint", number=channel.sent)
+        got = [json.loads(slow.recv(9000)) for _ in range(channel.sent)]
+        channel.event("stopping")
+        channel.close()
+        got += [json.loads(slow.recv(9000)) for _ in range(channel.sent - len(got))]
+    assert channel.dropped == 0
+    assert [one["event"] for one in got[-2:]] == ["checkpoint", "stopping"]
+    assert [one["data"]["number"] for one in got[:-1]] == list(range(len(got) - 1))
+
+
+def test_what_json_cannot_hold_is_translated(reader: ChannelReader) -> None:
+    """A diverged loss is null, a scalar tensor its number, an odd object its text or lost."""
+
+    class Scalar:
+        def item(self) -> float:
+            return 0.25
+
+    class Broken:
+        def item(self) -> float:
+            raise RuntimeError("device lost")
+
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        data = {"loss": float("nan"), "rate": float("-inf"), "tensor": Scalar(), "path": Path("a")}
+        channel.event("evaluation", **data)
+        channel.event("evaluation", loss=Broken())
+        channel.event("evaluation", note="x" * MAX_DATAGRAM_BYTES)
+        channel.close()
+    (event,) = written(reader)
+    assert event.data == {"loss": None, "rate": None, "tensor": 0.25, "path": "a"}
+    assert channel.dropped == 2
+
+
+def test_the_stop_file_is_seen_within_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is looked for once a second, and a request once seen stays."""
+    now = [50.0]
+    monkeypatch.setattr(hpml_channel.time, "monotonic", lambda: now[0])
+    file = tmp_path / "stop"
+    channel = hpml_channel.Channel(stop_file=str(file))
+    assert not channel.stop_requested()
+    file.touch()
+    assert not channel.stop_requested()
+    now[0] += 1
+    assert channel.stop_requested()
+    file.unlink()
+    now[0] += 5
+    assert channel.stop_requested()
+
+
+MALFORMED = [
+    b"",
+    b"\xff\xfe",
+    b"null",
+    b"[]",
+    b"{}",
+    b"[" * 8000,
+    b'{"v":1,"rank":' + b"9" * 5000 + b"}",
+    message(v=2),
+    message(type="other"),
+    message(event="ended"),
+    message(event="queued"),
+    message(event=["step"]),
+    message(rank=-1),
+    message(rank=True),
+    message(rank="0"),
+    message(rank=None),
+    message(rank=1 << 40),
+    message(data=[]),
+    message(data={"n": 1 << 70}),
+    message(data={"a": {"b": {"c": {"d": {"e": 1}}}}}),
+    message(data={"note": "x" * MAX_DATAGRAM_BYTES}),
+]
+
+
+def test_malformed_datagrams_are_refused_and_counted(reader: ChannelReader) -> None:
+    """None of what is no event of a rank reaches the file, and the good ones around it do."""
+    with reader:
+        send(reader.name, message(), *MALFORMED, message(rank=1))
+    assert [event.rank for event in written(reader)] == [0, 1]
+    assert (reader.received, reader.refused) == (len(MALFORMED) + 2, len(MALFORMED))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.binary(max_size=200)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | st.fixed_dictionaries(
+        {"v": st.just(1), "type": st.sampled_from(["event", "result"])},
+        optional={
+            "event": st.sampled_from(RANK_EVENTS) | json_values,
+            "rank": st.integers(0, 9) | json_values,
+            "time": json_values,
+            "data": st.dictionaries(st.text(max_size=5), json_values, max_size=3) | json_values,
+        },
+    ).map(lambda value: json.dumps(value).encode())
+)
+@settings(max_examples=500, deadline=None)
+def test_any_datagram_is_refused_or_one_line_of_strict_json(datagram: bytes) -> None:
+    """Whatever comes, it is a ValueError or an event that every reader of the file understands."""
+    try:
+        event = decode(datagram, node="n1", now=1000.0)
+    except ValueError:
+        return
+    assert event.event in RANK_EVENTS
+    line = event.to_json()
+    assert len(line.splitlines()) == 1
+    assert line.encode("utf-8")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(line, parse_constant=refuse)["time"] >= 0
+
+
+def test_a_line_end_of_unicode_does_not_tear_a_record(reader: ChannelReader) -> None:
+    """U+2028 in a note neither hides its own event nor those that follow."""
+    with reader:
+        send(reader.name, message(data={"note": "a\u2028b\x85c\ud800"}), message(rank=1))
+    assert [event.rank for event in written(reader)] == [0, 1]
+
+
+@pytest.mark.parametrize(("sent", "kept"), [(990.0, 990.0), (5e9, 1000.0), ("x", 1000.0)])
+def test_a_time_far_off_is_replaced(sent: object, kept: float) -> None:
+    """The sender's time counts unless it cannot be right."""
+    assert decode(message(time=sent), node="n", now=1000.0).time == kept
+
+
+def test_another_user_is_refused(reader: ChannelReader) -> None:
+    """Abstract sockets have no permissions: the kernel's credentials decide."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to send as another user")
+    code = (
+        "import os, socket, sys; os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]));"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM);"
+        "s.sendto(sys.argv[3].encode(), chr(0) + sys.argv[2])"
+    )
+    with reader:
+        arguments = [str(NOBODY), reader.name, message(rank=7).decode()]
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=30)
+        send(reader.name, message(rank=1))
+    assert [event.rank for event in written(reader)] == [1]
+    assert reader.refused == 1
+
+
+def test_only_the_given_user_is_heard(tmp_path: Path) -> None:
+    """A reader for another uid refuses us, root or not."""
+    name = f"hpml/test/{uuid.uuid4().hex}"
+    with ChannelReader(name, tmp_path / "n1.jsonl", "n1", uid=NOBODY) as reader:
+        send(name, message())
+    assert (reader.refused, written(reader)) == (1, [])
+
+
+def test_descriptors_that_come_along_are_not_kept(reader: ChannelReader) -> None:
+    """A sender cannot fill the agent's table of descriptors."""
+    before = len(os.listdir("/proc/self/fd"))
+    with reader:
+        fds = array.array("i", [0] * 100)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            for _ in range(5):
+                sender.sendmsg([message()], ancillary, 0, "\0" + reader.name)
+        wait_for_line(reader)
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+    assert reader.received == 5
+
+
+def test_a_flood_writes_a_line_a_second(reader: ChannelReader) -> None:
+    """100,000 steps of two ranks leave a few lines, and the last of them holds the latest count."""
+    began = time.monotonic()
+    with reader, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        for number in range(100_000):
+            datagram = message(event="step", rank=number % 2, data={"steps_total": number})
+            try:
+                sender.sendto(datagram, "\0" + reader.name)
+            except BlockingIOError:
+                continue
+        sender.setblocking(True)
+        for rank in (0, 1):
+            last = message(event="step", rank=rank, data={"steps_total": 100_000})
+            sender.sendto(last, "\0" + reader.name)
+    took = time.monotonic() - began
+    for rank in (0, 1):
+        lines = [event for event in written(reader) if event.rank == rank]
+        assert 1 <= len(lines) <= 2 * (took + 1)
+        assert lines[-1].data["steps_total"] == 100_000
+    assert reader.superseded + len(written(reader)) == reader.received
+
+
+def test_a_flood_of_events_is_bounded(reader: ChannelReader) -> None:
+    """A rank that reports an event at every step loses most of them, and no other rank's."""
+    began = time.monotonic()
+    with reader:
+        send(reader.name, *[message() for _ in range(3000)], message(rank=1))
+    allowed = 50 * (time.monotonic() - began + 2)
+    assert len([event for event in written(reader) if event.rank == 0]) <= allowed
+    assert [event.rank for event in written(reader)].count(1) == 1
+    assert reader.dropped + len(written(reader)) == 3001
+
+
+def test_stop_writes_what_is_queued(reader: ChannelReader) -> None:
+    """Datagrams that were sent before stop() are in the file after it; a second stop is harmless."""
+    reader.start()
+    send(reader.name, *[message(rank=rank, event="step") for rank in range(8)])
+    reader.stop()
+    reader.stop()
+    assert {event.rank for event in written(reader)} == set(range(8))
+    assert not [one for one in threading.enumerate() if one.name == "hpml-channel"]
+
+
+def test_a_directory_that_cannot_be_written_loses_nothing(reader: ChannelReader) -> None:
+    """Events are kept while the file cannot be written, and written when it can."""
+    reader._file.parent.mkdir()
+    reader._file.mkdir()
+    with reader:
+        send(reader.name, message())
+        deadline = time.monotonic() + 5
+        while not reader.write_errors:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        reader._file.rmdir()
+    assert [event.event for event in written(reader)] == ["checkpoint"]
+
+
+def test_a_taken_name_is_an_error_with_a_hint(reader: ChannelReader) -> None:
+    """Two agents of one attempt on one node: the second says so."""
+    second = ChannelReader(reader.name, reader._file, "n1")
+    with reader, pytest.raises(HpmlError) as caught:
+        second.start()
+    assert "agent" in caught.value.hint
+    second.stop()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 108, "a\0b"])
+def test_a_name_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    """An unusable name is found when the reader is made."""
+    with pytest.raises(InputError) as caught:
+        ChannelReader(name, tmp_path / "x", "n1")
+    assert caught.value.field == "channel"
+
+
+Parts = tuple[int, str, int, str]
+parts = st.tuples(
+    st.integers(0, 1 << 32), st.text(max_size=150), st.integers(0, 99), st.text(max_size=150)
+)
+
+
+@given(parts, parts)
+def test_names_fit_and_differ(
+    one: tuple[int, str, int, str], other: tuple[int, str, int, str]
+) -> None:
+    """Every name is a usable one, repeatable, and no two jobs, attempts or nodes share it."""
+    name = channel_name(*one)
+    assert 0 < len(name.encode("ascii")) <= MAX_NAME_BYTES
+    assert "\0" not in name
+    assert name == channel_name(*one)
+    assert (name == channel_name(*other)) == (one == other)
+
+
+def test_a_hashed_name_cannot_be_a_plain_one() -> None:
+    """Parts with a slash do not spell another job's name."""
+    assert channel_name(1, "a/b", 0, "n") != channel_name(1, "a", 0, "b/0/n")
+    assert channel_name(1, "x" * 200, 0, "n").count("/") == 2

@@ -1,0 +1,815 @@
+"""Train a small CNN on folders of PNG files with PyTorch DistributedDataParallel.
+
+    python ddp_images.py --data data/digits
+    torchrun --nproc-per-node=2 ddp_images.py --data data/digits --target-accuracy 0.95
+
+Runs alone, under torchrun, and wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+are set (srun under hpml). GPUs are used when there are any: NCCL and mixed precision; otherwise
+gloo. `--data` holds one folder per class; a fifth of each class is the test set, chosen by a hash
+of the file names, so that it is the same for every seed and number of ranks. Copy hpml_channel.py
+beside this file and hpml sees how the training gets on; without it nothing is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import math
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from training_jobs.hpml_channel import Channel
+else:
+    try:
+        from hpml_channel import Channel
+    except ImportError:
+
+        class Channel:
+            """Stands in for hpml_channel.py where that was not copied: does nothing."""
+
+            @classmethod
+            def from_env(cls) -> Channel:
+                """Return a channel to nobody."""
+                return cls()
+
+            def __getattr__(self, name: str) -> Any:
+                return lambda *_, **__: None
+
+
+CHECKPOINT_FORMAT = 1
+GO, STOP, FAIL = 0, 1, 2  # what ranks agree on; the highest wins
+TEST_PART = 5  # every fifth image of a class is for testing
+AMPERE = 8  # the first generation of GPUs that computes in bfloat16
+Batch = tuple[Tensor, Tensor, str]
+
+
+class JobError(Exception):
+    """The training cannot go on, and the user can mend it; one line that says what is wrong."""
+
+
+class Ranks:
+    """The processes that train together: who this one is, and what all of them agree on.
+
+    Small agreements go over the CPU (gloo) on GPUs as well: a GPU would have to be waited for.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Join the process group when the environment names one.
+
+        Raises:
+            JobError: the environment is incomplete, or no GPU is there for `--device cuda`.
+        """
+        self.distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        self.rank = _env_int("RANK", 0) if self.distributed else 0
+        self.world_size = _env_int("WORLD_SIZE", 1) if self.distributed else 1
+        self.local_rank = _env_int("LOCAL_RANK", _env_int("SLURM_LOCALID", 0))
+        self.device = torch.device("cpu")
+        if options.device != "cpu" and torch.cuda.is_available():
+            # With one GPU in sight, the launcher gave each rank its own.
+            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        elif options.device == "cuda":
+            raise JobError("--device cuda: PyTorch sees no GPU here")
+        if self.distributed:
+            for name in ("MASTER_ADDR", "MASTER_PORT"):
+                if name not in os.environ:
+                    raise JobError(f"RANK is set, {name} is not: the launcher has to set both")
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=options.timeout_seconds),
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        if not self.distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sums(self, *values: float) -> list[float]:
+        """Return the sums of numbers over the ranks."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.distributed:
+            dist.all_reduce(total)
+        return [float(one) for one in total]
+
+    def fail_together(self, problem: str) -> None:
+        """Raise the same JobError on every rank when any of them has a problem; never hangs."""
+        problems = [one for one in self.gather(problem) if one]
+        if problems:
+            more = len(set(problems)) - 1
+            raise JobError(problems[0] + (f" (and {more} more)" if more else ""))
+
+    def use_cores(self) -> None:
+        """Share the allowed cores among the ranks that may use the same ones.
+
+        OMP_NUM_THREADS (torchrun and hpml set it) has the last word.
+        """
+        mine = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
+        sharers = self.gather(mine).count(mine)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(mine[1]) // sharers))
+
+    def leave(self, status: int) -> NoReturn:
+        """End this process, after all ranks came here and everything of DDP is gone.
+
+        With gloo a correct training may die at the interpreter's exit ("terminate called without an
+        active exception", pytorch#190489): threads of the DDP model or the group are still there
+        when C++ tears down. destroy_process_group() alone is not enough. So: nothing refers to the
+        model any more, all ranks meet, the group is destroyed, and the tear-down is left out.
+        """
+        gc.collect()
+        if self.distributed and dist.is_initialized():
+            with suppress(RuntimeError):  # a rank that died already cannot come
+                dist.all_reduce(torch.zeros(1))  # a barrier that touches no GPU
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Agreement:
+    """What the ranks want at a step's end, known to all of them one step later.
+
+    The exchange travels while the next step computes, and costs no wait for the GPU. All ranks have
+    the same number of steps, so they read the same answer at the same step.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+
+    def exchange(self, wish: int) -> int:
+        """Tell this rank's wish; return the highest wish of the step before."""
+        before = self.finish()
+        self._flag = torch.tensor([wish], dtype=torch.int32)
+        if self._ranks.distributed:
+            self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
+        return before
+
+    def finish(self) -> int:
+        """Return the highest wish that was told last."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._flag[0])
+
+
+class Images(Dataset[tuple[Tensor, int, str]]):
+    """PNG files as tensors in [-1, 1]: each access reads and decodes one small file.
+
+    A file that cannot be read gives zeros and a message instead of an exception: a rank that
+    stopped alone would leave the others waiting in their next collective.
+    """
+
+    def __init__(self, files: list[tuple[str, int]], mode: str, size: tuple[int, int]) -> None:
+        self.files = files
+        self.mode = mode
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
+        path, label = self.files[index]
+        channels = 1 if self.mode == "L" else 3
+        pixels = np.zeros((self.size[1], self.size[0], channels), dtype=np.float32)
+        problem = ""
+        try:
+            with Image.open(path) as image:
+                if image.size != self.size:
+                    problem = f"{path} has {image.size} pixels, others {self.size}"
+                else:
+                    pixels[:] = np.asarray(image.convert(self.mode)).reshape(pixels.shape)
+        except Exception as error:  # noqa: BLE001 - Pillow raises many kinds for a broken file
+            problem = f"cannot read the image {path}: {error}"
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()) / 127.5 - 1.0, label, problem
+
+
+class EpochSampler(Sampler[int]):
+    """This rank's share of an epoch's order, from a position on.
+
+    The order depends on the seed and the epoch alone. Ranks take turns, and the few images that do
+    not go round are left out of this epoch, so that all ranks have the same number of steps.
+    """
+
+    def __init__(self, images: int, ranks: Ranks, seed: int, batch_size: int) -> None:
+        self.per_rank = images // ranks.world_size
+        self.steps = math.ceil(self.per_rank / batch_size)
+        self.epoch = self.first_step = 0
+        self._images, self._ranks, self._seed, self._batch = images, ranks, seed, batch_size
+
+    def __len__(self) -> int:
+        return self.per_rank - self.first_step * self._batch
+
+    def __iter__(self) -> Iterator[int]:
+        random = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        order = torch.randperm(self._images, generator=random).tolist()
+        mine = order[self._ranks.rank :: self._ranks.world_size][: self.per_rank]
+        return iter(mine[self.first_step * self._batch :])
+
+
+class Training:
+    """A model with all that changes while it learns, and what a checkpoint holds of it."""
+
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, channel: Channel) -> None:
+        self.options, self.ranks, self.channel = options, ranks, channel
+        self.epoch = self.step = self.steps_done = 0
+        self.accuracy: float | None = None
+        self.seconds_to_accuracy: float | None = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._started = time.perf_counter()
+        self._elapsed_before = 0.0
+        self._steady_samples = 0
+        self._unsent: defaultdict[str, float] = defaultdict(float)
+        self._load_data()
+        self._build()
+
+    def _load_data(self) -> None:
+        options, ranks, problem = self.options, self.ranks, ""
+        train: list[tuple[str, int]] = []
+        test: list[tuple[str, int]] = []
+        mode, size, self.classes = "L", (1, 1), 0
+        try:
+            train, test, self.classes = find_images(options.data)
+            mode, size = image_format(train[0][0])
+            if len(train) < ranks.world_size:
+                problem = f"{options.data}: {len(train)} images for {ranks.world_size} ranks"
+        except JobError as error:
+            problem = str(error)
+        ranks.fail_together(problem)
+        self.train_images, self.test_images = len(train), len(test)
+        self.sampler = EpochSampler(len(train), ranks, options.seed, options.batch_size)
+        self.train_loader = self._loader(Images(train, mode, size), self.sampler)
+        mine = test[ranks.rank :: ranks.world_size]  # no image twice, none left out
+        self.test_loader = self._loader(Images(mine, mode, size), None)
+        self.channels = 1 if mode == "L" else 3
+
+    def _loader(self, images: Images, sampler: EpochSampler | None) -> DataLoader[Any]:
+        workers = self.options.workers
+        return DataLoader(
+            images,
+            batch_size=self.options.batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            multiprocessing_context=self.options.worker_start if workers else None,
+            collate_fn=collate,
+            pin_memory=self.ranks.device.type == "cuda",
+            generator=torch.Generator().manual_seed(self.options.seed),
+        )
+
+    def _build(self) -> None:
+        options, device = self.options, self.ranks.device
+        torch.manual_seed(options.seed)  # the same model on every rank
+        self.network = cnn(self.channels, self.classes, options.width).to(device)
+        torch.manual_seed(options.seed * 1_000_003 + self.ranks.rank)  # dropout of its own
+        self.model: nn.Module = self.network
+        if self.ranks.distributed:
+            devices = [device] if device.type == "cuda" else None
+            self.model = DistributedDataParallel(
+                self.network, device_ids=devices, gradient_as_bucket_view=True
+            )
+        self.optimizer = torch.optim.SGD(
+            self.network.parameters(),
+            lr=options.lr * self.ranks.world_size,
+            momentum=0.9,
+            weight_decay=1e-4,
+            nesterov=True,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.amp = amp_of(options.amp, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp is torch.float16)
+
+    def _rate(self, step: int) -> float:
+        """Return the part of the scaled learning rate: from one rank's up, then a cosine to 0."""
+        warm_up = self.options.lr_warmup_epochs * self.sampler.steps
+        if step < warm_up:
+            first = 1 / self.ranks.world_size
+            return float(first + (1 - first) * step / warm_up)
+        rest = max(1, self.options.epochs * self.sampler.steps - warm_up)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm_up) / rest)))
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds since the training began, of all its runs; start-up and lost work are not in."""
+        return self._elapsed_before + time.perf_counter() - self._started
+
+    def run(self) -> bool:
+        """Train to the last epoch, the target or the stop file; return whether it was stopped."""
+        options = self.options
+        self.channel.event("warm-up", steps=options.warm_up_steps)
+        self._started = time.perf_counter()
+        last = min(options.epochs, self.epoch + (options.stop_after_epochs or options.epochs))
+        stopped = False
+        while self.epoch < last and not stopped:
+            stopped = self._train_epoch()
+            if not stopped:
+                reached = self._after_epoch()
+                if reached and options.stop_at_target:
+                    break
+        if stopped:
+            self.channel.event("stopping", epoch=self.epoch, step=self.step)
+            self.say(f"stopping in epoch {self.epoch + 1} after {self.step} steps, as asked")
+            self.save()
+        elif self.accuracy is None:
+            self._evaluate()
+        self.channel.count(**self._unsent)
+        return stopped
+
+    def _after_epoch(self) -> bool:
+        """Evaluate and checkpoint when it is time; return whether the target was ever reached."""
+        options, final = self.options, self.epoch == self.options.epochs
+        self.accuracy = None
+        if final or self.epoch % options.eval_every == 0:
+            self._evaluate()
+        train = self.last_epoch
+        self.say(
+            f"epoch {self.epoch}/{options.epochs}: loss {train['loss']:.4f}, test accuracy "
+            + ("-" if self.accuracy is None else f"{self.accuracy:.4f}")
+            + f", {train['samples_per_second']:.0f} samples/s, "
+            f"data wait {train['data_wait_part']:.0%}"
+        )
+        reached = self.seconds_to_accuracy is not None
+        if (
+            final
+            or (reached and options.stop_at_target)
+            or self.epoch % options.checkpoint_every == 0
+        ):
+            self.save()
+        return reached
+
+    def _train_epoch(self) -> bool:
+        """Train from the position to the epoch's end; return whether the ranks agreed to stop."""
+        self.model.train()
+        self.sampler.epoch, self.sampler.first_step = self.epoch, self.step
+        agreement = Agreement(self.ranks)
+        began = mark = time.perf_counter()
+        steady_from = began if self.steps_done >= self.options.warm_up_steps else None
+        loss_sum = torch.zeros((), device=self.ranks.device)
+        samples, waited, problem, told = 0, 0.0, "", GO
+        for images, labels, broken in self.train_loader:
+            wait = time.perf_counter() - mark
+            loss = self._train_step(images, labels)
+            loss_sum += loss * len(labels)
+            self.step += 1
+            self.steps_done += 1
+            samples += len(labels)
+            waited += wait
+            problem = problem or broken
+            self._steady_samples += len(labels) if steady_from is not None else 0
+            if steady_from is None and self.steps_done >= self.options.warm_up_steps:
+                self._synchronize()
+                steady_from = time.perf_counter()
+            before, mark = mark, time.perf_counter()
+            self._report(len(labels), wait, mark - before, loss)
+            wish = FAIL if problem else STOP if self.channel.stop_requested() else GO
+            told = agreement.exchange(wish)
+            if told != GO:
+                break
+        told = max(told, agreement.finish())
+        self._synchronize()
+        now = time.perf_counter()
+        self.seconds["train"] += now - began
+        self.seconds["data_wait"] += waited
+        self.seconds["steady"] += now - steady_from if steady_from is not None else 0.0
+        if told == FAIL:
+            self.ranks.fail_together(problem)
+        done = self.step >= self.sampler.steps
+        if done:
+            self.epoch, self.step = self.epoch + 1, 0
+        self._summarise(float(loss_sum), samples, waited, now - began)
+        return told == STOP
+
+    def _train_step(self, images: Tensor, labels: Tensor) -> Tensor:
+        device = self.ranks.device
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.autocast(device.type, self.amp, enabled=self.amp is not None):
+            loss = nn.functional.cross_entropy(self.model(images), labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        return loss.detach()
+
+    def _report(self, samples: int, wait: float, took: float, loss: Tensor) -> None:
+        """Count a step; in the warm-up the counters are held back, so that steps mean steady."""
+        counters = {"steps": 1, "samples": samples, "data_wait_seconds": wait, "step_seconds": took}
+        for name, increment in counters.items():
+            self._unsent[name] += increment
+        if self.steps_done > self.options.warm_up_steps:
+            self.channel.gauge(loss=loss, epoch=self.epoch)
+            self.channel.count(**self._unsent)
+            self._unsent.clear()
+
+    def _summarise(self, loss_sum: float, samples: int, waited: float, took: float) -> None:
+        loss, total, waits = self.ranks.sums(loss_sum, samples, waited)
+        self.last_epoch = {
+            "loss": loss / max(1, total),
+            "samples_per_second": total / max(took, 1e-9),
+            "data_wait_part": waits / self.ranks.world_size / max(took, 1e-9),
+        }
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Measure the accuracy on the test set, every image of which counts exactly once."""
+        began = time.perf_counter()
+        device = self.ranks.device
+        self.network.eval()  # not through DDP: ranks may have different numbers of batches
+        right, problem = torch.zeros((), dtype=torch.int64, device=device), ""
+        for images, labels, broken in self.test_loader:
+            problem = problem or broken
+            with torch.autocast(device.type, self.amp, enabled=self.amp is not None):
+                scores = self.network(images.to(device, non_blocking=True))
+            right += (scores.argmax(1) == labels.to(device)).sum()
+        correct, problems = self.ranks.sums(float(right), float(bool(problem)))
+        if problems:
+            self.ranks.fail_together(problem)
+        self.accuracy = correct / self.test_images
+        target = self.options.target_accuracy
+        if target is not None and self.seconds_to_accuracy is None and self.accuracy >= target:
+            self.seconds_to_accuracy = self.elapsed_seconds
+        took = time.perf_counter() - began
+        self.seconds["evaluation"] += took
+        self.channel.gauge(accuracy=self.accuracy)
+        self.channel.event("evaluation", seconds=took, accuracy=self.accuracy, epoch=self.epoch)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what has to be the same for a resumed training to be the same training."""
+        names = ("epochs", "batch_size", "lr", "lr_warmup_epochs", "seed", "width")
+        settings = {name: getattr(self.options, name) for name in names}
+        return {**settings, "world_size": self.ranks.world_size, "train_images": self.train_images}
+
+    def save(self) -> None:
+        """Write the checkpoint on rank 0: all of it appears, or the old one stays."""
+        path: Path | None = self.options.checkpoint
+        if path is None:
+            return
+        began = time.perf_counter()
+        cuda = self.ranks.device.type == "cuda"
+        random = self.ranks.gather(
+            [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
+        )
+        problem = ""
+        if self.ranks.rank == 0:
+            state = {
+                "format": CHECKPOINT_FORMAT,
+                "settings": self._settings(),
+                "model": self.network.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "random": random,
+                "epoch": self.epoch,
+                "step": self.step,
+                "accuracy": self.accuracy,
+                "seconds_to_accuracy": self.seconds_to_accuracy,
+                "elapsed_seconds": self.elapsed_seconds,
+                "seconds": dict(self.seconds),
+            }
+            try:
+                publish(path, lambda stream: torch.save(state, stream))
+                took = time.perf_counter() - began
+                self.channel.event(
+                    "checkpoint", seconds=took, size_bytes=path.stat().st_size, epoch=self.epoch
+                )
+            except OSError as error:
+                problem = f"cannot write the checkpoint {path}: {error.strerror or error}"
+        self.ranks.fail_together(problem)
+        self.seconds["checkpoint"] += time.perf_counter() - began
+
+    def resume(self) -> None:
+        """Go on from the checkpoint when there is one; rank 0 reads it for all."""
+        path: Path = self.options.checkpoint
+        state: dict[str, Any] | None = None
+        problem = ""
+        if self.ranks.rank == 0 and path.exists():
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                problem = self._unfit(state, path)
+            except Exception as error:  # noqa: BLE001 - a torn file raises many kinds
+                first = (str(error).splitlines() or [""])[0]
+                problem = f"cannot read the checkpoint {path}: {type(error).__name__}: {first}"
+        self.ranks.fail_together(problem)
+        if self.ranks.distributed:
+            box = [state]
+            dist.broadcast_object_list(box, src=0)
+            state = box[0]
+        if state is None:
+            return
+        self.network.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        cpu, cuda = state["random"][self.ranks.rank]
+        torch.set_rng_state(cpu)
+        if cuda is not None and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda)
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.accuracy, self.seconds_to_accuracy = state["accuracy"], state["seconds_to_accuracy"]
+        self._elapsed_before = state["elapsed_seconds"]
+        self.seconds.update(state["seconds"])
+        self.seconds["steady"] = 0  # the rate is this run's own
+        self.say(f"resumed from {path}: {self.epoch} epochs and {self.step} steps are done")
+
+    def _unfit(self, state: Any, path: Path) -> str:
+        if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
+            return f"{path} is no checkpoint of this script"
+        then, now = state["settings"], self._settings()
+        changed = [
+            f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]
+        ]
+        if changed:
+            return f"{path} belongs to other settings: {', '.join(changed)}"
+        return ""
+
+    def result(self, *, stopped: bool) -> dict[str, Any]:
+        """Return the final figures; the same on every rank, but for the seconds."""
+        (samples,) = self.ranks.sums(self._steady_samples)
+        (waits,) = self.ranks.sums(self.seconds["data_wait"])
+        steady = self.seconds["steady"]
+        options = self.options
+        return {
+            "test_accuracy": self.accuracy,
+            "target_accuracy": options.target_accuracy,
+            "seconds_to_accuracy": self.seconds_to_accuracy,
+            "samples_per_second": samples / steady if samples and steady else None,
+            "train_seconds": self.seconds["train"],
+            "elapsed_seconds": self.elapsed_seconds,
+            "evaluation_seconds": self.seconds["evaluation"],
+            "checkpoint_seconds": self.seconds["checkpoint"],
+            "data_wait_seconds": waits / self.ranks.world_size,
+            "epochs": self.epoch,
+            "eval_every_epochs": options.eval_every,
+            "world_size": self.ranks.world_size,
+            "batch_size_per_rank": options.batch_size,
+            "learning_rate": options.lr * self.ranks.world_size,
+            "train_images": self.train_images,
+            "test_images": self.test_images,
+            "seed": options.seed,
+            "device": device_name(self.ranks.device),
+            "amp": str(self.amp).removeprefix("torch.") if self.amp else "off",
+            "stopped": stopped,
+        }
+
+    def close(self) -> None:
+        """End the reading processes now; found by the garbage collector, each would take 5 s."""
+        del self.train_loader, self.test_loader
+
+    def say(self, line: str) -> None:
+        """Print a plain line on rank 0."""
+        if self.ranks.rank == 0:
+            print(line, flush=True)
+
+    def _synchronize(self) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
+    """Return (path, label) of the images to train with and to test with, and how many classes.
+
+    Raises:
+        JobError: there is no such directory, or it does not hold two classes with two PNG files.
+    """
+    train: list[tuple[str, int]] = []
+    test: list[tuple[str, int]] = []
+    try:
+        folders = sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != ".")
+        classes = 0
+        for folder in folders:
+            names = [name for name in os.listdir(folder) if name.lower().endswith(".png")]
+            if len(names) < 2:  # noqa: PLR2004 - one to train, one to test
+                continue
+            names.sort(key=lambda name: _hash(f"{folder.name}/{name}"))
+            tested = max(1, len(names) // TEST_PART)
+            test += ((str(folder / name), classes) for name in names[:tested])
+            train += ((str(folder / name), classes) for name in names[tested:])
+            classes += 1
+    except OSError as error:
+        raise JobError(f"--data {data}: {error.strerror}") from error
+    if not train:
+        raise JobError(f"--data {data}: no folders with PNG files (DIR/<class>/<name>.png)")
+    if classes == 1:
+        raise JobError(f"--data {data}: only one class ({folders[0].name}); needs two or more")
+    return sorted(train), sorted(test), classes
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def image_format(path: str) -> tuple[str, tuple[int, int]]:
+    """Return whether an image is gray (`L`) or `RGB`, and its width and height.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    try:
+        with Image.open(path) as image:
+            gray = image.mode in {"1", "L", "LA", "I", "I;16"}
+            return "L" if gray else "RGB", image.size
+    except Exception as error:
+        raise JobError(f"cannot read the image {path}: {error}") from error
+
+
+def collate(samples: list[tuple[Tensor, int, str]]) -> Batch:
+    """Return a batch of images and labels, and the first problem among them."""
+    images, labels, problems = zip(*samples)  # noqa: B905 - Python 3.9 has no strict
+    return torch.stack(images), torch.tensor(labels), next(filter(None, problems), "")
+
+
+def cnn(channels: int, classes: int, width: int) -> nn.Module:
+    """Return the network; GroupNorm, because BatchNorm's averages would differ between ranks."""
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.GroupNorm(4, width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.GroupNorm(4, 2 * width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.GroupNorm(4, 2 * width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(8 * width, classes),
+    )
+
+
+def amp_of(choice: str, device: torch.device) -> torch.dtype | None:
+    """Return the type for mixed precision; `auto` takes what the GPU computes fast, none on CPU."""
+    if choice == "auto" and device.type == "cuda":
+        choice = "bf16" if torch.cuda.get_device_capability(device)[0] >= AMPERE else "fp16"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what computes, as a person would say it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def publish(path: Path, write: Any) -> None:
+    """Write a file beside its place and rename it there when it is complete and on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise JobError(f"{name} is no number: {text!r}") from None
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def _part(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return number
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description="Train a CNN on folders of PNG files with DDP.")
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="holds one folder per class")
+    add("--epochs", type=_positive, default=12)
+    add("--batch-size", type=_positive, default=32, help="images per rank and step")
+    add("--lr", type=float, default=0.05, help="learning rate of one rank; times the world size")
+    add("--lr-warmup-epochs", type=int, default=2, help="epochs to reach the scaled learning rate")
+    add("--width", type=_positive, default=16, help="channels of the first layer, a multiple of 4")
+    add("--seed", type=int, default=1)
+    add("--workers", type=int, default=1, help="processes per rank that read images; 0: none")
+    add("--worker-start", choices=("fork", "spawn", "forkserver"), help="default: the platform's")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="mixed precision")
+    add("--target-accuracy", type=_part, metavar="PART", help="report the seconds to reach it")
+    add("--stop-at-target", action="store_true", help="end when the target is reached")
+    add("--eval-every", type=_positive, default=1, metavar="EPOCHS")
+    add("--warm-up-steps", type=int, default=20, help="first steps that samples/s leaves out")
+    add("--checkpoint", type=Path, metavar="FILE")
+    add("--checkpoint-every", type=_positive, default=1, metavar="EPOCHS")
+    add("--resume", action="store_true", help="go on from --checkpoint when it exists")
+    add("--stop-after-epochs", type=_positive, metavar="N", help="end early; the schedule stays")
+    add("--output", type=Path, metavar="DIR", help="write result.json there")
+    add("--timeout-seconds", type=_positive, default=600, help="how long a rank waits for others")
+    options = parser.parse_args(arguments)
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint FILE")
+    if options.stop_at_target and options.target_accuracy is None:
+        parser.error("--stop-at-target needs --target-accuracy PART")
+    if options.width % 4:
+        parser.error("--width has to be a multiple of 4")
+    if options.workers == 0:
+        options.worker_start = None
+    return options
+
+
+def train(options: argparse.Namespace, ranks: Ranks, channel: Channel) -> None:
+    """Train and report; nothing of the training lives on after the return."""
+    ranks.use_cores()
+    training = Training(options, ranks, channel)
+    try:
+        if options.resume:
+            training.resume()
+        stopped = training.run()
+    finally:
+        training.close()
+    result = training.result(stopped=stopped)
+    problem = ""
+    if ranks.rank == 0:
+        channel.result(**result)
+        try:
+            if options.output is not None:
+                text = json.dumps({"schema_version": 1, **result}, indent=2) + "\n"
+                publish(options.output / "result.json", lambda stream: stream.write(text.encode()))
+        except OSError as error:
+            problem = f"cannot write to {options.output}: {error.strerror or error}"
+    ranks.fail_together(problem)
+    training.say("done: " + describe(result))
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return the final figures as one line."""
+    accuracy, rate = result["test_accuracy"], result["samples_per_second"]
+    text = f"{result['epochs']} epochs in {result['train_seconds']:.1f} s, test accuracy "
+    text += "-" if accuracy is None else f"{accuracy:.4f}"
+    text += ", " + ("-" if rate is None else f"{rate:.0f}") + " samples/s"
+    if result["target_accuracy"] is not None:
+        reached = result["seconds_to_accuracy"]
+        text += f", {result['target_accuracy']:g} "
+        text += "not reached" if reached is None else f"reached after {reached:.1f} s"
+    return text + f", {result['world_size']} ranks on {result['device']}"
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    options = parse(None)
+    channel = Channel.from_env()
+    channel.event("rendezvous")
+    try:
+        ranks = Ranks(options)
+    except (JobError, RuntimeError, ValueError) as error:
+        print(f"ddp_images.py: error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        os._exit(2)
+    status = 0
+    try:
+        train(options, ranks, channel)
+    except JobError as error:
+        status = 2
+        if ranks.rank == 0:
+            print(f"ddp_images.py: error: {error}", file=sys.stderr, flush=True)
+    channel.close()
+    ranks.leave(status)
+
+
+if __name__ == "__main__":
+    main()
