@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import _boot
 import _cluster
 import _packages
 from _config import MAX_NODES, Settings
@@ -20,7 +22,7 @@ from _nodes import enter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_STATUS_PARTLY = 1
+_FAILED = 1
 _STATUS_DOWN = 3
 _INTERRUPTED = 130
 
@@ -132,7 +134,7 @@ def _up(options: argparse.Namespace) -> int:
     # A signal takes the same way out as a failure, which leaves nothing running.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    state = _cluster.up(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    state = _boot.up(settings, _say)
     if options.json:
         _print(_cluster.describe(state))
         return 0
@@ -142,6 +144,12 @@ def _up(options: argparse.Namespace) -> int:
     print(f"To look at one, and to end them:\n  {sys.argv[0]} exec{box} node1 -- df /tmp")
     print(f"  {sys.argv[0]} down{box}")
     return 0
+
+
+def _say(line: str) -> None:
+    # Nobody may be listening any more; that is no reason to give up a boot.
+    with contextlib.suppress(BrokenPipeError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
@@ -168,7 +176,7 @@ def _status(options: argparse.Namespace) -> int:
             print(f"  {item['name']:<10} {life}  pid {item['pid']!s:<8}{more}".rstrip())
     if not values["up"]:
         return _STATUS_DOWN
-    return _STATUS_PARTLY if values["dead"] else 0
+    return _FAILED if values["dead"] else 0
 
 
 def _env(options: argparse.Namespace) -> int:
@@ -221,10 +229,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "box" in options:
         options.box = _absolute(options.box)
     try:
-        return _COMMANDS[options.command](options)
+        status = _COMMANDS[options.command](options)
+        sys.stdout.flush()
     except DevclusterError as error:
         print(f"devcluster: {error}", file=sys.stderr)
-        return 1
+        return _FAILED
+    except BrokenPipeError:
+        # The reader (head, less) has gone: its right. Nothing is left to be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
     except KeyboardInterrupt:
-        print("devcluster: interrupted; nothing was left running", file=sys.stderr)
+        end = "; nothing was left running" if options.command == "up" else ""
+        print(f"devcluster: interrupted{end}", file=sys.stderr)
         return _INTERRUPTED
+    return status

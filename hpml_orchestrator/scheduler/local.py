@@ -12,7 +12,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.errors import (
+    HpmlError,
+    RecordError,
+    SchedulerError,
+    SchedulerUnavailable,
+)
 from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.scheduler import local_resources
 from hpml_orchestrator.scheduler.local_directives import read_directives
@@ -83,7 +88,7 @@ class LocalScheduler:
             SchedulerError: this machine cannot run it; no job exists.
             SchedulerUnavailable: the records or the lock cannot be used; a job may exist.
         """
-        with self._home.locks.hold(_submission_lock(request.directory)):
+        with self._home.locks.hold(_submission_lock(request.directory), remove=True):
             try:
                 return self._submit(request)
             except SchedulerUnavailable:
@@ -172,8 +177,9 @@ class LocalScheduler:
             poke(job, send, signal.SIGUSR1)
 
     def _heal(self) -> None:
+        """See to the queue; where that cannot be written now, there still is an answer to read."""
         if self._home.needs_healing():
-            with self._home.lock():
+            with self._home.lock(), contextlib.suppress(RecordError, OSError):
                 self._home.heal()
 
     def _record(self, request: SubmitRequest) -> dict[str, object]:

@@ -165,23 +165,27 @@ class Locks:
         return path
 
     @contextlib.contextmanager
-    def hold(self, name: str, *, patience_seconds: float = _LOCK_PATIENCE_SECONDS) -> Iterator[int]:
-        """Hold the lock of that name.
+    def hold(self, name: str, *, remove: bool = False) -> Iterator[None]:
+        """Hold the lock of that name; `remove` its file at the end where it is used only once.
 
         Raises:
             SchedulerUnavailable: it was not free in time.
         """
-        until = time.monotonic() + patience_seconds
+        until = time.monotonic() + _LOCK_PATIENCE_SECONDS
         while (fd := self._try(name, fcntl.LOCK_EX)) is None:
             if time.monotonic() > until:
                 raise SchedulerUnavailable(
-                    f"the lock {self.directory / name} was not free for {patience_seconds:g} s",
+                    f"the lock {self.directory / name} was not free "
+                    f"for {_LOCK_PATIENCE_SECONDS:g} s",
                     hint="is a process of hpml stopped? fuser names the one that holds it",
                 )
             time.sleep(_LOCK_PAUSE_SECONDS)
         try:
-            yield fd
+            yield
         finally:
+            if remove:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.directory / name)
             os.close(fd)
 
     def held(self, name: str) -> bool:

@@ -83,14 +83,18 @@ def _wait_for_slots(home: Home, job: Job) -> bool:
     """Wait in line; return whether the job is to run now (False: it was cancelled meanwhile)."""
     while True:
         pause = _FIRST_POLL_SECONDS
-        with contextlib.suppress(HpmlError), home.lock():
+        # What fails here (a full disk, no process to be had) may pass: the line is kept.
+        with contextlib.suppress(HpmlError, OSError), home.lock():
             jobs = home.heal()
-            if job.job_id not in [other.job_id for other in jobs]:
+            mine = [other for other in jobs if other.job_id == job.job_id]
+            if not mine:
                 return False
+            job.record = mine[0].record
+            if job.holds_slots:  # written, though the write was reported as failed
+                return True
             got = starts(job, jobs)
             if not isinstance(got, str):
                 cpus, gpus = got
-                # The list is the file's truth: nobody else writes a waiting job but by the lock.
                 job.write(state=JobState.RUNNING, started=time.time(), cpus=cpus, gpus=gpus)
                 _poke_first(home)
                 return True
@@ -103,7 +107,7 @@ def _wait_for_slots(home: Home, job: Job) -> bool:
 
 def _wake_next(home: Home) -> None:
     """Give the slots to whoever is next."""
-    with contextlib.suppress(HpmlError):
+    with contextlib.suppress(HpmlError, OSError):
         with home.lock():
             home.heal()
         _poke_first(home)
@@ -246,7 +250,8 @@ class _Run:
         self._terminate()
 
     def _terminate(self) -> None:
-        members = self._members()
+        # Oldest first: a script must not go on to its next command because this one was ended.
+        members = sorted(self._members(), key=lambda who: (who.start, who.pid))
         for number in (signal.SIGCONT, signal.SIGTERM):
             for who in members:
                 send(who, number)

@@ -18,8 +18,8 @@ _TRANSPORT = re.compile(
     r"(?:failure|refused|reset|closed|timed)|communications? (?:connection|send|receive|shutdown)"
     r"|unexpected message|message length|protocol (?:authentication|version)|munge|transport "
     r"endpoint|broken pipe|backup controller|standby mode|temporarily (?:unable|unavailable)"
-    r"|interrupted system call|no route to host|network is (?:unreachable|down)|socket|"
-    r"problem talking to the database|persist|try again|header lengths|incomplete",
+    r"|interrupted system call|no route to host|network is (?:unreachable|down)"
+    r"|problem talking to the database|persist_conn|persistinit|header lengths",
     re.IGNORECASE,
 )
 
@@ -36,8 +36,7 @@ _NO_JOB = re.compile(r"invalid job id|job/step already complet|already complet",
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"invalid account|account or account/partition",
-        "name an account that you may use (--account): "
-        "`sacctmgr show associations user=$USER format=account,partition,qos`",
+        "name an account that you may use: `sacctmgr show associations user=$USER`",
     ),
     (
         r"invalid partition|partition.*(?:not available|does not exist|down)",
@@ -52,22 +51,20 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "ask for GPUs as the nodes name them: `sinfo --format='%P %N %G'`",
     ),
     (
-        r"requested node configuration is not available",
-        "no node of the partition has that many CPUs, GPUs or that much memory: "
-        "`sinfo --Node --format='%N %P %c %m %G %f'`",
-    ),
-    (
         r"memory (?:specification|required)|--mem",
         "ask for less memory per node, or for nodes that have more: `sinfo --format='%P %N %m'`",
+    ),
+    (
+        r"requested node configuration is not available",
+        "the nodes are smaller than that: `sinfo --Node --format='%N %P %c CPUs %m MB %G %f'`",
     ),
     (
         r"time limit|timelimit",
         "ask for less time, or for a partition that allows more: `sinfo --format='%P %l'`",
     ),
     (
-        r"submit limit|job ?count|accounting/qos policy|association.*limit|max.*jobs?|qosmax|assocmax",
-        "a limit of your account or QOS is reached: wait until jobs have ended, or ask for less; "
-        "`sacctmgr show qos format=name,maxsubmitjobsperuser,maxtresperuser`",
+        r"submit limit|job ?count|accounting/qos policy|association.*limit|max.*jobs?",
+        "a limit of your account or QOS is reached: wait until jobs have ended, or ask for less",
     ),
     (
         r"node count",

@@ -184,8 +184,7 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     """
     by_id: dict[str, list[Row]] = {}
     for row in rows:
-        base = _base(row.shown_id)
-        for key in {row.shown_id, base} if base == row.raw_id else {row.shown_id, base, row.raw_id}:
+        for key in {row.shown_id, _base(row.shown_id), row.raw_id}:
             by_id.setdefault(key, []).append(row)
     found = {}
     for job_id in job_ids:
@@ -231,6 +230,7 @@ def _row(text: str, *, restarts: bool) -> Row | None:
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
     state = parse_state(raw_state)
     code = parse_exit(fields[3]) if state.over else None
+    nodes = _text(fields[8])
     status = JobStatus(
         job_id=shown_id,
         state=state,
@@ -238,10 +238,11 @@ def _row(text: str, *, restarts: bool) -> Row | None:
         reason=_text(fields[9]),
         exit_code=code[0] if code else None,
         signal=code[1] if code else 0,
-        nodes=_text(fields[8]),
+        nodes=nodes,
         submitted=parse_time(fields[5]),
-        # Both are predictions until they have come true.
-        started=None if state.waiting else parse_time(fields[6]),
+        # Both are predictions until they have come true; a job cancelled while it waited has a
+        # start, but no nodes.
+        started=parse_time(fields[6]) if nodes and not state.waiting else None,
         ended=parse_time(fields[7]) if state.over else None,
         restarts=int(count) if restarts and count.isdigit() else 0,
         name=fields[10],

@@ -22,6 +22,7 @@ _MAX_FILE_BYTES = 16 * 1024 * 1024
 _MAX_NODES = 200_000
 _MAX_DEPTH = 32
 _CLOSE_ENOUGH = 0.6
+_PART_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,9 @@ def _bounded(data: Any, what: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    """Return a parser's message on one line, without its advice for programmers."""
+    text = text.partition("To suppress this check")[0].replace(' in "<file>",', " in")
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())[:400]
 
 
 def _set(data: dict[str, Any], field: str, value: Any) -> None:
@@ -235,7 +238,7 @@ def _explained(error: ValidationError, source: Path) -> InputError:
     findings: list[str] = []
     first_field, first_value = "", None
     for finding in error.errors(include_url=False, include_context=False):
-        place = [str(part) for part in finding["loc"] if not _is_internal(part)]
+        place = [_short(str(part)) for part in finding["loc"] if not _is_internal(part)]
         field = ".".join(place)
         message = finding["msg"].removeprefix("Value error, ")
         value = finding.get("input")
@@ -259,6 +262,12 @@ def _explained(error: ValidationError, source: Path) -> InputError:
     made = InputError("\n".join(unique), hint=f"in {source}; `hpml schema job` prints every field")
     made.field, made.value = first_field, first_value
     return made
+
+
+def _short(part: str) -> str:
+    """Return a part of a field's name, cut where it is absurdly long and on one line."""
+    shown = "".join(letter if letter.isprintable() else "�" for letter in part)
+    return shown if len(shown) <= _PART_CHARS else f"{shown[:_PART_CHARS]}…"
 
 
 def _is_internal(part: object) -> bool:

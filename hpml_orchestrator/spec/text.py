@@ -49,13 +49,19 @@ def _no_nul(value: str) -> str:
         raise ValueError("must not hold a NUL character")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError:
+        pass
+    else:
+        return value
+    try:  # JSON writes characters beyond U+FFFF as pairs of escapes, which YAML leaves apart
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
         raise ValueError("must be valid Unicode text") from error
-    return value
 
 
 def _argument(value: str) -> str:
-    size = len(_no_nul(value).encode("utf-8"))
+    value = _no_nul(value)
+    size = len(value.encode("utf-8"))
     if size > MAX_ARGUMENT_BYTES:
         raise ValueError(
             f"is {size} bytes long; Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: "
@@ -65,7 +71,8 @@ def _argument(value: str) -> str:
 
 
 def _path(value: str) -> str:
-    size = len(_no_nul(value).encode("utf-8"))
+    value = _no_nul(value)
+    size = len(value.encode("utf-8"))
     if not value:
         raise ValueError("must not be empty")
     if size > MAX_PATH_BYTES:

@@ -19,7 +19,7 @@ _MAX_BYTES = 1024**5
 
 
 def parse_time(value: str | int) -> int:
-    """Return the seconds of a time limit in one of Slurm's forms: `30` and `30:00` are half an hour.
+    """Return the seconds of a time limit in one of Slurm's forms: `30` and `30:00` are the same.
 
     Raises:
         ValueError: it is in none of the forms, zero, or over ten years.

@@ -17,6 +17,7 @@ __all__ = ["Need", "Room", "check_room", "file_system_type", "human_bytes", "roo
 
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ def room_at(
     free = figures.f_bavail * figures.f_frsize
     limit = f"free space of the file system at {path}"
     kind = file_system_type(path, proc_root=proc_root)
-    if kind == "ramfs":
-        free = 1 << 62  # knows no size and shows 0
     in_memory = kind in MEMORY_TYPES
+    if in_memory and figures.f_blocks == 0:
+        free = _UNLIMITED  # ramfs, and a tmpfs mounted with size=0
     headroom = memory_headroom(proc_root=proc_root, cgroup_root=cgroup_root) if in_memory else None
     if headroom is not None and headroom.bytes < free:
         free, limit = headroom

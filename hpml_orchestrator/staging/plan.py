@@ -137,7 +137,7 @@ def _listing(
     retry.check_stop()
     if directory.count("/") >= DEEPEST:
         return [(".", None, f"nested deeper than {DEEPEST} directories")]
-    full = os.path.join(root, directory)
+    full = f"{root}/{directory}"
     try:
         names = sorted(retry(lambda: os.listdir(full)))
     except OSError as error:
@@ -146,7 +146,7 @@ def _listing(
     for name in names:
         retry.check_stop()
         try:
-            result.append((name, _lstat(os.path.join(full, name), retry), ""))
+            result.append((name, _lstat(f"{full}/{name}", retry), ""))
         except OSError as error:
             result.append((name, None, why(error)))
     return result
@@ -163,7 +163,7 @@ def _add(
     first_names: dict[tuple[int, int], str],
     problems: Problems,
 ) -> None:
-    full = os.path.join(plan.source_root, path)
+    full = f"{plan.source_root}/{path}"
     if stat.S_ISLNK(info.st_mode):
         try:
             target = os.readlink(full)

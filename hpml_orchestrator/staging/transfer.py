@@ -28,6 +28,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_SENDFILE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _SAMPLE_FILES = 64
+_WAIT_SECONDS_PER_FILE = 0.0002  # less is a busy CPU rather than a slow source
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -76,7 +77,8 @@ class Copier:
         cpu = time.thread_time() - cpu
         waited = time.perf_counter() - wall - cpu
         rest = deque(files[_SAMPLE_FILES:])
-        threads = min(self._threads, len(rest)) if waited > cpu else 1
+        slow = waited > max(cpu, _WAIT_SECONDS_PER_FILE * min(len(files), _SAMPLE_FILES))
+        threads = min(self._threads, len(rest)) if slow else 1
         if threads <= 1:
             self._drain(rest)
             return
@@ -149,7 +151,8 @@ class Copier:
         except BaseException:
             self._progress.add(-done)
             raise
-        self._progress.add(info.st_size - done)
+        if done < info.st_size:  # the holes
+            self._progress.add(info.st_size - done)
 
     def _check_directories(self) -> None:
         for entry in [self._plan.top, *self._plan.directories]:

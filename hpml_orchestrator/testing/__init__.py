@@ -1,0 +1,13 @@
+"""The shipped fakes of our Protocols, for tests of hpml and of code that uses it.
+
+FakeClock       time that passes only by `sleep`
+FakeRunner      a `scheduler.command.Runner` that answers from a table
+FakeScheduler   a `scheduler.model.Scheduler` in memory, with faults on request (`Fault`)
+Killed          raised where a fault stands for hpml being killed
+"""
+
+from hpml_orchestrator.testing.clock import FakeClock
+from hpml_orchestrator.testing.runner import Call, FakeRunner
+from hpml_orchestrator.testing.scheduler import FakeJob, FakeScheduler, Fault, Killed
+
+__all__ = ["Call", "FakeClock", "FakeJob", "FakeRunner", "FakeScheduler", "Fault", "Killed"]

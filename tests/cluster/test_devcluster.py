@@ -242,6 +242,19 @@ def test_a_requeued_job_runs_again_soon(slurm_cluster: SlurmCluster, tmp_path: P
     ]
 
 
+def test_a_job_of_main_takes_the_nodes_from_a_job_of_low(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """A job in the partition low goes back to the queue when one in main needs its nodes."""
+    low = submit(slurm_cluster, tmp_path, "sleep 600", "-p", "low", "-N2", "--exclusive", "-t5")
+    assert eventually(lambda: state(slurm_cluster, low) == "RUNNING")
+    names = slurm_cluster.run("srun", "-p", "main", "-N2", "-n8", "-t1", "hostname").stdout.split()
+    waiting = state(slurm_cluster, low)
+    slurm_cluster.run("scancel", str(low))
+    assert sorted(set(names)) == ["node1", "node2"]
+    assert waiting == "PENDING"
+
+
 def test_a_second_up_on_the_same_box_is_refused(slurm_cluster: SlurmCluster) -> None:
     """A box that is in use is left as it is, with a message that says what to do."""
     result = slurm_cluster.run(DEVCLUSTER, "up", "--box", slurm_cluster.box, check=False)

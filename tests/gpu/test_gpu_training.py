@@ -12,7 +12,7 @@ JOBS = Path(__file__).parents[2] / "training_jobs"
 LIMIT_SECONDS = 300
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _needs_a_gpu() -> None:
     torch = pytest.importorskip("torch", reason="SKIPPED, NOT TESTED: no torch here")
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_gpu_trains_under_nccl_with_mixed_precision(
     digits: Path, tmp_path: Path, amp: str
 ) -> None:
-    """torchrun with one rank: NCCL, DDP and AMP reach 0.95, also from a resumed checkpoint."""
+    """One rank under torchrun: NCCL, DDP and AMP reach 0.95, also from a resumed checkpoint."""
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=1", str(JOBS / "ddp_images.py"), "--data", str(digits)]

@@ -1,7 +1,9 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,15 +36,38 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-def run(command: Sequence[object], **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def start(command: Sequence[object], **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, *map(str, command)],
         env=environment(**more),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
     )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def run(command: Sequence[object], **more: str) -> subprocess.CompletedProcess[str]:
+    return finish(start(command, **more))
+
+
+def run_ranks(
+    count: int, command: Sequence[object], **more: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run as srun would: one process per rank, told who it is by its environment."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
+    ranks = [
+        start(command, **common, WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
+    ]
+    return [finish(rank) for rank in ranks]
 
 
 def torchrun(ranks: int) -> list[object]:
@@ -52,10 +78,27 @@ def result_of(directory: Path) -> Any:
     return json.loads((directory / "result.json").read_text())
 
 
+def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
+    """Train in this process: what needs no process of its own saves seconds of imports."""
+    options = job.parse([*map(str, arguments), "--device", "cpu"])
+    job.train(options, job.Ranks(options), job.Channel())
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def job() -> ModuleType:
+    """Return ddp_images.py as a module, for what needs no process of its own."""
+    spec = importlib.util.spec_from_file_location("ddp_images_under_test", TRAIN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -138,103 +181,105 @@ def test_one_rank_needs_no_launcher_and_no_channel(few: Path, tmp_path: Path) ->
     copy = tmp_path / "alone" / TRAIN.name
     copy.parent.mkdir()
     copy.write_bytes(TRAIN.read_bytes())
+    command = [copy, "--data", few, "--epochs", 3, "--seed", 5, "--output"]
+    twice = [start([*command, tmp_path / str(number)]) for number in range(2)]
     seen = []
-    for number in range(2):
-        output = tmp_path / str(number)
-        done = run([copy, "--data", few, "--epochs", 3, "--seed", 5, "--output", output])
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+    for number, process in enumerate(twice):
+        done = finish(process)
+        assert (done.returncode, done.stderr) == (0, "")
         lines = [line.split(", test")[0] for line in done.stdout.splitlines() if "loss" in line]
-        seen.append((result_of(output)["test_accuracy"], lines))
+        seen.append((result_of(tmp_path / str(number))["test_accuracy"], lines))
     assert seen[0] == seen[1]
 
 
-def test_ranks_of_another_launcher_find_each_other(few: Path, tmp_path: Path) -> None:
-    """What srun sets is enough; every test image counts once although 24 do not divide by 3."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    command = [sys.executable, str(TRAIN), "--data", str(few), "--epochs", "1", "--workers", "0"]
-    ranks = [
-        subprocess.Popen(
-            [*command, "--batch-size", "7", "--output", str(tmp_path)],
-            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [rank.communicate(timeout=LIMIT_SECONDS)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
-    assert [bool(output) for output in outputs] == [True, False, False]
-    result = result_of(tmp_path)
-    assert result["world_size"] == 3
-    assert (result["test_accuracy"] * 24) == pytest.approx(round(result["test_accuracy"] * 24))
-
-
-def test_a_killed_training_goes_on_to_the_same_end(few: Path, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_to_the_same_end(
+    job: ModuleType, few: Path, tmp_path: Path
+) -> None:
     """SIGKILL, then --resume: as many epochs and the accuracy of a run that was not killed."""
     command: list[object] = [TRAIN, "--data", few, "--epochs", 8, "--workers", 0]
-    whole = run([*command, "--output", tmp_path / "whole"])
-    assert whole.returncode == 0, whole.stderr
+    whole = start([*command, "--output", tmp_path / "whole"])
     checkpoint = tmp_path / "c.pt"
     command += ["--checkpoint", checkpoint, "--resume", "--output", tmp_path / "resumed"]
-    with subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-    ) as victim:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not checkpoint.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        victim.send_signal(signal.SIGKILL)
-    assert victim.returncode == -signal.SIGKILL
-    done = run(command)
+    victim = start(command)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not checkpoint.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    victim.send_signal(signal.SIGKILL)
+    assert finish(victim).returncode == -signal.SIGKILL
+    unkilled, done = finish(whole), run(command)
+    assert unkilled.returncode == 0, unkilled.stderr
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     before, after = result_of(tmp_path / "whole"), result_of(tmp_path / "resumed")
     assert after["epochs"] == before["epochs"] == 8
     assert after["test_accuracy"] == pytest.approx(before["test_accuracy"], abs=0.05)
-    assert not list(tmp_path.glob(".c.pt.*.tmp"))
 
-    other = run([*command, "--lr", 0.5])
-    assert other.returncode == 2
-    assert "lr 0.05 -> 0.5" in other.stderr
+    with pytest.raises(job.JobError, match=r"settings: lr 0\.05 -> 0\.5"):
+        train_here(job, [*command[1:], "--lr", 0.5])
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    torn = run(command)
-    assert torn.returncode == 2
-    assert str(checkpoint) in torn.stderr
+    with pytest.raises(job.JobError, match=r"cannot read the checkpoint .*c\.pt"):
+        train_here(job, command[1:])
 
 
 def test_a_stop_file_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -> None:
-    """Asked to stop, two ranks agree, write the checkpoint, exit 0; resumed, they finish."""
+    """Two ranks as srun starts them agree to stop, save and exit 0; resumed, they finish."""
     stop, file = tmp_path / "stop", tmp_path / "events.jsonl"
     stop.touch()
-    command = [*torchrun(2), TRAIN, "--data", few, "--epochs", 3, "--batch-size", 4, "--workers", 0]
+    command = [TRAIN, "--data", few, "--epochs", 2, "--batch-size", 7, "--workers", 0]
     command += ["--checkpoint", tmp_path / "c.pt", "--resume", "--output", tmp_path]
     with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
-        done = run(command, HPML_STOP_FILE=str(stop), HPML_CHANNEL=reader.name)
-    assert done.returncode == 0, done.stderr
-    assert "stopping in epoch 1 after 2 steps" in done.stdout
+        ranks = run_ranks(2, command, HPML_STOP_FILE=str(stop), HPML_CHANNEL=reader.name)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    assert "stopping in epoch 1 after 2 steps" in ranks[0].stdout
+    assert ranks[1].stdout == ""
     assert result_of(tmp_path)["stopped"] is True
-    stopping = {event.rank: event.data for event in events.read(file) if event.event == "stopping"}
-    assert stopping == {0: {"epoch": 0, "step": 2}, 1: {"epoch": 0, "step": 2}}
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-    assert "0 epochs and 2 steps are done" in done.stdout
-    assert (result_of(tmp_path)["epochs"], result_of(tmp_path)["stopped"]) == (3, False)
+    found = {event.rank: event.data for event in events.read(file) if event.event == "stopping"}
+    assert found == {rank: {"epoch": 0, "step": 2} for rank in (0, 1)}
+
+    ranks = run_ranks(2, command)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    assert "0 epochs and 2 steps are done" in ranks[0].stdout
+    result = result_of(tmp_path)
+    assert (result["epochs"], result["stopped"], result["world_size"]) == (2, False, 2)
 
 
-def test_a_target_that_is_not_reached_is_censored(few: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_not_reached_is_censored(
+    job: ModuleType, few: Path, tmp_path: Path
+) -> None:
     """Not reached is null, not a number and not an error; reached may end the training."""
-    common: list[object] = [TRAIN, "--data", few, "--workers", 0, "--output", tmp_path]
-    done = run([*common, "--epochs", 1, "--lr", 1e-9, "--target-accuracy", 1])
-    assert done.returncode == 0, done.stderr
-    assert "1 not reached" in done.stdout
+    common: list[object] = ["--data", few, "--workers", 0, "--output", tmp_path]
+    train_here(job, [*common, "--epochs", 1, "--lr", 1e-9, "--target-accuracy", 1])
     assert result_of(tmp_path)["seconds_to_accuracy"] is None
-    done = run([*common, "--epochs", 9, "--target-accuracy", 0.01, "--stop-at-target"])
-    assert done.returncode == 0, done.stderr
+    train_here(job, [*common, "--epochs", 9, "--target-accuracy", 0.01, "--stop-at-target"])
     assert result_of(tmp_path)["epochs"] == 1
+    assert result_of(tmp_path)["seconds_to_accuracy"] > 0
+
+
+def test_every_test_image_counts_once(job: ModuleType) -> None:
+    """The ranks' shares of the test set are disjoint and complete; those of training are equal."""
+    ranks = [SimpleNamespace(rank=rank, world_size=3) for rank in range(3)]
+    samplers = [job.EpochSampler(100, rank, 1, 8) for rank in ranks]
+    shares = [list(sampler) for sampler in samplers]
+    assert [len(share) for share in shares] == [33, 33, 33]
+    assert len(set().union(*shares)) == 99
+    samplers[1].first_step = 2
+    assert list(samplers[1]) == shares[1][16:]
+    samplers[1].epoch = 1
+    assert list(samplers[1]) != shares[1][16:]
+    assert len(samplers[1]) == 17
+
+
+def test_the_split_does_not_depend_on_where_the_data_lie(
+    job: ModuleType, few: Path, tmp_path: Path
+) -> None:
+    """Staged elsewhere, the same images are for testing: a fifth of every class."""
+    (tmp_path / "elsewhere").symlink_to(few)
+    splits = [job.find_images(root) for root in (few, tmp_path / "elsewhere")]
+    names = [[Path(path).name for path, _ in test] for _, test, _ in splits]
+    assert names[0] == names[1]
+    assert [label for _, label in splits[0][1]] == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
+    assert not set(splits[0][0]) & set(splits[0][1])
 
 
 def bad_data(kind: str, root: Path) -> tuple[Path, str]:
@@ -252,48 +297,32 @@ def bad_data(kind: str, root: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "one class"])
-def test_bad_data_are_named_in_one_line(kind: str, tmp_path: Path) -> None:
-    """Exit status 2 and a line that names the directory and what is wrong with it."""
+def test_bad_data_are_named(job: ModuleType, kind: str, tmp_path: Path) -> None:
+    """The message names the directory and what is wrong with it."""
     data, named = bad_data(kind, tmp_path)
-    done = run([TRAIN, "--data", data])
-    assert done.returncode == 2
-    assert named in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(job.JobError) as caught:
+        job.find_images(data)
+    assert named in str(caught.value)
+
+
+def test_a_missing_directory_ends_all_ranks(tmp_path: Path) -> None:
+    """Exit status 2 on both ranks, and one line on one of them."""
+    ranks = run_ranks(2, [TRAIN, "--data", tmp_path / "data"])
+    assert [rank.returncode for rank in ranks] == [2, 2], ranks
+    assert f"--data {tmp_path / 'data'}: No such file" in ranks[0].stderr
+    assert [len(rank.stderr.splitlines()) for rank in ranks] == [1, 0]
 
 
 def test_a_broken_image_ends_all_ranks_with_its_name(few: Path, tmp_path: Path) -> None:
     """Only one rank meets the broken file; none hangs, and both end with 2."""
     data = tmp_path / "data"
-    for folder in few.iterdir():
-        (data / folder.name).mkdir(parents=True)
-        for path in folder.iterdir():
-            (data / folder.name / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(few, data)
     broken = sorted((data / "2").iterdir())[17]
     broken.write_bytes(broken.read_bytes()[:40])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(TRAIN),
-                "--data",
-                str(data),
-                "--epochs",
-                "50",
-                "--batch-size",
-                "8",
-            ],
-            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=LIMIT_SECONDS)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], outputs
-    assert str(broken) in outputs[0]
-    assert outputs[1] == ""
+    ranks = run_ranks(2, [TRAIN, "--data", data, "--epochs", 50, "--batch-size", 8])
+    assert [rank.returncode for rank in ranks] == [2, 2], ranks
+    assert str(broken) in ranks[0].stderr
+    assert ranks[1].stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -303,10 +332,14 @@ def test_a_broken_image_ends_all_ranks_with_its_name(few: Path, tmp_path: Path) 
         (["--stop-at-target"], "--target-accuracy"),
         (["--epochs", "0"], "--epochs"),
         (["--target-accuracy", "95"], "--target-accuracy"),
+        (["--width", "6"], "--width"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], named: str) -> None:
-    """The message names the option."""
-    done = run([TRAIN, "--data", "x", *arguments])
-    assert done.returncode == 2
-    assert named in done.stderr.splitlines()[-1]
+def test_options_that_make_no_sense_are_refused(
+    job: ModuleType, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the option, the status is 2."""
+    with pytest.raises(SystemExit) as caught:
+        job.parse(["--data", "x", *arguments])
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]

@@ -208,9 +208,7 @@ def test_an_output_file_that_cannot_be_written_fails_the_job(bench: Bench) -> No
     assert "out.txt" in status.reason
 
 
-@pytest.mark.parametrize(
-    "name", ["with space", 'quo\'te "and" $HOME `x`', "ünïcode ☃", "new\nline", "100%j", "-n"]
-)
+@pytest.mark.parametrize("name", ["-n '\" $HOME `x` ünï☃", "new\nline", "100%j"])
 def test_any_directory_name_will_do(bench: Bench, name: str) -> None:
     """Nothing is ever parsed by a shell."""
     status = bench.run('srun -n1 echo "$SLURM_SUBMIT_DIR"', directory=name)
@@ -357,7 +355,8 @@ def test_warning_signal_comes_before_the_limit(bench: Bench, flag: str) -> None:
         "wait"
     )
     assert (status.state, status.exit_code) == (JobState.COMPLETED, 0)
-    assert bench.output().splitlines()[0] == ("shell" if flag else "step")
+    told = {"shell", "step"} & set(bench.output().splitlines())
+    assert told == ({"shell"} if flag else {"step"})
 
 
 def test_what_escapes_is_ended_with_the_job(bench: Bench) -> None:
@@ -477,9 +476,11 @@ def test_only_one_supervisor_claims_a_job(bench: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(local_jobs, "_SPAWN_GRACE_SECONDS", 0.0)
     scheduler = bench.scheduler()
     job = scheduler.submit(bench.request("echo ran; sleep .3"))
+    found = scheduler._home.load(job)
+    assert found is not None
     with scheduler._home.lock():
         for _ in range(3):
-            scheduler._home._spawn(scheduler._home.load(job))
+            scheduler._home._spawn(found)
     assert bench.over(job).state is JobState.COMPLETED
     assert bench.output() == "ran\n"
 

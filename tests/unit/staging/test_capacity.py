@@ -145,6 +145,9 @@ def test_tmpfs_is_known_anywhere(small_tmpfs: Callable[[str], Path]) -> None:
     room = room_at(str(point))
     assert room.in_memory
     assert (room.bytes, room.inodes) == (65536, 9)
+    endless = room_at(str(small_tmpfs("size=0,nr_inodes=0")))
+    assert endless.bytes > 65536
+    assert endless.inodes is None
 
 
 def test_type_by_longest_mount_point(tmp_path: Path) -> None:

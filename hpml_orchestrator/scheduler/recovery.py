@@ -1,0 +1,148 @@
+"""What became of a submission whose job id is not on record, because hpml was killed.
+
+`recover` decides from what is there; it submits nothing. Only `Absent` permits another sbatch.
+What the caller guarantees:
+
+- the submission's directory is complete, and the marker `sbatch.started` durable in it, before
+  sbatch is started;
+- sbatch runs in that directory and answers into `sbatch.out` and `sbatch.err` there;
+- the job's first act is to write its own id below its run's directory, and to end at once if
+  another job has done so before: the last guard, should everything else have been deceived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
+from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.scheduler.slurm_messages import final_refusal, hint_for
+from hpml_orchestrator.scheduler.slurm_parse import parse_job_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.scheduler.model import Scheduler
+
+__all__ = ["GRACE_SECONDS", "Absent", "Found", "Outcome", "Undecided", "recover"]
+
+GRACE_SECONDS = 120.0
+"""How long an sbatch that nobody sees may still be under way, on this machine or another."""
+
+_POLL_SECONDS = 5.0
+_UNAVAILABLE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The job exists.
+
+    Attributes:
+        job_id: its id.
+        how: what told: sbatch's answer, the job itself, or the queue.
+    """
+
+    job_id: str
+    how: Literal["sbatch.out", "job", "queue"]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """There is no job, and none is on its way: sbatch may be called.
+
+    Attributes:
+        reason: why that is certain.
+        refused: sbatch's words if it refused; empty otherwise.
+        hint: what to do about a refusal.
+    """
+
+    reason: str
+    refused: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """Nobody can know yet.
+
+    Attributes:
+        reason: why.
+        retry_after: seconds after which asking again makes sense.
+    """
+
+    reason: str
+    retry_after: float
+
+
+Outcome: TypeAlias = Found | Absent | Undecided
+
+
+def recover(
+    scheduler: Scheduler,
+    directory: Path,
+    *,
+    name: str,
+    prepared_at: float,
+    sbatch_started_at: float | None,
+    attempt_job_ids: Sequence[str],
+    now: float,
+    grace_seconds: float = GRACE_SECONDS,
+) -> Outcome:
+    """Decide what became of a submission.
+
+    Args:
+        scheduler: where it was submitted to.
+        directory: the submission's directory.
+        name: the job's name.
+        prepared_at: when the directory was written, seconds since the epoch; no job is older.
+        sbatch_started_at: time of the marker `sbatch.started`, None where there is no marker.
+        attempt_job_ids: ids that jobs of this submission have written down themselves.
+        now: seconds since the epoch.
+        grace_seconds: how long after its start an sbatch may still be under way unseen.
+    """
+    found = _answered(directory)
+    if found:
+        return found
+    written = next((job_id.strip() for job_id in attempt_job_ids if job_id.strip()), "")
+    if written:
+        return Found(written, "job")
+    if scheduler.submitting(directory):
+        return Undecided("sbatch still works on it", _POLL_SECONDS)
+    try:
+        job_ids = scheduler.find(directory, name=name, since=prepared_at)
+    except SchedulerUnavailable as error:
+        return Undecided(f"the scheduler gives no answer: {error}", _UNAVAILABLE_SECONDS)
+    if job_ids:
+        return Found(job_ids[0], "queue")
+    if sbatch_started_at is None:
+        return Absent("sbatch was never started")
+    # A clock that was set back makes the wait longer, never shorter.
+    return _jobless(directory, grace_seconds, max(now - sbatch_started_at, 0.0))
+
+
+def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
+    """Decide for an sbatch that was started, is not seen any more, and left no job in sight."""
+    refused = final_refusal(_read(directory, "sbatch.err"))
+    if refused:
+        return Absent("sbatch refused it", refused, hint_for(refused))
+    left = grace_seconds - elapsed_seconds
+    if left > 0:
+        return Undecided("sbatch was started a moment ago and has not answered", left)
+    # It may have answered while the scheduler was being asked.
+    return _answered(directory) or Absent(
+        f"sbatch has left neither answer nor job in {grace_seconds:g} s"
+    )
+
+
+def _answered(directory: Path) -> Found | None:
+    job_id = parse_job_id(_read(directory, "sbatch.out"))
+    return Found(job_id, "sbatch.out") if job_id else None
+
+
+def _read(directory: Path, name: str) -> str:
+    try:
+        return read_text(directory / name)
+    except (NotFoundError, RecordError):
+        return ""

@@ -1,0 +1,339 @@
+"""No value of a job file ever becomes shell code: scripts are run, not only read.
+
+The script runs under real bash with hpml's own node archive and the local backend's srun; a program
+at the end of it writes down what it was given. A value that became code would leave a canary file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.batch import Capabilities, archive, render
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec import ResolvedJob, load_job
+
+CANARY = "canary-of-hpml"
+PAYLOADS = [
+    "plain",
+    f"$(touch {CANARY})",
+    f"`touch {CANARY}`",
+    f"'; touch {CANARY}; '",
+    f"\"; touch {CANARY}; \"",
+    f"a\ntouch {CANARY}\nb",
+    f"\n\n#SBATCH --wrap='touch {CANARY}'\n",
+    f"a; touch {CANARY} #",
+    f"&& touch {CANARY} || touch {CANARY} &",
+    f"${{IFS}}$(touch${{IFS}}{CANARY})",
+    f"\\\\'$(touch {CANARY})\\'",
+    f"!! {{{{ 7*7 }}}} {{% raw %}} $(touch {CANARY})",
+    "ünïcödé \u2028 \u00a0 漢字 \U0001f600 \x07\x1b[0m\r\t\x7f",
+    "*?[a-z]~ ~root {a,b} $HOME ${PATH}",
+    "-n",
+    "--",
+    "",
+    "\\",
+    "'",
+    '"',
+    "trailing newline\n",
+]
+
+RECORDER = """\
+import json, os, sys
+with open(os.environ["RECORD_TO"], "w") as stream:
+    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}, stream)
+"""
+
+
+class Sandbox:
+    """A directory in which rendered scripts run for real."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.submission = root / "submission"
+        self.submission.mkdir()
+        (self.submission / "hpml-node.pyz").write_bytes(archive.build())
+        self.bin = root / "bin"
+        self.bin.mkdir()
+        srun = self.bin / "srun"
+        srun.write_text(
+            f'#!/bin/sh\nexec {sys.executable} -I -S "{self.submission}/hpml-node.pyz" srun "$@"\n'
+        )
+        srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+        (root / "recorder.py").write_text(RECORDER)
+        self.count = 0
+
+    def load(self, data: dict[str, Any]) -> ResolvedJob:
+        """Load a job through its file; JSON is YAML."""
+        path = self.root / "job.yaml"
+        path.write_text(json.dumps(data))
+        return load_job(path)
+
+    def set(self, data: dict[str, Any]) -> ResolvedJob:
+        """Load a job whose fields come from the command line, which spares the YAML parser."""
+        path = self.root / "job.yaml"
+        path.write_text("{}\n")
+        return load_job(path, list(data.items()))
+
+    def run(self, script: str) -> dict[str, Any]:
+        """Run a script as a job would run and return what its program saw."""
+        self.count += 1
+        text = self.submission / "job.sh"
+        text.write_text(script, encoding="utf-8")
+        subprocess.run(["bash", "-n", str(text)], check=True, timeout=30)
+        record = self.root / "record.json"
+        record.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", str(text)],
+            cwd=self.submission,
+            env={
+                "PATH": f"{self.bin}:/usr/bin:/bin",
+                "HOME": str(self.root),
+                "SLURM_JOB_ID": str(self.count),
+                "SLURM_NNODES": "1",
+                "SLURM_JOB_NODELIST": "node1",
+                "SLURMD_NODENAME": "node1",
+                "SLURM_CLUSTER_NAME": "sandbox",
+                "RECORD_TO": str(record),
+                "LC_ALL": "C.UTF-8",
+            },
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        canaries = [str(path) for path in self.root.rglob(CANARY)]
+        assert not canaries, "a value became shell code"
+        assert not (Path.home() / CANARY).exists()
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        seen: dict[str, Any] = json.loads(record.read_text())
+        return seen
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    """A fresh sandbox."""
+    return Sandbox(tmp_path)
+
+
+def job_with(sandbox: Sandbox, payload: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "probe",
+        "launcher": "srun",
+        "command": [sys.executable, str(sandbox.root / "recorder.py"), payload],
+        "args": [payload, f"--x={payload}"],
+        "environment": {"variables": {"VALUE": payload}},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=range(len(PAYLOADS)))
+def test_arguments_variables_and_paths_arrive_as_they_were_written(
+    sandbox: Sandbox, payload: str
+) -> None:
+    """Arguments, variables, the working directory and staging paths reach the program unchanged."""
+    name = payload.replace("/", "_")[:200].strip() or "dir"
+    workdir = sandbox.root / f"w{name}"
+    workdir.mkdir()
+    source = sandbox.root / f"s{name}"
+    source.mkdir()
+    (source / "x").write_text("x")
+    target = sandbox.root / f"t{name}"
+    target.mkdir()
+    data = job_with(
+        sandbox,
+        payload,
+        workdir=str(workdir),
+        stage=[{"name": "data", "source": str(source), "target": str(target)}],
+    )
+    data["args"].append("{stage.data}" + payload)
+    resolved = sandbox.load(data)
+    seen = sandbox.run(render(resolved.job, Capabilities()))
+    staged = f"{target}/hpml-{os.getuid()}/sandbox-1/data"
+    assert seen["argv"] == [payload, payload, f"--x={payload}", staged + payload]
+    assert seen["env"]["VALUE"] == payload
+    assert seen["cwd"] == str(workdir)
+    assert list(target.iterdir()) == []
+
+
+def fields(data: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every place of the JSON Schema's job where a value can stand."""
+    from hpml_orchestrator.spec import Job
+
+    places: list[tuple[str, ...]] = []
+    schema = Job.model_json_schema()
+
+    def walk(node: dict[str, Any], prefix: tuple[str, ...]) -> None:
+        for choice in (node, *node.get("anyOf", ())):
+            if "$ref" in choice:
+                walk(schema["$defs"][choice["$ref"].rsplit("/", 1)[-1]], prefix)
+            if choice.get("type") == "array":
+                walk(choice["items"], (*prefix, "0"))
+                if "$ref" not in choice["items"]:
+                    places.append((*prefix, "0"))
+            if choice.get("additionalProperties") not in (None, False):
+                places.extend([(*prefix, "<key>"), (*prefix, "<value>")])
+            for key, value in choice.get("properties", {}).items():
+                places.append((*prefix, key))
+                walk(value, (*prefix, key))
+
+    walk(schema, prefix)
+    return sorted(set(places))
+
+
+def put(data: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    here: Any = data
+    for depth, part in enumerate(place):
+        last = depth == len(place) - 1
+        following = place[depth + 1] if not last else ""
+        if part == "<key>":
+            here[value] = "x"
+            return
+        if part == "<value>":
+            here["NAME"] = value
+            return
+        empty: Any = [] if following == "0" else {}
+        if part == "0":
+            if last:
+                here[:] = [value]
+                return
+            if not here:
+                here.append({})
+            here = here[0]
+        elif last:
+            here[part] = value
+        else:
+            if not isinstance(here.get(part), type(empty)):
+                here[part] = empty
+            here = here[part]
+
+
+PLACES = fields(None)
+REQUIRED: dict[tuple[str, ...], dict[str, Any]] = {
+    ("stage", "0"): {"name": "data", "source": "/nowhere"},
+    ("resources", "mail"): {"to": "me"},
+    ("environment", "container"): {"engine": "apptainer", "image": "i.sif"},
+}
+
+
+def test_every_field_of_the_schema_is_tried() -> None:
+    """The places include the deep ones, so the test below does not silently try nothing."""
+    for place in (
+        ("name",),
+        ("resources", "extra", "0"),
+        ("environment", "variables", "<key>"),
+        ("environment", "container", "mounts", "0"),
+        ("stage", "0", "source"),
+        ("resources", "mail", "on", "0"),
+    ):
+        assert place in PLACES
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_a_value_in_any_field_is_refused_or_stays_data(tmp_path: Path, place: tuple[str, ...]) -> None:
+    """Whatever stands in a field, the loader refuses it by name or the script carries it quoted."""
+    sandbox = Sandbox(tmp_path)
+    for payload in PAYLOADS[1:]:
+        data: dict[str, Any] = {"name": "probe", "script": "x.py"}
+        if place[0] in ("module", "command"):
+            del data["script"]
+        for prefix, required in REQUIRED.items():
+            if place[: len(prefix)] == prefix:
+                put(data, prefix, dict(required))
+        put(data, place, payload)
+        try:
+            script = render(sandbox.set(data).job, Capabilities())
+        except InputError as error:
+            assert "\n" not in str(error).split(" (got ")[0] or len(str(error).splitlines()) > 1
+            continue
+        assert no_code(script), (place, payload)
+
+
+def no_code(script: str) -> bool:
+    """Whether bash, running the script's words with every command replaced, leaves no canary.
+
+    Reads the script with `bash -n`, and evaluates it with each external program turned into a
+    no-op by an empty PATH: expansions and substitutions still happen, so a payload would act.
+    """
+    scratch = Path(os.environ.get("TMPDIR", "/tmp")) / f"no-code-{os.getpid()}"
+    scratch.mkdir(exist_ok=True)
+    touch = scratch / "bin"
+    touch.mkdir(exist_ok=True)
+    link = touch / "touch"
+    if not link.exists():
+        link.symlink_to("/usr/bin/touch")
+    # every guard that would end the script early is answered: the claim, the archive, the waits
+    (touch / "fake-python").write_text("#!/bin/sh\necho /nowhere/attempts/0\n")
+    (touch / "fake-python").chmod(0o755)
+    text = "\n".join(
+        f"hpml_interpreter={touch}/fake-python" if line.startswith("hpml_interpreter=") else line
+        for line in script.split("\n")
+    )
+    (scratch / "hpml-node.pyz").write_bytes(b"")
+    (scratch / "job.sh").write_text(text, encoding="utf-8")
+    subprocess.run(["bash", "-n", "job.sh"], cwd=scratch, check=True, timeout=30)
+    subprocess.run(
+        ["/bin/bash", "job.sh"],
+        cwd=scratch,
+        env={"PATH": str(touch), "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"},
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    return not any(scratch.rglob(CANARY))
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(
+        st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=80),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_text_arrives_unchanged(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    """Random Unicode in arguments and variables reaches the program to the character."""
+    sandbox = Sandbox(tmp_path_factory.mktemp("any"))
+    data = job_with(sandbox, "end")
+    texts = [text.replace("{stage.", "{stage_").replace("{run.dir}", "") for text in texts]
+    data["args"] = texts
+    data["environment"]["variables"] = {f"V{index}": text for index, text in enumerate(texts)}
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    assert seen["argv"] == ["end", *texts]
+    assert [seen["env"][f"V{index}"] for index in range(len(texts))] == texts
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_a_megabyte_in_any_field_is_refused_by_name(tmp_path: Path, place: tuple[str, ...]) -> None:
+    """A value of 1 MB fits no argument and no path: the error names the field and says its size."""
+    sandbox = Sandbox(tmp_path)
+    data: dict[str, Any] = {"name": "probe", "script": "x.py"}
+    if place[0] in ("module", "command"):
+        del data["script"]
+    for prefix, required in REQUIRED.items():
+        if place[: len(prefix)] == prefix:
+            put(data, prefix, dict(required))
+    put(data, place, "x" * 1_000_000)
+    with pytest.raises(InputError) as caught:
+        render(sandbox.set(data).job, Capabilities())
+    assert place[0] in str(caught.value)
+    assert len(str(caught.value)) < 4000
+
+
+def test_the_longest_argument_arrives_whole(sandbox: Sandbox) -> None:
+    """128 KiB less one byte, the most that Linux passes, arrives to the byte."""
+    data = job_with(sandbox, "end")
+    data["args"] = ["é" * 65_535]
+    data["environment"] = {}
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    assert seen["argv"] == ["end", "é" * 65_535]
