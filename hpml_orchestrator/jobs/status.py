@@ -243,6 +243,8 @@ def _job_id(
     )
     if isinstance(outcome, Found):
         return outcome.job_id, None
+    if isinstance(outcome, Absent) and outcome.refused:
+        return "", without_job("REFUSED", outcome.refused, over=True)
     if isinstance(outcome, Absent):
         hint = f"hpml was interrupted; `hpml submit --resume {submission.sid}` submits it"
         return "", without_job("NOT SUBMITTED", hint, over=True)

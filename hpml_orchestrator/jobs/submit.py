@@ -7,7 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
@@ -17,7 +17,13 @@ from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.scheduler.model import SubmitRequest
-from hpml_orchestrator.scheduler.recovery import Absent, Found, recover
+from hpml_orchestrator.scheduler.recovery import (
+    GRACE_SECONDS,
+    Absent,
+    Found,
+    Outcome,
+    recover,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +33,11 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import ResolvedJob
 
 __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
+
+
+_SHORT_GRACE_SECONDS = 10.0
+"""How long a request to the controller may still be under way when hpml and its sbatch, both on
+this machine, are seen to be gone."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ def submit(
     """
     request = _request(submission, environment)
     _write_arguments(submission, scheduler.arguments(request))
-    submission.mark_started(now=clock(), host=socket.gethostname())
+    submission.mark_started(now=clock())
     try:
         job_id = scheduler.submit(request)
     except SchedulerUnavailable as error:
@@ -127,7 +138,7 @@ def settle(
     scheduler: Scheduler,
     *,
     now: float | None = None,
-) -> Found | Absent | Any:
+) -> Outcome:
     """Find out what became of a submission whose job is not recorded; never submits.
 
     Returns:
@@ -150,7 +161,10 @@ def settle(
         sbatch_started_at=submission.started_at(),
         attempt_job_ids=claimed,
         now=moment,
+        grace_seconds=_SHORT_GRACE_SECONDS if submission.submitter_is_gone() else GRACE_SECONDS,
     )
+    if isinstance(outcome, Absent) and outcome.refused:
+        submission.record_refusal(outcome.refused, now=moment)
     if isinstance(outcome, Found):
         submission.record_job(outcome.job_id, how=outcome.how, now=moment)
     return outcome
@@ -191,6 +205,8 @@ def resume(
         outcome = settle(store, submission, scheduler, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
+        if isinstance(outcome, Absent) and outcome.refused:
+            raise SchedulerError(outcome.refused, hint=outcome.hint)
         if isinstance(outcome, Absent):
             return submit(submission, scheduler, environment=environment, clock=clock)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")

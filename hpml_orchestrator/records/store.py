@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hpml_orchestrator.records.files import (
     write_text,
 )
 from hpml_orchestrator.records.ids import ID_PATTERN
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -172,9 +173,18 @@ class Submission:
         """Write down that the scheduler refused."""
         write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
 
-    def mark_started(self, *, now: float, host: str) -> None:
-        """Say durably that sbatch is about to be called: from here a job may exist."""
-        write_json(self.directory / STARTED_MARKER, {"time": now, "host": host})
+    def mark_started(self, *, now: float) -> None:
+        """Say durably that this process is about to call sbatch: from here a job may exist."""
+        record = {"time": now, **asdict(this_owner(self.sid))}
+        write_json(self.directory / STARTED_MARKER, record)
+
+    def submitter_is_gone(self) -> bool:
+        """Whether the process that was about to call sbatch is known to be dead.
+
+        A process of another machine cannot be judged and counts as alive.
+        """
+        owner = Owner.read(str(self.directory / STARTED_MARKER))
+        return owner is not None and not owner_is_alive(owner)
 
     def started_at(self) -> float | None:
         """When sbatch was about to be called, seconds since the epoch; None when it never was."""

@@ -54,6 +54,7 @@ _TRIES = 3
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
 _CLOCK_SKEW_SECONDS = 600.0
+_EARLIEST = 1_000_000_000
 
 _RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds out, and never submits twice"
 _READ_HINT = "the controller may be busy or restarting: try again in a minute"
@@ -234,9 +235,11 @@ class SlurmScheduler:
         """
         found = _ids_in(self._squeue(["--me"]), directory)
         if not found:
-            since = min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS
-            start = f"--starttime=uts{max(int(since), 0)}"
-            found = _ids_in(self._sacct([f"--user={os.getuid()}", start]), directory)
+            # A job that was cancelled before its begin time lies in the future of accounting, and
+            # without an end there sacct does not show it. It takes no start in the 1970s.
+            start = max(int(min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS), _EARLIEST)
+            window = [f"--starttime=uts{start}", "--endtime=now+365days"]
+            found = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
         return sorted(found, key=int)
 
     def submitting(self, directory: Path) -> bool:

@@ -69,8 +69,8 @@ SACCT_FIELDS = (
 """For `sacct --format`; AllocCPUS only fills the column of restarts."""
 
 _NOTHING = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
-_JOB_ID = re.compile(r"(\d+)(?:;(\S+))?")
-_VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?")
+_JOB_ID = re.compile(r"(\d+)(?:;(\S+))?", re.ASCII)
+_VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
 _SIGNAL_MASK = 0x7F
 _CODE_SHIFT = 8
 
@@ -138,7 +138,7 @@ def parse_time(text: str) -> float | None:
     text = text.strip()
     if text.lower() in _NOTHING:
         return None
-    if text.isdigit():
+    if _number(text):
         return float(text) or None
     try:
         return datetime.fromisoformat(text).timestamp()
@@ -153,7 +153,7 @@ def parse_exit(text: str) -> tuple[int, int] | None:
     ((0, 15), (3, 0), (0, 9), None)
     """
     first, colon, second = text.strip().partition(":")
-    if not first.isdigit() or (colon and not second.isdigit()):
+    if not _number(first) or (colon and not _number(second)):
         return None
     if colon:
         return int(first), int(second)
@@ -172,7 +172,9 @@ def parse_squeue(text: str) -> list[Row]:
 
 def parse_sacct(text: str) -> list[Row]:
     """Return the rows of `sacct --format=SACCT_FIELDS`; what is no row is left out."""
-    rows = (_row(line, restarts=False) for line in text.splitlines())
+    # A newline in a name or a directory does not begin a row; an id and a separator do.
+    records = re.split(rf"\n(?=\d+{UNIT})", text.removesuffix("\n"))
+    rows = (_row(record, restarts=False) for record in records)
     return [row for row in rows if row]
 
 
@@ -212,10 +214,10 @@ def _covers(shown_id: str, job_id: str) -> bool:
     """Whether `25_[2,4-9:2%3]` stands for `25_6` too."""
     base, _, tasks = shown_id.partition("_")
     asked, _, task = job_id.partition("_")
-    if base != asked or not tasks.startswith("[") or not task.isdigit():
+    if base != asked or not tasks.startswith("[") or not _number(task):
         return False
     for part in tasks.strip("[]").partition("%")[0].split(","):
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", part)
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", part, re.ASCII)
         if span and int(task) in range(
             int(span[1]), int(span[2] or span[1]) + 1, int(span[3] or 1) or 1
         ):
@@ -225,7 +227,7 @@ def _covers(shown_id: str, job_id: str) -> bool:
 
 def _row(text: str, *, restarts: bool) -> Row | None:
     fields = text.split(UNIT, len(_SQUEUE_FIELDS) - 1)
-    if len(fields) != len(_SQUEUE_FIELDS) or not fields[0].strip().isdigit():
+    if len(fields) != len(_SQUEUE_FIELDS) or not _number(fields[0].strip()):
         return None
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
     state = parse_state(raw_state)
@@ -244,11 +246,15 @@ def _row(text: str, *, restarts: bool) -> Row | None:
         # start, but no nodes.
         started=parse_time(fields[6]) if nodes and not state.waiting else None,
         ended=parse_time(fields[7]) if state.over else None,
-        restarts=int(count) if restarts and count.isdigit() else 0,
+        restarts=int(count) if restarts and _number(count) else 0,
         name=fields[10],
         directory=fields[11],
     )
     return Row(fields[0].strip(), shown_id, status)
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def _text(field: str) -> str:

@@ -5,9 +5,9 @@ Standard library only and Python >= 3.9: it travels in `hpml-node.pyz`.
 
 from __future__ import annotations
 
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.area import MARKER, StagingArea
 from hpml_orchestrator.staging.capacity import Need, Room, check_room, human_bytes, room_at
-from hpml_orchestrator.staging.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.progress import OnProgress
 from hpml_orchestrator.staging.request import (
     Bases,

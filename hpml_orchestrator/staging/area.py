@@ -26,10 +26,10 @@ import stat
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.capacity import file_system_type
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
-from hpml_orchestrator.staging.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.request import check_job_key, target_path
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Who a job directory belongs to, and whether that process still lives."""
+"""Which process a directory belongs to, and whether that process still lives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STARTTIME_AFTER_NAME = 19  # field 22 of /proc/<pid>/stat, counted after "pid (
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that answers for a job directory.
+    """The process that answers for a directory, such as a job's staged data or a submission.
 
     Attributes:
-        job_key: the job directory's name.
+        job_key: the directory's name.
         pid: as its own PID namespace counts.
         start_ticks: its start in clock ticks after boot: tells a reused pid; -1 when unknown.
         boot_id: of the kernel that it ran under.

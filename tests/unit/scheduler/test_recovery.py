@@ -1,0 +1,237 @@
+"""What became of a submission: every branch, and every way to be killed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.scheduler.model import Scheduler, SubmitRequest
+from hpml_orchestrator.scheduler.recovery import Absent, Found, Outcome, Undecided, recover
+from hpml_orchestrator.testing import FakeClock, FakeScheduler, Fault, Killed
+
+START = 1_800_000_000.0
+
+
+def request_in(directory: Path) -> SubmitRequest:
+    return SubmitRequest(directory, directory / "log", "train", "hpml:1", {})
+
+
+def decide(
+    scheduler: Scheduler,
+    directory: Path,
+    *,
+    started: float | None = START,
+    now: float = START + 10,
+    wrote: tuple[str, ...] = (),
+) -> Outcome:
+    return recover(
+        scheduler,
+        directory,
+        name="train",
+        prepared_at=START,
+        sbatch_started_at=started,
+        attempt_job_ids=wrote,
+        now=now,
+    )
+
+
+def submitted(fake: FakeScheduler, directory: Path, fault: Fault) -> None:
+    fake.faults.append(fault)
+    with pytest.raises((Killed, SchedulerError)):
+        fake.submit(request_in(directory))
+
+
+def test_answer_on_disk(tmp_path: Path) -> None:
+    """1. sbatch's answer decides, even when the scheduler is down."""
+    (tmp_path / "sbatch.out").write_text("12;box\n")
+    down = FakeScheduler(faults=[Fault.UNAVAILABLE])
+    assert decide(down, tmp_path, wrote=("13",)) == Found("12", "sbatch.out")
+
+
+@pytest.mark.parametrize("torn", ["", "1", "12", "sbatch: 12\n", "\x00\x00"])
+def test_torn_answer(tmp_path: Path, torn: str) -> None:
+    """A torn answer is none: the queue knows better."""
+    fake = FakeScheduler()
+    fake.submit(request_in(tmp_path))
+    (tmp_path / "sbatch.out").write_text(torn)
+    assert decide(fake, tmp_path) == Found("1", "queue")
+
+
+def test_unreadable_answer(tmp_path: Path) -> None:
+    """An answer that cannot be read is none."""
+    (tmp_path / "sbatch.out").mkdir()
+    (tmp_path / "sbatch.err").mkdir()
+    assert isinstance(decide(FakeScheduler(), tmp_path, now=START + 121), Absent)
+
+
+def test_the_job_itself_says_so(tmp_path: Path) -> None:
+    """2. An id that the job wrote decides."""
+    down = FakeScheduler(faults=[Fault.UNAVAILABLE])
+    assert decide(down, tmp_path, wrote=("", " 31\n", "32")) == Found("31", "job")
+
+
+def test_sbatch_still_works(tmp_path: Path) -> None:
+    """3. As long as an sbatch is seen nothing is decided, however long it takes."""
+    fake = FakeScheduler()
+    fake.delay_seconds = 1e6
+    submitted(fake, tmp_path, Fault.KILLED_DURING)
+    outcome = decide(fake, tmp_path, now=START + 10_000)
+    assert isinstance(outcome, Undecided)
+    assert 0 < outcome.retry_after < 60
+
+
+def test_scheduler_down(tmp_path: Path) -> None:
+    """4. No answer of the scheduler is not the same as no job."""
+    down = FakeScheduler(faults=[Fault.UNAVAILABLE] * 2)
+    for started in (None, START):
+        outcome = decide(down, tmp_path, started=started, now=START + 10_000)
+        assert isinstance(outcome, Undecided)
+        assert "does not answer" in outcome.reason
+
+
+def test_oldest_job_in_the_queue(tmp_path: Path) -> None:
+    """4. Of several jobs the oldest is the one: the others find its marker and end."""
+    fake = FakeScheduler()
+    fake.submit(request_in(tmp_path))
+    fake.submit(request_in(tmp_path))
+    (tmp_path / "sbatch.out").unlink()
+    assert decide(fake, tmp_path) == Found("1", "queue")
+
+
+def test_never_started(tmp_path: Path) -> None:
+    """5. Without the marker sbatch was never started."""
+    assert decide(FakeScheduler(), tmp_path, started=None) == Absent("sbatch was never started")
+
+
+def test_refused(tmp_path: Path) -> None:
+    """6. A certain refusal on disk needs no wait, and is passed on."""
+    fake = FakeScheduler()
+    submitted(fake, tmp_path, Fault.REFUSED)
+    outcome = decide(fake, tmp_path)
+    assert isinstance(outcome, Absent)
+    assert "Invalid account" in outcome.refused
+    assert "account" in outcome.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sbatch: error: Batch job submission failed: Invalid acc",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n",
+        "sbatch: error: remark\n",
+        "",
+    ],
+)
+def test_uncertain_words(tmp_path: Path, text: str) -> None:
+    """7. Anything but a certain refusal has to wait for the grace period."""
+    (tmp_path / "sbatch.err").write_text(text)
+    outcome = decide(FakeScheduler(), tmp_path, now=START + 50)
+    assert isinstance(outcome, Undecided)
+    assert outcome.retry_after == 70
+    assert isinstance(decide(FakeScheduler(), tmp_path, now=START + 120), Absent)
+
+
+def test_clock_set_back(tmp_path: Path) -> None:
+    """7. A start in the future makes the wait no longer than the grace period."""
+    outcome = decide(FakeScheduler(), tmp_path, now=START - 1e6)
+    assert isinstance(outcome, Undecided)
+    assert outcome.retry_after == 120
+
+
+def test_answer_while_deciding(tmp_path: Path) -> None:
+    """8. An answer that arrives while the scheduler is asked is not overlooked."""
+
+    class Late(FakeScheduler):
+        def find(self, directory: Path, *, name: str, since: float) -> list[str]:
+            (directory / "sbatch.out").write_text("5\n")
+            return super().find(directory, name=name, since=since)
+
+    assert decide(Late(), tmp_path, now=START + 500) == Found("5", "sbatch.out")
+
+
+def test_absent_after_all(tmp_path: Path) -> None:
+    """8. After the grace period, without a trace, there is no job."""
+    outcome = decide(FakeScheduler(), tmp_path, now=START + 120)
+    assert outcome == Absent("sbatch has left neither answer nor job in 120 s")
+
+
+class Caller:
+    """A model of what `hpml submit` does, up to being killed at any step and started again."""
+
+    def __init__(self, fake: FakeScheduler, directory: Path) -> None:
+        self.fake = fake
+        self.directory = directory
+        self.started: float | None = None
+        self.recorded: str | None = None
+        self.refused = False
+
+    def submit(self, killed_before_marker: bool, killed_before_record: bool) -> None:
+        if killed_before_marker:
+            raise Killed
+        self.started = self.fake.clock.time()
+        job_id = self.fake.submit(request_in(self.directory))
+        if killed_before_record:
+            raise Killed
+        self.recorded = job_id
+
+    def resume(self, wrote: tuple[str, ...]) -> Outcome:
+        return recover(
+            self.fake,
+            self.directory,
+            name="train",
+            prepared_at=START,
+            sbatch_started_at=self.started,
+            attempt_job_ids=wrote,
+            now=self.fake.clock.time(),
+        )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    faults=st.lists(st.sampled_from(Fault), max_size=8),
+    kills=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=6),
+    pauses=st.lists(st.floats(0, 200), max_size=10),
+    delay=st.floats(0, 119),
+    job_speaks=st.booleans(),
+)
+def test_never_two_jobs_and_never_a_lost_one(
+    faults: list[Fault],
+    kills: list[tuple[bool, bool]],
+    pauses: list[float],
+    delay: float,
+    job_speaks: bool,
+) -> None:
+    """However hpml, sbatch and answers die, exactly one job comes to be, and is on record."""
+    fake = FakeScheduler(FakeClock(START), faults)
+    fake.delay_seconds = delay
+    kills, pauses = list(kills), list(pauses)
+    with tempfile.TemporaryDirectory() as name:
+        caller = Caller(fake, Path(name))
+        outcome: Outcome = Absent("new")
+        for _ in range(60):
+            try:
+                if isinstance(outcome, Absent):
+                    outcome = Undecided("submitted", 0)
+                    caller.submit(*(kills.pop(0) if kills else (False, False)))
+                    break
+                wrote = tuple(fake.jobs) if job_speaks else ()
+                outcome = caller.resume(wrote)
+            except (Killed, SchedulerUnavailable):
+                pass
+            except SchedulerError:
+                outcome = Absent("refused")
+            if isinstance(outcome, Found):
+                caller.recorded = outcome.job_id
+                break
+            if isinstance(outcome, Undecided):
+                wait = pauses.pop(0) if pauses else outcome.retry_after
+                fake.clock.sleep(wait)
+        fake.clock.sleep(1000)
+        fake.submitting(Path(name))  # everything under way arrives
+        assert list(fake.jobs) == ["1"]
+        assert caller.recorded == "1"
