@@ -131,6 +131,7 @@ def _container(job: Job) -> tuple[list[Any], list[Any]]:
     container = job.environment.container
     if container is None:
         return [], []
+    _check_mounted(job)
     own = [template.Raw('"$hpml_submission"'), template.Raw('"$hpml_run"')]
     if container.engine == "apptainer":
         words: list[Any] = ["apptainer", "exec"]
@@ -150,6 +151,19 @@ def _container(job: Job) -> tuple[list[Any], list[Any]]:
         template.quote(mount if ":" in mount else f"{mount}:{mount}") for mount in container.mounts
     ]
     return [], mounts
+
+
+def _check_mounted(job: Job) -> None:
+    """Refuse paths that a container cannot mount: colons and commas divide the options' parts."""
+    places = [("workdir", job.workdir)]
+    places += [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
+    for field, path in places:
+        if ":" in path or "," in path:
+            raise InputError(
+                "must have neither colon nor comma where the ranks run in a container",
+                field=field,
+                value=path,
+            )
 
 
 def _check_placeholders(job: Job) -> None:

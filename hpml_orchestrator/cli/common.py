@@ -29,12 +29,10 @@ __all__ = [
 ]
 
 
-def _complete_run(incomplete: str) -> list[str]:
-    from hpml_orchestrator.records.store import Store, default_root  # noqa: PLC0415
-
+def _complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     try:
-        store = Store(default_root(os.environ))
-        known = ["last", *(one.sid for one in store.submissions())]
+        ctx.obj = {"records": ctx.find_root().params.get("records")}
+        known = ["last", *(one.sid for one in store_of(ctx).submissions())]
     except Exception:  # noqa: BLE001 - completion never disturbs the command line
         return []
     return [word for word in known if word.startswith(incomplete)]

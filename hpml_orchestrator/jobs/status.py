@@ -11,19 +11,21 @@ from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavai
 from hpml_orchestrator.jobs.backend import open_backend
 from hpml_orchestrator.jobs.submit import settle
 from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.store import Run
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpml_orchestrator.records.store import Attempt, Run, Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
 
 __all__ = ["State", "states", "wait_until_over"]
 
 _FINAL = "final.json"
 _FORGOTTEN_SECONDS = 60.0
+_LOST_ANSWERS = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class State:
         exit_code: exit status of the script, None where not known.
         attempts: how many starts there were.
         over: whether nothing more will happen by itself.
+        lost: whether the scheduler answers but knows no such job any more, and the job did not
+            write down its end: it is not running, and how it ended will not be known.
     """
 
     submission: Submission
@@ -58,6 +62,7 @@ class State:
     exit_code: int | None = None
     attempts: int = 0
     over: bool = False
+    lost: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for programs."""
@@ -102,7 +107,7 @@ def states(
     opened: dict[tuple[str, str], Scheduler] = {}
 
     def backend(name: str, host: str) -> Scheduler:
-        key = (name, host if name == "local" else "")
+        key = _scheduler_key(name, host)
         if key not in opened:
             opened[key] = backends(name, host) if backends else open_backend(name, store, host=host)
         return opened[key]
@@ -120,11 +125,14 @@ def states(
         if final is not None:
             known[submission.sid] = final
             continue
-        job_id, unsettled = _job_id(store, submission, record, backend, now())
+        try:
+            job_id, unsettled = _job_id(store, submission, record, backend, now())
+        except (NotFoundError, RecordError):
+            job_id, unsettled = "", _broken(store, submission)
         if unsettled is not None:
             known[submission.sid] = unsettled
             continue
-        key = (str(record["backend"]), str(record["host"]))
+        key = _scheduler_key(str(record["backend"]), str(record["host"]))
         asked.setdefault(key, []).append((submission, record, job_id))
     for (name, host), items in asked.items():
         answer, trouble = _ask(backend(name, host), [job_id for _, _, job_id in items])
@@ -147,9 +155,11 @@ def wait_until_over(
     """Return the submission's last state, once it is over.
 
     The scheduler is asked 1 s after the start and then ever more rarely, up to `longest_seconds`
-    apart; the end that the job itself writes down makes the next question come at once.
+    apart; the end that the job itself writes down makes the next question come at once. A job that
+    its scheduler does not know any more, three answers in a row, is waited for no longer.
     """
     pause = 1.0
+    lost = 0
     backends: dict[tuple[str, str], Scheduler] = {}
 
     def backend(name: str, host: str) -> Scheduler:
@@ -158,7 +168,8 @@ def wait_until_over(
     while True:
         state = states(store, [submission], backends=backend, now=now)[0]
         each(state)
-        if state.over:
+        lost = lost + 1 if state.lost else 0
+        if state.over or lost >= _LOST_ANSWERS:
             return state
         deadline = now() + pause
         seen_end = _said_end(state.run)
@@ -191,16 +202,24 @@ def _record_of(submission: Submission) -> dict[str, Any] | None:
         return None
 
 
+def _scheduler_key(name: str, host: str) -> tuple[str, str]:
+    """Return what tells schedulers apart: every machine has its own local one."""
+    return (name, host if name == "local" else "")
+
+
 def _run_of(store: Store, submission: Submission) -> Run:
-    return store.run(submission.runs()[0][1])
+    """Return the submission's run, whose directory may have been removed by hand."""
+    try:
+        rid = submission.runs()[0][1]
+    except (NotFoundError, RecordError, IndexError, ValueError):
+        rid = submission.sid
+    return Run(store.runs_dir / rid)
 
 
 def _broken(store: Store, submission: Submission) -> State:
-    from hpml_orchestrator.records.store import Run  # noqa: PLC0415
-
     return State(
         submission,
-        Run(store.runs_dir / submission.sid),
+        _run_of(store, submission),
         name="?",
         backend="?",
         job_id="",
@@ -264,8 +283,10 @@ def _state(
     run = _run_of(store, submission)
     attempts = run.attempts()
     own = attempts[-1] if attempts else None
-    if status is None:
-        status = _own_status(job_id, own, trouble, submission, now)
+    lost = False
+    said_end = own is not None and own.ended is not None
+    if status is None or (status.state is JobState.UNKNOWN and said_end):
+        status, lost = _own_status(job_id, own, trouble, submission, now)
     ended = own.ended if own is not None and status.state.over else None
     exit_code = status.exit_code
     if ended is not None and (exit_code is None or status.state is JobState.FAILED):
@@ -285,6 +306,7 @@ def _state(
         exit_code=exit_code,
         attempts=len(attempts),
         over=status.state.over,
+        lost=lost,
     )
     if state.over:
         _keep_final(state, raw=status.raw_state)
@@ -293,8 +315,12 @@ def _state(
 
 def _own_status(
     job_id: str, own: Attempt | None, trouble: str, submission: Submission, now: float
-) -> JobStatus:
-    """Say what is known of a job that its scheduler does not know, or cannot be asked about."""
+) -> tuple[JobStatus, bool]:
+    """Say what is known of a job that its scheduler does not know, or cannot be asked about.
+
+    Returns:
+        The status, and whether the job is lost.
+    """
     ended = own.ended if own is not None else None
     if ended is not None and not trouble:
         code = int(ended["exit_code"])
@@ -302,23 +328,22 @@ def _own_status(
         state = JobState.COMPLETED if code == 0 else JobState.FAILED
         if words == "terminated":
             state = JobState.CANCELLED
-        return JobStatus(
+        own_status = JobStatus(
             job_id,
             state,
             reason=f"as the job wrote itself: {words}",
             exit_code=code,
             ended=float(ended["time"]),
         )
+        return own_status, False
     if trouble:
-        return JobStatus(job_id, JobState.UNKNOWN, reason=trouble)
+        return JobStatus(job_id, JobState.UNKNOWN, reason=trouble), False
     started = submission.started_at() or now
     if now - started < _FORGOTTEN_SECONDS:
-        return JobStatus(job_id, JobState.UNKNOWN, reason="the scheduler does not know it (yet)")
-    return JobStatus(
-        job_id,
-        JobState.UNKNOWN,
-        reason="the scheduler has forgotten it, and the job did not write down its end",
-    )
+        reason = "the scheduler does not know it (yet)"
+        return JobStatus(job_id, JobState.UNKNOWN, reason=reason), False
+    reason = "the scheduler has forgotten it, and the job did not write down its end"
+    return JobStatus(job_id, JobState.UNKNOWN, reason=reason), True
 
 
 def _started_of(own: Attempt | None) -> float | None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
 
 
-_SHORT_GRACE_SECONDS = 10.0
+_SHORT_GRACE_SECONDS = 30.0
 """How long a request to the controller may still be under way when hpml and its sbatch, both on
 this machine, are seen to be gone."""
 
@@ -195,22 +195,29 @@ def resume(
         return str(known["job_id"])
     refused = submission.refused()
     if refused is not None:
-        raise InputError(
-            f"the scheduler refused it: {refused['reason']}",
-            field="--resume",
-            value=submission.sid,
-            hint="mend the job file and submit it again",
-        )
+        raise _was_refused(submission, str(refused["reason"]))
     while True:
         outcome = settle(store, submission, scheduler, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
         if isinstance(outcome, Absent) and outcome.refused:
             raise SchedulerError(outcome.refused, hint=outcome.hint)
+        if isinstance(outcome, Absent) and outcome.refused:
+            submission.record_refusal(outcome.refused, now=clock())
+            raise _was_refused(submission, outcome.refused, outcome.hint)
         if isinstance(outcome, Absent):
             return submit(submission, scheduler, environment=environment, clock=clock)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
         sleep(outcome.retry_after)
+
+
+def _was_refused(submission: Submission, reason: str, hint: str = "") -> InputError:
+    return InputError(
+        f"the scheduler refused it: {reason}",
+        field="--resume",
+        value=submission.sid,
+        hint=hint or "mend the job file and submit it again",
+    )
 
 
 def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRequest:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.jobs.status import State
     from hpml_orchestrator.records.events import Event
@@ -75,9 +76,9 @@ def summarise(state: State) -> Summary:
         ended = float(attempt.ended["time"])
     return Summary(
         phases=phases(events, queued=queued, ended=ended),
-        staged_bytes=sum(int(event.data.get("bytes", 0)) for event in ready),
-        staged_files=sum(int(event.data.get("files", 0)) for event in ready),
-        staging_seconds=max((float(event.data.get("seconds", 0)) for event in ready), default=0.0),
+        staged_bytes=sum(int(_figure(event.data, "bytes")) for event in ready),
+        staged_files=sum(int(_figure(event.data, "files")) for event in ready),
+        staging_seconds=max((_figure(event.data, "seconds") for event in ready), default=0.0),
         nodes=len(ready),
         ranks=len(attempt.bindings()),
         result=result,
@@ -148,6 +149,12 @@ def _last_steps(events: Sequence[Event]) -> dict[int, dict[str, Any]]:
 
 def _data_wait(steps: Sequence[dict[str, Any]]) -> float | None:
     """Return waited / (steps' whole time), both summed over the ranks."""
-    waited = sum(float(step.get("data_wait_seconds_total", 0.0)) for step in steps)
-    stepped = sum(float(step.get("step_seconds_total", 0.0)) for step in steps)
+    waited = sum(_figure(step, "data_wait_seconds_total") for step in steps)
+    stepped = sum(_figure(step, "step_seconds_total") for step in steps)
     return waited / stepped if stepped > 0 else None
+
+
+def _figure(data: Mapping[str, Any], key: str) -> float:
+    """Return a figure that a rank reported; 0 where it reported none, or something else."""
+    value = data.get(key)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

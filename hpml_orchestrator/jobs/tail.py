@@ -61,4 +61,6 @@ def last_lines(path: Path, count: int) -> bytes:
             stream.seek(begin)
             data = stream.read(end - begin) + data
             end = begin
-    return b"".join(data.splitlines(keepends=True)[-count:])
+    lines = data.split(b"\n")  # not splitlines(): progress bars end theirs in \r
+    whole = [line + b"\n" for line in lines[:-1]] + [lines[-1]] * bool(lines[-1])
+    return b"".join(whole[-count:])

@@ -6,11 +6,12 @@ when it is told to end: SIGUSR1 at the normal end, SIGTERM on cancel and at the 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,13 +78,21 @@ class Agent:
     attempt: Path
     requests: list[StageRequest]
     node: str = field(default_factory=node_name)
-    _ending: threading.Event = field(default_factory=threading.Event)
     _told: str = ""
+    _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note that the end has come; the main loop acts on it."""
+        """Note that the end has come; the main loop acts on it.
+
+        A pipe and no `threading.Event`: that one's lock may be held by the very code that the
+        signal interrupts.
+        """
         self._told = self._told or signal.Signals(number).name
-        self._ending.set()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake[1], b"\0")
+
+    def _is_ending(self) -> bool:
+        return bool(self._told)
 
     def run(self) -> int:
         """Stage, report, listen, wait for the end, clean up.
@@ -93,7 +102,7 @@ class Agent:
         """
         log = self.attempt / "events" / f"{self.node}.jsonl"
         stager = CopyStager(
-            job_key=job_key(os.environ), should_stop=self._ending.is_set, on_progress=None
+            job_key=job_key(os.environ), should_stop=self._is_ending, on_progress=None
         )
         reader = ChannelReader(attempt_channel(os.environ, str(self.attempt)), log, self.node)
         try:
@@ -114,7 +123,7 @@ class Agent:
         try:
             results = [self._stage(stager, request, log) for request in self.requests]
         except (HpmlError, OSError) as error:
-            if self._ending.is_set():
+            if self._is_ending():
                 return False
             message = str(error) or type(error).__name__
             self._mark("failed", message=message, hint=getattr(error, "hint", ""))
@@ -163,9 +172,8 @@ class Agent:
     def _wait(self) -> None:
         """Wait for a signal; the marker of the script's end counts as one that was lost."""
         over = self.attempt / _OVER_MARKER
-        while not self._ending.wait(_POLL_SECONDS):
-            if over.exists():
-                return
+        while not self._is_ending() and not over.exists():
+            select.select([self._wake[0]], [], [], _POLL_SECONDS)
 
     def _clean(self, stager: CopyStager, write: Callable[[str], object] = sys.stderr.write) -> None:
         try:

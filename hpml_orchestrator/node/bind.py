@@ -7,6 +7,7 @@ rank, so it imports next to nothing and execs as soon as it can.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 
@@ -46,8 +47,11 @@ def run(argv: list[str]) -> int:
         _listen(attempt)
         try:
             _record(attempt, command)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             sys.stderr.write(f"hpml-bind: cannot record the binding: {error}\n")
+    # Python ignores these two, and what is ignored stays so across exec: not for the command.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)  # noqa: S606 - becoming the command is the purpose
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run
 
 __all__ = ["EXIT_DUPLICATE", "claim", "finish", "node_name"]
 
+_CLAIM_SECONDS = 30.0
 EXIT_DUPLICATE = 75
 """Exit status of a job that found its run claimed by another job."""
 
@@ -49,7 +50,7 @@ def claim(submission: str) -> int:
     run = Run(_run_directory(Path(submission), job_id))
     number = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     for earlier in run.attempts():
-        if earlier.job_id not in ("", job_id):
+        if _claimant(earlier) not in ("", job_id):
             return _duplicate(earlier, job_id)
     attempt = Attempt(run.directory / "attempts" / str(number))
     for name in ("nodes", "events", "binding"):
@@ -58,16 +59,18 @@ def claim(submission: str) -> int:
     try:
         started.mkdir()
     except FileExistsError:
-        # The winner writes its id right after the mkdir: give it a moment.
-        deadline = time.monotonic() + 30
-        while not attempt.job_id and time.monotonic() < deadline:
-            time.sleep(0.2)
-        if attempt.job_id != job_id:
+        if _claimant(attempt) != job_id:
             return _duplicate(attempt, job_id)
-        # Same job, same attempt: the node was lost and the script started again without a requeue.
+        # Same job, same attempt: the script was started again without a requeue. What its nodes
+        # said before does not hold any more.
+        _forget(attempt)
     write_text(started / "job_id", f"{job_id}\n")
     node = node_name()
-    names = list(dict.fromkeys([node, socket.getfqdn(), socket.gethostname()]))
+    names = [
+        name
+        for name in dict.fromkeys([node, socket.getfqdn(), socket.gethostname()])
+        if name.partition(".")[0] != "localhost"  # every node would find itself
+    ]
     write_json(attempt.directory / "head.json", {"node": node, "names": names})
     events.append(
         attempt.directory / "events" / "batch.jsonl",
@@ -107,6 +110,28 @@ def finish(attempt: str, code: str, reason: str = "") -> int:
         reason=words,
     )
     return 0
+
+
+def _claimant(attempt: Attempt) -> str:
+    """Return the id of the job that claimed an attempt; empty when none has, or never will say.
+
+    A winner writes its id right after the mkdir: it is given a moment.
+    """
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    while True:
+        job_id = attempt.job_id
+        if job_id or not (attempt.directory / "started").is_dir():
+            return job_id
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(0.1)
+
+
+def _forget(attempt: Attempt) -> None:
+    """Remove the markers of an earlier start of the same attempt."""
+    markers = [*(attempt.directory / "nodes").glob("*.json")]
+    for path in (*markers, attempt.directory / "over", attempt.directory / "ended.json"):
+        path.unlink(missing_ok=True)
 
 
 def _run_directory(submission: Path, job_id: str) -> Path:

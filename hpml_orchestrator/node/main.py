@@ -18,6 +18,9 @@ usage: hpml-node.pyz COMMAND …
 """
 
 
+_WORDS = {"claim": (1,), "wait-ready": (3,), "rendezvous": (1,), "finish": (2, 3)}
+
+
 def main(argv: list[str]) -> int:
     """Run one command and return its exit status."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -40,6 +43,9 @@ def _careful(command: str, rest: list[str]) -> int:
     """Run a command whose errors are told in one line, not as a traceback."""
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
 
+    if len(rest) not in _WORDS.get(command, range(1000)):
+        sys.stderr.write(f"hpml: {command}: wrong number of words\n{USAGE}")
+        return 2
     try:
         if command == "claim":
             from hpml_orchestrator.node.claim import claim  # noqa: PLC0415

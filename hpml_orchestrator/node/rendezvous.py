@@ -51,7 +51,10 @@ def resolve(names: list[str]) -> dict[str, str]:
 
 
 def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
-    """Yield ports from 10000 to 31999 outside the ephemeral range, in an order made from a key.
+    """Yield ports from 10000 to 31999 in an order made from a key, those outside a range first.
+
+    The kernel gives ports of the ephemeral range to anybody's connections; on nodes where it was
+    widened over all of these, a port in it that is free now is better than none.
 
     >>> next(candidate_ports("17::", (32768, 60999))) == next(candidate_ports("17::", (32768, 1)))
     True
@@ -60,10 +63,11 @@ def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     digest = hashlib.sha256(key.encode()).digest()
     start = int.from_bytes(digest[:8], "big") % span
     stride = 7919  # a prime that does not divide the span: every port comes up once
-    for step in range(span):
-        port = _LOW + (start + step * stride) % span
-        if not ephemeral[0] <= port <= ephemeral[1]:
-            yield port
+    for wanted in (False, True):
+        for step in range(span):
+            port = _LOW + (start + step * stride) % span
+            if (ephemeral[0] <= port <= ephemeral[1]) is wanted:
+                yield port
 
 
 def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:

@@ -91,19 +91,19 @@ def read(path: Path) -> list[Event]:
     """Read one JSONL file; lines of an unknown event or a newer schema are passed over."""
     found = []
     for line in read_json_lines(path):
-        if not isinstance(line, dict) or line.get("schema_version", 0) > SCHEMA_VERSION:
-            continue
         try:
+            if line.get("schema_version", 0) > SCHEMA_VERSION:
+                continue
             found.append(
                 Event(
                     float(line["time"]),
                     str(line["event"]),
                     str(line["node"]),
                     line.get("rank"),
-                    line.get("data") or {},
+                    dict(line.get("data") or {}),
                 )
             )
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             continue
     return found
 

@@ -112,7 +112,10 @@ def read_json(path: PathLike) -> Any:
 
 def append_line(path: PathLike, line: str) -> None:
     """Append one line with a single write, so that lines of several writers never mix."""
-    data = (line + "\n").encode("utf-8", "surrogateescape")
+    try:
+        data = (line + "\n").encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        data = (line + "\n").encode("utf-8", "backslashreplace")
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.write(fd, data)
@@ -122,13 +125,12 @@ def append_line(path: PathLike, line: str) -> None:
 
 def read_json_lines(path: PathLike) -> list[Any]:
     """Read the complete JSON lines of a file; a torn last line is left out."""
-    return list(_json_lines(read_text(path).splitlines(keepends=True)))
+    # Not splitlines(): that also splits at U+2028 and its like, which JSON leaves as they are.
+    return list(_json_lines(read_text(path).split("\n")[:-1]))
 
 
 def _json_lines(lines: Iterable[str]) -> Iterable[Any]:
     for line in lines:
-        if not line.endswith("\n"):
-            return
         try:
             yield json.loads(line)
         except ValueError:

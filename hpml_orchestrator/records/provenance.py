@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["collect"]
 
 _GIT_TIMEOUT_SECONDS = 20
+_PLAIN_DIFF = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+# Set inside git's hooks: they would name another repository than the job's.
+_GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _DIFF_LIMIT_BYTES = 4 * 1024 * 1024
 
 
@@ -46,10 +49,17 @@ def collect(
         "host": socket.gethostname(),
         "user": environment.get("USER") or environment.get("LOGNAME") or str(os.getuid()),
         "command_line": list(argv),
-        "directory": os.getcwd(),
+        "directory": _working_directory(),
         "git": git,
     }
     return record, diff
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed under this process
+        return ""
 
 
 def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
@@ -57,15 +67,16 @@ def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
     top = _run_git(directory, "rev-parse", "--show-toplevel")
     if commit is None or top is None:
         return None, b""
-    status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal") or b""
+    status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal")
     branch = _run_git(directory, "rev-parse", "--abbrev-ref", "HEAD") or b""
-    diff = _run_git(directory, "diff", "HEAD", "--binary") or b""
-    untracked = [line[3:] for line in _lines(status) if line.startswith("??")]
+    # the user's own settings of colours and of other diff programs make no patch
+    diff = _run_git(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
+    untracked = [line[3:] for line in _lines(status or b"") if line.startswith("??")]
     record: dict[str, Any] = {
         "commit": commit.decode().strip(),
         "branch": branch.decode(errors="replace").strip(),
         "top": top.decode(errors="replace").strip(),
-        "dirty": bool(status.strip()),
+        "dirty": None if status is None else bool(status.strip()),
         "untracked": untracked[:100],
     }
     if len(diff) > _DIFF_LIMIT_BYTES:
@@ -88,6 +99,7 @@ def _run_git(directory: str, *arguments: str) -> bytes | None:
             check=False,
             timeout=_GIT_TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if name not in _GIT_PLACES},
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

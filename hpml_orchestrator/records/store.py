@@ -149,6 +149,13 @@ class Submission:
             return None
         return record
 
+    def has_job(self, job_id: str) -> bool:
+        """Whether that is the job's id; False too where its record cannot be read."""
+        try:
+            return str((self.job() or {}).get("job_id")) == job_id
+        except RecordError:
+            return False
+
     def refused(self) -> dict[str, Any] | None:
         """Why no job came of it, `refused.json`; None when one did or may have."""
         try:
@@ -261,6 +268,7 @@ class Store:
             table = "".join(f"{index}\t{names[index]}\n" for index in sorted(names))
             write_text(temporary / RUN_TABLE, table)
             os.rename(temporary, target)
+            made[0] = target
             fsync_dir(self.submissions_dir)
             fsync_dir(self.runs_dir)
         except OSError as error:
@@ -296,7 +304,7 @@ class Store:
         return Run(directory)
 
     def resolve(self, word: str) -> Submission:
-        """Find a submission by its id, a unique part of it, its job id, or `last`.
+        """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
         Raises:
             NotFoundError: nothing fits.
@@ -309,12 +317,12 @@ class Store:
             if everything:
                 return everything[0]
             raise NotFoundError(f"no runs under {self.root} yet", hint="start one with `hpml run`")
-        exact = [one for one in everything if one.sid == word]
-        fits = exact or [
+        fits = [one for one in everything if one.sid == word]
+        if not fits and word.isdecimal():  # before parts of ids: many of those end in a digit
+            fits = [one for one in everything if one.has_job(word)]
+        fits = fits or [
             one for one in everything if one.sid.startswith(word) or one.sid.endswith(word)
         ]
-        if not fits and word.isdigit():
-            fits = [one for one in everything if (one.job() or {}).get("job_id") == word]
         if not fits:
             raise NotFoundError(
                 f"no run {word!r} under {self.root}",

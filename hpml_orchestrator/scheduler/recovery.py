@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text
-from hpml_orchestrator.scheduler.slurm_messages import final_refusal, hint_for
+from hpml_orchestrator.scheduler.slurm_messages import final_refusal, hint_for, transport_fault
 from hpml_orchestrator.scheduler.slurm_parse import parse_job_id
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def recover(
         sbatch_started_at: time of the marker `sbatch.started`, None where there is no marker.
         attempt_job_ids: ids that jobs of this submission have written down themselves.
         now: seconds since the epoch.
-        grace_seconds: how long after its start an sbatch may still be under way unseen.
+        grace_seconds: how long after its start an sbatch may still be under way unseen; never
+            shorter than `GRACE_SECONDS` where sbatch itself has said that its answer was lost.
     """
     found = _answered(directory)
     if found:
@@ -124,9 +125,13 @@ def recover(
 
 def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
     """Decide for an sbatch that was started, is not seen any more, and left no job in sight."""
-    refused = final_refusal(_read(directory, "sbatch.err"))
+    said = _read(directory, "sbatch.err")
+    refused = final_refusal(said)
     if refused:
         return Absent("sbatch refused it", refused, hint_for(refused))
+    if transport_fault(said):
+        # The request may lie with a controller that stands still, however dead sbatch is.
+        grace_seconds = max(grace_seconds, GRACE_SECONDS)
     left = grace_seconds - elapsed_seconds
     if left > 0:
         return Undecided("sbatch was started a moment ago and has not answered", left)

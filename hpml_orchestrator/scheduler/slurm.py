@@ -49,6 +49,7 @@ SBATCH_OUT = "sbatch.out"
 SBATCH_ERR = "sbatch.err"
 
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
+READ_PATIENCE_SECONDS = 15.0  # past this, the next try of a reading command is the last
 SUBMIT_TIMEOUT_SECONDS = 300.0
 _TRIES = 3
 _JITTER = 0.2
@@ -319,18 +320,18 @@ class SlurmScheduler:
 
     def _read_command(self, argv: Sequence[str]) -> Completed:
         """Run a command that changes nothing; tried again, ever later, while Slurm is busy."""
-        delay = 1.0
+        began, delay = self._clock.monotonic(), 1.0
         for left in range(_TRIES - 1, -1, -1):
+            last = not left or self._clock.monotonic() - began > READ_PATIENCE_SECONDS
             try:
                 done = self._run(argv)
             except CommandMissing:
                 raise
             except SchedulerUnavailable:
-                if not left:
+                if last:
                     raise
             else:
-                passed = done.returncode > 0 and transport_fault(done.stderr)
-                if not left or not passed:
+                if last or done.returncode <= 0 or not transport_fault(done.stderr):
                     return done
             self._clock.sleep(delay * (1 + self._rng.uniform(-_JITTER, _JITTER)))
             delay *= 2

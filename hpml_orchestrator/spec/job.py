@@ -31,7 +31,7 @@ LATER = {
     "array": "job arrays",
     "dependency": "job dependencies",
     "checkpoint": "checkpoint signals and requeue",
-    "monitor": "the exporter inside a job",
+    "monitor": "exporter inside a job",
 }
 """Fields that are planned and refused until what they need is there."""
 
@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("is a boolean: put it in quotes, as the program shall read it")  # noqa: TRY004
     if isinstance(value, (int, float)):
-        return str(value)
+        return getattr(value, "written", None) or str(value)
     return value
 
 
@@ -341,9 +341,7 @@ class Job(_Model):
         if isinstance(data, dict):
             for key, what in LATER.items():
                 if data.get(key) is not None:
-                    raise ValueError(
-                        f"{key}: {what} are not supported yet in this release; remove the field"
-                    )
+                    raise ValueError(f"{key}: this release has no {what} yet; remove the field")
         return data
 
     @model_validator(mode="after")

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import io
 import os
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.spec.job import Job
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 __all__ = ["ResolvedJob", "load_job", "parse_setting"]
 
 _MAX_FILE_BYTES = 16 * 1024 * 1024
-_MAX_NODES = 200_000
-_MAX_DEPTH = 32
+_INDEX_DIGITS = 6
 _CLOSE_ENOUGH = 0.6
 _PART_CHARS = 60
 
@@ -59,20 +59,13 @@ def load_job(path: str | Path, settings: list[tuple[str, Any]] | None = None) ->
         given = {
             name: origin for name, origin in given.items() if not f"{name}.".startswith(f"{field}.")
         }
-        given.update(
-            dict.fromkeys(
-                _leaves(value, field) if isinstance(value, dict) else [field], "command line"
-            )
-        )
+        given.update(dict.fromkeys(_leaves(value, field), "command line"))
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
         raise _explained(error, source) from None
     job = _absolute(job, source.parent)
-    origins = {
-        name: next((given[g] for g in given if _covers(g, name)), "default")
-        for name in _leaves(job.model_dump())
-    }
+    origins = {name: _origin(given, name) for name in _leaves(job.model_dump())}
     return ResolvedJob(job, source, origins)
 
 
@@ -92,28 +85,27 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def _read(source: Path) -> dict[str, Any]:
     try:
-        size = source.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise InputError(
-                f"{source} is {size} bytes; a job file has at most {_MAX_FILE_BYTES}",
-                hint="keep data in files of their own and name them in the job file",
-            )
-        raw = source.read_bytes()
+        with source.open("rb") as stream:
+            raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFoundError(
             f"no such job file: {source}", hint="see docs/tutorial.md for a first one"
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror or error}") from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise InputError(
+            f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a job file may have",
+            hint="keep data in files of their own and name them in the job file",
+        )
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from error
-    if source.suffix == ".toml":
-        try:
-            data: Any = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"{source} is not TOML: {error}") from error
+    if source.suffix.lower() == ".toml":
+        from hpml_orchestrator.spec.document import parse_toml  # noqa: PLC0415
+
+        data: Any = parse_toml(text, str(source))
     else:
         data = _yaml(text, str(source))
     if not isinstance(data, dict):
@@ -125,65 +117,44 @@ def _read(source: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str, what: str) -> Any:
-    from ruamel.yaml import YAML  # noqa: PLC0415 - only where a file is read
-    from ruamel.yaml.error import YAMLError  # noqa: PLC0415
+    from hpml_orchestrator.spec.document import parse_yaml  # noqa: PLC0415 - where a file is read
 
-    reader = YAML(typ="safe", pure=True)
-    reader.version = None
-    try:
-        data = reader.load(io.StringIO(text))
-    except YAMLError as error:
-        raise InputError(f"{what} is not YAML: {_one_line(str(error))}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{what} is not YAML: {_one_line(str(error))}") from None
-    _bounded(data, what)
-    return data
-
-
-def _bounded(data: Any, what: str) -> None:
-    """Refuse documents that grow when they are walked: aliases of aliases, deep nesting."""
-    seen = 0
-    level = [data]
-    for _ in range(_MAX_DEPTH):
-        following: list[Any] = []
-        for item in level:
-            seen += 1
-            if isinstance(item, dict):
-                following.extend(item.values())
-            elif isinstance(item, (list, tuple, set)):
-                following.extend(item)
-            if seen + len(following) > _MAX_NODES:
-                raise InputError(f"{what} holds more than {_MAX_NODES} values (are they aliases?)")
-        level = following
-        if not level:
-            return
-    raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels")
-
-
-def _one_line(text: str) -> str:
-    """Return a parser's message on one line, without its advice for programmers."""
-    text = text.partition("To suppress this check")[0].replace(' in "<file>",', " in")
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())[:400]
+    return parse_yaml(text, what)
 
 
 def _set(data: dict[str, Any], field: str, value: Any) -> None:
+    """Put a value at a dotted place; what is not there, or empty, becomes a mapping on the way."""
     *parents, last = field.split(".")
     here: Any = data
     for depth, parent in enumerate(parents):
-        if isinstance(here, list) and parent.isdigit() and int(parent) < len(here):
-            here = here[int(parent)]
-            continue
-        if not isinstance(here, dict) or not isinstance(here.get(parent, {}), (dict, list)):
-            raise InputError(
-                "has no fields of its own", field=".".join(parents[: depth + 1]), value=field
-            )
-        here = here.setdefault(parent, {})
-    if isinstance(here, list) and last.isdigit() and int(last) < len(here):
-        here[int(last)] = value
-    elif isinstance(here, dict):
-        here[last] = value
+        place = ".".join(parents[: depth + 1])
+        if isinstance(here, list):
+            here = here[_index(here, parent, place)]
+        else:
+            if here.get(parent) is None:
+                here[parent] = {}
+            here = here[parent]
+        if not isinstance(here, (dict, list)):
+            raise InputError("has no fields of its own", field=place, value=field)
+    if isinstance(here, list):
+        here[_index(here, last, field)] = value
     else:
-        raise InputError("has no such entry", field=".".join(parents), value=last)
+        here[last] = value
+
+
+def _index(entries: list[Any], part: str, field: str) -> int:
+    if part.isascii() and part.isdecimal() and len(part) <= _INDEX_DIGITS:
+        index = int(part)
+        if index < len(entries):
+            return index
+    there = f"0 to {len(entries) - 1}" if entries else "none"
+    raise InputError(f"has no such entry; there are: {there}", field=field, value=part)
+
+
+def _origin(given: dict[str, str], name: str) -> str:
+    """Return where a value came from; one that has a part of the command line came from there."""
+    found = {origin for field, origin in given.items() if _covers(field, name)}
+    return next((one for one in ("command line", "job file") if one in found), "default")
 
 
 def _leaves(data: Any, prefix: str = "") -> list[str]:
@@ -237,22 +208,16 @@ def _explained(error: ValidationError, source: Path) -> InputError:
     """Turn pydantic's findings into one error that names each field, value and what is right."""
     findings: list[str] = []
     first_field, first_value = "", None
-    for finding in error.errors(include_url=False, include_context=False):
-        place = [_short(str(part)) for part in finding["loc"] if not _is_internal(part)]
+    for finding in error.errors(include_url=False, include_context=True):
+        unknown = finding["type"] == "extra_forbidden"
+        location = list(finding["loc"])
+        if not unknown:
+            location = [part for part in location if not _is_internal(part)]
+        place = [_short(str(part)) for part in location]
         field = ".".join(place)
-        message = finding["msg"].removeprefix("Value error, ")
         value = finding.get("input")
-        if finding["type"] == "extra_forbidden":
-            message = "there is no such field"
-            near = _nearest(place)
-            if near:
-                message += f"; did you mean {near}?"
-            value = None
-        elif finding["type"] == "missing":
-            message, value = "must be given", None
-        else:
-            message = message[0].lower() + message[1:]
-        if isinstance(value, (dict, list)):
+        message = _NO_FIELD + _nearest(place) if unknown else _message(finding, value)
+        if unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
             value = None
         shown = InputError(message, field=field, value=value)
         if not findings:
@@ -262,6 +227,40 @@ def _explained(error: ValidationError, source: Path) -> InputError:
     made = InputError("\n".join(unique), hint=f"in {source}; `hpml schema job` prints every field")
     made.field, made.value = first_field, first_value
     return made
+
+
+def _message(finding: ErrorDetails, value: Any) -> str:
+    """Return what would be right, in words that say nothing of Python or pydantic."""
+    kind, context = finding["type"], finding.get("ctx") or {}
+    plain = _MESSAGES.get(kind)
+    if plain is not None:
+        message = plain.format(**context)
+        if value is None and kind != "missing":
+            message += ", and there is nothing: fill it in or leave it out"
+        elif kind == "string_type" and not isinstance(value, (dict, list)):
+            message += ": put it in quotes"
+        return message
+    message = finding["msg"].removeprefix("Value error, ")
+    if message.startswith("Input should be "):
+        message = "must be " + message.removeprefix("Input should be ")
+    return message[0].lower() + message[1:]
+
+
+_NO_FIELD = "there is no such field"
+_MESSAGES = {
+    "missing": "must be given",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of names and values",
+    "model_type": "must be a mapping of fields",
+    "invalid_key": "a field's name must be text",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have {min_length} or more entries",
+    "too_long": "must have at most {max_length} entries",
+}
 
 
 def _short(part: str) -> str:
@@ -276,16 +275,16 @@ def _is_internal(part: object) -> bool:
 
 
 def _nearest(place: list[str]) -> str:
-    """Return the known field nearest to an unknown one, with its place; empty when none is near."""
+    """Return a question after the known field nearest to an unknown one; empty when none is."""
     parent: type[BaseModel] | None = _model_at(place[:-1])
     word = place[-1]
     if parent is not None:
         near = difflib.get_close_matches(word, parent.model_fields, n=1, cutoff=_CLOSE_ENOUGH)
         if near:
-            return ".".join([*place[:-1], near[0]])
+            return f"; did you mean {'.'.join([*place[:-1], near[0]])}?"
     everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_fields(Job)}
     near = difflib.get_close_matches(word, everywhere, n=1, cutoff=_CLOSE_ENOUGH)
-    return everywhere[near[0]] if near else ""
+    return f"; did you mean {everywhere[near[0]]}?" if near else ""
 
 
 def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:

@@ -17,6 +17,11 @@ TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 _UNITS = {"": 1024**2, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _MAX_BYTES = 1024**5
 
+# a type or MIG profile with or without a count, or a count alone
+_GPU = re.compile(
+    r"([A-Za-z][\w.+-]{0,63}|\d{1,2}g\.[\w.+]{1,60})(?::(\d{1,4}))?|(\d{1,4})", re.ASCII
+)
+
 
 def parse_time(value: str | int) -> int:
     """Return the seconds of a time limit in one of Slurm's forms: `30` and `30:00` are the same.
@@ -28,7 +33,7 @@ def parse_time(value: str | int) -> int:
     (600, 86400, 5400)
     """
     text = str(value).strip()
-    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,8})(?::(\d{1,3}))?(?::(\d{1,3}))?", text)
+    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,8})(?::(\d{1,3}))?(?::(\d{1,3}))?", text, re.ASCII)
     if not match or isinstance(value, bool):
         raise ValueError(f"must be a time limit: {TIME_FORMS}")
     days, first, second, third = match.groups()
@@ -68,10 +73,11 @@ def parse_bytes(value: str | int) -> int:
     >>> parse_bytes("8G"), parse_bytes(512)
     (8589934592, 536870912)
     """
-    match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+    text = str(value).strip()
+    match = re.fullmatch(r"(\d{1,15})\s*(?:([KMGT])(?:i?B)?)?", text, re.IGNORECASE | re.ASCII)
     if not match or isinstance(value, bool):
         raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")
-    size = int(match[1]) * _UNITS[match[2].upper()]
+    size = int(match[1]) * _UNITS[(match[2] or "").upper()]
     if not 0 < size <= _MAX_BYTES:
         raise ValueError("must be more than zero and at most 1024T")
     return size
@@ -104,13 +110,13 @@ def parse_gpus(value: str | int | list[str | int]) -> Gpus:
     entries = value if isinstance(value, list) else str(value).split(",")
     kinds: list[tuple[str, int]] = []
     for entry in entries:
-        match = re.fullmatch(r"(?:([A-Za-z][\w.+-]*|\d+g\.[\w.+]+)(?::|$))?(\d{1,4})?", str(entry))
-        if isinstance(entry, bool) or not match or not str(entry).strip():
+        match = _GPU.fullmatch(str(entry))
+        if isinstance(entry, bool) or not match:
             raise ValueError(
                 "must be a number of GPUs per node, with a type such as a100:4 "
                 "or a MIG profile such as 1g.10gb:2"
             )
-        kinds.append((match[1] or "", 1 if match[2] is None else int(match[2])))
+        kinds.append((match[1] or "", int(match[2] or match[3] or 1)))
     names = [kind for kind, _ in kinds]
     if len(set(names)) != len(names):
         raise ValueError("names one type of GPU twice")

@@ -52,7 +52,8 @@ class FakeScheduler:
         jobs: every job by id; change a status with `move`, hide one with `visible = False`.
         states: what the next jobs go through, by seconds since their submission.
         faults: what goes wrong in the next calls, one each; nothing when it is empty.
-        delay_seconds: how long a request of KILLED_DURING and BOTH_KILLED is on its way.
+        delay_seconds: how long a request of KILLED_DURING is on its way.
+        unseen_delay_seconds: the same of BOTH_KILLED, whose sbatch is not seen any more.
 
     >>> fake = FakeScheduler()
     >>> fake.faults.append(Fault.UNAVAILABLE)
@@ -69,6 +70,7 @@ class FakeScheduler:
         self.jobs: dict[str, FakeJob] = {}
         self.states: Sequence[tuple[float, JobState]] = ((0.0, JobState.PENDING),)
         self.delay_seconds = 30.0
+        self.unseen_delay_seconds = 30.0
         self._on_the_way: list[tuple[float, SubmitRequest, bool]] = []
 
     def arguments(self, request: SubmitRequest) -> list[str]:
@@ -83,8 +85,9 @@ class FakeScheduler:
         for name in ("sbatch.out", "sbatch.err"):
             (request.directory / name).write_text("", encoding="utf-8")
         if fault in (Fault.KILLED_DURING, Fault.BOTH_KILLED):
-            due = self.clock.time() + self.delay_seconds
-            self._on_the_way.append((due, request, fault is Fault.KILLED_DURING))
+            seen = fault is Fault.KILLED_DURING
+            delay = self.delay_seconds if seen else self.unseen_delay_seconds
+            self._on_the_way.append((self.clock.time() + delay, request, seen))
             raise Killed
         if fault is Fault.REFUSED:
             words = "Batch job submission failed: Invalid account specified"

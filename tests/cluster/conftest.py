@@ -131,6 +131,7 @@ def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
     try:
         started = devcluster(
             *("up", "--json", "--box", box, "--share", tmp_path_factory.getbasetemp()),
+            *("--share", DEVCLUSTER.parents[2]),  # a checkout may itself lie below /tmp
             *("--nodes", "2", "--cpus", "4", "--gpus", "2"),
         )
         if started.returncode != 0:

@@ -20,7 +20,7 @@ from hpml_orchestrator.scheduler.slurm import PollSchedule, SlurmScheduler
 from hpml_orchestrator.testing import FakeClock, FakeRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 DATA = Path(__file__).parent / "data" / "22.05.8"
 SQUEUE = Completed(0, (DATA / "squeue.txt").read_text())
@@ -229,6 +229,21 @@ def test_hanging_squeue_is_asked_again() -> None:
     assert list(slurm(runner).query(["3"])) == ["3"]
 
 
+def test_a_dead_controller_is_not_asked_for_ever() -> None:
+    """When each try takes long, there are fewer: nobody waits a minute for a status."""
+    clock = FakeClock()
+
+    class Slow(FakeRunner):
+        def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+            clock.now += 20
+            return super().run(argv, env=env, timeout=timeout)
+
+    runner = Slow({"squeue": [TIMED_OUT]})
+    with pytest.raises(SchedulerUnavailable):
+        slurm(runner, clock).query(["3"])
+    assert runner.count("squeue") == 2
+
+
 def test_other_failures_are_not_tried_again() -> None:
     """A failure that waiting does not mend is reported at once."""
     runner = FakeRunner({"squeue": [Completed(1, "", "squeue: error: no such option\n")]})
@@ -365,13 +380,23 @@ def test_submitting_without_proc(tmp_path: Path) -> None:
     assert not slurm(FakeRunner({}), proc_root=str(tmp_path / "none")).submitting(tmp_path)
 
 
+def wait_until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def test_submitting_sees_a_real_process(tmp_path: Path) -> None:
     """A running process called sbatch is seen in this machine's /proc, and then no more."""
     fake = tmp_path / "sbatch"
     fake.symlink_to("/bin/sleep")
     child = subprocess.Popen([str(fake), "60"], cwd=tmp_path)
     try:
-        assert SlurmScheduler().submitting(tmp_path)
+        # The kernel lets the parent go on a moment before the child has its new name.
+        assert wait_until(lambda: SlurmScheduler().submitting(tmp_path))
     finally:
         child.kill()
         child.wait()
@@ -465,11 +490,7 @@ def test_detached_has_its_own_session(tmp_path: Path) -> None:
 
 
 def wait_for_text(path: Path) -> str:
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        if path.exists() and path.read_text().endswith("\n"):
-            break
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
     return path.read_text()
 
 
@@ -502,8 +523,7 @@ def test_answer_outlives_a_killed_hpml(tmp_path: Path) -> None:
         "SlurmScheduler().submit(SubmitRequest(d, d / 'o', 'n', 'c', env))\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
-    while not (tmp_path / "began").exists():
-        time.sleep(0.01)
+    assert wait_until((tmp_path / "began").exists)
     assert SlurmScheduler().submitting(tmp_path)
     os.killpg(child.pid, signal.SIGINT)
     os.killpg(child.pid, signal.SIGKILL)

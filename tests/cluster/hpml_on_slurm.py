@@ -1,0 +1,103 @@
+"""What the tests of hpml on a real Slurm share: calling it, and reading what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.cluster.conftest import SlurmCluster
+
+ROOT = Path(__file__).parents[2]
+HPML = [sys.executable, "-m", "hpml_orchestrator.cli"]
+_SECONDS = 240
+
+
+@dataclass
+class Desk:
+    """A user's desk: a directory, records of its own, and a cluster to send jobs to."""
+
+    cluster: SlurmCluster
+    directory: Path
+    more: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def records(self) -> Path:
+        return self.directory / "records"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            **self.cluster.environment,
+            "HPML_HOME": str(self.records),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **self.more,
+        }
+
+    def hpml(
+        self, *arguments: str | Path, code: int | None = 0, seconds: float = _SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """Call hpml; `code` is the exit status that is wanted, None for any."""
+        done = subprocess.run(
+            [*HPML, *map(str, arguments)],
+            env=self.environment,
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        assert code is None or done.returncode == code, f"{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done
+
+    def json(self, *arguments: str | Path, code: int | None = 0) -> Any:
+        """Call hpml with --json and return what it printed."""
+        return json.loads(self.hpml(*arguments, "--json", code=code).stdout)
+
+    def job(self, name: str, **fields: Any) -> Path:
+        """Write a job file; JSON is YAML."""
+        path = self.directory / f"{name}.yaml"
+        path.write_text(json.dumps({"name": name, "launcher": "srun", **fields}))
+        return path
+
+    def slurm(self, *command: str) -> str:
+        """Call one of Slurm's commands and return its output."""
+        return self.cluster.run(*command).stdout
+
+    def staged(self) -> list[str]:
+        """What of hpml's staging lies on the nodes."""
+        return [
+            f"{node}:{path}"
+            for node in self.cluster.nodes
+            for path in self.cluster.leftovers(node)
+            if f"/hpml-{os.getuid()}" in path
+        ]
+
+    def jobs_of(self, submission: Path) -> list[str]:
+        """Ids of the controller's jobs whose working directory is the submission's."""
+        listed = self.slurm("squeue", "--noheader", "--states=all", "--format=%A %Z")
+        return [
+            line.split(" ", 1)[0]
+            for line in listed.splitlines()
+            if line.split(" ", 1)[1] == str(submission)
+        ]
+
+
+def eventually(check: Callable[[], Any], seconds: float = 60, what: str = "") -> Any:
+    """Return the first true answer."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = check()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what or check}"
+        time.sleep(0.2)

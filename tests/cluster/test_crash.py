@@ -1,0 +1,219 @@
+"""hpml killed at any point of a submission: never two jobs, never a lost one.
+
+strace ends `hpml submit` with SIGKILL at the entry of one chosen system call, so each point is hit
+every time, not by luck. Then the controller is asked how many jobs have the submission's directory.
+Jobs are held in the queue: what is counted is submissions, not runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cluster.conftest import SlurmCluster
+
+CALLS = "rename,mkdir,fsync,vfork,wait4,clock_nanosleep,openat,write"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The entry of the n-th system call of that name in the main process."""
+
+    call: str
+    number: int
+    about: str
+
+
+@pytest.fixture(scope="module")
+def desk(
+    slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Desk]:
+    """A desk with one job file; its jobs wait in the queue, held, and are cancelled at the end."""
+    if shutil.which("strace") is None:
+        message = "NO CRASH TESTS: strace is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    made = Desk(slurm_cluster, tmp_path_factory.mktemp("crash"))
+    made.job("crash", command=["true"], resources={"extra": ["--hold"]})
+    made.hpml("submit", "crash.yaml")  # the directories are there from now on
+    yield made
+    ids = made.slurm("squeue", "--noheader", "--name=crash", "--format=%A").split()
+    if ids:
+        made.slurm("scancel", *ids)
+
+
+@pytest.fixture(scope="module")
+def points(desk: Desk) -> list[Point]:
+    """Every counted system call of a submission, from its first directory to its last record."""
+    trace = desk.directory / "trace"
+    subprocess.run(
+        ["strace", "-qq", "-s", "400", "-o", str(trace), "-e", f"trace={CALLS}", *HPML, "submit",
+         "crash.yaml"],
+        env=desk.environment, cwd=desk.directory, check=True, capture_output=True, timeout=120,
+    )
+    counts: dict[str, int] = {}
+    found = []
+    begun = False
+    for line in trace.read_text(errors="replace").splitlines():
+        match = re.match(r"(\w+)\(", line)
+        if not match:
+            continue
+        counts[match[1]] = counts.get(match[1], 0) + 1
+        begun = begun or ("/submissions/" in line and match[1] == "mkdir")
+        if begun:
+            found.append(Point(match[1], counts[match[1]], line[:300]))
+    return found
+
+
+def chosen(points: list[Point]) -> dict[str, Point]:
+    """The points that matter most, by what would happen next."""
+    def rename_to(name: str) -> Point:
+        return next(p for p in points if p.call == "rename" and p.about.endswith(f'{name}") = 0'))
+
+    publish = next(
+        p for p in points
+        if p.call == "rename" and re.search(r'\.tmp", ".*/submissions/[^/"]+"\) = 0$', p.about)
+    )
+    start = [p for p in points if p.call == "vfork"][-1]
+    during = next(p for p in points if p.call == "wait4" and points.index(p) > points.index(start))
+    return {
+        "publishing the submission": publish,
+        "marking the start": rename_to("sbatch.started"),
+        "starting sbatch": start,
+        "waiting for sbatch": during,
+        "recording the job": rename_to("job.json"),
+    }
+
+
+def submissions(desk: Desk) -> set[Path]:
+    folder = desk.records / "submissions"
+    return {path for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def kill_at(desk: Desk, point: Point) -> list[Path]:
+    """Kill `hpml submit` there and return the submissions that it had published by then."""
+    before = submissions(desk)
+    done = subprocess.run(
+        ["strace", "-qq", "-o", "/dev/null", "-e", f"trace={point.call}", "-e",
+         f"inject={point.call}:signal=KILL:when={point.number}", *HPML, "submit", "crash.yaml"],
+        env=desk.environment, cwd=desk.directory, check=False, capture_output=True, timeout=120,
+    )
+    assert done.returncode in {-signal.SIGKILL, 128 + signal.SIGKILL}, (point, done)
+    return sorted(submissions(desk) - before)
+
+
+def settled_jobs(desk: Desk, submission: Path) -> list[str]:
+    """Resume a submission and return its jobs in the controller."""
+    answer = desk.json("submit", "--resume", submission.name)
+    jobs = desk.jobs_of(submission)
+    assert jobs == [answer["job_id"]], "never two, never a lost one"
+    again = desk.json("submit", "--resume", submission.name)
+    assert again["job_id"] == answer["job_id"]
+    assert desk.jobs_of(submission) == jobs
+    (listed,) = desk.json("status", submission.name)
+    assert listed["state"] == "PENDING"
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "jobs_before_resume"),
+    [
+        ("publishing the submission", 0, {0}),
+        ("marking the start", 1, {0}),
+        ("starting sbatch", 1, {0}),
+        ("waiting for sbatch", 1, {0, 1}),
+        ("recording the job", 1, {1}),
+    ],
+)
+def test_one_job_comes_of_a_submission_killed(
+    desk: Desk, points: list[Point], name: str, published: int, jobs_before_resume: set[int]
+) -> None:
+    """Killed at this point, the submission ends with exactly one job, found or made by --resume."""
+    made = kill_at(desk, chosen(points)[name])
+    assert len(made) == published
+    for submission in made:
+        assert len(desk.jobs_of(submission)) in jobs_before_resume
+        settled_jobs(desk, submission)
+
+
+def test_a_listing_finds_the_job_of_a_submission_that_was_cut_off(
+    desk: Desk, points: list[Point]
+) -> None:
+    """`hpml list` alone puts the job of a killed submission on record; nothing has to be resumed."""
+    (submission,) = kill_at(desk, chosen(points)["waiting for sbatch"])
+    eventually(lambda: desk.jobs_of(submission))
+    state = next(s for s in desk.json("list") if s["id"] == submission.name)
+    assert [state["job_id"]] == desk.jobs_of(submission)
+    assert state["state"] == "PENDING"
+
+
+@pytest.mark.slow
+def test_one_job_comes_of_a_submission_killed_at_every_point(
+    desk: Desk, points: list[Point]
+) -> None:
+    """Every counted system call of a submission in turn: one job each, or none and no record."""
+    killed = resumed = 0
+    unsettled = []
+    for point in points:
+        made = kill_at(desk, point)
+        killed += 1
+        assert len(made) <= 1
+        for submission in made:
+            assert len(desk.jobs_of(submission)) <= 1, point
+            unsettled.append(submission)
+    for submission in unsettled:
+        resumed += 1
+        settled_jobs(desk, submission)
+    sys.stdout.write(
+        f"killed {killed} submissions at {killed} points: {resumed} were on record, and each of "
+        f"them has exactly one job\n"
+    )
+    assert killed > 50
+
+
+@pytest.mark.slow
+def test_one_job_comes_of_a_submission_killed_together_with_its_sbatch(desk: Desk) -> None:
+    """hpml and sbatch killed at random moments: what is on record ends with exactly one job."""
+    made: set[Path] = set()
+    for turn in range(40):
+        before = submissions(desk)
+        process = subprocess.Popen(
+            [*HPML, "submit", "crash.yaml"],
+            env=desk.environment, cwd=desk.directory,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        eventually(lambda: submissions(desk) - before or process.poll() is not None)
+        time.sleep(turn % 10 * 0.004)
+        for pid in children_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait(timeout=60)
+        made |= submissions(desk) - before
+    for submission in sorted(made):
+        assert len(desk.jobs_of(submission)) <= 1
+        settled_jobs(desk, submission)
+    sys.stdout.write(f"killed 40 submissions with their sbatch: {len(made)} on record, one job each\n")
+
+
+def children_of(pid: int) -> list[int]:
+    """Children of a process that this test started."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -1,0 +1,327 @@
+"""The main job on a real Slurm of two nodes: trained, recorded, cleaned up, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster.hpml_on_slurm import HPML, ROOT, Desk, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cluster.conftest import SlurmCluster
+
+TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2, "time": "10:00", "memory": "2G"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tree of 200 files to stage."""
+    root = tmp_path_factory.mktemp("data")
+    for index in range(200):
+        folder = root / f"class{index % 10}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{index}.bin").write_bytes(os.urandom(1000))
+    return root
+
+
+@pytest.fixture
+def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
+    """An empty desk."""
+    return Desk(slurm_cluster, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def at_its_limit(
+    slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, data: Path
+) -> Iterator[tuple[Desk, str]]:
+    """A job of one minute that wants to run for ten, started before everything else here.
+
+    Slurm's limits are whole minutes: it runs beside the other tests, which need not wait for it.
+    """
+    desk = Desk(slurm_cluster, tmp_path_factory.mktemp("limit"))
+    file = desk.job(
+        "limit",
+        command=["sleep", "600"],
+        resources={"nodes": 2, "time": 1},
+        stage=[
+            {"name": "ram", "source": str(data), "target": "shm"},
+            {"name": "disk", "source": str(data), "target": "local"},
+        ],
+    )
+    submitted = desk.json("submit", file)
+    yield desk, submitted["id"]
+    desk.hpml("cancel", submitted["id"])
+
+
+def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
+    at_its_limit: tuple[Desk, str],  # noqa: ARG001 - begins now, ends last
+    slurm_cluster: SlurmCluster,
+    tmp_path: Path,
+) -> None:
+    """`hpml run` trains on 2 nodes x 2 ranks; script, records, accounting and nodes agree."""
+    desk = Desk(slurm_cluster, tmp_path)
+    for name in ("ddp_images.py", "hpml_channel.py", "make_digits.py", "digits.yaml"):
+        shutil.copy(ROOT / "training_jobs" / name, tmp_path)
+    subprocess.run(
+        [sys.executable, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120
+    )
+    sets = [f"--set=resources.{key}={value}" for key, value in TWO_BY_TWO.items()]
+    sets.append(f"--set=environment.python={sys.executable}")
+    rendered = subprocess.run(
+        [*HPML, "render", *sets, "digits.yaml"],
+        cwd=tmp_path, env=desk.environment, check=True, capture_output=True, timeout=60,
+    ).stdout
+
+    ran = desk.json("run", *sets, "digits.yaml")
+
+    assert ran["state"] == "COMPLETED"
+    result = ran["summary"]["result"]
+    assert result["test_accuracy"] >= 0.95
+    assert result["world_size"] == 4
+    assert ran["summary"]["ranks"] == 4
+    assert ran["summary"]["staged_files"] == 2 * 1797
+    assert ran["summary"]["staged_bytes"] > 2 * 1797 * 60
+    names = [phase["name"] for phase in ran["summary"]["phases"]]
+    assert names == [
+        "queue", "start-up", "staging", "launch", "rendezvous", "warm-up", "training", "end",
+    ]
+    accounted = eventually(
+        lambda: slurm_cluster.run(
+            "sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", ran["job_id"]
+        ).stdout.strip()
+    )
+    assert accounted == "COMPLETED|0:0"
+    stored = Path(ran["submission"], "job.sh").read_bytes()
+    held = subprocess.run(
+        ["scontrol", "write", "batch_script", ran["job_id"], "-"],
+        env=slurm_cluster.environment, check=True, capture_output=True, timeout=60,
+    ).stdout
+    assert rendered == stored == held
+    shown = desk.json("show", ran["id"])
+    assert [(one["rank"], one["node"]) for one in shown["bindings"]] == [
+        (0, "node1"), (1, "node1"), (2, "node2"), (3, "node2"),
+    ]
+    assert "0.95 reached" in desk.hpml("show", "last").stdout
+    assert own_staged(desk, ran["job_id"]) == []
+
+
+def own_staged(desk: Desk, job_id: str) -> list[str]:
+    """What one job has staged on the nodes, and still lies there."""
+    return [path for path in desk.staged() if re.search(rf"-{job_id}(/|$)", path)]
+
+
+def stage_both(data: Path) -> list[dict[str, str]]:
+    return [
+        {"name": "ram", "source": str(data), "target": "shm"},
+        {"name": "disk", "source": str(data), "target": "local"},
+    ]
+
+
+def test_ranks_started_by_srun_see_their_data_and_their_places(desk: Desk, data: Path) -> None:
+    """With the srun launcher every rank has torchrun's variables, the staged data and one port."""
+    program = (
+        "import json, os; e = os.environ; print('SEEN ' + json.dumps([e['RANK'], e['LOCAL_RANK'],"
+        " e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], e['MASTER_ADDR'], e['MASTER_PORT'],"
+        " sum(len(f) for _, _, f in os.walk(e['HPML_STAGE_RAM'])), os.uname().nodename]))"
+    )
+    file = desk.job(
+        "places",
+        command=[sys.executable, "-c", program],
+        resources=TWO_BY_TWO,
+        stage=stage_both(data),
+    )
+    ran = desk.json("run", file)
+    log = Path(ran["output"]).read_text()
+    seen = sorted(json.loads(line[5:]) for line in log.splitlines() if line.startswith("SEEN "))
+    port = seen[0][5]
+    assert 10_000 <= int(port) < 32_000
+    assert seen == [
+        [str(rank), str(rank % 2), "4", "2", "node1", port, 200, f"node{rank // 2 + 1}"]
+        for rank in range(4)
+    ]
+    assert ran["summary"]["staged_files"] == 2 * 2 * 200
+    assert own_staged(desk, ran["job_id"]) == []
+
+
+def test_a_cancelled_job_leaves_no_data_on_its_nodes(desk: Desk, data: Path) -> None:
+    """After `hpml cancel` of a running job the nodes hold nothing of it, and its state says so."""
+    file = desk.job(
+        "cancelled", command=["sleep", "600"], resources={"nodes": 2}, stage=stage_both(data)
+    )
+    submitted = desk.json("submit", file)
+    eventually(lambda: desk.json("show", submitted["id"])["summary"]["ranks"] == 2)
+    assert len(own_staged(desk, submitted["job_id"])) > 2 * 2 * 200
+    assert "cancelled job" in desk.hpml("cancel", submitted["id"]).stdout
+    done = desk.json("wait", submitted["id"], code=6)
+    assert done["state"] == "CANCELLED"
+    assert own_staged(desk, submitted["job_id"]) == []
+
+
+def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) -> None:
+    """One rank that fails ends the others, the output names it, and `hpml run` exits 6."""
+    program = "import os, sys, time; os.environ['RANK'] == '3' and sys.exit(9); time.sleep(600)"
+    file = desk.job(
+        "failing",
+        command=[sys.executable, "-c", program],
+        resources=TWO_BY_TWO,
+        stage=stage_both(data),
+    )
+    ran = desk.json("run", file, code=6)
+    assert ran["state"] == "FAILED"
+    # srun's own status is the highest of its tasks': those that it ended count as 143
+    assert ran["exit_code"] in {9, 143}
+    assert "task 3: Exited with exit code 9" in Path(ran["output"]).read_text()
+    assert own_staged(desk, ran["job_id"]) == []
+
+
+def test_ranks_never_start_when_a_node_cannot_be_made_ready(desk: Desk) -> None:
+    """A source that is not there is told by node and path, and no rank has run."""
+    file = desk.job(
+        "no-source",
+        command=["sh", "-c", "echo RANK RAN"],
+        resources={"nodes": 2},
+        stage=[{"name": "gone", "source": "/no/such/data", "target": "local"}],
+    )
+    ran = desk.json("run", file, code=6)
+    log = Path(ran["output"]).read_text()
+    assert ran["state"] == "FAILED"
+    assert "RANK RAN" not in log
+    assert "node1: " in log
+    assert "/no/such/data" in log
+    assert own_staged(desk, ran["job_id"]) == []
+
+
+def test_a_requeued_job_makes_a_second_attempt_of_the_same_run(desk: Desk, data: Path) -> None:
+    """`scontrol requeue` starts attempt 1 of the run; the record keeps both."""
+    program = (
+        "import os, sys, time; p = os.environ['HPML_RUN_DIR'] + '/tried';"
+        "sys.exit(0) if os.path.exists(p) else open(p, 'w').close(); time.sleep(600)"
+    )
+    file = desk.job(
+        "requeued",
+        command=[sys.executable, "-c", program],
+        stage=stage_both(data),
+    )
+    submitted = desk.json("submit", file)
+    eventually(lambda: Path(submitted["directory"], "tried").exists())
+    desk.slurm("scontrol", "requeue", submitted["job_id"])
+    done = desk.json("wait", submitted["id"])
+    assert done["state"] == "COMPLETED"
+    assert done["attempts"] == 2
+    assert done["job_id"] == submitted["job_id"]
+    assert own_staged(desk, submitted["job_id"]) == []
+
+
+def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
+    """A duplicate that reaches the queue after all finds the run claimed and does nothing."""
+    file = desk.job("twice", command=["sh", "-c", "echo RAN"])
+    ran = desk.json("run", file)
+    again = desk.slurm(
+        "sbatch", "--wait-all-nodes=0", "--parsable", f"--chdir={ran['submission']}",
+        f"--output={desk.directory}/again.log", f"{ran['submission']}/job.sh",
+    ).strip()
+    state = eventually(
+        lambda: re.search(
+            r"JobState=(COMPLETED|FAILED)[\s\S]*ExitCode=(\d+)",
+            desk.slurm("scontrol", "show", "job", again),
+        )
+    )
+    assert state.groups() == ("FAILED", "75")
+    assert "duplicate" in (desk.directory / "again.log").read_text()
+    assert Path(ran["output"]).read_text().count("RAN\n") == 1
+
+
+def test_the_ranks_need_no_hpml_of_their_own(desk: Desk) -> None:
+    """In a virtual environment without hpml the ranks start, bound and recorded, all the same."""
+    venv = desk.directory / "bare venv"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=120
+    )
+    program = (
+        "import importlib.util, os, sys; print('HPML', importlib.util.find_spec("
+        "'hpml_orchestrator'), sys.prefix, os.environ['HPML_CHANNEL'][:5])"
+    )
+    file = desk.job(
+        "bare",
+        command=["python", "-c", program],
+        environment={"venv": str(venv), "inherit": "minimal"},
+        resources={"nodes": 2},
+    )
+    ran = desk.json("run", file)
+    assert Path(ran["output"]).read_text().count(f"HPML None {venv} hpml") == 2
+    assert ran["summary"]["ranks"] == 2
+
+
+def test_a_rendered_script_runs_when_given_to_sbatch_by_hand(desk: Desk, data: Path) -> None:
+    """`hpml render -o DIR`, then sbatch in DIR: the job runs and records itself there."""
+    file = desk.job(
+        "by-hand", command=["sh", "-c", "ls {stage.ram} | wc -l"], stage=stage_both(data)
+    )
+    target = desk.directory / "by hand"
+    desk.hpml("render", file, "-o", target)
+    done = subprocess.run(
+        ["sbatch", "--wait", "--parsable", "job.sh"],
+        cwd=target, env=desk.environment, capture_output=True, text=True, timeout=120, check=False,
+    )
+    job_id = done.stdout.strip()
+    assert done.returncode == 0, (target / f"slurm-{job_id}.out").read_text()
+    assert "\n10\n" in (target / f"slurm-{job_id}.out").read_text()
+    ended = json.loads((target / "runs" / job_id / "attempts" / "0" / "ended.json").read_text())
+    assert ended["exit_code"] == 0
+    assert own_staged(desk, job_id) == []
+
+
+def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> None:
+    """A partition that is not there: exit 4, Slurm's words, a hint, REFUSED in the list, no job."""
+    file = desk.job("refused", command=["true"], resources={"partition": "nowhere"})
+    before = desk.slurm("squeue", "--noheader", "--states=all", "--format=%A")
+    done = desk.hpml("submit", file, code=4)
+    assert "invalid partition" in done.stderr.lower()
+    (listed,) = desk.json("list")
+    assert (listed["state"], listed["job_id"]) == ("REFUSED", "")
+    assert desk.slurm("squeue", "--noheader", "--states=all", "--format=%A") == before
+
+
+def test_gpus_are_asked_for_and_seen_by_every_rank(desk: Desk) -> None:
+    """`gpus: a100:2` gives two ranks a node, each of which sees both GPUs."""
+    file = desk.job(
+        "gpus",
+        command=["sh", "-c", 'echo "GPUS $LOCAL_RANK $CUDA_VISIBLE_DEVICES"'],
+        resources={"nodes": 2, "gpus": "a100:2"},
+    )
+    ran = desk.json("run", file)
+    seen = sorted(line for line in Path(ran["output"]).read_text().splitlines() if "GPUS" in line)
+    assert seen == ["GPUS 0 0,1", "GPUS 0 0,1", "GPUS 1 0,1", "GPUS 1 0,1"]
+
+
+def test_the_queue_is_asked_in_words_for_people_and_programs(desk: Desk) -> None:
+    """status, list, logs and doctor speak of a job on Slurm; `--lines` cuts."""
+    file = desk.job("words", command=["sh", "-c", "echo one; echo two"])
+    ran = desk.json("run", file)
+    assert desk.json("status") == []
+    (listed,) = desk.json("list")
+    assert (listed["state"], listed["backend"]) == ("COMPLETED", "slurm")
+    assert desk.hpml("logs", ran["job_id"], "-n", "1").stdout == "two\n"
+    checks: list[dict[str, Any]] = desk.json("doctor")
+    assert {"check": "accounting", "result": "ok", "found": "sacct answers", "hint": ""} in checks
+
+
+def test_a_job_at_its_time_limit_leaves_no_data_on_its_nodes(
+    at_its_limit: tuple[Desk, str],
+) -> None:
+    """When Slurm ends a job at its time limit, the nodes are clean and the state is TIMEOUT."""
+    desk, sid = at_its_limit
+    done = desk.json("wait", sid, code=6)
+    assert done["state"] == "TIMEOUT"
+    assert own_staged(desk, done["job_id"]) == []
+    assert desk.staged() == []

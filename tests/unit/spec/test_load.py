@@ -1,0 +1,275 @@
+"""A job file becomes a complete job or a clear error."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.spec import ResolvedJob, load_job, parse_setting
+
+Load = Callable[..., ResolvedJob]
+BASE = "name: a\nscript: x.py\n"
+
+
+def test_yaml_is_version_1_2(load: Load) -> None:
+    """`10:00` and `off` stay text, as YAML 1.2 has neither sexagesimal numbers nor such booleans."""
+    job = load(f"{BASE}args: [10:00, off, on, yes, No]\nresources: {{time: 10:00}}").job
+    assert job.args == ["10:00", "off", "on", "yes", "No"]
+    assert job.resources.time == "00:10:00"
+
+
+def test_numbers_in_arguments_stay_as_they_are_written(load: Load) -> None:
+    """A program reads `1.10`, `1e-3` and `007` as the file says them, not as Python would."""
+    written = ["1.10", "1e-3", "007", "0x10", "1_000", "-0.0", "12"]
+    text = f"{BASE}args: [{', '.join(written)}]\nenvironment: {{variables: {{V: 2.50}}}}"
+    job = load(text, "environment.variables.W=3.0").job
+    assert job.args == written
+    assert job.environment.variables == {"V": "2.50", "W": "3.0"}
+    toml = "name = 'a'\nscript = 'x.py'\nargs = ['--lr', 1.10]"
+    assert load(toml, name="job.toml").job.args == ["--lr", "1.10"]
+
+
+def test_numbers_are_numbers_elsewhere(load: Load) -> None:
+    """What has a spelling of its own still counts as the number that it is."""
+    resources = load(f"{BASE}resources: {{nodes: 0x2, gpus: 4, memory: 512, time: 90}}").job.resources
+    assert (resources.nodes, resources.gpus) == (2, "4")
+    assert (resources.memory, resources.time) == ("512M", "01:30:00")
+    assert type(resources.nodes) is int
+
+
+def test_toml_says_the_same(load: Load) -> None:
+    """A TOML file with the same fields gives the same job; its suffix may be in capitals."""
+    yaml = load(f"{BASE}resources: {{nodes: 2, gpus: [a100:4]}}\nstage: [{{name: d, source: s}}]")
+    text = (
+        'name = "a"\nscript = "x.py"\n[resources]\nnodes = 2\ngpus = ["a100:4"]\n'
+        '[[stage]]\nname = "d"\nsource = "s"\n'
+    )
+    assert load(text, name="job.TOML").job == yaml.job
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "job.toml"])
+def test_a_byte_order_mark_and_crlf_are_harmless(load: Load, name: str) -> None:
+    """Files from Windows editors load."""
+    text = BASE if name.endswith("yaml") else "name = 'a'\nscript = 'x.py'\n"
+    assert load("\ufeff" + text.replace("\n", "\r\n"), name=name).job.name == "a"
+
+
+def test_aliases_and_merge_keys_work(load: Load) -> None:
+    """Anchors, aliases and merge keys mean what they mean everywhere."""
+    text = "name: &n a\nscript: x.py\nargs: [*n]\nenvironment: {variables: {<<: {A: x}, B: *n}}"
+    job = load(text).job
+    assert job.args == ["a"]
+    assert job.environment.variables == {"A": "x", "B": "a"}
+
+
+def bomb(link: str) -> str:
+    lines = ["a0: &a0 {k: v, l: w}" if "<<" in link else "a0: &a0 [x, x]"]
+    for level in range(1, 12):
+        nine = ",".join([f"*a{level - 1}"] * 9)
+        lines.append(f"a{level}: &a{level} {link.replace('@', nine)}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("link", ["[@]", "{<<: [@]}"], ids=["aliases", "merge keys"])
+def test_a_bomb_of_aliases_is_refused_at_once(load: Load, link: str) -> None:
+    """Nothing is expanded before it is known how large it would become."""
+    began = time.monotonic()
+    with pytest.raises(InputError, match="more than 200000 values"):
+        load(bomb(link))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("", "j.yaml", "holds no fields"),
+        ("# nothing\n", "j.yaml", "holds no fields"),
+        ("- a\n- b\n", "j.yaml", "holds no fields"),
+        ("just text", "j.yaml", "holds no fields"),
+        ("~", "j.yaml", "holds no fields"),
+        (BASE + "name: b\n", "j.yaml", 'is not YAML: .*duplicate key "name"'),
+        (BASE + "a: b: c", "j.yaml", "is not YAML: mapping values are not allowed"),
+        ("\tname: x", "j.yaml", "is not YAML: .*cannot start any token"),
+        ("a: *nowhere", "j.yaml", "is not YAML: found undefined alias 'nowhere'"),
+        (BASE + "x: !!python/object:os.system {}", "j.yaml", "is not YAML: could not determine"),
+        (BASE + "x: !mine 1", "j.yaml", "is not YAML: could not determine"),
+        (f"{BASE}---\n{BASE}", "j.yaml", "is not YAML: expected a single document"),
+        ("? {a: b}\n: x\n", "j.yaml", "is not YAML: .*unhashable key"),
+        ("x: " + "1" * 5000, "j.yaml", "is not YAML: Exceeds the limit"),
+        ("x: " + "[" * 40 + "]" * 40, "j.yaml", "nested deeper than 32 levels"),
+        ("x: &x [*x]\n", "j.yaml", "nested deeper than 32 levels"),
+        ("x: " + "[" * 800, "j.yaml", "is not YAML: maximum recursion depth"),
+        ("x: \x00", "j.yaml", "is not YAML"),
+        ("name: [", "j.toml", "is not TOML: Expected '='"),
+        ("a = 1\na = 2", "j.toml", "is not TOML: Cannot overwrite a value"),
+        ("a = " + "[" * 100_000, "j.toml", "is not TOML: maximum recursion depth"),
+        ("a = " + "[" * 50 + "]" * 50, "j.toml", "nested deeper than 32 levels"),
+        ("a = " + "1" * 5000, "j.toml", "is not TOML: Exceeds the limit"),
+        (b"name: \xff\xfe", "j.yaml", r"is not UTF-8 text \(byte 6\)"),
+    ],
+)
+def test_what_is_no_job_file(load: Load, text: str | bytes, name: str, message: str) -> None:
+    """Every fault of the file itself is one line that names the file and says what is wrong."""
+    with pytest.raises(InputError, match=message) as caught:
+        load(text, name=name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_20_megabytes_is_refused_unread(load: Load, tmp_path: Path) -> None:
+    """The limit holds for what never ends, too."""
+    with pytest.raises(InputError, match="is over 16777216 bytes"):
+        load(b"#" * 20_000_000)
+    with pytest.raises(InputError, match="is over 16777216 bytes"):
+        load_job("/dev/zero")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """A missing file is not found; a directory or a path through a file cannot be read."""
+    with pytest.raises(NotFoundError, match="no such job file"):
+        load_job(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="Is a directory"):
+        load_job(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="Not a directory"):
+        load_job(tmp_path / "file" / "job.yaml")
+
+
+def test_paths_are_made_absolute(load: Load, tmp_path: Path) -> None:
+    """Against the job file's directory, the program against the working directory; ~ is the home."""
+    text = """
+name: a
+script: train/x.py
+workdir: code
+environment: {venv: ../env, python: bin/py, container: {engine: apptainer, image: i.sif}}
+stage:
+  - {name: rel, source: data}
+  - {name: abs, source: /data//x/../y}
+  - {name: home, source: ~/data}
+"""
+    job = load(text).job
+    assert job.workdir == f"{tmp_path}/code"
+    assert job.script == f"{tmp_path}/code/train/x.py"
+    assert job.environment.venv == os.path.normpath(f"{tmp_path}/../env")
+    assert job.environment.python == f"{tmp_path}/bin/py"
+    assert job.environment.container is not None
+    assert job.environment.container.image == f"{tmp_path}/i.sif"
+    home = os.path.expanduser("~")
+    assert [stage.source for stage in job.stage] == [f"{tmp_path}/data", "/data/y", f"{home}/data"]
+
+
+def test_names_are_no_paths(load: Load) -> None:
+    """A conda environment's name, a program on PATH and an image's reference stay as they are."""
+    text = "environment: {conda: ml, container: {engine: %s, image: %s}}\n"
+    job = load(BASE + text % ("apptainer", "docker://x/y")).job
+    assert (job.environment.conda, job.environment.python) == ("ml", "python")
+    assert job.environment.container is not None
+    assert job.environment.container.image == "docker://x/y"
+    job = load(BASE + text % ("pyxis", "nvcr.io#x/y:1")).job
+    assert job.environment.container is not None
+    assert job.environment.container.image == "nvcr.io#x/y:1"
+    conda = load(f"{BASE}environment: {{conda: envs/ml}}").job.environment.conda
+    assert conda is not None
+    assert os.path.isabs(conda)
+
+
+def test_the_command_line_wins_and_the_last_of_it(load: Load) -> None:
+    """Precedence: the last --set, an earlier one, the job file, the default."""
+    text = f"{BASE}resources: {{nodes: 2, time: 5}}"
+    resources = load(text, "resources.nodes=3", "resources.nodes=4").job.resources
+    assert (resources.nodes, resources.time, resources.cpus_per_rank) == (4, "00:05:00", 1)
+
+
+@pytest.mark.parametrize(
+    "text", [BASE, f"{BASE}resources:\n", f"{BASE}resources: {{}}\n"], ids=["absent", "null", "{}"]
+)
+def test_a_setting_makes_the_mappings_on_its_way(load: Load, text: str) -> None:
+    """A section that is absent or empty in the file is there for --set."""
+    assert load(text, "resources.mail.to=me", "resources.nodes=2").job.resources.nodes == 2
+
+
+def test_settings_reach_into_lists(load: Load) -> None:
+    """A list's entry is set by its index, a list as a whole by a YAML list."""
+    text = f"{BASE}args: [a, b]\nstage: [{{name: d, source: s}}]"
+    job = load(text, "args.1=z", "stage.0.target=shm").job
+    assert (job.args, job.stage[0].target) == (["a", "z"], "shm")
+    job = load(text, "stage=[{name: e, source: /t}]", "args=[]").job
+    assert (job.args, job.stage[0].name) == ([], "e")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stage.1.source=x", "stage.1: has no such entry; there are: 0 to 0"),
+        ("stage.1=x", "stage.1: has no such entry"),
+        ("stage.x.source=x", "stage.x: has no such entry"),
+        ("stage.²=x", "stage.²: has no such entry"),
+        ("stage.٠.source=x", "stage.٠: has no such entry"),
+        ("args.0=x", "args.0: has no such entry; there are: none"),
+        ("name.x=1", "name: has no fields of its own"),
+        ("nam=1", "nam: there is no such field; did you mean name?"),
+        ("resources.noes=1", "did you mean resources.nodes?"),
+        ("resources.nodes=", "resources.nodes: must be a whole number, and there is nothing"),
+    ],
+)
+def test_settings_of_what_is_not_there(load: Load, setting: str, message: str) -> None:
+    """A --set that leads nowhere is refused with the place."""
+    with pytest.raises(InputError) as caught:
+        load(f"{BASE}args: []\nstage: [{{name: d, source: s}}]", setting)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["x", "=1", "a..b=1", "a b=1", ".a=1", "1a=1", "", "a.=1", "--x=1"])
+def test_what_is_no_setting(text: str) -> None:
+    """--set takes FIELD=VALUE and says so."""
+    with pytest.raises(InputError, match="--set: must be FIELD=VALUE, such as resources.nodes=4"):
+        parse_setting(text)
+
+
+def test_the_value_of_a_setting_is_yaml() -> None:
+    """Numbers, lists and text; what is no YAML is refused with the field."""
+    assert parse_setting("a.b=4") == ("a.b", 4)
+    assert parse_setting("a=[x, 'y=z']") == ("a", ["x", "y=z"])
+    assert parse_setting("a=x=y") == ("a", "x=y")
+    assert parse_setting("time=10:00") == ("time", "10:00")
+    with pytest.raises(InputError, match="--set a is not YAML"):
+        parse_setting("a=[")
+
+
+def test_every_value_has_an_origin(load: Load) -> None:
+    """`render --explain` knows of each value whether it was set, written, or a default."""
+    text = f"{BASE}args: [a, b]\nresources: {{time: 5}}\nstage: [{{name: d, source: s}}]"
+    origins = load(
+        text, "resources.nodes=2", "args.0=z", "environment={variables: {A: x}}", "stage.0.size=1G"
+    ).origins
+    assert origins["name"] == "job file"
+    assert origins["resources.time"] == "job file"
+    assert origins["resources.nodes"] == "command line"
+    assert origins["resources.account"] == "default"
+    assert origins["args"] == "command line"
+    assert origins["environment.variables.A"] == "command line"
+    assert origins["environment.venv"] == "default"
+    assert origins["stage.0.source"] == "job file"
+    assert origins["stage.0.size"] == "command line"
+    assert origins["stage.0.kind"] == "default"
+    whole = load(text, "stage=[{name: e, source: t}]").origins
+    assert whole["stage.0.source"] == "command line"
+    assert whole["stage.0.kind"] == "default"
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_text_beyond_the_basic_plane_arrives(load: Load, escaped: bool) -> None:
+    """JSON writes such characters as pairs of escapes, which name one character here too."""
+    text = '"\\ud83d\\ude00"' if escaped else '"\U0001f600"'
+    assert load(f"{BASE}args: [{text}]").job.args == ["\U0001f600"]
+
+
+def test_half_a_pair_is_no_text(load: Load) -> None:
+    """A lone surrogate is refused with its field."""
+    with pytest.raises(InputError, match="args.0: must be valid Unicode text"):
+        load(BASE + 'args: ["\\ud83d"]')

@@ -1,0 +1,203 @@
+"""Every wrong value is refused by its field, with the value and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec import ResolvedJob
+from hpml_orchestrator.spec.job import LATER
+
+Load = Callable[..., ResolvedJob]
+BASE = {"name": "name: a", "script": "script: x.py"}
+TEXT = "must be text"
+WHOLE = "must be a whole number"
+FIELDS = "must be a mapping of fields"
+TIME = "must be a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+SIZE = "must be a size such as 500M, 64G or 1T (a bare number is MiB)"
+GPUS = "must be a number of GPUs per node, with a type such as a100:4"
+WORDS = "must be letters, digits and . , : @ / + = _ - only"
+OWN = "is set by the shell, Slurm, the launcher or hpml; choose another name"
+
+
+def message_of(load: Load, text: str) -> str:
+    given = text.partition(":")[0]
+    lines = [line for name, line in BASE.items() if name != given]
+    with pytest.raises(InputError) as caught:
+        load("\n".join([*lines, text]) + "\n")
+    assert caught.value.hint.endswith("`hpml schema job` prints every field")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: 5", f"name: {TEXT}: put it in quotes (got 5)"),
+        ("name: 2020-01-01", f"name: {TEXT}: put it in quotes"),
+        ("name: [a]", f"name: {TEXT}"),
+        ("name:", f"name: {TEXT}, and there is nothing: fill it in or leave it out"),
+        ("name: a b", "name: must be letters, digits and . _ + - and begin with a letter"),
+        ("name: " + "a" * 65, "name: is 65 characters long; at most 64 are allowed (got 'aaa"),
+        ("launcher: mpirun", "launcher: must be 'torchrun' or 'srun' (got 'mpirun')"),
+        ("script: ''", "script: must not be empty (got '')"),
+        ("script: " + "a" * 4096, "script: is 4096 bytes long; a path has at most 4095"),
+        ("module: x y", "give exactly one"),
+        ("args: hello", "args: must be a list (got 'hello')"),
+        ("args: [~]", f"args.0: {TEXT}, and there is nothing"),
+        ("args: [true]", "args.0: is a boolean: put it in quotes, as the program shall read it"),
+        ("args: [[a]]", f"args.0: {TEXT}"),
+        ('args: ["a\\0b"]', "args.0: must not hold a NUL character"),
+        ("args: ['" + "é" * 65_536 + "']", "args.0: is 131072 bytes long; Linux passes at most"),
+        ("resources: 5", f"resources: {FIELDS} (got 5)"),
+        ("resources: [a]", f"resources: {FIELDS}"),
+        ("resources:", f"resources: {FIELDS}, and there is nothing"),
+        ("resources: {nodes: '2'}", f"resources.nodes: {WHOLE} (got '2')"),
+        ("resources: {nodes: 1.5}", f"resources.nodes: {WHOLE} (got 1.5)"),
+        ("resources: {nodes: true}", f"resources.nodes: {WHOLE} (got True)"),
+        ("resources: {nodes: 0}", "resources.nodes: must be at least 1 (got 0)"),
+        ("resources: {nodes: 100001}", "resources.nodes: must be at most 100000 (got 100001)"),
+        ("resources: {ranks_per_node: 0}", "resources.ranks_per_node: must be at least 1"),
+        ("resources: {cpus_per_rank: -1}", "resources.cpus_per_rank: must be at least 1"),
+        ("resources: {gpus: x x}", f"resources.gpus: {GPUS}"),
+        ("resources: {gpus: 1.5}", f"resources.gpus: {GPUS}"),
+        ("resources: {gpus: true}", f"resources.gpus: {GPUS}"),
+        ("resources: {gpus: {a100: 4}}", f"resources.gpus: {GPUS}"),
+        ("resources: {gpus: [a100:1, a100:2]}", "resources.gpus: names one type of GPU twice"),
+        ("resources: {time: off}", f"resources.time: {TIME} (got 'off')"),
+        ("resources: {time: 1.5}", f"resources.time: {TIME} (got 1.5)"),
+        ("resources: {time: 0}", "resources.time: must be more than zero and at most ten years"),
+        ("resources: {memory: 1.5}", f"resources.memory: {SIZE} (got 1.5)"),
+        ("resources: {memory: true}", f"resources.memory: {SIZE} (got True)"),
+        ("resources: {memory: 2000T}", "resources.memory: must be more than zero and at most"),
+        ("resources: {partition: a b}", f"resources.partition: {WORDS} (got 'a b')"),
+        ("resources: {account: a;b}", f"resources.account: {WORDS} (got 'a;b')"),
+        ("resources: {qos: '#'}", f"resources.qos: {WORDS}"),
+        ("resources: {constraint: a b}", "resources.constraint: must be feature names joined"),
+        ("resources: {exclusive: 'yes'}", "resources.exclusive: must be true or false (got 'yes')"),
+        ("resources: {mail: me}", f"resources.mail: {FIELDS} (got 'me')"),
+        ("resources: {mail: {on: [end]}}", "resources.mail.to: must be given"),
+        ("resources: {mail: {to: a b}}", "resources.mail.to: must be a user name or a mail"),
+        ("resources: {mail: {to: a, on: []}}", "resources.mail.on: must have 1 or more entries"),
+        ("resources: {mail: {to: a, on: [x]}}", "resources.mail.on.0: must be 'begin', 'end'"),
+        ("resources: {extra: [-N 3]}", "resources.extra.0: must be one long sbatch option"),
+        ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own or is"),
+        ("resources: {extra: [--array=3]}", "resources.extra: --array has a field of its own"),
+        ("environment: {modules: cuda}", "environment.modules: must be a list (got 'cuda')"),
+        ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),
+        ("environment: {conda: -x}", "environment.conda: must not begin with a dash"),
+        ("environment: {python: -x}", "environment.python: must not begin with a dash"),
+        ("environment: {conda: a, venv: b}", "environment: give conda or venv, not both"),
+        ("environment: {inherit: none}", "environment.inherit: must be 'all' or 'minimal'"),
+        ("environment: {variables: [a]}", "environment.variables: must be a mapping of names"),
+        ("environment: {variables: {A: true}}", "environment.variables.A: is a boolean"),
+        ("environment: {variables: {A: {}}}", f"environment.variables.A: {TEXT}"),
+        ("environment: {variables: {a b: x}}", "environment.variables.a b: must be a variable's"),
+        ("environment: {variables: {1: x}}", "environment.variables.1: must be text"),
+        ("environment: {variables: {RANK: 0}}", f"environment.variables.RANK: {OWN}"),
+        ("environment: {variables: {hpml_x: 0}}", f"environment.variables.hpml_x: {OWN}"),
+        ("environment: {variables: {SLURM_X: 0}}", f"environment.variables.SLURM_X: {OWN}"),
+        ("environment: {variables: {IFS: 0}}", f"environment.variables.IFS: {OWN}"),
+        (
+            "environment: {container: {engine: docker, image: i}}",
+            "environment.container.engine: must be 'apptainer' or 'pyxis' (got 'docker')",
+        ),
+        (
+            "environment: {container: {engine: apptainer}}",
+            "environment.container.image: must be given",
+        ),
+        (
+            "environment: {container: {engine: pyxis, image: -i}}",
+            "environment.container.image: must not begin with a dash",
+        ),
+        (
+            "environment: {container: {engine: pyxis, image: i, mounts: [a]}}",
+            "environment.container.mounts: must be absolute paths without commas",
+        ),
+        ("stage: {a: b}", "stage: must be a list"),
+        ("stage: [d]", f"stage.0: {FIELDS} (got 'd')"),
+        ("stage: [{name: d}]", "stage.0.source: must be given"),
+        ("stage: [{name: D, source: s}]", "stage.0.name: must be lower-case letters, digits"),
+        ("stage: [{name: d, source: s, kind: zip}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
+        ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local or an a"),
+        ("stage: [{name: d, source: s, size: x}]", f"stage.0.size: {SIZE} (got 'x')"),
+        (
+            "stage: [{name: d, source: s}, {name: d, source: t}]",
+            "stage: the name 'd' is used twice",
+        ),
+        ("binding: auto", "binding: must be 'none' (got 'auto')"),
+        ("1: x", "1: a field's name must be text (got 1)"),
+    ],
+)
+def test_a_wrong_value(load: Load, text: str, message: str) -> None:
+    """The message begins with the field, says what would be right, and shows the value."""
+    found = message_of(load, text)
+    if message != "give exactly one":
+        assert found.startswith(message)
+    assert "Input" not in found
+    assert "Traceback" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nam: b", "nam: there is no such field; did you mean name?"),
+        ("gpus: 4", "gpus: there is no such field; did you mean resources.gpus?"),
+        ("time: 4", "time: there is no such field; did you mean resources.time?"),
+        ("venv: x", "venv: there is no such field; did you mean environment.venv?"),
+        ("enviroment: {}", "enviroment: there is no such field; did you mean environment?"),
+        ("resources: {node: 2}", "resources.node: there is no such field; did you mean resources.nodes?"),
+        (
+            "resources: {mail: {too: a, to: b}}",
+            "resources.mail.too: there is no such field; did you mean resources.mail.to?",
+        ),
+        (
+            "stage: [{name: d, sorce: s}]",
+            "stage.0.sorce: there is no such field; did you mean stage.0.source?",
+        ),
+        ("zzzz: 1", "zzzz: there is no such field"),
+        ("function-after: 1", "function-after: there is no such field"),
+        ("'[key]': 1", "[key]: there is no such field"),
+        (f"{'y' * 100}: 1", f"{'y' * 60}…: there is no such field"),
+        ('"a\\nb": 1', "a�b: there is no such field"),
+    ],
+)
+def test_an_unknown_field(load: Load, text: str, message: str) -> None:
+    """An unknown field is told with the nearest known one, at its own place or elsewhere."""
+    assert message in message_of(load, text).splitlines()
+
+
+@pytest.mark.parametrize("field", sorted(LATER))
+def test_fields_of_a_later_release(load: Load, field: str) -> None:
+    """What is planned is refused by its name, however it is written."""
+    for value in ("1-3", "{a: b}", "[x]", "true"):
+        assert message_of(load, f"{field}: {value}").startswith(
+            f"{field}: this release has no {LATER[field]} yet; remove the field"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a", "none of them"),
+        ("name: a\nscript: x\nmodule: y", "script and module"),
+        ("name: a\nscript: x\nmodule: y\ncommand: [z]", "script and module and command"),
+    ],
+)
+def test_exactly_one_program(load: Load, text: str, said: str) -> None:
+    """A job runs a script, a module or a command: one of them."""
+    with pytest.raises(InputError, match=f"give exactly one .* not {said}"):
+        load(text)
+
+
+def test_all_findings_come_at_once(load: Load) -> None:
+    """Three faults are three lines, and the error carries the first field and value."""
+    with pytest.raises(InputError) as caught:
+        load("name: a b\nscript: x\nresources: {nodes: 0}\nfoo: 1\n")
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
+        "name",
+        "resources.nodes",
+        "foo",
+    ]
+    assert (caught.value.field, caught.value.value) == ("name", "a b")
