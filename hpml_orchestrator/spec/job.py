@@ -324,7 +324,7 @@ class Job(_Model):
     )
     resources: Resources = Field(default=Resources(), description="What to ask of the cluster.")
     environment: Environment = Field(
-        default=Environment(), description="What the ranks' processes find."
+        default=Environment(), description="Software, variables and container of the ranks."
     )
     stage: list[Stage] = Field(
         default=[], max_length=64, description="Data to bring to every node first."

@@ -1,4 +1,4 @@
-"""hpml killed at any point of a submission: never two jobs, never a lost one.
+"""A submission killed at any point: never two jobs, never a lost one.
 
 strace ends `hpml submit` with SIGKILL at the entry of one chosen system call, so each point is hit
 every time, not by luck. Then the controller is asked how many jobs have the submission's directory.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,7 @@ class Point:
 
 
 @pytest.fixture(scope="module")
-def desk(
-    slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Desk]:
+def desk(slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     """A desk with one job file; its jobs wait in the queue, held, and are cancelled at the end."""
     if shutil.which("strace") is None:
         message = "NO CRASH TESTS: strace is not installed"
@@ -63,9 +62,24 @@ def points(desk: Desk) -> list[Point]:
     """Every counted system call of a submission, from its first directory to its last record."""
     trace = desk.directory / "trace"
     subprocess.run(
-        ["strace", "-qq", "-s", "400", "-o", str(trace), "-e", f"trace={CALLS}", *HPML, "submit",
-         "crash.yaml"],
-        env=desk.environment, cwd=desk.directory, check=True, capture_output=True, timeout=120,
+        [
+            "strace",
+            "-qq",
+            "-s",
+            "400",
+            "-o",
+            str(trace),
+            "-e",
+            f"trace={CALLS}",
+            *HPML,
+            "submit",
+            "crash.yaml",
+        ],
+        env=desk.environment,
+        cwd=desk.directory,
+        check=True,
+        capture_output=True,
+        timeout=120,
     )
     counts: dict[str, int] = {}
     found = []
@@ -83,11 +97,13 @@ def points(desk: Desk) -> list[Point]:
 
 def chosen(points: list[Point]) -> dict[str, Point]:
     """The points that matter most, by what would happen next."""
+
     def rename_to(name: str) -> Point:
         return next(p for p in points if p.call == "rename" and p.about.endswith(f'{name}") = 0'))
 
     publish = next(
-        p for p in points
+        p
+        for p in points
         if p.call == "rename" and re.search(r'\.tmp", ".*/submissions/[^/"]+"\) = 0$', p.about)
     )
     start = [p for p in points if p.call == "vfork"][-1]
@@ -110,9 +126,24 @@ def kill_at(desk: Desk, point: Point) -> list[Path]:
     """Kill `hpml submit` there and return the submissions that it had published by then."""
     before = submissions(desk)
     done = subprocess.run(
-        ["strace", "-qq", "-o", "/dev/null", "-e", f"trace={point.call}", "-e",
-         f"inject={point.call}:signal=KILL:when={point.number}", *HPML, "submit", "crash.yaml"],
-        env=desk.environment, cwd=desk.directory, check=False, capture_output=True, timeout=120,
+        [
+            "strace",
+            "-qq",
+            "-o",
+            "/dev/null",
+            "-e",
+            f"trace={point.call}",
+            "-e",
+            f"inject={point.call}:signal=KILL:when={point.number}",
+            *HPML,
+            "submit",
+            "crash.yaml",
+        ],
+        env=desk.environment,
+        cwd=desk.directory,
+        check=False,
+        capture_output=True,
+        timeout=120,
     )
     assert done.returncode in {-signal.SIGKILL, 128 + signal.SIGKILL}, (point, done)
     return sorted(submissions(desk) - before)
@@ -155,7 +186,7 @@ def test_one_job_comes_of_a_submission_killed(
 def test_a_listing_finds_the_job_of_a_submission_that_was_cut_off(
     desk: Desk, points: list[Point]
 ) -> None:
-    """`hpml list` alone puts the job of a killed submission on record; nothing has to be resumed."""
+    """`hpml list` alone puts the job of a killed submission on record; no resuming is needed."""
     (submission,) = kill_at(desk, chosen(points)["waiting for sbatch"])
     eventually(lambda: desk.jobs_of(submission))
     state = next(s for s in desk.json("list") if s["id"] == submission.name)
@@ -189,16 +220,18 @@ def test_one_job_comes_of_a_submission_killed_at_every_point(
 
 @pytest.mark.slow
 def test_one_job_comes_of_a_submission_killed_together_with_its_sbatch(desk: Desk) -> None:
-    """hpml and sbatch killed at random moments: what is on record ends with exactly one job."""
+    """Both hpml and sbatch killed at random moments: what is on record has exactly one job."""
     made: set[Path] = set()
     for turn in range(40):
         before = submissions(desk)
         process = subprocess.Popen(
             [*HPML, "submit", "crash.yaml"],
-            env=desk.environment, cwd=desk.directory,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=desk.environment,
+            cwd=desk.directory,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        eventually(lambda: submissions(desk) - before or process.poll() is not None)
+        eventually(partial(published_or_over, desk, before, process))
         time.sleep(turn % 10 * 0.004)
         for pid in children_of(process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -208,7 +241,14 @@ def test_one_job_comes_of_a_submission_killed_together_with_its_sbatch(desk: Des
     for submission in sorted(made):
         assert len(desk.jobs_of(submission)) <= 1
         settled_jobs(desk, submission)
-    sys.stdout.write(f"killed 40 submissions with their sbatch: {len(made)} on record, one job each\n")
+    sys.stdout.write(
+        f"killed 40 submissions with their sbatch: {len(made)} on record, one job each\n"
+    )
+
+
+def published_or_over(desk: Desk, before: set[Path], process: subprocess.Popen[bytes]) -> bool:
+    """Whether a submission is on record that was not, or its hpml has ended."""
+    return bool(submissions(desk) - before) or process.poll() is not None
 
 
 def children_of(pid: int) -> list[int]:

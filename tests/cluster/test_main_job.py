@@ -64,7 +64,7 @@ def at_its_limit(
 
 
 def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
-    at_its_limit: tuple[Desk, str],  # noqa: ARG001 - begins now, ends last
+    at_its_limit: tuple[Desk, str],
     slurm_cluster: SlurmCluster,
     tmp_path: Path,
 ) -> None:
@@ -79,7 +79,11 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     sets.append(f"--set=environment.python={sys.executable}")
     rendered = subprocess.run(
         [*HPML, "render", *sets, "digits.yaml"],
-        cwd=tmp_path, env=desk.environment, check=True, capture_output=True, timeout=60,
+        cwd=tmp_path,
+        env=desk.environment,
+        check=True,
+        capture_output=True,
+        timeout=60,
     ).stdout
 
     ran = desk.json("run", *sets, "digits.yaml")
@@ -93,23 +97,33 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     assert ran["summary"]["staged_bytes"] > 2 * 1797 * 60
     names = [phase["name"] for phase in ran["summary"]["phases"]]
     assert names == [
-        "queue", "start-up", "staging", "launch", "rendezvous", "warm-up", "training", "end",
+        "queue",
+        "start-up",
+        "staging",
+        "launch",
+        "rendezvous",
+        "warm-up",
+        "training",
+        "end",
     ]
-    accounted = eventually(
-        lambda: slurm_cluster.run(
-            "sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", ran["job_id"]
-        ).stdout.strip()
-    )
+    asked = ("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", ran["job_id"])
+    accounted = eventually(lambda: desk.slurm(*asked).strip())
     assert accounted == "COMPLETED|0:0"
     stored = Path(ran["submission"], "job.sh").read_bytes()
     held = subprocess.run(
         ["scontrol", "write", "batch_script", ran["job_id"], "-"],
-        env=slurm_cluster.environment, check=True, capture_output=True, timeout=60,
+        env=slurm_cluster.environment,
+        check=True,
+        capture_output=True,
+        timeout=60,
     ).stdout
     assert rendered == stored == held
     shown = desk.json("show", ran["id"])
     assert [(one["rank"], one["node"]) for one in shown["bindings"]] == [
-        (0, "node1"), (1, "node1"), (2, "node2"), (3, "node2"),
+        (0, "node1"),
+        (1, "node1"),
+        (2, "node2"),
+        (3, "node2"),
     ]
     assert "0.95 reached" in desk.hpml("show", "last").stdout
     assert own_staged(desk, ran["job_id"]) == []
@@ -227,8 +241,12 @@ def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
     file = desk.job("twice", command=["sh", "-c", "echo RAN"])
     ran = desk.json("run", file)
     again = desk.slurm(
-        "sbatch", "--wait-all-nodes=0", "--parsable", f"--chdir={ran['submission']}",
-        f"--output={desk.directory}/again.log", f"{ran['submission']}/job.sh",
+        "sbatch",
+        "--wait-all-nodes=0",
+        "--parsable",
+        f"--chdir={ran['submission']}",
+        f"--output={desk.directory}/again.log",
+        f"{ran['submission']}/job.sh",
     ).strip()
     state = eventually(
         lambda: re.search(
@@ -271,7 +289,12 @@ def test_a_rendered_script_runs_when_given_to_sbatch_by_hand(desk: Desk, data: P
     desk.hpml("render", file, "-o", target)
     done = subprocess.run(
         ["sbatch", "--wait", "--parsable", "job.sh"],
-        cwd=target, env=desk.environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=target,
+        env=desk.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     job_id = done.stdout.strip()
     assert done.returncode == 0, (target / f"slurm-{job_id}.out").read_text()

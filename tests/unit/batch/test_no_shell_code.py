@@ -6,21 +6,22 @@ at the end of it writes down what it was given. A value that became code would l
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.batch import Capabilities, archive, render
+from hpml_orchestrator.batch import Capabilities, render
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import ResolvedJob, load_job
+
+if TYPE_CHECKING:
+    from tests.unit.batch.conftest import Sandbox
 
 CANARY = "canary-of-hpml"
 PAYLOADS = [
@@ -28,7 +29,7 @@ PAYLOADS = [
     f"$(touch {CANARY})",
     f"`touch {CANARY}`",
     f"'; touch {CANARY}; '",
-    f"\"; touch {CANARY}; \"",
+    f'"; touch {CANARY}; "',
     f"a\ntouch {CANARY}\nb",
     f"\n\n#SBATCH --wrap='touch {CANARY}'\n",
     f"a; touch {CANARY} #",
@@ -46,82 +47,6 @@ PAYLOADS = [
     '"',
     "trailing newline\n",
 ]
-
-RECORDER = """\
-import json, os, sys
-with open(os.environ["RECORD_TO"], "w") as stream:
-    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}, stream)
-"""
-
-
-class Sandbox:
-    """A directory in which rendered scripts run for real."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.submission = root / "submission"
-        self.submission.mkdir()
-        (self.submission / "hpml-node.pyz").write_bytes(archive.build())
-        self.bin = root / "bin"
-        self.bin.mkdir()
-        srun = self.bin / "srun"
-        srun.write_text(
-            f'#!/bin/sh\nexec {sys.executable} -I -S "{self.submission}/hpml-node.pyz" srun "$@"\n'
-        )
-        srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
-        (root / "recorder.py").write_text(RECORDER)
-        self.count = 0
-
-    def load(self, data: dict[str, Any]) -> ResolvedJob:
-        """Load a job through its file; JSON is YAML."""
-        path = self.root / "job.yaml"
-        path.write_text(json.dumps(data))
-        return load_job(path)
-
-    def set(self, data: dict[str, Any]) -> ResolvedJob:
-        """Load a job whose fields come from the command line, which spares the YAML parser."""
-        path = self.root / "job.yaml"
-        path.write_text("{}\n")
-        return load_job(path, list(data.items()))
-
-    def run(self, script: str) -> dict[str, Any]:
-        """Run a script as a job would run and return what its program saw."""
-        self.count += 1
-        text = self.submission / "job.sh"
-        text.write_text(script, encoding="utf-8")
-        subprocess.run(["bash", "-n", str(text)], check=True, timeout=30)
-        record = self.root / "record.json"
-        record.unlink(missing_ok=True)
-        done = subprocess.run(
-            ["bash", str(text)],
-            cwd=self.submission,
-            env={
-                "PATH": f"{self.bin}:/usr/bin:/bin",
-                "HOME": str(self.root),
-                "SLURM_JOB_ID": str(self.count),
-                "SLURM_NNODES": "1",
-                "SLURM_JOB_NODELIST": "node1",
-                "SLURMD_NODENAME": "node1",
-                "SLURM_CLUSTER_NAME": "sandbox",
-                "RECORD_TO": str(record),
-                "LC_ALL": "C.UTF-8",
-            },
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        canaries = [str(path) for path in self.root.rglob(CANARY)]
-        assert not canaries, "a value became shell code"
-        assert not (Path.home() / CANARY).exists()
-        assert done.returncode == 0, done.stderr.decode(errors="replace")
-        seen: dict[str, Any] = json.loads(record.read_text())
-        return seen
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
-    """A fresh sandbox."""
-    return Sandbox(tmp_path)
 
 
 def job_with(sandbox: Sandbox, payload: str, **more: Any) -> dict[str, Any]:
@@ -238,9 +163,10 @@ def test_every_field_of_the_schema_is_tried() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
-def test_a_value_in_any_field_is_refused_or_stays_data(tmp_path: Path, place: tuple[str, ...]) -> None:
+def test_a_value_in_any_field_is_refused_or_stays_data(
+    sandbox: Sandbox, place: tuple[str, ...]
+) -> None:
     """Whatever stands in a field, the loader refuses it by name or the script carries it quoted."""
-    sandbox = Sandbox(tmp_path)
     for payload in PAYLOADS[1:]:
         data: dict[str, Any] = {"name": "probe", "script": "x.py"}
         if place[0] in ("module", "command"):
@@ -292,7 +218,7 @@ def no_code(script: str) -> bool:
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     texts=st.lists(
@@ -301,9 +227,9 @@ def no_code(script: str) -> bool:
         max_size=6,
     )
 )
-def test_any_text_arrives_unchanged(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_any_text_arrives_unchanged(make_sandbox: Callable[[], Sandbox], texts: list[str]) -> None:
     """Random Unicode in arguments and variables reaches the program to the character."""
-    sandbox = Sandbox(tmp_path_factory.mktemp("any"))
+    sandbox = make_sandbox()
     data = job_with(sandbox, "end")
     texts = [text.replace("{stage.", "{stage_").replace("{run.dir}", "") for text in texts]
     data["args"] = texts
@@ -314,9 +240,10 @@ def test_any_text_arrives_unchanged(tmp_path_factory: pytest.TempPathFactory, te
 
 
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
-def test_a_megabyte_in_any_field_is_refused_by_name(tmp_path: Path, place: tuple[str, ...]) -> None:
+def test_a_megabyte_in_any_field_is_refused_by_name(
+    sandbox: Sandbox, place: tuple[str, ...]
+) -> None:
     """A value of 1 MB fits no argument and no path: the error names the field and says its size."""
-    sandbox = Sandbox(tmp_path)
     data: dict[str, Any] = {"name": "probe", "script": "x.py"}
     if place[0] in ("module", "command"):
         del data["script"]

@@ -36,7 +36,9 @@ def test_numbers_in_arguments_stay_as_they_are_written(load: Load) -> None:
 
 def test_numbers_are_numbers_elsewhere(load: Load) -> None:
     """What has a spelling of its own still counts as the number that it is."""
-    resources = load(f"{BASE}resources: {{nodes: 0x2, gpus: 4, memory: 512, time: 90}}").job.resources
+    resources = load(
+        f"{BASE}resources: {{nodes: 0x2, gpus: 4, memory: 512, time: 90}}"
+    ).job.resources
     assert (resources.nodes, resources.gpus) == (2, "4")
     assert (resources.memory, resources.time) == ("512M", "01:30:00")
     assert type(resources.nodes) is int
@@ -224,7 +226,9 @@ def test_settings_of_what_is_not_there(load: Load, setting: str, message: str) -
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["x", "=1", "a..b=1", "a b=1", ".a=1", "1a=1", "", "a.=1", "--x=1"])
+@pytest.mark.parametrize(
+    "text", ["x", "=1", "a..b=1", "a b=1", ".a=1", "1a=1", "", "a.=1", "--x=1"]
+)
 def test_what_is_no_setting(text: str) -> None:
     """--set takes FIELD=VALUE and says so."""
     with pytest.raises(InputError, match="--set: must be FIELD=VALUE, such as resources.nodes=4"):

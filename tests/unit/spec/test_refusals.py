@@ -147,7 +147,10 @@ def test_a_wrong_value(load: Load, text: str, message: str) -> None:
         ("time: 4", "time: there is no such field; did you mean resources.time?"),
         ("venv: x", "venv: there is no such field; did you mean environment.venv?"),
         ("enviroment: {}", "enviroment: there is no such field; did you mean environment?"),
-        ("resources: {node: 2}", "resources.node: there is no such field; did you mean resources.nodes?"),
+        (
+            "resources: {node: 2}",
+            "resources.node: there is no such field; did you mean resources.nodes?",
+        ),
         (
             "resources: {mail: {too: a, to: b}}",
             "resources.mail.too: there is no such field; did you mean resources.mail.to?",

@@ -1,0 +1,68 @@
+"""Events have one vocabulary, and what cannot be understood is passed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.records.events import PHASES, VOCABULARY, Event, append, read, read_all
+
+
+def test_the_vocabulary_is_the_house_s() -> None:
+    """The names stand in architecture.md; phases are some of them, in the same order."""
+    assert VOCABULARY == (
+        *("queued", "started", "staging", "ready", "rendezvous", "warm-up", "step"),
+        *("evaluation", "checkpoint", "stopping", "ended"),
+    )
+    assert [name for name in VOCABULARY if name in PHASES] == list(PHASES)
+
+
+def test_there_is_no_other_event() -> None:
+    """An unknown name is refused where it is made, with those that there are."""
+    with pytest.raises(ValueError, match="'begun' is no event; one of queued, started"):
+        Event(0.0, "begun", "n")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """Time, name, node, rank and data survive, whatever characters are in them."""
+    path = tmp_path / "events" / "n1.jsonl"
+    made = [
+        append(path, "staging", node="n1", now=2.5, source="/d/\u2028\x85\n\"'é"),
+        append(path, "step", node="n1", now=1.25, rank=0, steps=3),
+    ]
+    assert read(path) == made
+    assert [event.time for event in read_all(tmp_path / "events")] == [1.25, 2.5]
+    line = json.loads(path.read_text("utf-8").split("\n")[1])
+    assert line["schema_version"] == 1
+    assert line["data"] == {"steps": 3}
+
+
+def test_strange_lines_are_passed_over(tmp_path: Path) -> None:
+    """Newer, unknown, incomplete and wrong lines leave the others as they are."""
+    path = tmp_path / "n.jsonl"
+    append(path, "ready", node="n", now=1.0)
+    good = {"schema_version": 1, "time": 2.0, "event": "ended", "node": "n"}
+    strange: list[object] = [
+        {**good, "schema_version": 2},
+        {**good, "schema_version": "x"},
+        {**good, "event": "begun"},
+        {**good, "time": "x"},
+        {**good, "time": None},
+        {**good, "data": 3},
+        {"event": "ended"},
+        [good],
+        "text",
+        None,
+    ]
+    with path.open("a") as stream:
+        for line in [*strange, good]:
+            stream.write(json.dumps(line) + "\n")
+        stream.write('{"torn')
+    assert [event.event for event in read(path)] == ["ready", "ended"]
+
+
+def test_no_events_yet(tmp_path: Path) -> None:
+    """An attempt that has written nothing has no events."""
+    assert read_all(tmp_path / "none") == []

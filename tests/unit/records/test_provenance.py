@@ -1,0 +1,132 @@
+"""What a run was made from is told from real repositories of git."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator import __version__
+from hpml_orchestrator.records import provenance
+
+
+def git(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(directory), *arguments], check=True, capture_output=True, timeout=60
+    )
+    return done.stdout.decode()
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep git away from this machine's settings."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one commit and a directory in it."""
+    top = tmp_path / "repo"
+    (top / "code").mkdir(parents=True)
+    git(top, "init", "-q", "-b", "main")
+    git(top, "config", "user.email", "t@example.org")
+    git(top, "config", "user.name", "t")
+    (top / "code" / "train.py").write_text("print(1)\n")
+    git(top, "add", ".")
+    git(top, "commit", "-q", "-m", "one")
+    return top
+
+
+def collect(directory: Path) -> tuple[dict[str, Any], bytes]:
+    return provenance.collect(str(directory), argv=["hpml", "run"], environment={"USER": "me"})
+
+
+def test_a_clean_tree(repository: Path) -> None:
+    """Commit, branch and top are told, and there is no diff."""
+    record, diff = collect(repository / "code")
+    assert record["git"] == {
+        "commit": git(repository, "rev-parse", "HEAD").strip(),
+        "branch": "main",
+        "top": str(repository),
+        "dirty": False,
+        "untracked": [],
+    }
+    assert diff == b""
+
+
+def test_a_dirty_tree_can_be_made_again(repository: Path, tmp_path: Path) -> None:
+    """The diff, binary files included, applies to a clone of the commit."""
+    (repository / "code" / "train.py").write_text("print(2)\n")
+    (repository / "code" / "blob").write_bytes(b"\0\xff\n")
+    git(repository, "add", "code/blob")
+    (repository / "notes é.txt").write_text("x")
+    record, diff = collect(repository / "code")
+    assert record["git"]["dirty"] is True
+    assert record["git"]["diff"] == "dirty.diff"
+    assert len(record["git"]["untracked"]) == 1
+    git(tmp_path, "clone", "-q", str(repository), "clone")
+    (tmp_path / "dirty.diff").write_bytes(diff)
+    git(tmp_path / "clone", "apply", str(tmp_path / "dirty.diff"))
+    assert (tmp_path / "clone" / "code" / "train.py").read_text() == "print(2)\n"
+    assert (tmp_path / "clone" / "code" / "blob").read_bytes() == b"\0\xff\n"
+
+
+def test_the_users_own_settings_do_not_spoil_the_diff(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colours, another diff program and a hook's variables change nothing."""
+    (repository / "code" / "train.py").write_text("print(2)\n")
+    _, plain = collect(repository)
+    git(repository, "config", "color.ui", "always")
+    git(repository, "config", "diff.external", "echo")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    record, diff = collect(repository)
+    assert diff == plain
+    assert b"+print(2)" in plain
+    assert record["git"]["branch"] == "main"
+
+
+def test_a_huge_diff_is_left_out_and_said_so(repository: Path) -> None:
+    """Over 4 MiB the record says how large it was."""
+    (repository / "code" / "train.py").write_text("x" * 80 + "\n" * 1, "utf-8")
+    (repository / "code" / "train.py").write_text(("x" * 80 + "\n") * 60_000)
+    record, diff = collect(repository)
+    assert diff == b""
+    assert record["git"]["diff"].startswith("left out: ")
+
+
+def test_no_repository(tmp_path: Path) -> None:
+    """Outside git, in an empty repository and where there is no such directory: no commit."""
+    assert collect(tmp_path)[0]["git"] is None
+    assert collect(tmp_path / "none")[0]["git"] is None
+    git(tmp_path, "init", "-q", "empty")
+    assert collect(tmp_path / "empty")[0]["git"] is None
+
+
+def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without git the rest of the record is there all the same."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    record, diff = collect(repository)
+    assert (record["git"], diff) == (None, b"")
+    assert record["hpml"] == __version__
+    assert (record["user"], record["command_line"]) == ("me", ["hpml", "run"])
+
+
+def test_a_working_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell that stands in a removed directory can still submit."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        assert collect(tmp_path)[0]["directory"] == ""
+    finally:
+        os.chdir(tmp_path)

@@ -1,0 +1,246 @@
+"""Submissions are written whole or not at all, and found again by what people remember."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
+from hpml_orchestrator.records.files import append_line, write_json, write_text
+from hpml_orchestrator.records.store import Store, Submission, default_root
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty store."""
+    return Store(tmp_path / "records")
+
+
+def prepare(store: Store, sid: str, runs: int = 1) -> Submission:
+    return store.prepare(
+        sid,
+        script="#!/bin/bash\n",
+        archive=b"PK",
+        submit={"name": sid.rsplit("-", 3)[0]},
+        runs={index: {"name": "x"} for index in range(runs)},
+    )
+
+
+def everything(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def test_a_prepared_submission_is_complete(store: Store) -> None:
+    """Script, archive, arguments and the table of runs lie there, and the run with its plan."""
+    sid = "a-20240101-000000-abcdef"
+    submission = prepare(store, sid)
+    assert submission.script.read_text() == "#!/bin/bash\n"
+    assert os.access(submission.script, os.X_OK)
+    assert (submission.directory / "hpml-node.pyz").read_bytes() == b"PK"
+    assert submission.record() == {"schema_version": 1, "sid": sid, "name": "a"}
+    assert submission.runs() == [(0, sid)]
+    run = store.run(sid)
+    assert run.record() == {"schema_version": 1, "rid": sid, "sid": sid, "index": 0, "name": "x"}
+    assert (run.attempts(), submission.job(), submission.refused()) == ([], None, None)
+    assert submission.started_at() is None
+
+
+def test_several_runs_have_names_of_their_own(store: Store) -> None:
+    """A submission of more than one run numbers them."""
+    sid = "a-20240101-000000-abcdef"
+    submission = prepare(store, sid, runs=12)
+    assert submission.runs() == [(index, f"{sid}.{index}") for index in range(12)]
+    assert store.run(f"{sid}.11").record()["index"] == 11
+
+
+def test_a_name_that_is_taken_leaves_the_first_as_it_was(store: Store) -> None:
+    """A second submission of the same id is refused and takes nothing away."""
+    sid = "a-20240101-000000-abcdef"
+    prepare(store, sid)
+    before = everything(store.root)
+    with pytest.raises(RecordError, match="cannot write records"):
+        prepare(store, sid)
+    assert everything(store.root) == before
+
+
+FAILING = """
+import os, sys
+from pathlib import Path
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.records.store import Store
+if sys.argv[2] != "0":
+    os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+try:
+    Store(Path(sys.argv[1])).prepare(
+        "a-20240101-000000-abcdef", script="x" * 100_000, archive=b"y" * 300_000,
+        submit={"name": "a"}, runs={index: {"name": "x"} for index in range(3)})
+except RecordError as error:
+    print(f"{error} | {error.hint}")
+    sys.exit(7)
+"""
+
+
+def prepare_elsewhere(root: Path, uid: int) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, str(root), str(uid)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    return done.stdout
+
+
+def test_a_root_that_cannot_be_written() -> None:
+    """Somebody without the right to write is told so, and nothing lies there afterwards."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be somebody without rights")
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own are closed to others
+        os.chmod(directory, 0o755)
+        root = Path(directory)
+        for part in ("submissions", "runs"):
+            (root / part).mkdir()
+        said = prepare_elsewhere(root, NOBODY)
+        assert "Permission denied | set HPML_HOME" in said
+        assert everything(root) == ["runs", "submissions"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    mount = tmp_path / "tiny"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
+    if os.getuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("needs root and the right to mount a tmpfs")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_disk_leaves_nothing(tiny: Path) -> None:
+    """When the space does not suffice for the whole submission, none of it stays."""
+    said = prepare_elsewhere(tiny, 0)
+    assert "No space left on device" in said
+    assert everything(tiny) == ["runs", "submissions"]
+
+
+def test_submissions_come_newest_first(store: Store) -> None:
+    """By the time in their ids, not by their names; other things in the directory do not count."""
+    ids = ["b-20240101-000000-aaaaaa", "a-20240102-000000-aaaaaa", "c-20231231-235959-aaaaaa"]
+    for sid in ids:
+        prepare(store, sid)
+    (store.submissions_dir / ".x-20240101-000000-aaaaaa.tmp").mkdir()
+    (store.submissions_dir / "notes.txt").touch()
+    assert [one.sid for one in store.submissions()] == [ids[1], ids[0], ids[2]]
+    assert list(Store(store.root / "none").submissions()) == []
+
+
+def test_a_run_is_found_by_what_people_remember(store: Store) -> None:
+    """Its id, its job id, a beginning or an end of its id, or simply the last one."""
+    first = prepare(store, "ab-20240101-000000-aaaaa7")
+    second = prepare(store, "cd-20240102-000000-bbbbb3")
+    first.record_job("3", how="sbatch", now=0.0)
+    second.record_job("12", how="sbatch", now=0.0)
+    for word, wanted in [
+        (first.sid, first),
+        ("ab", first),
+        ("ab-2024", first),
+        ("aaaaa7", first),
+        ("7", first),
+        ("12", second),
+        ("cd-20240102", second),
+        ("last", second),
+    ]:
+        assert store.resolve(word) == wanted, word
+
+
+def test_a_job_id_is_no_end_of_a_name(store: Store) -> None:
+    """A job's id is meant before a run whose id happens to end in that figure."""
+    first = prepare(store, "ab-20240101-000000-aaaaa3")
+    second = prepare(store, "cd-20240102-000000-bbbbbb")
+    second.record_job("3", how="sbatch", now=0.0)
+    assert store.resolve("3") == second
+    write_text(second.directory / "job.json", "{")
+    assert store.resolve("3") == first
+
+
+def test_what_names_no_run_or_several(store: Store) -> None:
+    """Nothing fits: not found. More than one fits: which they are. An empty word: refused."""
+    with pytest.raises(NotFoundError, match="no runs under .* yet"):
+        store.resolve("last")
+    for number in range(7):
+        submission = prepare(store, f"ab-2024010{number + 1}-000000-aaaaaa")
+        submission.record_job("5", how="sbatch", now=0.0)
+    with pytest.raises(InputError, match="names 7 runs: ab-20240107.*, …"):
+        store.resolve("ab")
+    with pytest.raises(InputError, match="names 7 runs"):
+        store.resolve("5")
+    with pytest.raises(NotFoundError, match="no run 'zz' under"):
+        store.resolve("zz")
+    with pytest.raises(NotFoundError, match="no run '99' under"):
+        store.resolve("99")
+    with pytest.raises(InputError, match="RUN: must name a run"):
+        store.resolve("")
+    with pytest.raises(NotFoundError, match="no run 'x' under"):
+        store.run("x")
+
+
+def test_attempts_and_bindings_are_read_as_they_come(store: Store) -> None:
+    """Attempts count as numbers; a rank that started twice counts as it started last."""
+    run = store.run(prepare(store, "a-20240101-000000-abcdef").sid)
+    for number in (0, 2, 10):
+        (run.directory / "attempts" / str(number) / "binding").mkdir(parents=True)
+    (run.directory / "attempts" / "junk").mkdir()
+    attempts = run.attempts()
+    assert [attempt.number for attempt in attempts] == [0, 2, 10]
+    assert (attempts[0].job_id, attempts[0].ended, attempts[0].events()) == ("", None, [])
+    for rank, node, pid in ((1, "n1", 1), (0, "n1", 2), (1, "n1", 3)):
+        line = f'{{"rank": {rank}, "node": "{node}", "pid": {pid}}}'
+        append_line(attempts[0].directory / "binding" / f"{node}.jsonl", line)
+    append_line(attempts[0].directory / "binding" / "n2.jsonl", '{"rank": "x"}')
+    assert [(one["rank"], one["pid"]) for one in attempts[0].bindings()] == [(0, 2), (1, 3)]
+    write_json(attempts[0].directory / "ended.json", {"exit_code": 0})
+    assert (attempts[0].ended or {})["exit_code"] == 0
+    write_text(attempts[0].directory / "ended.json", "{")
+    assert attempts[0].ended is None
+
+
+def test_the_submitter_is_known(store: Store) -> None:
+    """The marker before sbatch says when, and whether that process still lives."""
+    submission = prepare(store, "a-20240101-000000-abcdef")
+    submission.mark_started(now=17.5)
+    assert submission.started_at() == 17.5
+    assert not submission.submitter_is_gone()
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from hpml_orchestrator.records.store import Submission\n"
+        "Submission(Path(sys.argv[1])).mark_started(now=18.5)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(submission.directory)], check=True, timeout=60)
+    assert submission.started_at() == 18.5
+    assert submission.submitter_is_gone()
+
+
+@pytest.mark.parametrize(
+    ("environment", "root"),
+    [
+        ({"HPML_HOME": "/r", "XDG_STATE_HOME": "/s", "HOME": "/h"}, "/r"),
+        ({"HPML_HOME": "", "XDG_STATE_HOME": "/s", "HOME": "/h"}, "/s/hpml"),
+        ({"HOME": "/h"}, "/h/.local/state/hpml"),
+        ({"HPML_HOME": "/r/../q/"}, "/q"),
+    ],
+)
+def test_where_records_live(environment: dict[str, str], root: str) -> None:
+    """$HPML_HOME, else $XDG_STATE_HOME, else below the home."""
+    assert default_root(environment) == Path(root)
