@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from typing import Any
@@ -76,8 +77,9 @@ def placeholders(text: str) -> list[str]:
     return _PLACEHOLDER.findall(text)
 
 
+@functools.cache
 def environment() -> jinja2.Environment:
-    """Return the environment that sbatch templates are rendered in."""
+    """Return the environment that sbatch templates are rendered in: one for the process."""
     made = ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(str(assets.path("templates") / "sbatch")),
         undefined=jinja2.StrictUndefined,

@@ -10,11 +10,9 @@ An abstract name belongs to a network namespace: a container with one of its own
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import re
 import select
 import socket
 import struct
@@ -30,7 +28,7 @@ from hpml_orchestrator.records.files import append_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "channel_name", "decode"]
+__all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "decode"]
 
 WIRE_VERSION = 1
 MAX_DATAGRAM_BYTES = 8192
@@ -52,32 +50,8 @@ MAX_DEPTH = 4
 MAX_INTEGER = 1 << 63
 
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
-_PLAIN_PART = re.compile(r"[A-Za-z0-9._+-]+")
-# A reader that splits a file at Unicode's line ends would tear a record at these.
+# Other readers of these files may split lines there too.
 _LINE_ENDS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
-
-
-def channel_name(uid: int, job_key: str, attempt: int, node: str) -> str:
-    """Return the abstract name (without its NUL) of a node's channel; fits in `sun_path`.
-
-    Different arguments give different names, and the same ones always the same.
-
-    Args:
-        uid: the job's user.
-        job_key: what tells jobs apart on this machine, such as Slurm's job id or a run id.
-        attempt: which start of the run.
-        node: Slurm's name of the node.
-
-    Example:
-        >>> channel_name(1000, "4711_3", 0, "gpu01")
-        'hpml/1000/4711_3/0/gpu01'
-    """
-    parts = (str(uid), job_key, str(attempt), node)
-    name = "/".join(("hpml", *parts))
-    if all(_PLAIN_PART.fullmatch(part) for part in parts) and len(name) <= MAX_NAME_BYTES:
-        return name
-    digest = hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()
-    return f"hpml/{uid}/{digest[:40]}"
 
 
 def decode(datagram: bytes, *, node: str, now: float) -> Event:
@@ -142,7 +116,7 @@ class ChannelReader:
     """Reads the ranks of one node in a thread and writes their events.
 
     Args:
-        name: abstract name without its NUL, see `channel_name`.
+        name: abstract name without its NUL, see `names.attempt_channel`.
         events_file: the node's JSONL file; its directory is made when missing.
         node: Slurm's name of the node.
         uid: the only user who is heard; the kernel vouches for the sender.
@@ -156,7 +130,7 @@ class ChannelReader:
         write_errors: attempts to write that failed; their events are kept for the next.
 
     Example:
-        with ChannelReader(channel_name(uid, job, attempt, node), path, node):
+        with ChannelReader(attempt_channel(os.environ, attempt), path, node):
             run_the_ranks()
     """
 
@@ -173,7 +147,7 @@ class ChannelReader:
                 f"a channel's name has 1 to {MAX_NAME_BYTES} bytes and no NUL",
                 field="channel",
                 value=name,
-                hint="channel_name() makes one that fits",
+                hint="names.attempt_channel() makes one that fits",
             )
         self.name = name
         self.received = self.refused = self.superseded = self.dropped = self.write_errors = 0

@@ -106,6 +106,16 @@ def _common_name(attempt: Path) -> str:
         for one in ready
         if not set(head["names"]) & set(one.get("resolves", {}))
     ]
+    if not lost:
+        known = "; ".join(
+            f"{one.get('node')} knows {', '.join(one['resolves'])}"
+            for one in ready
+            if set(one["resolves"]) != set(head["names"])
+        )
+        raise HpmlError(
+            f"no one name of the head node is known to all nodes: {known}",
+            hint="the nodes' /etc/hosts or DNS must know each other's names",
+        )
     raise HpmlError(
         f"node{'s' * (len(lost) > 1)} {', '.join(lost)} cannot resolve the head node "
         f"({', '.join(head['names'])})",

@@ -149,6 +149,19 @@ def kill_at(desk: Desk, point: Point) -> list[Path]:
     return sorted(submissions(desk) - before)
 
 
+def kill_after_publishing(desk: Desk, point: Point) -> Path:
+    """Kill `hpml submit` there and return the submission.
+
+    How often git is waited for before varies with the load: a kill that came too early, when
+    nothing was on record, is tried again.
+    """
+    for _ in range(10):
+        made = kill_at(desk, point)
+        if made:
+            return made[0]
+    pytest.fail(f"10 kills, all before the submission was on record: {point}")
+
+
 def settled_jobs(desk: Desk, submission: Path) -> list[str]:
     """Resume a submission and return its jobs in the controller."""
     answer = desk.json("submit", "--resume", submission.name)
@@ -165,29 +178,31 @@ def settled_jobs(desk: Desk, submission: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "published", "jobs_before_resume"),
     [
-        ("publishing the submission", 0, {0}),
-        ("marking the start", 1, {0}),
-        ("starting sbatch", 1, {0}),
-        ("waiting for sbatch", 1, {0, 1}),
-        ("recording the job", 1, {1}),
+        ("publishing the submission", False, {0}),
+        ("marking the start", True, {0}),
+        ("starting sbatch", True, {0}),
+        ("waiting for sbatch", True, {0, 1}),
+        ("recording the job", True, {1}),
     ],
 )
 def test_one_job_comes_of_a_submission_killed(
-    desk: Desk, points: list[Point], name: str, published: int, jobs_before_resume: set[int]
+    desk: Desk, points: list[Point], name: str, published: bool, jobs_before_resume: set[int]
 ) -> None:
     """Killed at this point, the submission ends with exactly one job, found or made by --resume."""
-    made = kill_at(desk, chosen(points)[name])
-    assert len(made) == published
-    for submission in made:
-        assert len(desk.jobs_of(submission)) in jobs_before_resume
-        settled_jobs(desk, submission)
+    point = chosen(points)[name]
+    if not published:
+        assert kill_at(desk, point) == []
+        return
+    submission = kill_after_publishing(desk, point)
+    assert len(desk.jobs_of(submission)) in jobs_before_resume
+    settled_jobs(desk, submission)
 
 
 def test_a_listing_finds_the_job_of_a_submission_that_was_cut_off(
     desk: Desk, points: list[Point]
 ) -> None:
     """`hpml list` alone puts the job of a killed submission on record; no resuming is needed."""
-    (submission,) = kill_at(desk, chosen(points)["waiting for sbatch"])
+    submission = kill_after_publishing(desk, chosen(points)["waiting for sbatch"])
     eventually(lambda: desk.jobs_of(submission))
     state = next(s for s in desk.json("list") if s["id"] == submission.name)
     assert [state["job_id"]] == desk.jobs_of(submission)

@@ -23,9 +23,9 @@ from hpml_orchestrator.node.channel import (
     MAX_NAME_BYTES,
     RANK_EVENTS,
     ChannelReader,
-    channel_name,
     decode,
 )
+from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.records import events
 
 CHANNEL_FILE = Path(__file__).parents[2] / "training_jobs" / "hpml_channel.py"
@@ -441,25 +441,20 @@ def test_a_name_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.field == "channel"
 
 
-parts = st.tuples(
-    st.integers(0, 1 << 32), st.text(max_size=150), st.integers(0, 99), st.text(max_size=150)
-)
+places = st.tuples(*[st.text(st.characters(exclude_characters="\0"), max_size=150)] * 3)
 
 
-@given(parts, parts)
-def test_names_fit_and_differ(
-    one: tuple[int, str, int, str],
-    other: tuple[int, str, int, str],
-) -> None:
+def name_of(place: tuple[str, str, str]) -> str:
+    """The name for (attempt's directory, node, job key)."""
+    attempt, node, key = place
+    return attempt_channel({"SLURMD_NODENAME": node, "HPML_JOB_KEY": key or "k"}, attempt)
+
+
+@given(places, places)
+def test_names_fit_and_differ(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
     """Every name is a usable one, repeatable, and no two jobs, attempts or nodes share it."""
-    name = channel_name(*one)
+    name = name_of(one)
     assert 0 < len(name.encode("ascii")) <= MAX_NAME_BYTES
-    assert "\0" not in name
-    assert name == channel_name(*one)
-    assert (name == channel_name(*other)) == (one == other)
-
-
-def test_a_hashed_name_cannot_be_a_plain_one() -> None:
-    """Parts with a slash do not spell another job's name."""
-    assert channel_name(1, "a/b", 0, "n") != channel_name(1, "a", 0, "b/0/n")
-    assert channel_name(1, "x" * 200, 0, "n").count("/") == 2
+    assert name == name_of(one)
+    same = (one[:2], one[2] or "k") == (other[:2], other[2] or "k")
+    assert (name == name_of(other)) == same

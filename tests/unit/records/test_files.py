@@ -138,4 +138,4 @@ def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     lines = read_json_lines(path)
     assert len(lines) == 600
-    assert {line for line in lines} == {letter * 3000 for letter in "abc"}
+    assert set(lines) == {letter * 3000 for letter in "abc"}

@@ -105,7 +105,7 @@ def test_a_root_that_cannot_be_written() -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to be somebody without rights")
     with tempfile.TemporaryDirectory() as directory:  # pytest's own are closed to others
-        os.chmod(directory, 0o755)
+        os.chmod(directory, 0o755)  # noqa: S103
         root = Path(directory)
         for part in ("submissions", "runs"):
             (root / part).mkdir()

@@ -17,7 +17,7 @@ BASE = "name: a\nscript: x.py\n"
 
 
 def test_yaml_is_version_1_2(load: Load) -> None:
-    """`10:00` and `off` stay text, as YAML 1.2 has neither sexagesimal numbers nor such booleans."""
+    """`10:00` and `off` stay text, as YAML 1.2 has it, not 600 and false."""
     job = load(f"{BASE}args: [10:00, off, on, yes, No]\nresources: {{time: 10:00}}").job
     assert job.args == ["10:00", "off", "on", "yes", "No"]
     assert job.resources.time == "00:10:00"
@@ -143,7 +143,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_paths_are_made_absolute(load: Load, tmp_path: Path) -> None:
-    """Against the job file's directory, the program against the working directory; ~ is the home."""
+    """Against the job file's directory, the program's against the workdir; ~ is the home."""
     text = """
 name: a
 script: train/x.py
@@ -211,7 +211,7 @@ def test_settings_reach_into_lists(load: Load) -> None:
         ("stage.1=x", "stage.1: has no such entry"),
         ("stage.x.source=x", "stage.x: has no such entry"),
         ("stage.²=x", "stage.²: has no such entry"),
-        ("stage.٠.source=x", "stage.٠: has no such entry"),
+        ("stage.\u0660.source=x", "stage.\u0660: has no such entry"),
         ("args.0=x", "args.0: has no such entry; there are: none"),
         ("name.x=1", "name: has no fields of its own"),
         ("nam=1", "nam: there is no such field; did you mean name?"),

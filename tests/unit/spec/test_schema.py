@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-import hpml_orchestrator.spec as spec
-from hpml_orchestrator import assets
+from hpml_orchestrator import assets, spec
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import ResolvedJob, job_schema
 from hpml_orchestrator.spec.document import parse_yaml

@@ -1,0 +1,43 @@
+"""What the documentation says of Slurm is true on a real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.test_docs import RUN_PAGES, Reader, blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cluster.conftest import SlurmCluster
+
+
+@pytest.fixture
+def reader(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Reader]:
+    """A reader on the login node, who has written the digits as the tutorial says before."""
+    for module in ("torch", "sklearn", "PIL"):
+        pytest.importorskip(module, reason="the tutorial needs the extra 'train'")
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_CONF": str(slurm_cluster.slurm_conf),
+    }
+    assert shutil.which("sbatch", path=environment["PATH"])
+    made = Reader(tmp_path / "digits", environment)
+    written = made.call("python make_digits.py digits")
+    assert written.returncode == 0, written.stdout
+    yield made
+    made.leave()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in RUN_PAGES if any(one.tag == "console slurm" for one in blocks(page))]
+)
+def test_commands_for_slurm_do_what_the_page_says(page: str, reader: Reader) -> None:
+    """Every `console slurm` block runs, with the exit status and the output that stand there."""
+    assert reader.follow(page, "console slurm")

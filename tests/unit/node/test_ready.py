@@ -1,0 +1,106 @@
+"""Ranks wait until every node is ready, or are told why that will not be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import HpmlError, StagingError
+from hpml_orchestrator.node.ready import read_markers, wait_ready
+from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.testing import FakeClock
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    """An attempt in which no node has said anything."""
+    (tmp_path / "nodes").mkdir()
+    return tmp_path
+
+
+def mark(attempt: Path, node: str, kind: str, **data: object) -> None:
+    write_json(attempt / "nodes" / f"{node}.{kind}.json", {"node": node, **data})
+
+
+def wait(attempt: Path, nodes: int, pid: int, clock: FakeClock | None = None) -> int:
+    clock = clock or FakeClock()
+    return wait_ready(str(attempt), str(nodes), str(pid), sleep=clock.sleep, clock=clock.monotonic)
+
+
+def test_all_nodes_are_ready(attempt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends at once and sums up what was staged."""
+    mark(attempt, "n1", "ready", bytes=10, files=2, seconds=0.5)
+    mark(attempt, "n2", "ready", bytes=20, files=3, seconds=1.25)
+    assert wait(attempt, 2, os.getpid()) == 0
+    err = capsys.readouterr().err
+    assert err == "hpml: 2 nodes ready, staged 5 files, 30 bytes, slowest 1.25 s\n"
+    mark(attempt, "n3", "ready")
+    assert wait(attempt, 1, os.getpid()) == 0
+
+
+def test_it_waits_ever_more_rarely_and_says_so(
+    attempt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the nodes are there: it looks again, at most a second apart, and tells every 30 s."""
+    clock = FakeClock()
+    mark(attempt, "n1", "ready")
+    naps = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal naps
+        naps += 1
+        clock.sleep(seconds)
+        if clock.now > 1_800_000_061:
+            mark(attempt, "n2", "ready")
+
+    pid = str(os.getpid())
+    assert wait_ready(str(attempt), "2", pid, sleep=sleep, clock=clock.monotonic) == 0
+    assert 60 < naps < 80
+    assert max(clock.sleeps) == 1.0
+    assert capsys.readouterr().err.count("hpml: 1 of 2 nodes are ready\n") == 2
+
+
+def test_a_node_that_failed_ends_the_waiting(attempt: Path) -> None:
+    """The message names every failed node with its reason, and carries the first hint."""
+    mark(attempt, "n1", "ready")
+    mark(attempt, "n2", "failed", message="no space", hint="")
+    mark(attempt, "n3", "failed", message="no source", hint="look there")
+    with pytest.raises(StagingError, match="^n2: no space; n3: no source$") as caught:
+        wait(attempt, 4, os.getpid())
+    assert caught.value.hint == "look there"
+
+
+def test_agents_that_die_end_the_waiting(attempt: Path) -> None:
+    """When their step is gone and a node is still missing, it will never come."""
+    agent = subprocess.Popen(["sleep", "0.2"])
+    mark(attempt, "n1", "ready")
+    began = time.monotonic()
+    with pytest.raises(HpmlError, match=r"ended before all nodes were ready \(1 of 2 are\)"):
+        wait_ready(str(attempt), "2", str(agent.pid))
+    # nobody has waited for the agent yet: a zombie counts as gone
+    assert Path(f"/proc/{agent.pid}/stat").read_text().split()[2] == "Z"
+    assert time.monotonic() - began < 10
+    assert agent.wait() == 0
+
+
+def test_what_the_agents_said_last_counts(attempt: Path) -> None:
+    """A step that is over but has made every node ready, or failed, is judged by that."""
+    agent = subprocess.Popen(["true"])
+    agent.wait()
+    mark(attempt, "n1", "ready")
+    assert wait(attempt, 1, agent.pid) == 0
+    mark(attempt, "n1", "failed", message="late")
+    with pytest.raises(StagingError, match="late"):
+        wait(attempt, 1, agent.pid)
+
+
+def test_half_written_markers_do_not_count(attempt: Path) -> None:
+    """Temporary files and files that are no JSON are passed over."""
+    write_text(attempt / "nodes" / "n1.ready.json", "{")
+    write_text(attempt / "nodes" / ".n2.ready.json.abcd", '{"node": "n2"}')
+    mark(attempt, "n3", "ready")
+    assert [one["node"] for one in read_markers(attempt, "ready")] == ["n3"]

@@ -1,0 +1,499 @@
+"""The documentation is true: commands run, links lead somewhere, references are complete.
+
+What the tags of code blocks mean is written in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hpml_orchestrator.batch import directives
+from hpml_orchestrator.cli.main import app
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.events import VOCABULARY
+from hpml_orchestrator.spec import job_schema, load_job
+from hpml_orchestrator.spec.job import LATER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+ROOT = Path(__file__).parents[2]
+RUN_PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *RUN_PAGES,
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "dashboards/README.md",
+    "exporters/README.md",
+    "training_jobs/README.md",
+    "deploy/devcluster/README.md",
+]
+SLURM_COMMANDS = "sbatch srun salloc squeue sacct sacctmgr scancel scontrol sinfo".split()
+ANYTHING = "…"
+LIMIT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its tag's words, its text."""
+
+    page: str
+    line: int
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def tag(self) -> str:
+        return " ".join(self.words)
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a console block, the status it shall have, and what it shall print."""
+
+    place: str
+    text: str
+    status: int
+    output: tuple[str, ...]
+
+
+@cache
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@cache
+def blocks(page: str) -> tuple[Block, ...]:
+    """All fenced blocks of a page, in order."""
+    found: list[Block] = []
+    opened: tuple[int, tuple[str, ...]] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(read(page).splitlines(), 1):
+        if not line.startswith("```"):
+            lines.append(line)
+        elif opened is None:
+            opened, lines = (number, tuple(line[3:].split())), []
+        else:
+            found.append(Block(page, *opened, "".join(f"{one}\n" for one in lines)))
+            opened = None
+    assert opened is None, f"{page}: the block at line {opened} is not closed"
+    return tuple(found)
+
+
+def prose(page: str) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(block: Block) -> Iterator[Command]:
+    """The commands of a console block."""
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        first, _, rest = part.partition("\n")
+        match = re.fullmatch(r"(.*?)(?:\s+# exit (\d+))?", first)
+        assert match is not None
+        output = tuple(line for line in rest.splitlines() if line.strip())
+        yield Command(str(block), match[1], int(match[2] or 0), output)
+
+
+def fits(expected: Iterable[str], printed: list[str]) -> bool:
+    """Whether output is what a block says; `…` is anything, alone on a line any number of lines."""
+    here = {0}
+    for line in expected:
+        if line.strip() == ANYTHING:
+            here = set(range(min(here, default=len(printed) + 1), len(printed) + 1))
+            continue
+        pattern = ".*".join(re.escape(part) for part in _blanks(line).split(ANYTHING))
+        here = {
+            index + 1
+            for index in here
+            if index < len(printed) and re.fullmatch(pattern, _blanks(printed[index]))
+        }
+    return len(printed) in here
+
+
+def _blanks(line: str) -> str:
+    return " ".join(line.split())
+
+
+class Reader:
+    """Somebody who follows a page in a directory of their own.
+
+    Args:
+        directory: is made; holds a copy of the training jobs.
+        environment: the complete environment, but for HOME, HPML_HOME and the like.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+        self.directory = directory
+        self.records = directory.with_name(f"{directory.name}-records")
+        self.environment = {
+            "HOME": str(directory),
+            "USER": "reader",
+            "LANG": "C.UTF-8",
+            "HPML_HOME": str(self.records),
+            **environment,
+        }
+        shutil.copytree(
+            ROOT / "training_jobs", directory, ignore=shutil.ignore_patterns("__pycache__")
+        )
+
+    def call(self, command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+
+    def follow(self, page: str, tag: str) -> int:
+        """Write the page's files and run its commands of that tag; return how many these were."""
+        count = 0
+        for block in blocks(page):
+            if len(block.words) > 1 and block.words[0] != "console":
+                (self.directory / block.words[1]).write_text(block.text, encoding="utf-8")
+            if block.tag == tag:
+                for command in commands(block):
+                    self._run(command)
+                    count += 1
+        return count
+
+    def _run(self, command: Command) -> None:
+        done = self.call(command.text)
+        story = f"{command.place}: $ {command.text}\n{done.stdout}"
+        assert done.returncode == command.status, f"exit status {done.returncode} of {story}"
+        if command.output:
+            printed = [line for line in done.stdout.splitlines() if line.strip()]
+            assert fits(command.output, printed), f"{story}--- the page says:\n" + "\n".join(
+                command.output
+            )
+
+    def leave(self) -> None:
+        """End what a failed page left running."""
+        left = self.call("hpml status --json").stdout
+        if left.startswith("["):
+            for one in json.loads(left):
+                self.call(f"hpml cancel {one['id']} && hpml wait {one['id']}")
+
+
+def path_without_slurm(directory: Path) -> str:
+    """Make a directory with this machine's programs but Slurm's; return a PATH."""
+    directory.mkdir()
+    for folder in ("/usr/local/bin", "/usr/bin", "/bin"):
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if name not in SLURM_COMMANDS and not os.path.lexists(directory / name):
+                (directory / name).symlink_to(f"{folder}/{name}")
+    return f"{Path(sys.executable).parent}:{directory}"
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    """A reader at a machine without Slurm."""
+    made = Reader(tmp_path / "digits", {"PATH": path_without_slurm(tmp_path / "bin")})
+    yield made
+    made.leave()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in RUN_PAGES if any(one.tag == "console" for one in blocks(page))]
+)
+def test_commands_of_a_page_do_what_it_says(page: str, reader: Reader) -> None:
+    """Every console block runs, with the exit status and the output that stand there."""
+    for module in ("torch", "sklearn", "PIL"):
+        pytest.importorskip(module, reason="the tutorial needs the extra 'train'")
+    assert reader.follow(page, "console")
+
+
+def test_wildcards_stand_for_lines_and_parts_of_lines() -> None:
+    """The comparison of output accepts what it should and nothing else."""
+    printed = ["a 1", "b", "c\t2"]
+    assert fits(["a …", "…", "c 2"], printed)
+    assert fits(["…"], [])
+    assert fits(["…", "a 1", "b", "…", "…2"], printed)
+    assert not fits(["a …", "c 2"], printed)
+    assert not fits(["a …", "b"], printed)
+    assert not fits(["…", "d"], printed)
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_every_block_has_a_tag_that_means_something(page: str) -> None:
+    """No command hides from the tests behind a missing or misspelt tag."""
+    known = {"console", "console slurm", "sh", "text", "yaml", "toml", "python"}
+    for block in blocks(page):
+        assert block.tag in known or (
+            len(block.words) == 2 and block.words[0] in {"yaml", "text", "python"}
+        ), f"{block}: unknown tag {block.tag!r}"
+        if block.words[0] == "console":
+            assert list(commands(block)), f"{block}: no command in a console block"
+            assert block.text.startswith("$ "), f"{block}: output before the first command"
+
+
+def test_commands_that_are_not_run_name_things_that_exist() -> None:
+    """In sh blocks, make's targets, the extras of pip and the paths of the project are there."""
+    makefile = read("Makefile")
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    seen = set()
+    for page in PAGES:
+        for block in blocks(page):
+            for line in block.text.splitlines() if block.tag == "sh" else ():
+                words = shlex.split(line, comments=True)
+                for before, word in zip(["", *words], words, strict=False):
+                    if before == "make":
+                        assert re.search(rf"^{word}:", makefile, re.MULTILINE), f"{block}: {line}"
+                    extra = re.fullmatch(r"\.\[(.*)\]", word)
+                    if extra:
+                        assert extra[1] in extras, f"{block}: {line}"
+                    if word.split("/")[0] in {"deploy", "tests", "training_jobs", ".ci"}:
+                        assert (ROOT / word).exists(), f"{block}: {line}"
+                    seen.add((before, word))
+    assert {("make", "demo"), ("make", "test"), ("pip", "install")} <= seen
+
+
+@cache
+def options(command: str) -> frozenset[str]:
+    """The options in a command's help, "" being hpml itself."""
+    environment = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
+    arguments = [command, "--help"] if command else ["--help"]
+    told = CliRunner().invoke(app, arguments, env=environment)
+    assert told.exit_code == 0, f"hpml has no command {command!r}"
+    return frozenset(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", told.output))
+
+
+def calls_of_hpml(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Every mention of a call of hpml as code: where, and its words."""
+    snippets = [(page, span) for span in re.findall(r"`([^`\n]+)`", prose(page))]
+    for block in blocks(page):
+        if block.words[:1] in {("sh",), ("console",)}:
+            lines = block.text.splitlines()
+            if block.words[0] == "console":
+                lines = [line[2:] for line in lines if line.startswith("$ ")]
+            snippets += [(str(block), line) for line in lines]
+    for place, snippet in snippets:
+        for part in re.split(r"&&|\|\||[;|]", snippet):
+            words = part.split("  #")[0].split()
+            if words and words[0].rpartition("/")[2] == "hpml":
+                yield place, words[1:]
+
+
+def test_calls_of_hpml_have_commands_and_options_that_exist() -> None:
+    """What pages say to type is what `--help` offers."""
+    count = 0
+    for page in PAGES:
+        for place, words in calls_of_hpml(page):
+            command = next((word for word in words if word.isalpha() and word.islower()), "")
+            known = options(command) | options("")
+            for word in words:
+                option = word.partition("=")[0] if word.startswith("--") else word[:2]
+                if word.startswith("-") and option != "--epochs":
+                    assert option in known, f"{place}: hpml {' '.join(words)}: no {option}"
+            count += 1
+    assert count > 30
+
+
+def test_the_readme_lists_every_command() -> None:
+    """A command that is added is told of on the first page."""
+    told = set(re.findall(r"^\| `hpml (\w+)", read("README.md"), re.MULTILINE))
+    there = {command.name or _name_of(command.callback) for command in app.registered_commands}
+    assert told == there
+
+
+def _name_of(callback: Callable[..., Any] | None) -> str:
+    assert callback is not None
+    return callback.__name__.rstrip("_")
+
+
+def table(page: str, *header: str) -> list[list[str]]:
+    """The rows of every table with that header; cells without their backticks."""
+    rows: list[list[str]] = []
+    inside = False
+    for line in prose(page).splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        if not line.startswith("|"):
+            inside = False
+        elif cells == list(header):
+            inside = True
+        elif inside and not set(line) <= set("|-"):
+            rows.append(cells)
+    assert rows, f"{page} has no table {header}"
+    return rows
+
+
+def fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Every field of a job file: its path, its schema, and whether it must be given."""
+
+    def walk(
+        model: Mapping[str, Any], prefix: str
+    ) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+        for name, field in model["properties"].items():
+            yield f"{prefix}{name}", field, name in model.get("required", [])
+            for reference in re.findall(r"#/\$defs/(\w+)", json.dumps(field)):
+                inner = f"{prefix}{name}.N." if field.get("type") == "array" else f"{prefix}{name}."
+                yield from walk(schema["$defs"][reference], inner)
+
+    yield from walk(schema, "")
+
+
+def test_the_reference_has_every_field_of_a_job_file() -> None:
+    """Each field of the JSON Schema is documented with its default and choices, and no other."""
+    rows = table("docs/job-file.md", "field", "type", "default", "meaning")
+    told = {row[0].strip("`"): row for row in rows}
+    assert len(told) == len(rows), "a field is documented twice"
+    there = {path: (field, required) for path, field, required in fields(job_schema())}
+    assert sorted(told) == sorted(there)
+    for path, (field, required) in there.items():
+        _, kind, default, meaning = told[path]
+        assert default.strip("`") == _default(field, required=required), path
+        for choice in re.findall(r'"(?:enum|const)": (\[.*?\]|".*?")', json.dumps(field)):
+            for word in re.findall(r'"(.*?)"', choice):
+                assert f"`{word}`" in kind, f"{path}: {word} is not told"
+        assert meaning.endswith((".", ".)")), path
+
+
+def _default(field: Mapping[str, Any], *, required: bool) -> str:
+    if required:
+        return "required"
+    value = field.get("default")
+    if "$ref" in field or value is None:
+        return "see below" if "$ref" in field else "—"
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_the_reference_names_what_is_refused_for_now() -> None:
+    """Fields that are planned stand in the reference as not there yet, and in no table."""
+    section = prose("docs/job-file.md").partition("## Not in this release")[2]
+    assert set(re.findall(r"`(\w+)`", section.partition("\n## ")[0])) == set(LATER)
+
+
+def test_the_reference_has_every_directive(tmp_path: Path) -> None:
+    """The `#SBATCH` lines of a job that asks for everything are those of the table, in order."""
+    path = tmp_path / "everything.yaml"
+    resources = {
+        "gpus": 1,
+        "memory": "1G",
+        **dict.fromkeys(("partition", "account", "qos", "constraint"), "a"),
+        "exclusive": True,
+        "mail": {"to": "ada"},
+    }
+    path.write_text(json.dumps({"name": "a", "script": "a.py", "resources": resources}))
+    there = [line.partition("=")[0] for line in directives(load_job(path).job)]
+    rows = table("docs/job-file.md", "directive", "from")
+    told = [name for row in rows for name in re.findall(r"--[a-z-]+", row[0])]
+    assert told == there
+
+
+@pytest.mark.parametrize(
+    "block",
+    [one for page in PAGES for one in blocks(page) if one.words[:1] in {("yaml",), ("toml",)}],
+    ids=str,
+)
+def test_job_files_in_pages_load(block: Block, tmp_path: Path) -> None:
+    """Examples of job files are valid; a part of one is completed with a name and a command."""
+    text, path = block.text, tmp_path / f"job.{block.words[0]}"
+    if not re.search(r"^name\b", text, re.MULTILINE):
+        text = f"name: part\ncommand: [program]\n{text}"
+    path.write_text(text, encoding="utf-8")
+    assert load_job(path).job.name
+
+
+def test_links_lead_somewhere() -> None:
+    """Every relative link of a page names a file, and every anchor a heading there."""
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+            assert target.exists(), f"{page}: {link}"
+            if anchor:
+                assert anchor in _anchors(target.read_text(encoding="utf-8")), f"{page}: {link}"
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in headings}
+
+
+def test_every_page_of_docs_is_linked_from_the_readme() -> None:
+    """Nothing is written where nobody finds it."""
+    for page in RUN_PAGES[1:]:
+        assert f"]({page})" in read("README.md"), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_hold_no_path_of_the_machine_they_were_written_on(page: str) -> None:
+    """Captured output was captured in a neutral place."""
+    assert not re.search(rf"/root/|/work/|{re.escape(str(ROOT))}", read(page))
+
+
+def test_the_map_has_every_room() -> None:
+    """Each package under hpml_orchestrator/ is on the map, and no other."""
+    told = {
+        row[0].strip("`/") for row in table("docs/architecture.md", "room", "what it does", "uses")
+    }
+    package = ROOT / "hpml_orchestrator"
+    assert told == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_the_map_names_files_that_exist() -> None:
+    """A module that the map names by its path is there."""
+    for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", prose("docs/architecture.md")):
+        assert (ROOT / name).exists() or (ROOT / "hpml_orchestrator" / name).exists(), name
+
+
+def test_the_map_has_every_event() -> None:
+    """The vocabulary of events stands there complete and in order."""
+    rows = table("docs/architecture.md", "event", "written by", "when")
+    assert [row[0].strip("`") for row in rows] == list(VOCABULARY)
+
+
+def test_the_map_has_every_exit_status() -> None:
+    """Each error's exit status is told."""
+    rows = table("docs/architecture.md", "status", "meaning")
+    pending, statuses = [HpmlError], set()
+    while pending:
+        error = pending.pop()
+        statuses.add(str(error.exit_code))
+        pending += error.__subclasses__()
+    assert statuses <= {row[0] for row in rows}
+
+
+def test_the_map_has_every_file_of_a_record(reader: Reader) -> None:
+    """What a run leaves behind is explained file by file."""
+    job = reader.directory / "record.yaml"
+    job.write_text("name: record\nlauncher: srun\ncommand: ['true']\n")
+    done = reader.call("hpml run record.yaml --json 2>errors.txt")
+    assert done.returncode == 0, done.stdout + (reader.directory / "errors.txt").read_text()
+    told = set(re.findall(r"`([^`\n]+)`", prose("docs/architecture.md")))
+    state = json.loads(done.stdout)
+    run = Path(state["directory"])
+    attempt = run / "attempts" / "0"
+    left = {path.name for path in Path(state["submission"]).iterdir()}
+    left |= {path.name for path in run.iterdir() if path.is_file()}
+    for path in attempt.rglob("*"):
+        if path.is_file():
+            name = path.relative_to(attempt).as_posix()
+            left.add(name.replace(state["nodes"], "<node>"))
+    assert left <= told
