@@ -121,8 +121,9 @@ def submit(
             }
         )
         return
-    typer.echo(f"submitted {submission.sid} as job {job_id}")
-    typer.echo(f"hpml logs -f {submission.sid}", err=True)
+    known = "is" if resume else "submitted as"
+    typer.echo(f"{submission.sid} {known} job {job_id}")
+    typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
 
 
 def run(

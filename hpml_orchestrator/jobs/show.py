@@ -79,7 +79,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
 def _ran(state: State, summary: Summary) -> str:
     if not summary.nodes:
         return ""
-    ranks = f", {summary.ranks} ranks" if summary.ranks else ""
+    ranks = f", {summary.ranks} rank{'s' * (summary.ranks > 1)}" if summary.ranks else ""
     return f" on {state.nodes or summary.nodes}{ranks}"
 
 

@@ -201,9 +201,6 @@ def resume(
         if isinstance(outcome, Found):
             return outcome.job_id
         if isinstance(outcome, Absent) and outcome.refused:
-            raise SchedulerError(outcome.refused, hint=outcome.hint)
-        if isinstance(outcome, Absent) and outcome.refused:
-            submission.record_refusal(outcome.refused, now=clock())
             raise _was_refused(submission, outcome.refused, outcome.hint)
         if isinstance(outcome, Absent):
             return submit(submission, scheduler, environment=environment, clock=clock)

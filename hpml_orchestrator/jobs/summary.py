@@ -70,7 +70,7 @@ def summarise(state: State) -> Summary:
     steps = _last_steps(events)
     result = dict(results[-1].data) if results else {}
     result.pop("final", None)
-    queued = state.submission.started_at() if attempt.number == 0 else None
+    queued = _first(events).get("queued")
     ended = state.ended
     if attempt.ended is not None:
         ended = float(attempt.ended["time"])

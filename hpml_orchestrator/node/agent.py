@@ -31,6 +31,7 @@ from hpml_orchestrator.staging import CopyStager, StageRequest, StageResult
 __all__ = ["Agent", "main", "parse_arguments"]
 
 _POLL_SECONDS = 2.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _OVER_MARKER = "over"
 _STAGE_WORDS = 4
 
@@ -39,9 +40,12 @@ def main(argv: list[str]) -> int:
     """Run the agent of this node until it is told to end; see `Agent.run`."""
     attempt, requests = parse_arguments(argv)
     agent = Agent(attempt, requests)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in _SIGNALS:
         signal.signal(number, agent.on_signal)
-    return agent.run()
+    status = agent.run()
+    for number in _SIGNALS:  # Python gives its own handlers up before it exits
+        signal.signal(number, signal.SIG_IGN)
+    return status
 
 
 def parse_arguments(argv: list[str]) -> tuple[Path, list[StageRequest]]:
@@ -119,6 +123,8 @@ class Agent:
 
     def _make_ready(self, stager: CopyStager, log: Path) -> bool:
         """Stage everything and publish the node's marker; returns whether that failed."""
+        if (self.attempt / _OVER_MARKER).exists():
+            return False  # the script failed before this node's agent could hear its signal
         began = time.monotonic()
         try:
             results = [self._stage(stager, request, log) for request in self.requests]
@@ -127,7 +133,6 @@ class Agent:
                 return False
             message = str(error) or type(error).__name__
             self._mark("failed", message=message, hint=getattr(error, "hint", ""))
-            sys.stderr.write(f"hpml: {self.node}: {message}\n")
             return True
         seconds = time.monotonic() - began
         figures: dict[str, Any] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
-from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run
+from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
 
 __all__ = ["EXIT_DUPLICATE", "claim", "finish", "node_name"]
 
@@ -72,8 +72,12 @@ def claim(submission: str) -> int:
         if name.partition(".")[0] != "localhost"  # every node would find itself
     ]
     write_json(attempt.directory / "head.json", {"node": node, "names": names})
+    log = attempt.directory / "events" / "batch.jsonl"
+    queued = Submission(Path(submission)).started_at()
+    if number == 0 and queued is not None:
+        events.append(log, "queued", node="batch", now=queued)
     events.append(
-        attempt.directory / "events" / "batch.jsonl",
+        log,
         "started",
         node="batch",
         job_id=job_id,

@@ -149,7 +149,7 @@ class Locks:
         Raises:
             SchedulerUnavailable: somebody else's directory is in its place.
         """
-        path = self.root / f"hpml-{os.geteuid()}"
+        path = self.root / f"hpml-locks-{os.geteuid()}"
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)

@@ -89,7 +89,7 @@ def _read(source: Path) -> dict[str, Any]:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"no such job file: {source}", hint="see docs/tutorial.md for a first one"
+            f"no such job file: {source}", hint="`name: …` and `script: train.py` make a first one; `hpml schema job` prints every field"
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror or error}") from error
@@ -111,7 +111,7 @@ def _read(source: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(
             f"{source} holds no fields",
-            hint="a job file is a mapping that begins with `name:`; see docs/tutorial.md",
+            hint="a job file is a mapping: `name: …`, `script: train.py`; `hpml schema job` has every field",
         )
     return data
 

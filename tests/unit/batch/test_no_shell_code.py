@@ -178,14 +178,15 @@ def test_a_value_in_any_field_is_refused_or_stays_data(
             script = render(sandbox.set(data).job, Capabilities())
         except InputError:
             continue
-        assert no_code(script), (place, payload)
+        assert no_code(script, sandbox.root), (place, payload)
 
 
-def no_code(script: str) -> bool:
+def no_code(script: str, workdir: Path) -> bool:
     """Whether bash, running the script's words with every command replaced, leaves no canary.
 
     Reads the script with `bash -n`, and evaluates it with each external program turned into a
-    no-op by an empty PATH: expansions and substitutions still happen, so a payload would act.
+    no-op by an empty PATH: expansions and substitutions still happen, so a payload would act. A
+    canary lies where the script was then: in its first directory, or in the job's workdir.
     """
     scratch = Path(os.environ.get("TMPDIR", "/tmp")) / f"no-code-{os.getpid()}"
     scratch.mkdir(exist_ok=True)
@@ -213,15 +214,16 @@ def no_code(script: str) -> bool:
         timeout=30,
         check=False,
     )
-    return not any(scratch.rglob(CANARY))
+    return not any(scratch.rglob(CANARY)) and not any(workdir.rglob(CANARY))
 
 
 def test_the_canary_sings(sandbox: Sandbox) -> None:
     """A value that did reach the script unquoted would be noticed."""
     script = render(sandbox.set({"name": "probe", "command": ["VALUE"]}).job, Capabilities())
-    assert no_code(script)
-    for payload in (f"$(touch {CANARY})", f"x\n) ; touch {CANARY} ; (", f"`touch {CANARY}`"):
-        assert not no_code(script.replace("VALUE", payload)), payload
+    assert no_code(script, sandbox.root)
+    for payload in (f"$(touch {CANARY})", f"x\n) ; touch {CANARY} ; (:", f"`touch {CANARY}`"):
+        assert not no_code(script.replace("VALUE", payload), sandbox.root), payload
+        (sandbox.root / CANARY).unlink(missing_ok=True)
 
 
 @settings(

@@ -134,12 +134,11 @@ def failed(running: Running) -> dict[str, Any]:
 def test_data_that_is_not_there_fails_the_node(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    """The failed marker and standard error say what is missing; nothing stays."""
+    """The failed marker says what is missing; nothing stays."""
     target = tmp_path / "target"
     target.mkdir()
     running = start("--stage", "data", "auto", str(tmp_path / "none"), str(target))
-    status, err = running.end()
-    assert (status, err.startswith("hpml: n1: cannot stage data from")) == (1, True)
+    assert running.end() == (1, "")  # wait-ready tells it, once for all nodes
     assert "No such file or directory" in failed(running)["message"]
     assert not running.marker.exists()
     assert list(target.iterdir()) == []
@@ -175,12 +174,12 @@ def test_told_to_end_while_it_stages(
     """SIGTERM in the middle of a copy ends it: no marker, no data."""
     source = tmp_path / "large"
     source.mkdir()
-    with (source / "blob").open("wb") as stream:
-        stream.truncate(4 * 1024**3)
+    for number in range(4000):
+        (source / str(number)).touch()
     target = tmp_path / "target"
     target.mkdir()
     running = start("--stage", "data", "tree", str(source), str(target))
-    until(lambda: list(target.rglob("*.partial-*")))
+    until(lambda: list(target.glob("*/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
     assert not running.marker.exists()

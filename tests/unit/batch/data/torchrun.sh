@@ -64,10 +64,12 @@ trap hpml_terminate TERM INT HUP
 # One agent per node, for as long as the job: stages the data, listens to the ranks, cleans up.
 hpml_shm=/dev/shm
 export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
-srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+# (SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.)
+(trap '' USR1 && exec srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+  --ntasks-per-node=1 \
   --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" \
-  --stage digits auto /data/digits "$hpml_shm" &
+  --stage digits auto /data/digits "$hpml_shm") &
 hpml_agent=$!
 
 # What the ranks find.

@@ -1,0 +1,92 @@
+"""The doctor says what there is, and what to do where something is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobs.backend import choose
+from hpml_orchestrator.jobs.doctor import Finding, examine
+from hpml_orchestrator.records.store import Store
+
+ANSWERS = {
+    "sbatch": "echo slurm 24.11.0",
+    "srun": "",
+    "squeue": "",
+    "scancel": "",
+    "scontrol": "echo 'Slurmctld(primary) at c is UP'",
+    "sacct": "exit 1",
+    "nvidia-smi": "printf 'GPU 0: H200\\nGPU 1: H200\\n'",
+    "git": "echo git version 2.40",
+    "bash": "echo 5.2",
+}
+
+
+def put(directory: Path, *names: str, **more: str) -> None:
+    """Put programs that only answer into a directory; these are fakes."""
+    directory.mkdir(exist_ok=True)
+    for name, code in {**{name: ANSWERS[name] for name in names}, **more}.items():
+        (directory / name).write_text(f"#!/bin/sh\n{code}\n")
+        (directory / name).chmod(0o755)
+
+
+def found(store: Store) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(store)}
+
+
+def test_this_machine_is_sound(tmp_path: Path) -> None:
+    """Interpreter, templates, bash and records are there; every finding is complete."""
+    findings = found(Store(tmp_path / "records"))
+    for check in ("hpml", "interpreter for the nodes", "templates", "bash", "records"):
+        assert findings[check].result == "ok", findings[check]
+    for finding in findings.values():
+        assert finding.result in ("ok", "none", "missing")
+        assert finding.found
+        assert bool(finding.hint) == (finding.result == "missing")
+        assert set(finding.to_json()) == {"check", "result", "found", "hint"}
+
+
+def test_nothing_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bash nothing runs; git, Slurm and GPUs are done without."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    findings = found(Store(tmp_path / "records"))
+    assert findings["bash"].result == "missing"
+    assert findings["bash"].hint == "install bash 4 or newer"
+    for check in ("git", "Slurm", "GPUs of this machine"):
+        assert findings[check].result == "none"
+
+
+def test_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's version, its controller, its accounting, and the GPUs are told."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    put(tmp_path / "bin", *ANSWERS)
+    findings = found(Store(tmp_path / "records"))
+    assert findings["Slurm"].found == "slurm 24.11.0, controller is up"
+    assert findings["accounting"].result == "none"
+    assert findings["GPUs of this machine"].found == "2"
+    put(tmp_path / "bin", sacct="exit 0")
+    assert found(Store(tmp_path / "records"))["accounting"].result == "ok"
+    put(tmp_path / "bin", scontrol="echo is DOWN; exit 1")
+    assert found(Store(tmp_path / "records"))["Slurm"].result == "missing"
+    (tmp_path / "bin" / "scancel").unlink()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    assert found(Store(tmp_path / "records"))["Slurm"].found == "not on PATH: scancel"
+
+
+def test_records_that_cannot_be_written(tmp_path: Path) -> None:
+    """The root's fault is told with the variable that changes it."""
+    (tmp_path / "file").touch()
+    finding = found(Store(tmp_path / "file" / "records"))["records"]
+    assert (finding.result, "HPML_HOME" in finding.hint) == ("missing", True)
+
+
+def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm where sbatch is found, else this machine; other names are refused."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert choose("auto") == "local"
+    put(tmp_path / "bin", "sbatch")
+    assert (choose("auto"), choose("local"), choose("slurm")) == ("slurm", "local", "slurm")
+    with pytest.raises(InputError, match="--backend: must be auto, slurm or local"):
+        choose("pbs")

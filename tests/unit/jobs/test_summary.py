@@ -1,0 +1,195 @@
+"""What a run did adds up, whatever of it was recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpml_orchestrator.jobs.show import bytes_text, seconds_text, summary_lines
+from hpml_orchestrator.jobs.status import states
+from hpml_orchestrator.jobs.submit import submit
+from hpml_orchestrator.jobs.summary import Summary, phases, summarise
+from hpml_orchestrator.records.events import VOCABULARY, Event
+from hpml_orchestrator.scheduler.model import JobState
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.jobs.status import State
+    from hpml_orchestrator.records.store import Submission
+    from tests.unit.jobs.conftest import World
+
+NAMES = ["queue", "start-up", "staging", "launch", "rendezvous", "warm-up", "training", "end"]
+
+TIMES = st.floats(0, 1e6, allow_nan=False)
+EVENTS = st.lists(
+    st.builds(
+        Event,
+        TIMES,
+        st.sampled_from(VOCABULARY),
+        st.sampled_from(["n1", "n2"]),
+        st.integers(0, 3) | st.none(),
+        st.sampled_from([{}, {"final": True}]),
+    ),
+    max_size=30,
+)
+
+
+@given(EVENTS, st.none() | TIMES, st.none() | TIMES)
+def test_stretches_add_up(events: list[Event], queued: float | None, ended: float | None) -> None:
+    """Whatever events there are: no stretch is negative, none comes twice, and they have no gap."""
+    found = phases(sorted(events, key=lambda event: event.time), queued=queued, ended=ended)
+    assert all(one.seconds >= 0 for one in found)
+    assert [one.name for one in found] == [n for n in NAMES if n in {one.name for one in found}]
+    starts = [event.time for event in events if event.event == "started"]
+    begin = queued if queued is not None else min(starts, default=None)
+    if begin is None:
+        assert found == []
+        return
+    total = sum(one.seconds for one in found)
+    last = max([event.time for event in events] + [begin, ended or 0.0])
+    assert total <= last - begin + 1e-3
+    if ended is not None and ended >= last:
+        assert total == pytest.approx(ended - begin, abs=1e-3)
+
+
+def test_a_mark_counts_when_the_last_reaches_it() -> None:
+    """Nodes are ready when the last is; a beginning counts when the first begins."""
+    events = [
+        Event(10, "started", "batch"),
+        Event(11, "staging", "n1"),
+        Event(12, "staging", "n2"),
+        Event(13, "ready", "n1"),
+        Event(20, "ready", "n2"),
+        Event(22, "rendezvous", "n1", 0),
+        Event(23, "rendezvous", "n2", 1),
+        Event(25, "warm-up", "n1", 0),
+        Event(27, "step", "n1", 0),
+        Event(40, "step", "n2", 1),
+        Event(45, "evaluation", "n1", 0, {"final": True}),
+    ]
+    found = phases(events, queued=4, ended=50)
+    assert [(one.name, one.seconds) for one in found] == [
+        ("queue", 6),
+        ("start-up", 1),
+        ("staging", 9),
+        ("launch", 2),
+        ("rendezvous", 3),
+        ("warm-up", 2),
+        ("training", 18),
+        ("end", 5),
+    ]
+
+
+def test_what_was_not_recorded_joins_the_next() -> None:
+    """A command that reports nothing of itself still has its time."""
+    events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
+    found = phases(events, ended=30)
+    assert [(one.name, one.seconds) for one in found] == [
+        ("start-up", 2),
+        ("staging", 0),
+        ("end", 18),
+    ]
+
+
+def trained(world: World, submission: Submission) -> None:
+    attempt = world.starts(submission, "1")
+    for node_seconds in (1.5, 2.5):
+        world.event(attempt, "ready", bytes=1000, files=2, seconds=node_seconds)
+    for rank in (0, 1):
+        world.binds(attempt, rank)
+        world.event(
+            attempt, "step", rank, data_wait_seconds_total=1.0 + rank, step_seconds_total=10.0
+        )
+    world.clock.sleep(20)
+    world.event(
+        attempt,
+        "evaluation",
+        0,
+        final=True,
+        samples_per_second=1234.6,
+        test_accuracy=0.9712,
+        target_accuracy=0.95,
+        seconds_to_accuracy=12.5,
+    )
+    world.ends(attempt)
+    world.scheduler.move("1", JobState.COMPLETED)
+
+
+def state_of(world: World, submission: Submission) -> State:
+    (state,) = states(
+        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
+    )
+    return state
+
+
+@pytest.fixture
+def submitted(world: World) -> Submission:
+    """A submission with a job."""
+    submission = world.prepare()
+    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    world.clock.sleep(5)
+    return submission
+
+
+def test_a_run_in_figures(world: World, submitted: Submission) -> None:
+    """Staging of all nodes together, the ranks' waiting as a ratio of sums, the result."""
+    trained(world, submitted)
+    summary = summarise(state_of(world, submitted))
+    assert (summary.staged_bytes, summary.staged_files) == (2000, 4)
+    assert (summary.staging_seconds, summary.nodes, summary.ranks) == (2.5, 2, 2)
+    assert summary.data_wait_ratio == pytest.approx(3 / 20)
+    assert summary.result["test_accuracy"] == 0.9712
+    assert "final" not in summary.result
+    assert (summary.phases[0].name, summary.phases[0].seconds) == ("queue", 5)
+    assert summary.to_json()["phases"][0] == {"name": "queue", "seconds": 5}
+
+
+def test_a_run_in_words(world: World, submitted: Submission) -> None:
+    """Each line has a name and says what matters."""
+    trained(world, submitted)
+    state = state_of(world, submitted)
+    lines = dict(summary_lines(state, summarise(state)))
+    assert lines["run"] == f"{submitted.sid}  COMPLETED"
+    assert lines["job"] == "1 (slurm) on 2, 2 ranks"
+    assert lines["staged"] == "4 files, 2.0 KiB (2000 bytes) in 2.50 s"
+    assert lines["training"] == "1235 samples/s, 15% of the step time spent waiting for data"
+    assert lines["accuracy"] == "0.9712 on the test set; 0.95 reached after 12.50 s of training"
+    assert lines["record"] == str(state.run.directory)
+
+
+def test_what_a_rank_reports_need_not_be_figures(world: World, submitted: Submission) -> None:
+    """Text, nothing and not-a-number where a figure should be do not break the summary."""
+    attempt = world.starts(submitted, "1")
+    world.event(attempt, "ready", bytes="many", files=None, seconds=float("nan"))
+    world.event(attempt, "step", 0, data_wait_seconds_total="x", step_seconds_total=[1])
+    world.event(attempt, "evaluation", 0, final=True, test_accuracy="good")
+    summary = summarise(state_of(world, submitted))
+    assert (summary.staged_bytes, summary.data_wait_ratio) == (0, None)
+    assert summary_lines(state_of(world, submitted), summary)
+
+
+def test_a_run_that_never_started(world: World, submitted: Submission) -> None:
+    """Nothing was recorded: the summary is empty, and its lines still say what and where."""
+    state = state_of(world, submitted)
+    assert summarise(state) == Summary()
+    assert [name for name, _ in summary_lines(state, Summary())] == ["run", "job", "record"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1024**4 * 5000, "5000.0 TiB")],
+)
+def test_sizes_in_words(size: float, text: str) -> None:
+    """Binary units, one decimal."""
+    assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.9, "59 s"), (60, "1:00"), (3725, "1:02:05"), (90_061, "1 d 1:01:01")],
+)
+def test_durations_in_words(seconds: float, text: str) -> None:
+    """As people write them."""
+    assert seconds_text(seconds) == text
