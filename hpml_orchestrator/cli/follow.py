@@ -23,13 +23,33 @@ __all__ = ["fail_unless_completed", "finish", "follow"]
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
-def follow(store: Store, submission: Submission, *, out: TextIO, output: bool = True) -> State:
+def follow(
+    store: Store,
+    submission: Submission,
+    *,
+    out: TextIO,
+    output: bool = True,
+    end_line: bool = False,
+) -> State:
     """Print the run's output as it comes, and its states on standard error, until it is over.
 
     Ctrl-C ends the following, not the job.
+
+    Args:
+        store: where records live.
+        submission: whose run.
+        out: where its output goes.
+        output: whether to print it at all.
+        end_line: whether to end a last line that the job left open, for what is printed next.
     """
     tail = Tail(store.run(submission.runs()[0][1]).output)
     shown = ""
+    last = b""
+
+    def write(data: bytes) -> None:
+        nonlocal last
+        _write(out, data)
+        last = data[-1:] or last
 
     def show(state: State) -> None:
         nonlocal shown
@@ -39,7 +59,7 @@ def follow(store: Store, submission: Submission, *, out: TextIO, output: bool = 
             shown = line
             typer.echo(f"hpml: {line}", err=True)
         if output:
-            _write(out, tail.read())
+            write(tail.read())
 
     try:
         state = wait_until_over(store, submission, each=show)
@@ -52,7 +72,9 @@ def follow(store: Store, submission: Submission, *, out: TextIO, output: bool = 
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if output:
-        _write(out, tail.read_to_end())
+        write(tail.read_to_end())
+        if end_line and last not in (b"", b"\n"):
+            write(b"\n")
     return state
 
 

@@ -143,7 +143,7 @@ def run(
     store = store_of(context)
     submission, job_id = _submit(store, job_file, settings, backend, local=local)
     typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
-    state = follow(store, submission, out=sys.stderr if as_json else sys.stdout)
+    state = follow(store, submission, out=sys.stderr if as_json else sys.stdout, end_line=True)
     finish(state, as_json=as_json)
 
 

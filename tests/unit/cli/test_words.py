@@ -1,4 +1,4 @@
-"""Commands explain themselves, and errors are one line, a hint and an exit status of their class."""
+"""Commands explain themselves; errors are a line, a hint and an exit status of their class."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
         (["frobnicate"], 2, "No such command", ""),
         (["run"], 2, "Missing argument", ""),
         (["render", "job.yaml", "--frob"], 2, "No such option", ""),
-        (["list", "-n", "0"], 2, "is not in the range", ""),
+        (["list", "-n", "0"], 2, "Invalid value", ""),
         (["render", "none.yaml"], 3, "no such job file", "hint: "),
         (["render", "bad.yaml"], 2, "nam: there is no such field; did you mean name?", "hint: in"),
         (["render", "two.yaml"], 2, "             resources.nodes: must be at least 1", "hint:"),
@@ -74,7 +74,7 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
         (["submit", "good.yaml", "--resume", "x"], 2, "--resume: takes no job file", ""),
         (["submit", "--resume", "x"], 3, "no run 'x' under", "hint: `hpml list`"),
         (["run", "good.yaml", "--backend", "pbs"], 2, "--backend: must be auto, slurm or l", ""),
-        (["run", "big.yaml", "--local"], 4, "", "hint"),
+        (["--records", "other", "run", "big.yaml", "--local"], 4, "asks for 2 nodes", "hint"),
         (["status", "nothing"], 3, "no run 'nothing' under", "hint: `hpml list` shows"),
         (["show"], 3, "no runs under", "hint: start one with `hpml run`"),
         (["logs", "nothing"], 3, "no run 'nothing'", "hint"),
@@ -247,7 +247,7 @@ def test_completion_scripts(shell: Shell, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
 def test_runs_and_commands_are_completed(shell: Shell, kind: str) -> None:
     """Commands by their beginning, runs by theirs, in the records that the line names."""
-    store = Store(shell.root / "completed")
+    store = Store(shell.root / f"completed-{kind}")
     ids = [f"{name}-20240101-000000-abcdef" for name in ("alpha", "alps", "beta")]
     for sid in ids:
         store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}})

@@ -60,8 +60,7 @@ hpml_local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}
 export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 # (SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.)
 (trap '' USR1 && exec srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 \
-  --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" \
   --stage mesh tar /data/mesh.tar "$hpml_local") &
 hpml_agent=$!

@@ -66,8 +66,7 @@ hpml_shm=/dev/shm
 export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
 # (SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.)
 (trap '' USR1 && exec srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 \
-  --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" \
   --stage digits auto /data/digits "$hpml_shm") &
 hpml_agent=$!

@@ -1,0 +1,153 @@
+"""Arrows between the rooms point one way, and what travels to the nodes needs nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpml_orchestrator
+
+PACKAGE = Path(hpml_orchestrator.__file__).parent
+NAME = "hpml_orchestrator"
+GROUND = frozenset({"", "errors", "assets"})  # what every room may know
+ARROWS: dict[str, set[str]] = {
+    # docs/architecture.md; jobs joins the rooms for the command line and for sweeps
+    "spec": set(),
+    "records": set(),
+    "topology": set(),
+    "placement": {"topology"},
+    "staging": {"records"},
+    "node": {"placement", "topology", "staging", "records"},
+    "batch": {"spec", "records"},
+    "scheduler": {"records"},
+    "diagnosis": {"records"},
+    "jobs": {"spec", "batch", "records", "scheduler", "diagnosis"},
+    "sweeps": {"jobs", "batch", "scheduler", "records", "diagnosis"},
+    "testing": {"scheduler", "records", "topology", "placement"},
+    "cli": {"jobs", "spec", "batch", "records", "scheduler", "sweeps", "diagnosis", "topology"},
+}
+PLAIN = ("topology", "placement", "records", "staging", "node")
+ROOMS = sorted(
+    path.parent.name for path in PACKAGE.glob("*/__init__.py") if "_" not in path.parent.name
+)
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of all that a file imports, inside functions and for types too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module is not None
+            found.add(node.module)
+            if node.module == NAME:
+                found |= {f"{NAME}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(name: str) -> str:
+    """The room of one of our modules; empty for the top."""
+    parts = name.split(".")
+    room = parts[1] if len(parts) > 1 else ""
+    return "" if room == "__version__" else room
+
+
+def test_every_room_is_in_the_plan() -> None:
+    """A new room gets its arrows here and in architecture.md."""
+    assert set(ROOMS) <= set(ARROWS)
+    assert len(SOURCES) > 50
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows_point_one_way(room: str) -> None:
+    """A room imports itself, the ground, and the rooms that it may know."""
+    wrong = {}
+    for path in (PACKAGE / room).rglob("*.py"):
+        known = {room_of(name) for name in imports(path) if name.split(".")[0] == NAME}
+        if known - GROUND - ARROWS[room] - {room}:
+            wrong[path.name] = known - GROUND - ARROWS[room] - {room}
+    assert wrong == {}
+
+
+def test_the_ground_knows_no_room() -> None:
+    """Errors and assets import nothing of ours but each other."""
+    for path in PACKAGE.glob("*.py"):
+        known = {room_of(name) for name in imports(path) if name.split(".")[0] == NAME}
+        assert known <= GROUND, path
+
+
+def test_there_is_no_circle() -> None:
+    """The plan itself has an order in which the rooms can be built."""
+    left = dict(ARROWS)
+    while left:
+        built = [room for room, knows in left.items() if not knows & set(left)]
+        assert built, f"a circle among {sorted(left)}"
+        for room in built:
+            del left[room]
+
+
+@pytest.mark.parametrize("room", [room for room in PLAIN if room in ROOMS])
+def test_what_travels_is_standard_library_only(room: str) -> None:
+    """Records, staging and node run where nothing is installed."""
+    allowed = {*sys.stdlib_module_names, NAME}
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert {name.split(".")[0] for name in imports(path)} <= allowed, path
+    assert {name.split(".")[0] for name in imports(PACKAGE / "errors.py")} <= allowed
+
+
+def test_nothing_imports_the_command_line() -> None:
+    """Only the entry point does."""
+    for path in SOURCES:
+        if "cli" not in path.relative_to(PACKAGE).parts:
+            assert not any(name.startswith(f"{NAME}.cli") for name in imports(path)), path
+
+
+def modules() -> list[str]:
+    """Every module of the package that can be imported without effect."""
+    found = [one.name for one in pkgutil.walk_packages([str(PACKAGE)], f"{NAME}.")]
+    return [name for name in found if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_public_names_are_there(room: str) -> None:
+    """`__all__` names what is there, once each, and every module but a package's own has one."""
+    for name in modules():
+        if room_of(name) != room:
+            continue
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None)
+        if public is None:
+            assert hasattr(module, "__path__"), f"{name} has no __all__"
+            continue
+        assert len(set(public)) == len(public), name
+        assert all(hasattr(module, one) for one in public), name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_all_is_complete(room: str) -> None:
+    """A room's `__init__` lists every name that it brings together."""
+    path = PACKAGE / room / "__init__.py"
+    module = importlib.import_module(f"{NAME}.{room}")
+    brought = {
+        alias.asname or alias.name
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+    assert brought == set(getattr(module, "__all__", []))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_file_says_what_it_is(path: Path) -> None:
+    """A module begins with a sentence, and stays under 500 lines."""
+    text = path.read_text("utf-8")
+    assert ast.get_docstring(ast.parse(text)), "no docstring"
+    assert text.count("\n") <= 500

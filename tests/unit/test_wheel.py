@@ -1,0 +1,116 @@
+"""A built wheel works where there is no checkout: its templates are found, its jobs run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("hatchling", "build")
+
+pytestmark = pytest.mark.xdist_group("wheel")
+
+
+def run(command: list[str | Path], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    dropped = ("PYTHON", "SLURM", "HPML", "VIRTUAL_ENV")
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(dropped)}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**kept, **more},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from this checkout without network."""
+    for name in NEEDED:
+        pytest.importorskip(name, reason=f"{name} is not installed: no wheel can be built")
+    out = tmp_path_factory.mktemp("dist")
+    build: list[str | Path] = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    run([*build, "--outdir", out, ROOT], out)
+    (made,) = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an environment's programs that has the wheel, and no checkout.
+
+    There is no network: the dependencies come from this environment's packages through a path
+    file. Path files of that directory are not read there, so its editable install of the checkout
+    does not count.
+    """
+    place = tmp_path_factory.mktemp("empty") / "venv"
+    venv.create(place, with_pip=False, symlinks=True)
+    python = place / "bin" / "python"
+    here = Path(next(path for path in sys.path if path.endswith("site-packages")))
+    site = Path(
+        run([python, "-c", "import site; print(site.getsitepackages()[0])"], place).stdout.strip()
+    )
+    target: list[str | Path] = ["--python", python, "install", "--no-deps", "--no-index", wheel]
+    run([sys.executable, "-m", "pip", "--quiet", *target], place)
+    (site / "zz-dependencies.pth").write_text(f"{here}\n")
+    return place / "bin"
+
+
+def test_the_wheel_holds_what_is_no_module(wheel: Path) -> None:
+    """Templates and training jobs lie under _assets/; tests and the rest of the checkout do not."""
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
+    assets = "hpml_orchestrator/_assets"
+    for name in (
+        f"{assets}/templates/sbatch/base.sh.j2",
+        f"{assets}/templates/sbatch/torchrun.sh.j2",
+        f"{assets}/training_jobs/ddp_images.py",
+        f"{assets}/training_jobs/hpml_channel.py",
+        f"{assets}/training_jobs/digits.yaml",
+        "hpml_orchestrator/node/main.py",
+    ):
+        assert name in names
+    assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
+    assert {name.split("/")[0].split("-")[0] for name in names} <= {
+        "hpml_orchestrator",
+        "hpml_exporters",
+    }
+
+
+def test_the_installed_hpml_is_the_wheels(installed: Path, tmp_path: Path) -> None:
+    """Modules and templates come from the environment, not from this checkout."""
+    code = (
+        "import hpml_orchestrator as p; from hpml_orchestrator import assets\n"
+        "print(p.__file__, assets.path('templates/sbatch'), sep='\\n')"
+    )
+    package, templates = run([installed / "python", "-c", code], tmp_path).stdout.splitlines()
+    assert Path(package).is_relative_to(installed.parent)
+    assert Path(templates).is_relative_to(installed.parent)
+    assert templates.endswith("_assets/templates/sbatch")
+
+
+def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) -> None:
+    """`hpml render` gives a script of that environment's Python, `hpml run` runs a job."""
+    job = {"name": "wheel", "launcher": "srun", "command": ["sh", "-c", "echo $RANK of wheel"]}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    rendered = run([installed / "hpml", "render", "job.yaml"], tmp_path).stdout
+    assert f"hpml_interpreter={installed}/python" in rendered
+    told = run(
+        [installed / "hpml", "run", "--local", "job.yaml"],
+        tmp_path,
+        HPML_HOME=str(tmp_path / "records"),
+    )
+    assert "0 of wheel\n" in told.stdout
+    assert "COMPLETED" in told.stdout
+    assert run([installed / "hpml-bind", "--", "echo", "bound"], tmp_path).stdout == "bound\n"
