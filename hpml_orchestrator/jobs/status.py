@@ -26,6 +26,8 @@ __all__ = ["State", "states", "wait_until_over"]
 _FINAL = "final.json"
 _FORGOTTEN_SECONDS = 60.0
 _LOST_ANSWERS = 3
+_BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
+_REQUEUE_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,10 @@ def _state(
     exit_code = status.exit_code
     if ended is not None and (exit_code is None or status.state is JobState.FAILED):
         exit_code = int(ended["exit_code"])
+    reason = "" if status.reason == "None" else status.reason
+    over = status.state.over
+    if over and _may_come_back(str(record["backend"]), status, now):
+        over, reason = False, "it may be requeued"
     state = State(
         submission,
         run,
@@ -298,19 +304,29 @@ def _state(
         backend=str(record["backend"]),
         job_id=job_id,
         state=status.state.value,
-        reason="" if status.reason == "None" else status.reason,
+        reason=reason,
         nodes=status.nodes,
         created=float(record["created"]),
         started=status.started or _started_of(own),
         ended=status.ended or (float(ended["time"]) if ended else None),
         exit_code=exit_code,
         attempts=len(attempts),
-        over=status.state.over,
+        over=over,
         lost=lost,
     )
     if state.over:
         _keep_final(state, raw=status.raw_state)
     return state
+
+
+def _may_come_back(backend: str, status: JobStatus, now: float) -> bool:
+    """Whether Slurm may be about to requeue a job that it calls over.
+
+    A preempted job, and one whose node failed, passes through that state on its way back into the
+    queue; if it is not back after a while, that was its end.
+    """
+    recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
+    return backend == "slurm" and status.state in _BEFORE_REQUEUE and recent
 
 
 def _own_status(

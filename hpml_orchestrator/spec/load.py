@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ResolvedJob", "load_job", "parse_setting"]
 
-_MAX_FILE_BYTES = 16 * 1024 * 1024
+_MAX_FILE_BYTES = 4 * 1024 * 1024
 _INDEX_DIGITS = 6
 _CLOSE_ENOUGH = 0.6
 _PART_CHARS = 60
@@ -89,7 +89,9 @@ def _read(source: Path) -> dict[str, Any]:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"no such job file: {source}", hint="`name: …` and `script: train.py` make a first one; `hpml schema job` prints every field"
+            f"no such job file: {source}",
+            hint="`name: …` and `script: train.py` make a first one; "
+            "`hpml schema job` prints every field",
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror or error}") from error
@@ -111,7 +113,8 @@ def _read(source: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(
             f"{source} holds no fields",
-            hint="a job file is a mapping: `name: …`, `script: train.py`; `hpml schema job` has every field",
+            hint="a job file is a mapping: `name: …`, `script: train.py`; "
+            "`hpml schema job` prints every field",
         )
     return data
 

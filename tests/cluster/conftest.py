@@ -24,13 +24,6 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _COMMAND_SECONDS = 60
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives all tests of this folder to one worker: one cluster serves them all."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-
-
 def clean_environment() -> dict[str, str]:
     """The environment without what points to another cluster or gives sbatch other defaults."""
     prefixes = ("SLURM_", "SBATCH_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_")

@@ -311,3 +311,18 @@ def test_a_scheduler_that_is_away_is_waited_for(
     world.scheduler.query = query  # type: ignore[method-assign]
     assert wait(submitted).state == "COMPLETED"
     assert world.clock.now >= 1_800_003_600
+
+
+@pytest.mark.parametrize("word", [JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL])
+def test_an_end_that_may_be_followed_by_a_requeue_is_not_final_at_once(
+    world: World, submitted: Submission, word: JobState
+) -> None:
+    """A preempted job is waited for a while: it may be on its way back into the queue."""
+    world.scheduler.move("1", word)
+    found = state_of(world, submitted)
+    assert (found.state, found.over, found.reason) == (word.value, False, "it may be requeued")
+    world.scheduler.move("1", JobState.PENDING)
+    assert state_of(world, submitted).state == "PENDING"
+    world.scheduler.move("1", word)
+    world.clock.sleep(200)
+    assert state_of(world, submitted).over
