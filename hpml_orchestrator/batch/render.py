@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,17 @@ MAX_SCRIPT_BYTES = 4 * 1024 * 1024
 """Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
 
 
+def own_interpreter() -> str:
+    """Return the path of the Python that runs hpml, the same however hpml was started.
+
+    A virtual environment has its Python under several names; `sys.executable` is the one that was
+    used, and a script should not depend on that.
+    """
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    usual = os.path.join(sys.prefix, "bin", name)
+    return usual if os.access(usual, os.X_OK) else sys.executable
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What was found out about this installation before rendering.
@@ -28,7 +41,7 @@ class Capabilities:
         interpreter: absolute path of the Python that runs hpml's own parts on the nodes.
     """
 
-    interpreter: str = sys.executable
+    interpreter: str = dataclasses.field(default_factory=own_interpreter)
 
 
 def render(job: Job, capabilities: Capabilities) -> str:

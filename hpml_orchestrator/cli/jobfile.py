@@ -121,8 +121,8 @@ def submit(
             }
         )
         return
-    known = "is" if resume else "submitted as"
-    typer.echo(f"{submission.sid} {known} job {job_id}")
+    words = "{} is job {}" if resume else "submitted {} as job {}"
+    typer.echo(words.format(submission.sid, job_id))
     typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
 
 

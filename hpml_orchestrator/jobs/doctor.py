@@ -6,12 +6,12 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__, assets
+from hpml_orchestrator.batch.render import own_interpreter
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobs.show import bytes_text
 
@@ -64,15 +64,15 @@ def examine(store: Store) -> list[Finding]:
 
 
 def _interpreter() -> Finding:
-    command = [sys.executable, "-I", "-S", "-c", "import json, zipimport"]
+    command = [own_interpreter(), "-I", "-S", "-c", "import json, zipimport"]
     if _output(command) is None:
         return Finding(
             "interpreter for the nodes",
             "missing",
-            f"{sys.executable} does not start with -I -S",
+            f"{own_interpreter()} does not start with -I -S",
             "install hpml into a virtual environment made with `python3 -m venv`",
         )
-    return Finding("interpreter for the nodes", "ok", sys.executable)
+    return Finding("interpreter for the nodes", "ok", own_interpreter())
 
 
 def _assets() -> Finding:

@@ -540,7 +540,7 @@ def test_refuses_a_submission_without_script(bench: Bench) -> None:
 
 def test_locks_of_others_are_not_trusted(bench: Bench) -> None:
     """A directory that others may write to is refused with its name."""
-    place = bench.path / "locks" / f"hpml-{os.geteuid()}"
+    place = bench.path / "locks" / f"hpml-locks-{os.geteuid()}"
     place.mkdir(mode=0o700)
     place.chmod(0o777)
     with pytest.raises(SchedulerUnavailable, match="locks"):

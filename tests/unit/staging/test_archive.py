@@ -206,7 +206,8 @@ def test_absurd_headers_are_refused(stager: CopyStager, tmp_path: Path) -> None:
     negative = tarfile.TarInfo("x")
     negative.size = -1024
     path.write_bytes(negative.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
-    refused(stager, path, "negative size")
+    # Python 3.11.2's tarfile finds it before we do
+    refused(stager, path, r"negative size|invalid offset")
 
 
 def test_too_many_members_are_refused(
