@@ -8,6 +8,11 @@ are set (srun under hpml). GPUs are used when there are any: NCCL and mixed prec
 gloo. `--data` holds one folder per class; a fifth of each class is the test set, chosen by a hash
 of the file names, so that it is the same for every seed and number of ranks. Copy hpml_channel.py
 beside this file and hpml sees how the training gets on; without it nothing is missing.
+
+`train_seconds` and `seconds_to_accuracy` are on one clock. It starts before the first step and runs
+through warm-up steps, evaluations and checkpoints; a resumed training goes on from its checkpoint's
+clock. Imports, rendezvous and building the model come before it. So `seconds_to_accuracy` is never
+more than `train_seconds`, all of which (unless resumed) lies in hpml's phases warm-up and training.
 """
 
 from __future__ import annotations
@@ -245,6 +250,7 @@ class Training:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._started = time.perf_counter()
         self._elapsed_before = 0.0
+        self.train_seconds = 0.0
         self._steady_samples = 0
         self._unsent: defaultdict[str, float] = defaultdict(float)
         self._load_data()
@@ -317,7 +323,10 @@ class Training:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since the training began, of all its runs; start-up and lost work are not in."""
+        """The clock: seconds since before the first step, of all the training's runs.
+
+        Start-up, and work that no checkpoint holds, are not in.
+        """
         return self._elapsed_before + time.perf_counter() - self._started
 
     def run(self) -> bool:
@@ -339,7 +348,9 @@ class Training:
             self.save()
         elif self.accuracy is None:
             self._evaluate()
-        self.channel.count(**self._unsent)
+        if self._unsent:
+            self.channel.count(**self._unsent)
+        self.train_seconds = self.elapsed_seconds
         return stopped
 
     def _after_epoch(self) -> bool:
@@ -395,7 +406,7 @@ class Training:
         told = max(told, agreement.finish())
         self._synchronize()
         now = time.perf_counter()
-        self.seconds["train"] += now - began
+        self.seconds["steps"] += now - began
         self.seconds["data_wait"] += waited
         self.seconds["steady"] += now - steady_from if steady_from is not None else 0.0
         if told == FAIL:
@@ -420,11 +431,14 @@ class Training:
         return loss.detach()
 
     def _report(self, samples: int, wait: float, took: float, loss: Tensor) -> None:
-        """Count a step; in the warm-up the counters are held back, so that steps mean steady."""
+        """Count a step; the first counters are sent as the warm-up ends, and hold all of it.
+
+        So hpml's phase `training` begins there, and what is counted after them is steady.
+        """
         counters = {"steps": 1, "samples": samples, "data_wait_seconds": wait, "step_seconds": took}
         for name, increment in counters.items():
             self._unsent[name] += increment
-        if self.steps_done > self.options.warm_up_steps:
+        if self.steps_done >= self.options.warm_up_steps:
             self.channel.gauge(loss=loss, epoch=self.epoch)
             self.channel.count(**self._unsent)
             self._unsent.clear()
@@ -561,8 +575,8 @@ class Training:
             "target_accuracy": options.target_accuracy,
             "seconds_to_accuracy": self.seconds_to_accuracy,
             "samples_per_second": samples / steady if samples and steady else None,
-            "train_seconds": self.seconds["train"],
-            "elapsed_seconds": self.elapsed_seconds,
+            "train_seconds": self.train_seconds,
+            "step_seconds": self.seconds["steps"],
             "evaluation_seconds": self.seconds["evaluation"],
             "checkpoint_seconds": self.seconds["checkpoint"],
             "data_wait_seconds": waits / self.ranks.world_size,

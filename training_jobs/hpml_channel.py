@@ -84,7 +84,8 @@ class Channel:
         self._gauges: dict[str, Any] = {}
         self._unsent: deque[bytes] = deque()
         self._step_due = 0.0
-        self._counted = False
+        self._counted_at: float | None = None  # the time of the last count that was not sent
+        self._first = True
         self._stop_file = stop_file
         self._stop_due = 0.0
         self._stop = False
@@ -103,12 +104,15 @@ class Channel:
     def event(self, event: str, **data: Any) -> None:
         """Send at once that something happened.
 
+        The first counters after `warm-up` are sent at once too: they are its end.
+
         Args:
             event: `rendezvous`, `warm-up`, `evaluation`, `checkpoint` or `stopping`.
             data: what belongs to it; units stand in the keys (`seconds`, `size_bytes`).
         """
         if self._socket is not None:
             self._send("event", event, data, keep=True)
+            self._first = self._first or event == "warm-up"
 
     def count(self, **increments: float) -> None:
         """Add to the counters since the process began; at most once a second they are sent.
@@ -122,11 +126,12 @@ class Channel:
         for name, increment in increments.items():
             total = name + "_total"
             self._totals[total] = self._totals.get(total, 0) + increment
-        self._counted = True
+        self._counted_at = time.time()
         now = time.monotonic()
-        if now >= self._step_due:
+        if self._first or now >= self._step_due:
             self._step_due = now + STEP_EVERY_SECONDS
-            self._send_step(keep=False)
+            self._send_step(keep=self._first)
+            self._first = False
 
     def gauge(self, **values: Any) -> None:
         """Set what the next counters carry beside them: `loss`, `accuracy`, `epoch`.
@@ -142,10 +147,10 @@ class Channel:
             self._send("result", "evaluation", data, keep=True)
 
     def close(self) -> None:
-        """Send the last counters and what is still unsent, and close the socket."""
+        """Send the last counters, with their time, and what is unsent, and close the socket."""
         if self._socket is None:
             return
-        if self._counted:
+        if self._counted_at is not None:
             self._send_step(keep=True)
         deadline = time.monotonic() + CLOSE_WAIT_SECONDS
         while not self._send_unsent() and time.monotonic() < deadline:
@@ -169,10 +174,12 @@ class Channel:
         return self._stop
 
     def _send_step(self, *, keep: bool) -> None:
-        self._counted = False
-        self._send("event", "step", {**self._totals, **self._gauges}, keep=keep)
+        at, self._counted_at = self._counted_at, None
+        self._send("event", "step", {**self._totals, **self._gauges}, keep=keep, at=at)
 
-    def _send(self, kind: str, event: str, data: dict[str, Any], *, keep: bool) -> None:
+    def _send(
+        self, kind: str, event: str, data: dict[str, Any], *, keep: bool, at: float | None = None
+    ) -> None:
         """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
         try:
             datagram = _encode(
@@ -180,7 +187,7 @@ class Channel:
                     "v": 1,
                     "type": kind,
                     "event": event,
-                    "time": time.time(),
+                    "time": time.time() if at is None else at,
                     "rank": self._rank,
                     "local_rank": self._local_rank,
                     "world_size": self._world_size,

@@ -192,7 +192,7 @@ def _check_placeholders(job: Job) -> None:
             if found not in known:
                 near = difflib.get_close_matches(found, known, n=1)
                 raise InputError(
-                    f"{{{found}}} names nothing that is staged",
+                    f"{{{found}}} names nothing{' that is staged' * found.startswith('stage.')}",
                     field=field,
                     value=value,
                     hint=f"did you mean {{{near[0]}}}?"

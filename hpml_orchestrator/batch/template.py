@@ -14,7 +14,7 @@ from hpml_orchestrator import assets
 
 __all__ = ["Raw", "environment", "word"]
 
-_PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.dir)\}")
+_PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.[A-Za-z0-9_]+)\}")
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ __all__ = [
     "RunWords",
     "SetOption",
     "backend_name",
+    "not_written",
     "print_json",
     "print_table",
     "store_of",
@@ -97,6 +99,14 @@ def backend_name(backend: str, *, local: bool) -> str:
     return choose("local" if local else backend)
 
 
+def not_written(error: OSError) -> None:
+    """Say on standard error that standard output cannot be written, and write there no more."""
+    with contextlib.suppress(OSError):
+        typer.echo(f"hpml: standard output cannot be written: {error.strerror}", err=True)
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON, one document."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
@@ -114,11 +124,15 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for column in header:
-        table.add_column(column, overflow="fold")
+        whole = column in _WHOLE_COLUMNS
+        table.add_column(column, no_wrap=whole, overflow="ignore" if whole else "fold")
     for row in rows:
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
     Console().print(table)
 
+
+_WHOLE_COLUMNS = frozenset({"RUN", "JOB", "STATE", "TIME"})
+"""Columns that are never broken: what stands there is copied."""
 
 _STYLES = {
     "COMPLETED": "green",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from hpml_orchestrator.cli.common import print_json
+from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
 from hpml_orchestrator.errors import JobFailedError
 from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import State, wait_until_over
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
 
 __all__ = ["fail_unless_completed", "finish", "follow"]
-
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def follow(
@@ -103,7 +101,7 @@ def fail_unless_completed(state: State) -> None:
         why = f": {state.reason}" if state.reason else ""
         raise JobFailedError(
             f"job {state.job_id or '-'} ended {state.state}{code}{why}",
-            hint=f"hpml logs {state.submission.sid}",
+            hint=f"hpml logs {state.submission.sid}" if state.run.output.exists() else "",
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from hpml_orchestrator.cli.common import (
     LocalOption,
     SetOption,
     backend_name,
+    not_written,
     print_json,
     store_of,
 )
@@ -55,6 +58,9 @@ def render(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say where each value came from instead.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --output: replace a job.sh that differs.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the batch script of a job, to the byte as `submit` would submit it."""
@@ -70,8 +76,9 @@ def render(
             typer.echo(f"{field:<28} {value!s:<40} {origin}")
         return
     if output:
-        script = write_rendered(rendered, output)
-        typer.echo(f"wrote {script}; to submit it by hand: cd {script.parent} && sbatch job.sh")
+        script = write_rendered(rendered, output, force=force)
+        place = shlex.quote(str(script.parent))
+        typer.echo(f"wrote {script}; to submit it by hand: cd {place} && sbatch job.sh")
         return
     if as_json:
         print_json({"script": rendered.script, "job": rendered.resolved.job.model_dump()})
@@ -111,19 +118,27 @@ def submit(
         job_id = _resume(store, submission)
     else:
         submission, job_id = _submit(store, job_file, settings, backend, local=local)
-    if as_json:
-        print_json(
-            {
-                "id": submission.sid,
-                "job_id": job_id,
-                "submission": str(submission.directory),
-                "directory": str(store.runs_dir / submission.runs()[0][1]),
-            }
-        )
+    words = ("{} is job {}" if resume else "submitted {} as job {}").format(submission.sid, job_id)
+    try:
+        if as_json:
+            print_json(
+                {
+                    "id": submission.sid,
+                    "job_id": job_id,
+                    "submission": str(submission.directory),
+                    "directory": str(store.runs_dir / submission.runs()[0][1]),
+                }
+            )
+        else:
+            typer.echo(words)
+        sys.stdout.flush()
+    except OSError as error:
+        # The job exists: a status other than 0 would have a script submit it again.
+        not_written(error)
+        typer.echo(f"hpml: {words}", err=True)
         return
-    words = "{} is job {}" if resume else "submitted {} as job {}"
-    typer.echo(words.format(submission.sid, job_id))
-    typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
+    with contextlib.suppress(OSError):
+        typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
 
 
 def run(
@@ -150,8 +165,10 @@ def run(
 def _submit(
     store: Store, job_file: str, settings: list[str], backend: str, *, local: bool
 ) -> tuple[Submission, str]:
+    from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
+    from hpml_orchestrator.jobs.measure import missing_here  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
 
@@ -159,9 +176,22 @@ def _submit(
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
     rendered = _load(job_file, settings)
+    for finding in missing_here(rendered.resolved.job):
+        typer.echo(f"hpml: warning: {finding}", err=True)
     scheduler = open_backend(name, store)
-    submission = prepare(store, rendered, backend=name, argv=sys.argv, environment=dict(os.environ))
-    return submission, submit_prepared(submission, scheduler, environment=dict(os.environ))
+    environment = dict(os.environ)
+    with held() as interrupt:
+        submission = prepare(store, rendered, backend=name, argv=sys.argv, environment=environment)
+        interrupt.sid = submission.sid
+        job_id = submit_prepared(submission, scheduler, environment=environment)
+    if interrupt.pressed:
+        typer.echo(
+            f"hpml: submitted {submission.sid} as job {job_id}; the job goes on: "
+            f"`hpml cancel {submission.sid}` ends it",
+            err=True,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED)
+    return submission, job_id
 
 
 def _resume(store: Store, submission: Submission) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -10,11 +11,14 @@ import typer
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.cli import jobfile, runs, site
+from hpml_orchestrator.cli.common import not_written
 from hpml_orchestrator.errors import HpmlError
 
 __all__ = ["app", "main"]
 
 EXIT_INTERNAL = 70
+EXIT_NOT_WRITTEN = 74
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 
 app = typer.Typer(
     name="hpml",
@@ -63,8 +67,14 @@ site.register(app)
 def main() -> None:
     """Entry point: run a command; tell errors in one line with a hint, and exit by their class."""
     debug = "--debug" in sys.argv[1:] or bool(os.environ.get("HPML_DEBUG"))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except HpmlError as error:
         if debug:
             raise
@@ -76,6 +86,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and not error.filename:
+            not_written(error)
+            raise SystemExit(EXIT_NOT_WRITTEN) from None
         typer.echo(
             f"hpml: internal error: {type(error).__name__}: {error}\n"
             "hint: this is a fault of hpml's; run it again with `hpml --debug …` and report "

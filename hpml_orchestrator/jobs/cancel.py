@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.jobs.backend import open_backend
-from hpml_orchestrator.jobs.status import states
+from hpml_orchestrator.jobs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
@@ -18,12 +19,17 @@ def cancel(store: Store, submissions: list[Submission]) -> list[dict[str, str]]:
 
     Raises:
         SchedulerUnavailable: the scheduler gives no answer.
+        RecordError: a record cannot be read; the others are cancelled all the same.
     """
+    unreadable = []
     done = []
     todo: dict[tuple[str, str], list[str]] = {}
     for state in states(store, submissions):
         if state.over:
             outcome = f"is over already ({state.state})"
+        elif state.state == UNREADABLE:
+            unreadable.append(state.reason)
+            continue
         elif not state.job_id:
             outcome = f"has no job to cancel yet ({state.state}); try again in a moment"
         else:
@@ -33,4 +39,6 @@ def cancel(store: Store, submissions: list[Submission]) -> list[dict[str, str]]:
         done.append({"id": state.submission.sid, "job_id": state.job_id, "outcome": outcome})
     for (name, host), job_ids in todo.items():
         open_backend(name, store, host=host).cancel(job_ids)
+    if unreadable:
+        raise RecordError("\n".join(unreadable))
     return done

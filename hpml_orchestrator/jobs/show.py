@@ -33,11 +33,12 @@ def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
     return rows
 
 
-def write_rendered(rendered: Rendered, directory: str) -> Path:
+def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -> Path:
     """Write `job.sh` and `hpml-node.pyz` into a directory and return the script's path.
 
     Raises:
-        InputError: the directory cannot be made.
+        InputError: the directory cannot be made, or holds a `job.sh` with another text, which may
+            be somebody's work, and `force` is not given.
     """
     target = Path(os.path.abspath(os.path.expanduser(directory)))
     try:
@@ -46,6 +47,14 @@ def write_rendered(rendered: Rendered, directory: str) -> Path:
         raise InputError(
             f"cannot be made: {error.strerror or error}", field="--output", value=directory
         ) from error
+    script = target / "job.sh"
+    if not force and script.exists() and script.read_bytes() != rendered.script.encode("utf-8"):
+        raise InputError(
+            "holds a job.sh that differs, perhaps edited by hand",
+            field="--output",
+            value=directory,
+            hint="name another directory, or replace it with --force",
+        )
     write_text(target / "hpml-node.pyz", archive.build())
     write_text(target / "job.sh", rendered.script, mode=0o755)
     return target / "job.sh"
@@ -60,9 +69,10 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     if state.reason:
         lines.append(("reason", state.reason))
     if summary.nodes:
+        files = f"{summary.staged_files} file{'s' * (summary.staged_files != 1)}"
         staged = (
-            f"{summary.staged_files} files, {bytes_text(summary.staged_bytes)} "
-            f"({summary.staged_bytes} bytes) in {summary.staging_seconds:.2f} s"
+            f"{files}, {bytes_text(summary.staged_bytes)} ({summary.staged_bytes} bytes) "
+            f"in {summary.staging_seconds:.2f} s"
             if summary.staged_files
             else "nothing"
         )

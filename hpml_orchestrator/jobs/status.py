@@ -26,6 +26,7 @@ __all__ = ["State", "states", "wait_until_over"]
 _FINAL = "final.json"
 _FORGOTTEN_SECONDS = 60.0
 _LOST_ANSWERS = 3
+UNREADABLE = "UNREADABLE"
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
 
@@ -119,9 +120,10 @@ def states(
     order = []
     for submission in submissions:
         order.append(submission.sid)
-        record = _record_of(submission)
-        if record is None:
-            known[submission.sid] = _broken(store, submission)
+        try:
+            record = submission.record()
+        except (NotFoundError, RecordError) as error:
+            known[submission.sid] = _broken(store, submission, str(error))
             continue
         final = _final_of(store, submission, record)
         if final is not None:
@@ -129,8 +131,8 @@ def states(
             continue
         try:
             job_id, unsettled = _job_id(store, submission, record, backend, now())
-        except (NotFoundError, RecordError):
-            job_id, unsettled = "", _broken(store, submission)
+        except (NotFoundError, RecordError) as error:
+            job_id, unsettled = "", _broken(store, submission, str(error))
         if unsettled is not None:
             known[submission.sid] = unsettled
             continue
@@ -159,6 +161,9 @@ def wait_until_over(
     The scheduler is asked 1 s after the start and then ever more rarely, up to `longest_seconds`
     apart; the end that the job itself writes down makes the next question come at once. A job that
     its scheduler does not know any more, three answers in a row, is waited for no longer.
+
+    Raises:
+        RecordError: its record cannot be read.
     """
     pause = 1.0
     lost = 0
@@ -170,6 +175,8 @@ def wait_until_over(
     while True:
         state = states(store, [submission], backends=backend, now=now)[0]
         each(state)
+        if state.state == UNREADABLE:
+            raise RecordError(state.reason)
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state
@@ -197,13 +204,6 @@ def _ask(scheduler: Scheduler, job_ids: list[str]) -> tuple[dict[str, JobStatus]
         return {}, str(error)
 
 
-def _record_of(submission: Submission) -> dict[str, Any] | None:
-    try:
-        return submission.record()
-    except (NotFoundError, RecordError):
-        return None
-
-
 def _scheduler_key(name: str, host: str) -> tuple[str, str]:
     """Return what tells schedulers apart: every machine has its own local one."""
     return (name, host if name == "local" else "")
@@ -218,16 +218,16 @@ def _run_of(store: Store, submission: Submission) -> Run:
     return Run(store.runs_dir / rid)
 
 
-def _broken(store: Store, submission: Submission) -> State:
+def _broken(store: Store, submission: Submission, reason: str) -> State:
+    """Return the state of what cannot be read, which says nothing about its job."""
     return State(
         submission,
         _run_of(store, submission),
         name="?",
         backend="?",
         job_id="",
-        state="UNREADABLE",
-        reason=f"its record in {submission.directory} cannot be read",
-        over=True,
+        state=UNREADABLE,
+        reason=reason,
     )
 
 
@@ -293,8 +293,10 @@ def _state(
     exit_code = status.exit_code
     if ended is not None and (exit_code is None or status.state is JobState.FAILED):
         exit_code = int(ended["exit_code"])
-    reason = "" if status.reason == "None" else status.reason
+    reason = _reason(status, own)
     over = status.state.over
+    if over and status.state is JobState.CANCELLED and status.started is None and own is None:
+        exit_code = None
     if over and _may_come_back(str(record["backend"]), status, now):
         over, reason = False, "it may be requeued"
     state = State(
@@ -317,6 +319,17 @@ def _state(
     if state.over:
         _keep_final(state, raw=status.raw_state)
     return state
+
+
+def _reason(status: JobStatus, own: Attempt | None) -> str:
+    """Return why a job waits or ended: what hpml knows better before the scheduler's word."""
+    if status.state is JobState.FAILED and own is not None:
+        failed = own.markers("failed")
+        if failed:
+            return f"{failed[0].get('node')} was not made ready: {failed[0].get('message')}"
+    if status.state is JobState.CANCELLED and status.started is None and own is None:
+        return "cancelled before it started"  # Slurm keeps the reason why it waited
+    return "" if status.reason == "None" else status.reason
 
 
 def _may_come_back(backend: str, status: JobStatus, now: float) -> bool:

@@ -38,9 +38,12 @@ class Summary:
         staging_seconds: of the slowest node.
         nodes: nodes that were ready.
         ranks: ranks that recorded where they ran.
+        world_size: ranks that there should be, as those that recorded it know; 0 if none did.
         result: figures that the training reported at its end, units in the keys.
         last_step: rank 0's last counters.
         data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
+        samples_per_second: of all ranks: what the result says, else from the counters since the
+            warm-up ended; None if neither tells.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -49,9 +52,11 @@ class Summary:
     staging_seconds: float = 0.0
     nodes: int = 0
     ranks: int = 0
+    world_size: int = 0
     result: dict[str, Any] = field(default_factory=dict)
     last_step: dict[str, Any] = field(default_factory=dict)
     data_wait_ratio: float | None = None
+    samples_per_second: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -71,19 +76,27 @@ def summarise(state: State) -> Summary:
     result = dict(results[-1].data) if results else {}
     result.pop("final", None)
     queued = _first(events).get("queued")
-    ended = state.ended
+    bindings = attempt.bindings()
+    ends = [] if state.ended is None else [state.ended]
     if attempt.ended is not None:
-        ended = float(attempt.ended["time"])
+        # The scheduler's word may be rounded; the script's comes before the scheduler clears up.
+        ends.append(float(attempt.ended["time"]))
     return Summary(
-        phases=phases(events, queued=queued, ended=ended),
+        phases=phases(events, queued=queued, ended=max(ends, default=None)),
         staged_bytes=sum(int(_figure(event.data, "bytes")) for event in ready),
         staged_files=sum(int(_figure(event.data, "files")) for event in ready),
         staging_seconds=max((_figure(event.data, "seconds") for event in ready), default=0.0),
         nodes=len(ready),
-        ranks=len(attempt.bindings()),
+        ranks=len(bindings),
+        world_size=max((int(_figure(one, "world_size")) for one in bindings), default=0),
         result=result,
         last_step=dict(steps.get(0, {})),
         data_wait_ratio=_data_wait(list(steps.values())),
+        samples_per_second=(
+            _figure(result, "samples_per_second") or None
+            if "samples_per_second" in result
+            else _rate(events)
+        ),
     )
 
 
@@ -92,9 +105,10 @@ def phases(
 ) -> list[Phase]:
     """Return the stretches between the marks of an attempt.
 
-    A mark that many ranks or nodes reach counts when the last of them does (nodes ready, warm-up
-    over), since nobody goes on before; a beginning counts when the first begins. A mark that was
-    not recorded joins its stretch to the next, so the stretches always add up to the whole.
+    A mark that many ranks or nodes reach counts when the last of them does (nodes ready, training
+    over), since nobody goes on before; a beginning counts when the first begins. The warm-up ends,
+    and the training begins, with the first counters that a rank sent. A mark that was not recorded
+    joins its stretch to the next, so the stretches always add up to the whole.
 
     Args:
         events: of one attempt, by time.
@@ -102,7 +116,7 @@ def phases(
         ended: when it was over.
     """
     first, last = _first(events), _last(events)
-    trained = [event.time for event in events if event.data.get("final")]
+    trained = [event.time for event in events if event.event == "step" or event.data.get("final")]
     marks: list[tuple[str, float | None]] = [
         ("queue", first.get("started")),
         ("start-up", first.get("staging", first.get("ready"))),
@@ -110,7 +124,7 @@ def phases(
         ("launch", first.get("rendezvous")),
         ("rendezvous", first.get("warm-up")),
         ("warm-up", first.get("step")),
-        ("training", max(trained, default=last.get("step"))),
+        ("training", max(trained, default=None)),
         ("end", ended),
     ]
     found = []
@@ -152,6 +166,22 @@ def _data_wait(steps: Sequence[dict[str, Any]]) -> float | None:
     waited = sum(_figure(step, "data_wait_seconds_total") for step in steps)
     stepped = sum(_figure(step, "step_seconds_total") for step in steps)
     return waited / stepped if stepped > 0 else None
+
+
+def _rate(events: Sequence[Event]) -> float | None:
+    """Return samples/s of all ranks between their first counters and their last."""
+    steps: dict[int, list[Event]] = {}
+    for event in events:
+        if event.event == "step" and event.rank is not None:
+            steps.setdefault(event.rank, []).append(event)
+    counted = [
+        _figure(mine[-1].data, "samples_total") - _figure(mine[0].data, "samples_total")
+        for mine in steps.values()
+    ]
+    times = [one.time for mine in steps.values() for one in (mine[0], mine[-1])]
+    took = max(times, default=0.0) - min(times, default=0.0)
+    samples = sum(max(0.0, one) for one in counted)
+    return samples / took if samples and took > 0 else None
 
 
 def _figure(data: Mapping[str, Any], key: str) -> float:

@@ -57,8 +57,8 @@ def run(argv: list[str]) -> int:
     except FileNotFoundError:
         sys.stderr.write(f"hpml-bind: {command[0]}: command not found\n")
         return 127
-    except OSError as error:
-        sys.stderr.write(f"hpml-bind: {command[0]}: {error.strerror}\n")
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"hpml-bind: {command[0]}: {getattr(error, 'strerror', error)}\n")
         return 126
 
 

@@ -4,6 +4,7 @@ Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py`
 describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
 JSONL file of events. Counters are cumulative, so of a rank's steps only the latest of each second
 is written: what a rank sends, and how fast, does not decide what reaches the shared file system.
+A rank's first step after its warm-up is an event like others, and written: the warm-up ends there.
 
 An abstract name belongs to a network namespace: a container with one of its own sees no channel.
 """
@@ -161,6 +162,7 @@ class ChannelReader:
         self._stopping = threading.Event()
         self._latest: dict[int, Event] = {}
         self._steps: dict[int, Event] = {}
+        self._stepping: set[int] = set()  # ranks whose first step after the warm-up was taken
         self._events: list[Event] = []
         self._in_window: dict[int, int] = {}
         self._steps_due = self._events_due = 0.0
@@ -268,15 +270,26 @@ class ChannelReader:
             raise ValueError("more ranks than a node has")
         seen = self._in_window.setdefault(rank, 0)
         if event.event == "step":
+            self._latest[rank] = event
+            if rank not in self._stepping:
+                self._stepping.add(rank)
+                self._hold(event)
+                return
             self.superseded += rank in self._steps
-            self._steps[rank] = self._latest[rank] = event
+            self._steps[rank] = event
         elif seen >= EVENTS_PER_WINDOW or len(self._events) >= MAX_PENDING_EVENTS:
             self.dropped += 1
         else:
             self._in_window[rank] = seen + 1
-            if not self._events:
-                self._events_due = time.monotonic() + EVENT_WITHIN_SECONDS
-            self._events.append(event)
+            if event.event == "warm-up":
+                self._stepping.discard(rank)
+            self._hold(event)
+
+    def _hold(self, event: Event) -> None:
+        """Keep an event for the next write, which is soon."""
+        if not self._events:
+            self._events_due = time.monotonic() + EVENT_WITHIN_SECONDS
+        self._events.append(event)
 
     def _write_due(self, now: float) -> None:
         steps = []

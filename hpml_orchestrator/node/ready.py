@@ -9,25 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, StagingError
-from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.errors import HpmlError, StagingError
+from hpml_orchestrator.records.store import Attempt
 
-__all__ = ["read_markers", "wait_ready"]
+__all__ = ["wait_ready"]
 
 _FIRST_POLL_SECONDS = 0.05
 _LONGEST_POLL_SECONDS = 1.0
 _NOTICE_SECONDS = 30.0
-
-
-def read_markers(attempt: Path, suffix: str) -> list[dict[str, Any]]:
-    """Return the nodes' markers of one kind, `ready` or `failed`, by node."""
-    found = []
-    for path in sorted((attempt / "nodes").glob(f"*.{suffix}.json")):
-        try:
-            found.append(read_json(path))
-        except (NotFoundError, RecordError):
-            continue
-    return found
 
 
 def wait_ready(
@@ -57,12 +46,12 @@ def wait_ready(
     noticed = clock()
     while True:
         ended = not _alive(int(agent_pid))  # before looking: what it wrote last is then there
-        failed = read_markers(directory, "failed")
+        failed = Attempt(directory).markers("failed")
         if failed:
             told = [f"{one.get('node')}: {one.get('message')}" for one in failed]
             hint = next((str(one["hint"]) for one in failed if one.get("hint")), "")
             raise StagingError("; ".join(told), hint=hint)
-        ready = read_markers(directory, "ready")
+        ready = Attempt(directory).markers("ready")
         if len(ready) >= wanted:
             _tell(ready)
             return 0
@@ -82,7 +71,11 @@ def _tell(ready: list[dict[str, Any]]) -> None:
     total = sum(int(one.get("bytes", 0)) for one in ready)
     files = sum(int(one.get("files", 0)) for one in ready)
     slowest = max(float(one.get("seconds", 0.0)) for one in ready)
-    staged = f", staged {files} files, {total} bytes, slowest {slowest:.2f} s" if files else ""
+    staged = (
+        f", staged {files} file{'s' * (files != 1)}, {total} bytes, slowest {slowest:.2f} s"
+        if files
+        else ""
+    )
     sys.stderr.write(f"hpml: {len(ready)} node{'s' * (len(ready) > 1)} ready{staged}\n")
 
 

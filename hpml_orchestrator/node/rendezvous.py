@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.ready import read_markers
 from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.store import Attempt
 
 __all__ = ["candidate_ports", "ephemeral_range", "rendezvous", "resolve"]
 
@@ -97,7 +97,7 @@ def _free(port: int) -> bool:
 def _common_name(attempt: Path) -> str:
     """Return the first name of the head node that every node resolves."""
     head: dict[str, Any] = read_json(attempt / "head.json")
-    ready = read_markers(attempt, "ready")
+    ready = Attempt(attempt).markers("ready")
     for name in head["names"]:
         if all(name in one.get("resolves", {}) for one in ready):
             return str(name)

@@ -79,6 +79,16 @@ class Attempt:
         """Every event of the attempt, by time."""
         return events.read_all(self.directory / "events")
 
+    def markers(self, kind: str) -> list[dict[str, Any]]:
+        """What nodes said of themselves, `ready` or `failed`, by node."""
+        found = []
+        for path in sorted((self.directory / "nodes").glob(f"*.{kind}.json")):
+            try:
+                found.append(read_json(path))
+            except (NotFoundError, RecordError):
+                continue
+        return found
+
     def bindings(self) -> list[dict[str, Any]]:
         """Where each rank ran, by rank; one that started twice counts as it started last."""
         found: dict[int, dict[str, Any]] = {}

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text
-from hpml_orchestrator.scheduler.slurm_messages import final_refusal, hint_for, transport_fault
+from hpml_orchestrator.scheduler.slurm_messages import (
+    final_refusal,
+    hint_for,
+    not_configured,
+    transport_fault,
+)
 from hpml_orchestrator.scheduler.slurm_parse import parse_job_id
 
 if TYPE_CHECKING:
@@ -114,6 +119,12 @@ def recover(
     try:
         job_ids = scheduler.find(directory, name=name, since=prepared_at)
     except SchedulerUnavailable as error:
+        said = _read(directory, "sbatch.err")
+        if sbatch_started_at is not None and not_configured(said):
+            # The queue cannot be read for the same reason: nothing was sent to any controller.
+            refused = final_refusal(said)
+            if refused:
+                return Absent("sbatch refused it", refused, hint_for(refused))
         return Undecided(f"the scheduler gives no answer: {error}", _UNAVAILABLE_SECONDS)
     if job_ids:
         return Found(job_ids[0], "queue")

@@ -18,9 +18,12 @@ from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.slurm_messages import (
+    NOT_CONFIGURED,
+    NOT_CONFIGURED_HINT,
     clean,
     hint_for,
     no_such_job,
+    not_configured,
     transport_fault,
 )
 from hpml_orchestrator.scheduler.slurm_parse import (
@@ -49,7 +52,7 @@ SBATCH_OUT = "sbatch.out"
 SBATCH_ERR = "sbatch.err"
 
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
-READ_PATIENCE_SECONDS = 15.0  # past this, the next try of a reading command is the last
+QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
 SUBMIT_TIMEOUT_SECONDS = 300.0
 _TRIES = 3
 _JITTER = 0.2
@@ -58,6 +61,8 @@ _CLOCK_SKEW_SECONDS = 600.0
 _EARLIEST = 1_000_000_000
 
 _RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds out, and never submits twice"
+_SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
+_SILENT_HINTS = {"sacct": "accounting (slurmdbd) does not answer; try again in a moment"}
 _READ_HINT = "the controller may be busy or restarting: try again in a minute"
 _ACCOUNTING_OFF = "accounting storage is disabled"
 # Their variables change what the commands show: a site's SQUEUE_PARTITION must not hide a job.
@@ -188,6 +193,8 @@ class SlurmScheduler:
             raise SchedulerUnavailable(
                 f"sbatch gave no usable answer (status {returncode}): {words}", hint=_RESUME_HINT
             )
+        if not_configured(said):
+            raise SchedulerError(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
         raise SchedulerError(f"Slurm refused the job: {words}", hint=hint_for(said))
 
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
@@ -265,8 +272,13 @@ class SlurmScheduler:
             if done.returncode == 0 or no_such_job(done.stderr):
                 continue
             words = clean(done.stderr)
+            if not_configured(done.stderr):
+                raise _unusable("scancel", done)
             if transport_fault(done.stderr) or done.returncode < 0:
-                raise SchedulerUnavailable(f"scancel gave no usable answer: {words}")
+                raise SchedulerUnavailable(
+                    f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
+                    hint=_SILENT_HINT,
+                )
             raise SchedulerError(f"Slurm did not cancel: {words}")
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
@@ -319,18 +331,23 @@ class SlurmScheduler:
         raise _unusable("sacct", done)
 
     def _read_command(self, argv: Sequence[str]) -> Completed:
-        """Run a command that changes nothing; tried again, ever later, while Slurm is busy."""
-        began, delay = self._clock.monotonic(), 1.0
+        """Run a command that changes nothing; tried again, ever later, while Slurm is busy.
+
+        Only what failed fast is tried again: a controller that let one command time out would do
+        so to the next, and somebody waits for the answer.
+        """
+        delay = 1.0
         for left in range(_TRIES - 1, -1, -1):
-            last = not left or self._clock.monotonic() - began > READ_PATIENCE_SECONDS
+            began = self._clock.monotonic()
             try:
                 done = self._run(argv)
             except CommandMissing:
                 raise
             except SchedulerUnavailable:
-                if last:
+                if not left or self._clock.monotonic() - began > QUICK_SECONDS:
                     raise
             else:
+                last = not left or self._clock.monotonic() - began > QUICK_SECONDS
                 if last or done.returncode <= 0 or not transport_fault(done.stderr):
                     return done
             self._clock.sleep(delay * (1 + self._rng.uniform(-_JITTER, _JITTER)))
@@ -340,7 +357,13 @@ class SlurmScheduler:
     def _run(self, argv: Sequence[str]) -> Completed:
         env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN_PREFIXES)}
         env |= {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
-        return self._runner.run(argv, env=env, timeout=READ_TIMEOUT_SECONDS)
+        try:
+            return self._runner.run(argv, env=env, timeout=READ_TIMEOUT_SECONDS)
+        except CommandMissing:
+            raise
+        except SchedulerUnavailable as error:
+            hint = error.hint or _SILENT_HINTS.get(argv[0], _SILENT_HINT)
+            raise SchedulerUnavailable(error.message, hint=hint) from error
 
     def _is_sbatch_in(self, process: str, directory: str) -> bool:
         try:
@@ -359,8 +382,14 @@ class _NoSuchJobError(SchedulerError):
 
 
 def _unusable(command: str, done: Completed) -> SchedulerUnavailable:
+    if not_configured(done.stderr):
+        return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
     words = clean(done.stderr) or f"ended with status {done.returncode}"
-    return SchedulerUnavailable(f"{command}: {words}", hint=hint_for(done.stderr) or _READ_HINT)
+    if transport_fault(done.stderr):
+        hint = _SILENT_HINTS.get(command, _SILENT_HINT)
+    else:
+        hint = hint_for(done.stderr) or _READ_HINT
+    return SchedulerUnavailable(f"{command}: {words}", hint=hint)
 
 
 def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:

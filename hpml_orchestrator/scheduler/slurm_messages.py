@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["clean", "final_refusal", "hint_for", "no_such_job", "transport_fault"]
+__all__ = [
+    "NOT_CONFIGURED",
+    "NOT_CONFIGURED_HINT",
+    "clean",
+    "final_refusal",
+    "hint_for",
+    "no_such_job",
+    "not_configured",
+    "transport_fault",
+]
+
+NOT_CONFIGURED = "Slurm is installed here but not configured (no slurm.conf found)"
+NOT_CONFIGURED_HINT = (
+    "on a machine without a cluster use --local (or --backend local); "
+    "else load Slurm's module or set SLURM_CONF"
+)
 
 _PREFIX = re.compile(
     r"^(?:sbatch|squeue|sacct|scancel|scontrol|slurm_load_jobs|slurm_kill_job2?)"
@@ -29,6 +44,10 @@ _BEFORE = re.compile(
     r"^sbatch: (?:fatal: |unrecognized option|option .* (?:requires an argument|is ambiguous)"
     r"|error: (?:Unable to open file|Batch script |This does not look like|Invalid --|"
     r"Invalid \S+ specification))",
+)
+
+_NO_CONFIGURATION = re.compile(
+    r"^\w+: fatal: Could not establish a configuration source$", re.MULTILINE
 )
 
 _NO_JOB = re.compile(r"invalid job id|job/step already complet|already complet", re.IGNORECASE)
@@ -75,6 +94,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (r"invalid node name", "see which nodes there are: `sinfo --Node`"),
     (r"job dependency|dependency problem", "the job that it depends on is not known any more"),
     (
+        rf"^{re.escape(NOT_CONFIGURED)}|fatal: could not establish a configuration source",
+        NOT_CONFIGURED_HINT,
+    ),
+    (
         r"configuration source|fetch config|slurm\.conf",
         "this machine is no client of a Slurm cluster; is SLURM_CONF right?",
     ),
@@ -108,6 +131,15 @@ def transport_fault(text: str) -> bool:
     return _TRANSPORT.search(text) is not None
 
 
+def not_configured(text: str) -> bool:
+    """Return whether the command found no configuration, and so nobody to send anything to.
+
+    A client without slurm.conf that knows a slurmd to fetch it from is another matter: there the
+    way to the cluster is at fault.
+    """
+    return _NO_CONFIGURATION.search(text) is not None and not transport_fault(text)
+
+
 def no_such_job(text: str) -> bool:
     """Return whether every complaint is that a job is not known, or over already."""
     lines = [line for line in text.splitlines() if line.strip()]
@@ -122,6 +154,8 @@ def final_refusal(text: str) -> str | None:
     """
     if transport_fault(text):
         return None
+    if text.endswith("\n") and not_configured(text):
+        return NOT_CONFIGURED
     for line in text.splitlines(keepends=True):
         if line.endswith("\n") and (_FAILED.match(line.strip()) or _BEFORE.match(line)):
             return clean(text)

@@ -344,6 +344,13 @@ class Job(_Model):
                     raise ValueError(f"{key}: this release has no {what} yet; remove the field")
         return data
 
+    @field_validator("command")
+    @classmethod
+    def _program(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not value[0]:
+            raise ValueError("must begin with a program, not with an empty word")
+        return value
+
     @model_validator(mode="after")
     def _one_program(self) -> Job:
         given = [name for name in ("script", "module", "command") if getattr(self, name)]

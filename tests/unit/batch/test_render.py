@@ -250,15 +250,15 @@ def test_a_placeholder_that_names_nothing(fields: dict[str, Any], field: str, hi
 
 
 def test_other_braces_are_text() -> None:
-    """Only {stage.NAME} and {run.dir} are placeholders."""
-    args = ["{x}", "{stage}", "{run.dirs}", "${run.dir}", "{{run.dir}}", "{stage.}"]
+    """Only {stage.NAME} and {run.NAME} are placeholders, of which run.dir alone is known."""
+    args = ["{x}", "{stage}", "{run}", "${run.dir}", "{{run.dir}}", "{stage.}"]
     text = render(job(launcher="srun", command=["x", *args]), HERE)
     words = text.partition("hpml_command=(\n")[2].partition("\n)")[0].split("\n")
     assert [word.strip() for word in words] == [
         "x",
         "'{x}'",
         "'{stage}'",
-        "'{run.dirs}'",
+        "'{run}'",
         "'$'\"$HPML_RUN_DIR\"",
         "'{'\"$HPML_RUN_DIR\"'}'",
         "'{stage.}'",

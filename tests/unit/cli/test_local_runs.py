@@ -51,11 +51,11 @@ def test_a_run_ends_with_its_summary(shell: Shell, completed: tuple[Result, str]
     """The output comes as it is written, then state, staging, phases and where records lie."""
     told, sid = completed
     assert told.code == 0, told.err
-    assert told.out.startswith("hpml: 1 node ready, staged 1 files, 100 bytes")
+    assert told.out.startswith("hpml: 1 node ready, staged 1 file, 100 bytes")
     assert f"hi\n{'x' * 100}\n" in told.out  # the job's last line had no end
     lines = dict(re.findall(r"^(\w+) {2,}(.*)$", told.out, re.MULTILINE))
     assert lines["run"] == f"{sid}  COMPLETED"
-    assert lines["staged"].startswith("1 files, 100 B (100 bytes)")
+    assert lines["staged"].startswith("1 file, 100 B (100 bytes)")
     assert re.search(r"staging \d+\.\d\d s", lines["phases"])
     assert lines["record"] == f"{shell.records}/runs/{sid}"
     assert "hpml: COMPLETED" in told.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
 from hpml_orchestrator.jobs.summary import Summary, phases, summarise
 from hpml_orchestrator.records.events import VOCABULARY, Event
+from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -93,12 +95,25 @@ def test_what_was_not_recorded_joins_the_next() -> None:
     ]
 
 
+def test_the_training_lasts_to_its_last_step_or_result() -> None:
+    """Whichever is later; the warm-up ends with the first counters."""
+    events = [
+        Event(10, "warm-up", "n1", 0),
+        Event(12, "step", "n1", 0),
+        Event(15, "evaluation", "n1", 0, {"final": True}),
+        Event(16, "step", "n1", 0),
+    ]
+    found = phases(events, queued=0)
+    assert [(one.name, one.seconds) for one in found][-2:] == [("warm-up", 2), ("training", 4)]
+
+
 def trained(world: World, submission: Submission) -> None:
     attempt = world.starts(submission, "1")
     for node_seconds in (1.5, 2.5):
         world.event(attempt, "ready", bytes=1000, files=2, seconds=node_seconds)
     for rank in (0, 1):
-        world.binds(attempt, rank)
+        line = {"rank": rank, "node": "n1", "world_size": 4}
+        append_line(attempt / "binding" / "n1.jsonl", json.dumps(line))
         world.event(
             attempt, "step", rank, data_wait_seconds_total=1.0 + rank, step_seconds_total=10.0
         )
@@ -139,11 +154,53 @@ def test_a_run_in_figures(world: World, submitted: Submission) -> None:
     summary = summarise(state_of(world, submitted))
     assert (summary.staged_bytes, summary.staged_files) == (2000, 4)
     assert (summary.staging_seconds, summary.nodes, summary.ranks) == (2.5, 2, 2)
+    assert summary.world_size == 4  # two of them were not heard of
     assert summary.data_wait_ratio == pytest.approx(3 / 20)
+    assert summary.samples_per_second == 1234.6
     assert summary.result["test_accuracy"] == 0.9712
     assert "final" not in summary.result
     assert (summary.phases[0].name, summary.phases[0].seconds) == ("queue", 5)
     assert summary.to_json()["phases"][0] == {"name": "queue", "seconds": 5}
+
+
+def test_samples_per_second_from_the_counters(world: World, submitted: Submission) -> None:
+    """A result without a rate leaves it to the counters: all ranks', from the warm-up's end on."""
+    attempt = world.starts(submitted, "1")
+    for samples in (100, 300, 1100):
+        for rank in (0, 1):
+            world.event(attempt, "step", rank, samples_total=samples)
+        world.clock.sleep(4)
+    world.event(attempt, "evaluation", 0, final=True, weight=3.0)
+    assert summarise(state_of(world, submitted)).samples_per_second == pytest.approx(2000 / 8)
+    world.event(attempt, "evaluation", 0, final=True, samples_per_second=None)
+    assert summarise(state_of(world, submitted)).samples_per_second is None
+
+
+def test_one_count_tells_no_rate(world: World, submitted: Submission) -> None:
+    """No rate is made of a single moment, nor of a counter that began anew."""
+    attempt = world.starts(submitted, "1")
+    world.event(attempt, "step", 0, samples_total=100)
+    assert summarise(state_of(world, submitted)).samples_per_second is None
+    world.clock.sleep(1)
+    world.event(attempt, "step", 0, samples_total=10)
+    assert summarise(state_of(world, submitted)).samples_per_second is None
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_the_phases_reach_the_schedulers_end(
+    world: World, submitted: Submission, says_so: bool
+) -> None:
+    """Ranks that ignore SIGTERM hold the job after its script's last act, if it has one at all."""
+    attempt = world.starts(submitted, "1")
+    world.scheduler.move("1", JobState.RUNNING)
+    world.clock.sleep(60)
+    if says_so:
+        world.ends(attempt, 143, "time limit")
+    world.clock.sleep(30)
+    world.scheduler.move("1", JobState.TIMEOUT)
+    found = summarise(state_of(world, submitted)).phases
+    assert (found[-1].name, found[-1].seconds) == ("end", 90)
+    assert sum(one.seconds for one in found) == 95
 
 
 def test_a_run_in_words(world: World, submitted: Submission) -> None:

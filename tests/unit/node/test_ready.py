@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import HpmlError, StagingError
-from hpml_orchestrator.node.ready import read_markers, wait_ready
+from hpml_orchestrator.node.ready import wait_ready
 from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.records.store import Attempt
 from hpml_orchestrator.testing import FakeClock
 
 
@@ -103,4 +104,4 @@ def test_half_written_markers_do_not_count(attempt: Path) -> None:
     write_text(attempt / "nodes" / "n1.ready.json", "{")
     write_text(attempt / "nodes" / ".n2.ready.json.abcd", '{"node": "n2"}')
     mark(attempt, "n3", "ready")
-    assert [one["node"] for one in read_markers(attempt, "ready")] == ["n3"]
+    assert [one["node"] for one in Attempt(attempt).markers("ready")] == ["n3"]

@@ -58,12 +58,14 @@ trap hpml_terminate TERM INT HUP
 # One agent per node, for as long as the job: stages the data, listens to the ranks, cleans up.
 hpml_local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}
 export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
-# (SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.)
-(trap '' USR1 && exec srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+# SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
+trap '' USR1
+srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" \
-  --stage mesh tar /data/mesh.tar "$hpml_local") &
+  --stage mesh tar /data/mesh.tar "$hpml_local" &
 hpml_agent=$!
+trap - USR1
 
 # What the ranks find.
 cd -- /home/me

@@ -64,12 +64,14 @@ trap hpml_terminate TERM INT HUP
 # One agent per node, for as long as the job: stages the data, listens to the ranks, cleans up.
 hpml_shm=/dev/shm
 export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
-# (SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.)
-(trap '' USR1 && exec srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+# SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
+trap '' USR1
+srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" \
-  --stage digits auto /data/digits "$hpml_shm") &
+  --stage digits auto /data/digits "$hpml_shm" &
 hpml_agent=$!
+trap - USR1
 
 # What the ranks find.
 cd -- /home/me/code
@@ -112,6 +114,7 @@ srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
   python -m torch.distributed.run \
   --nnodes="$SLURM_NNODES" --nproc-per-node=4 \
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python \
+  --log-dir="$hpml_attempt/torchrun" \
   "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!
 hpml_code=0
