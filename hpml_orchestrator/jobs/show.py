@@ -89,15 +89,18 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
 def _ran(state: State, summary: Summary) -> str:
     if not summary.nodes:
         return ""
-    ranks = f", {summary.ranks} rank{'s' * (summary.ranks > 1)}" if summary.ranks else ""
+    ranks = ""
+    if summary.ranks:
+        some = "" if summary.ranks >= summary.world_size else f" of {summary.world_size}"
+        ranks = f", {summary.ranks}{some} rank{'s' * (max(summary.ranks, summary.world_size) > 1)}"
     return f" on {state.nodes or summary.nodes}{ranks}"
 
 
 def _training(summary: Summary) -> list[tuple[str, str]]:
     result = summary.result
     lines = []
-    rate = result.get("samples_per_second")
-    if isinstance(rate, (int, float)):
+    rate = summary.samples_per_second
+    if rate is not None:
         wait = (
             f", {summary.data_wait_ratio:.0%} of the step time spent waiting for data"
             if summary.data_wait_ratio is not None
@@ -110,7 +113,7 @@ def _training(summary: Summary) -> list[tuple[str, str]]:
         reached = ""
         if isinstance(target, (int, float)):
             reached = (
-                f"; {target:g} reached after {took:.2f} s of training"
+                f"; {target:g} reached after {took:.2f} s, warm-up included"
                 if isinstance(took, (int, float))
                 else f"; {target:g} not reached"
             )

@@ -126,7 +126,7 @@ class LocalScheduler:
             SchedulerUnavailable: the records cannot be read.
         """
         self._heal()
-        found = {job_id: self._home.load(job_id) for job_id in job_ids}
+        found = {job_id: self._load(job_id) for job_id in job_ids}
         if not any(job is not None and job.state.waiting for job in found.values()):
             queue = []
         else:
@@ -175,6 +175,12 @@ class LocalScheduler:
             self._heal()
         for job in asked:
             poke(job, send, signal.SIGUSR1)
+
+    def _load(self, job_id: str) -> Job | None:
+        job = self._home.load(job_id)
+        if job is not None and not job.state.over:
+            return self._home.unrecorded.get(job_id, job)
+        return job
 
     def _heal(self) -> None:
         """See to the queue; where that cannot be written now, there still is an answer to read."""

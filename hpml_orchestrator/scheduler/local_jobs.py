@@ -6,6 +6,8 @@
         bin/srun            the local srun, first on the job's PATH
         steps/<n>           one empty file per srun of the job: step ids
         cancel              somebody asked for the end
+        ended               how it ended, as the text of a symbolic link: needs no free block, so
+                            that a full disk keeps the end that could not go into job.json
         spawned             when a supervisor was last started for it, and how often
         supervisor.log      what a supervisor had to say, normally nothing
     /tmp/hpml-<uid>/        node-local locks, never on the file system of the records
@@ -58,6 +60,7 @@ _LOCK_PATIENCE_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.005
 _STALE_SECONDS = 3600.0
 _KILL_PATIENCE_SECONDS = 5.0
+_INLINE_BYTES = 59  # of a link's text; ext4 and others keep as much in the inode itself
 
 # Python isolated from the user's variables and directory; the package is taken from where this
 # module lies, be that a checkout or site-packages, and nothing else is taken from there.
@@ -122,6 +125,43 @@ class Job:
         """Change the record on disk and here."""
         self.record = {**self.record, **changes}
         write_json(self.directory / "job.json", self.record)
+
+    def finish(
+        self,
+        state: JobState,
+        *,
+        ended: float,
+        exit_code: int | None = None,
+        number: int = 0,
+        reason: str = "",
+    ) -> str:
+        """Record the end; return what is in the way, or nothing.
+
+        An end that cannot be recorded is noted as well as it can be, on disk and here.
+        """
+        end = {"state": state, "ended": ended, "exit_code": exit_code, "signal": number}
+        note = self.directory / "ended"
+        try:
+            self.write(**end, reason=reason)
+        except RecordError as error:
+            cause = getattr(error.__cause__, "strerror", None) or str(error)
+            why = f"{reason}; " if reason else ""
+            why += f"its end cannot be recorded: {cause}"
+            self.record = {**self.record, "reason": why}
+            code = "-" if exit_code is None else exit_code
+            begin = f"{state} {code} {number} {ended:.2f} "
+            for text in (begin + why, begin + reason, (begin + reason)[:_INLINE_BYTES]):
+                try:
+                    os.symlink(text, note)
+                except FileExistsError:
+                    break
+                except OSError:
+                    continue
+                break
+            return cause
+        with contextlib.suppress(OSError):
+            note.unlink()
+        return ""
 
     def members(self) -> set[Identity]:
         """Return the processes of the job, looked up without its supervisor's help."""
@@ -225,6 +265,8 @@ class Home:
         self.cluster = f"local-{digest[:6]}"
         self._lock_name = f"local-{digest[:16]}.lock"
         self._over: dict[int, None] = {}
+        self.unrecorded: dict[str, Job] = {}
+        """Jobs that `heal` found to be over, which it could not write down."""
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -247,9 +289,12 @@ class Home:
             return None
         directory = self.jobs / str(job_id)
         try:
-            return Job(directory, read_json(directory / "job.json"))
+            job = Job(directory, read_json(directory / "job.json"))
         except (NotFoundError, RecordError):
             return None
+        if not job.state.over:
+            job.record |= _noted_end(directory)
+        return job
 
     def active(self) -> list[Job]:
         """Return the jobs that are not over, in order."""
@@ -301,7 +346,7 @@ class Home:
             if job.holds_slots and job.supervisor is None:
                 self._fail(job)
             elif job.state is JobState.PENDING and job.cancelled:
-                job.write(state=JobState.CANCELLED, ended=time.time(), reason="cancelled")
+                self._finish(job, JobState.CANCELLED, "cancelled")
         jobs = [job for job in jobs if not job.state.over]
         waiting = [job for job in jobs if not job.holds_slots]
         for job in waiting[:_SUPERVISED]:
@@ -324,7 +369,13 @@ class Home:
             left = kill_until_gone(job.members, patience_seconds=_KILL_PATIENCE_SECONDS)
             if left:
                 reason = f"the job's supervisor died; processes that stay: {left}"
-        job.write(state=JobState.NODE_FAIL, ended=time.time(), reason=reason)
+        self._finish(job, JobState.NODE_FAIL, reason)
+
+    def _finish(self, job: Job, state: JobState, reason: str) -> None:
+        known = self.unrecorded.pop(job.job_id, None)
+        ended = known.record["ended"] if known else time.time()
+        if job.finish(state, ended=ended, reason=reason):
+            self.unrecorded[job.job_id] = job
 
     def _spawn(self, job: Job) -> None:
         path = job.directory / "spawned"
@@ -385,6 +436,21 @@ def starts(job: Job, jobs: list[Job]) -> tuple[list[int], list[str]] | str:
     ]
     running = ", ".join(other.job_id for other in jobs if other.holds_slots)
     return f"Resources: {'; '.join(short)} (running: {running})"
+
+
+def _noted_end(directory: Path) -> Record:
+    """Return what `Job.finish` could note of an end in spite of a full disk."""
+    try:
+        state, code, number, ended, reason = os.readlink(directory / "ended").split(" ", 4)
+        return {
+            "state": JobState(state),
+            "exit_code": None if code == "-" else int(code),
+            "signal": int(number),
+            "ended": float(ended),
+            "reason": reason,
+        }
+    except (OSError, ValueError):
+        return {}
 
 
 def plain(value: Any) -> Any:

@@ -45,7 +45,9 @@ _LATER_POLL_SECONDS = 5.0
 _RUN_POLL_SECONDS = 5.0
 _LEFT_POLL_SECONDS = 0.1
 _KILL_PATIENCE_SECONDS = 10.0
-_RETRY_SECONDS = 5.0
+_RECORD_PATIENCE_SECONDS = 600.0
+_FIRST_RETRY_SECONDS = 0.5
+_LAST_RETRY_SECONDS = 15.0
 _CANNOT_EXECUTE = 126
 
 
@@ -309,15 +311,31 @@ class _Run:
         )
 
     def _record(self, state: JobState, code: int, number: int, reason: str) -> None:
-        ended = time.time()
+        """Write the end down, with patience: a full disk passes, and the result stays true."""
+        ended, began = time.time(), time.monotonic()
+        seen, pause = "", _FIRST_RETRY_SECONDS
         while True:
-            try:
-                self.job.write(
-                    state=state, ended=ended, exit_code=code, signal=number, reason=reason
-                )
-            except HpmlError as error:  # a full disk passes; the result must not be lost by it
-                sys.stderr.write(f"{error}\n")
-                sys.stderr.flush()
-                time.sleep(_RETRY_SECONDS)
-            else:
+            cause = self.job.finish(
+                state, ended=ended, exit_code=code, number=number, reason=reason
+            )
+            waited = time.monotonic() - began
+            if not cause:
+                if seen:
+                    _log(f"the job's end was recorded {waited:.0f} s late: {seen}")
                 return
+            if cause != seen:
+                _log(f"the job's end ({state}, {code}:{number}) cannot be recorded: {cause}")
+                seen = cause
+            received = signal.sigtimedwait(_WATCHED, pause)
+            self._reap()
+            told = received is not None and received.si_signo == signal.SIGTERM
+            if told or waited > _RECORD_PATIENCE_SECONDS or not self.job.directory.exists():
+                _log(f"the job's end ({state}, {code}:{number}) was not recorded: {cause}")
+                return
+            pause = min(pause * 2, _LAST_RETRY_SECONDS)
+
+
+def _log(text: str) -> None:
+    """Say something in supervisor.log, which may lie on the very disk that is full."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace"))

@@ -300,9 +300,16 @@ class SlurmScheduler:
         # versions may differ, and the list of all own jobs answers in any case.
         asked = ",".join(dict.fromkeys(job_id.partition("+")[0] for job_id in job_ids))
         try:
-            return self._squeue([f"--jobs={asked}"])
+            if "," in asked:
+                return self._squeue([f"--jobs={asked}"])
+            # For one id squeue asks for the federation first, and so waits twice as long for a
+            # controller that stands still; only a job that went to a sibling needs that.
+            rows = self._squeue(["--local", f"--jobs={asked}"])
+            if any("REVOKED" in row.status.raw_state for row in rows):
+                rows = self._squeue([f"--jobs={asked}"])
         except _NoSuchJobError:
             return [] if len(job_ids) == 1 else self._squeue(["--me"])
+        return rows
 
     def _squeue(self, which: Sequence[str]) -> list[Row]:
         argv = ["squeue", *which, "--all", "--states=all", "--noheader"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import hpml_orchestrator
-from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.errors import RecordError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.scheduler import local_jobs
 from hpml_orchestrator.scheduler.local import LocalScheduler
@@ -496,6 +497,88 @@ def test_a_reboot_is_a_node_failure(bench: Bench) -> None:
     status = bench.scheduler().query([job])[job]
     assert status.state is JobState.NODE_FAIL
     assert "restarted" in status.reason
+
+
+def no_room(who: Identity, *, on: bool = True) -> None:
+    """Let a process write no more bytes, into its log neither: a full disk for it alone."""
+    _, hard = resource.prlimit(who.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(who.pid, resource.RLIMIT_FSIZE, (0 if on else hard, hard))
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, *, links: bool) -> None:
+    def refuse(path: Path, record: object) -> None:
+        raise RecordError(f"cannot write {path}") from OSError(28, "No space left on device")
+
+    def no_link(text: str, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_jobs, "write_json", refuse)
+    if not links:
+        monkeypatch.setattr(local_jobs.os, "symlink", no_link)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_end_without_room_is_kept(bench: Bench, seen: bool) -> None:
+    """The supervisor stays until it could write; meanwhile the end is known where it can be."""
+    job = bench.scheduler().submit(bench.request("echo > up; until [ -e go ]; do :; done; exit 3"))
+    bench.file("up")
+    who, directory = bench.supervisor(job), bench.home / "jobs" / job
+    no_room(who)
+    if not seen:
+        (directory / "ended").write_text("in the way of the note")
+    (bench.path / "sub" / "go").touch()
+    if seen:
+        status = bench.over(job)
+        assert (status.state, status.exit_code) == (JobState.FAILED, 3)
+        assert status.reason == "NonZeroExitCode; its end cannot be recorded: File too large"
+        assert bench.record(job)["state"] == "RUNNING"
+    else:
+        time.sleep(1)
+    assert is_alive(who)
+    no_room(who, on=False)
+    bench.until(job, lambda _: bench.record(job)["state"] == "FAILED" and not is_alive(who))
+    status = bench.over(job)
+    assert (status.exit_code, status.reason) == (3, "NonZeroExitCode")
+    assert not (directory / "ended").exists()
+    assert "File too large" in (directory / "supervisor.log").read_text()
+
+
+def test_a_supervisor_without_room_can_be_told_to_stop(bench: Bench) -> None:
+    """What it noted of the end stays the truth."""
+    job = bench.scheduler().submit(bench.request("echo > up; until [ -e go ]; do :; done"))
+    bench.file("up")
+    who = bench.supervisor(job)
+    no_room(who)
+    (bench.path / "sub" / "go").touch()
+    assert bench.over(job).state is JobState.COMPLETED
+    send(who, signal.SIGTERM)
+    status = bench.until(job, lambda _: not is_alive(who))
+    assert (status.state, status.exit_code) == (JobState.COMPLETED, 0)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_dead_supervisor_is_never_running(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """Also where that cannot be written down: the answer does not depend on room."""
+    scheduler = bench.scheduler()
+    job = scheduler.submit(bench.request("echo > up; sleep 60"))
+    bench.file("up")
+    who = bench.supervisor(job)
+    with monkeypatch.context() as patch:
+        without_room(patch, links=links)
+        send(who, signal.SIGKILL)
+        bench.until(job, lambda _: not is_alive(who))
+        first = scheduler.query([job])[job]
+        assert first.state is JobState.NODE_FAIL
+        assert first.exit_code is None
+        assert "supervisor died" in first.reason
+        assert links or "cannot be recorded: No space left on device" in first.reason
+        assert scheduler.query([job])[job].ended == first.ended
+        assert bench.scheduler().query([job])[job].state is JobState.NODE_FAIL
+        assert bench.record(job)["state"] == "RUNNING"
+    assert bench.over(job).state is JobState.NODE_FAIL
+    assert scheduler.query([job])[job].state is JobState.NODE_FAIL
 
 
 def test_a_told_supervisor_ends_its_job(bench: Bench) -> None:

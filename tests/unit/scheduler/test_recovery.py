@@ -120,6 +120,18 @@ def test_refused(tmp_path: Path) -> None:
     assert "account" in outcome.hint
 
 
+def test_refused_without_configuration(tmp_path: Path) -> None:
+    """6. Where Slurm has no configuration the queue cannot be read, and sbatch sent nothing."""
+    text = "sbatch: fatal: Could not establish a configuration source\n"
+    (tmp_path / "sbatch.err").write_text(text)
+    outcome = decide(FakeScheduler(faults=[Fault.UNAVAILABLE]), tmp_path)
+    assert isinstance(outcome, Absent)
+    assert "not configured" in outcome.refused
+    assert "--local" in outcome.hint
+    (tmp_path / "sbatch.err").write_text(text.rstrip("\n"))
+    assert isinstance(decide(FakeScheduler(faults=[Fault.UNAVAILABLE]), tmp_path), Undecided)
+
+
 @pytest.mark.parametrize(
     "text",
     [

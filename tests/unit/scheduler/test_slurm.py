@@ -28,6 +28,12 @@ SACCT = Completed(0, (DATA / "sacct.txt").read_text())
 NO_SUCH_JOB = Completed(1, "", "slurm_load_jobs error: Invalid job id specified\n")
 TIMED_OUT = Completed(1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n")
 NO_ACCOUNTING = Completed(1, "", "Slurm accounting storage is disabled\n")
+NO_CONFIGURATION = Completed(
+    1,
+    "",
+    "squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+    "squeue: fatal: Could not establish a configuration source\n",
+)
 DBD_DOWN = Completed(1, "", "sacct: error: Problem talking to the database: Connection refused\n")
 
 
@@ -230,18 +236,60 @@ def test_hanging_squeue_is_asked_again() -> None:
 
 
 def test_a_dead_controller_is_not_asked_for_ever() -> None:
-    """When each try takes long, there are fewer: nobody waits a minute for a status."""
+    """What timed out is not tried again: nobody waits a minute for a status."""
     clock = FakeClock()
 
     class Slow(FakeRunner):
         def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
-            clock.now += 20
+            clock.now += 10
             return super().run(argv, env=env, timeout=timeout)
 
-    runner = Slow({"squeue": [TIMED_OUT]})
-    with pytest.raises(SchedulerUnavailable):
-        slurm(runner, clock).query(["3"])
-    assert runner.count("squeue") == 2
+    killed = SchedulerUnavailable("squeue gave no answer in 60 s")
+    runner = Slow({"squeue": [TIMED_OUT, killed, TIMED_OUT, killed]})
+    for tries in (1, 2):
+        with pytest.raises(SchedulerUnavailable) as caught:
+            slurm(runner, clock).query(["3"])
+        assert "scontrol ping" in caught.value.hint
+        assert runner.count("squeue") == tries
+    for tries in (3, 4):
+        with pytest.raises(SchedulerUnavailable) as caught:
+            slurm(runner, clock).find(Path("/x"), name="n", since=0)
+        assert "scontrol ping" in caught.value.hint
+        assert runner.count("squeue") == tries
+    assert clock.sleeps == []
+
+
+def test_one_id_is_asked_for_without_the_federation() -> None:
+    """That takes one wait for a dead controller, not two; siblings are asked where it matters."""
+    runner = FakeRunner({"squeue": [SQUEUE]})
+    slurm(runner).query(["3"])
+    slurm(runner).query(["3", "5"])
+    assert ["--local" in call.argv for call in runner.calls] == [True, False]
+    text = SQUEUE.stdout
+    assert "FAILED" in text
+    gone = Completed(0, text.replace("FAILED", "REVOKED"))
+    runner = FakeRunner({"squeue": [gone, SQUEUE]})
+    assert slurm(runner).query(["3"])["3"].state is JobState.FAILED
+    assert ["--local" in call.argv for call in runner.calls] == [True, False]
+
+
+def test_without_configuration(tmp_path: Path) -> None:
+    """Slurm's packages without a slurm.conf are named as what they are, at once."""
+    said = NO_CONFIGURATION.stderr.replace("squeue:", "sbatch:")
+    with pytest.raises(SchedulerError, match="installed here but not configured") as caught:
+        sbatch(tmp_path, Completed(1, "", said))
+    assert not isinstance(caught.value, SchedulerUnavailable)
+    assert "--local" in caught.value.hint
+    runner = FakeRunner({"squeue": [NO_CONFIGURATION], "scancel": [NO_CONFIGURATION]})
+    for call in (
+        lambda: slurm(runner).query(["3"]),
+        lambda: slurm(runner).find(Path("/x"), name="n", since=0),
+        lambda: slurm(runner).cancel(["3"]),
+    ):
+        with pytest.raises(SchedulerUnavailable, match="^Slurm is installed here but") as caught:
+            call()
+        assert "--local" in caught.value.hint
+    assert len(runner.calls) == 3
 
 
 def test_other_failures_are_not_tried_again() -> None:
@@ -425,8 +473,9 @@ def test_cancel_fails() -> None:
     assert not isinstance(caught.value, SchedulerUnavailable)
     lost = "scancel: error: Kill job error on job id 9: Socket timed out on send/recv operation\n"
     runner = FakeRunner({"scancel": [Completed(140, "", lost)]})
-    with pytest.raises(SchedulerUnavailable):
+    with pytest.raises(SchedulerUnavailable) as unavailable:
         slurm(runner).cancel(["9"])
+    assert "scontrol ping" in unavailable.value.hint
     assert runner.count("scancel") == 1
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hpml_orchestrator.scheduler.slurm_messages import (
+    NOT_CONFIGURED,
+    NOT_CONFIGURED_HINT,
     clean,
     final_refusal,
     hint_for,
+    not_configured,
     no_such_job,
     transport_fault,
 )
@@ -36,7 +39,7 @@ REFUSALS = [
     (FAILED + "Invalid job array specification\n", ""),
     ("sbatch: error: Batch script is empty!\n", "script"),
     ("sbatch: error: Batch script contains DOS line breaks (\\r\\n)\n", "script"),
-    ("sbatch: fatal: Could not establish a configuration source\n", "SLURM_CONF"),
+    ("sbatch: fatal: Unable to process configuration file slurm.conf\n", "SLURM_CONF"),
     # Texts of src/common/slurm_errno.c that this machine could not be made to say:
     (FAILED + "Invalid account or account/partition combination specified\n", "account"),
     (FAILED + "Invalid qos specification\n", "QOS"),
@@ -94,6 +97,29 @@ def test_nobody_knows(text: str) -> None:
 def test_not_certain(text: str) -> None:
     """A torn line, a remark or nothing at all is no certain refusal."""
     assert final_refusal(text) is None
+
+
+NO_CONFIGURATION = """\
+sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: error: _establish_config_source: failed to fetch config
+sbatch: fatal: Could not establish a configuration source
+"""
+
+
+def test_no_configuration() -> None:
+    """Slurm's packages without a slurm.conf: a certain refusal, in words that help."""
+    assert not_configured(NO_CONFIGURATION)
+    assert not_configured(NO_CONFIGURATION.replace("sbatch:", "squeue:"))
+    assert final_refusal(NO_CONFIGURATION) == NOT_CONFIGURED
+    assert final_refusal(NO_CONFIGURATION.rstrip("\n")) != NOT_CONFIGURED, "torn"
+    assert hint_for(NO_CONFIGURATION) == hint_for(NOT_CONFIGURED) == NOT_CONFIGURED_HINT
+    assert "--local" in NOT_CONFIGURED_HINT
+    # A configless client whose slurmd or controller is down belongs to a cluster.
+    down = "sbatch: error: fetch_config: Unable to contact slurm controller (connect failure)\n"
+    down += "sbatch: fatal: Could not establish a configuration source\n"
+    assert not not_configured(down)
+    assert final_refusal(down) is None
 
 
 def test_no_such_job() -> None:
