@@ -212,7 +212,9 @@ def test_a_run_in_words(world: World, submitted: Submission) -> None:
     assert lines["job"] == "1 (slurm) on 2, 2 ranks"
     assert lines["staged"] == "4 files, 2.0 KiB (2000 bytes) in 2.50 s"
     assert lines["training"] == "1235 samples/s, 15% of the step time spent waiting for data"
-    assert lines["accuracy"] == "0.9712 on the test set; 0.95 reached after 12.50 s of training"
+    assert (
+        lines["accuracy"] == "0.9712 on the test set; 0.95 reached after 12.50 s, warm-up included"
+    )
     assert lines["record"] == str(state.run.directory)
 
 

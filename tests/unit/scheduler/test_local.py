@@ -514,7 +514,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, *, links: bool) -> None:
 
     monkeypatch.setattr(local_jobs, "write_json", refuse)
     if not links:
-        monkeypatch.setattr(local_jobs.os, "symlink", no_link)
+        monkeypatch.setattr(os, "symlink", no_link)
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -10,8 +10,8 @@ from hpml_orchestrator.scheduler.slurm_messages import (
     clean,
     final_refusal,
     hint_for,
-    not_configured,
     no_such_job,
+    not_configured,
     transport_fault,
 )
 
