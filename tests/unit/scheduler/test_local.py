@@ -258,11 +258,16 @@ def test_cancel_reaches_every_process_and_lets_them_answer(bench: Bench) -> None
             "trap 'echo shell >> told; exit 5' TERM\n"
             "python3 -c 'import signal,os,time\n"
             'signal.signal(15, lambda *_: (open("told", "a").write("child\\n"), os._exit(0)))\n'
-            'open("up", "w").write("x"); os.kill(os.getpid(), 19); time.sleep(60)\' &\n'
+            'open("pid", "w").write(str(os.getpid())); os.rename("pid", "up"); '
+            "os.kill(os.getpid(), 19); time.sleep(60)' &\n"
             "wait"
         )
     )
-    bench.file("up")
+    child = int(bench.file("up").read_text())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the child has not stopped itself"
+        time.sleep(0.01)
     bench.scheduler().cancel([job])
     status = bench.over(job)
     assert (status.state, status.exit_code) == (JobState.CANCELLED, 5)
