@@ -107,14 +107,7 @@ def states(
         backends: `(name, host) -> Scheduler`; the real ones when left out.
         now: the clock, in seconds since the epoch.
     """
-    opened: dict[tuple[str, str], Scheduler] = {}
-
-    def backend(name: str, host: str) -> Scheduler:
-        key = _scheduler_key(name, host)
-        if key not in opened:
-            opened[key] = backends(name, host) if backends else open_backend(name, store, host=host)
-        return opened[key]
-
+    backend = _opened_once(backends or _opener(store))
     known: dict[str, State] = {}
     asked: dict[tuple[str, str], list[tuple[Submission, dict[str, Any], str]]] = {}
     order = []
@@ -167,13 +160,9 @@ def wait_until_over(
     """
     pause = 1.0
     lost = 0
-    backends: dict[tuple[str, str], Scheduler] = {}
-
-    def backend(name: str, host: str) -> Scheduler:
-        return backends.setdefault((name, host), open_backend(name, store, host=host))
-
+    backends = _opened_once(_opener(store))
     while True:
-        state = states(store, [submission], backends=backend, now=now)[0]
+        state = states(store, [submission], backends=backends, now=now)[0]
         each(state)
         if state.state == UNREADABLE:
             raise RecordError(state.reason)
@@ -202,6 +191,24 @@ def _ask(scheduler: Scheduler, job_ids: list[str]) -> tuple[dict[str, JobStatus]
         return scheduler.query(job_ids), ""
     except SchedulerUnavailable as error:
         return {}, str(error)
+
+
+def _opener(store: Store) -> Callable[[str, str], Scheduler]:
+    """Return `(name, host) -> Scheduler` for the real schedulers."""
+    return lambda name, host: open_backend(name, store, host=host)
+
+
+def _opened_once(opener: Callable[[str, str], Scheduler]) -> Callable[[str, str], Scheduler]:
+    """Return an opener that opens each scheduler when it is first asked for, and only then."""
+    opened: dict[tuple[str, str], Scheduler] = {}
+
+    def backend(name: str, host: str) -> Scheduler:
+        key = _scheduler_key(name, host)
+        if key not in opened:
+            opened[key] = opener(name, host)
+        return opened[key]
+
+    return backend
 
 
 def _scheduler_key(name: str, host: str) -> tuple[str, str]:

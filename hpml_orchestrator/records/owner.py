@@ -10,7 +10,7 @@ from typing import Any
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
 
-__all__ = ["Owner", "owner_is_alive", "this_owner"]
+__all__ = ["Owner", "boot_id", "owner_is_alive", "this_owner"]
 
 _STARTTIME_AFTER_NAME = 19  # field 22 of /proc/<pid>/stat, counted after "pid (name)"
 
@@ -63,7 +63,7 @@ def this_owner(job_key: str, pid: int | None = None, *, proc_root: str = "/proc"
         job_key=job_key,
         pid=number,
         start_ticks=_start_ticks(number, proc_root),
-        boot_id=_boot_id(proc_root),
+        boot_id=boot_id(proc_root),
         hostname=socket.gethostname(),
         pid_namespace=_pid_namespace(proc_root),
     )
@@ -77,7 +77,7 @@ def owner_is_alive(owner: Owner, *, proc_root: str = "/proc") -> bool:
     """
     if owner.hostname != socket.gethostname():
         return True
-    if owner.boot_id != _boot_id(proc_root):
+    if owner.boot_id != boot_id(proc_root):
         return False
     if owner.pid_namespace != _pid_namespace(proc_root):
         return True
@@ -85,7 +85,8 @@ def owner_is_alive(owner: Owner, *, proc_root: str = "/proc") -> bool:
     return started >= 0 and started == owner.start_ticks
 
 
-def _boot_id(proc_root: str) -> str:
+def boot_id(proc_root: str = "/proc") -> str:
+    """Return the id of this boot of the machine; empty where there is none."""
     return _text(f"{proc_root}/sys/kernel/random/boot_id").strip()
 
 

@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import fsync_dir, read_json, write_json, write_text
+from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.scheduler.local_processes import (
     SUPERVISOR_MARK,
     Identity,
-    boot_id,
     is_alive,
     kill_until_gone,
     marked,

@@ -15,7 +15,6 @@ __all__ = [
     "SUPERVISOR_MARK",
     "Identity",
     "Process",
-    "boot_id",
     "descendants",
     "die_with_parent",
     "environment_of",
@@ -59,15 +58,6 @@ class Process:
     def identity(self) -> Identity:
         """Pid and start time."""
         return Identity(self.pid, self.start)
-
-
-def boot_id() -> str:
-    """Return the id of this boot of the machine; empty where there is none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
-            return stream.read().strip()
-    except OSError:
-        return ""
 
 
 def identity(pid: int) -> Identity:

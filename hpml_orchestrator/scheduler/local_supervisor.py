@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, poke, starts
 from hpml_orchestrator.scheduler.local_processes import (
     Identity,
-    boot_id,
     descendants,
     die_with_parent,
     environment_of,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints
+from pydantic import AfterValidator
 
 __all__ = [
     "Address",
@@ -148,4 +148,3 @@ VariableName = Annotated[
 Argument = Annotated[str, AfterValidator(_argument)]
 VariableValue = Annotated[str, AfterValidator(_argument)]
 PathText = Annotated[str, AfterValidator(_path)]
-NonEmpty = Annotated[str, StringConstraints(min_length=1)]

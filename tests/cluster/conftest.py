@@ -10,7 +10,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -110,9 +110,12 @@ def _obstacle() -> str | None:
 def require_cluster() -> None:
     """Skips, or fails on CI, where no cluster can be booted; the reason names what is missing."""
     obstacle = _obstacle()
-    if obstacle is None:
-        return
-    reason = f"NO CLUSTER TESTS: {obstacle}"
+    if obstacle is not None:
+        skip_or_fail(f"NO CLUSTER TESTS: {obstacle}")
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skips where something is missing; on CI that is a failure."""
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cluster.conftest import skip_or_fail
 from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
 
 if TYPE_CHECKING:
@@ -44,10 +45,7 @@ class Point:
 def desk(slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     """A desk with one job file; its jobs wait in the queue, held, and are cancelled at the end."""
     if shutil.which("strace") is None:
-        message = "NO CRASH TESTS: strace is not installed"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
+        skip_or_fail("NO CRASH TESTS: strace is not installed")
     made = Desk(slurm_cluster, tmp_path_factory.mktemp("crash"))
     made.job("crash", command=["true"], resources={"extra": ["--hold"]})
     made.hpml("submit", "crash.yaml")  # the directories are there from now on

@@ -161,19 +161,25 @@ def test_every_field_of_the_schema_is_tried() -> None:
         assert place in PLACES
 
 
+def job_holding(place: tuple[str, ...], value: str) -> dict[str, Any]:
+    """The smallest job in which that value stands at that place."""
+    data: dict[str, Any] = {"name": "probe", "script": "x.py"}
+    if place[0] in ("module", "command"):
+        del data["script"]
+    for prefix, required in REQUIRED.items():
+        if place[: len(prefix)] == prefix:
+            put(data, prefix, dict(required))
+    put(data, place, value)
+    return data
+
+
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
 def test_a_value_in_any_field_is_refused_or_stays_data(
     sandbox: Sandbox, place: tuple[str, ...]
 ) -> None:
     """Whatever stands in a field, the loader refuses it by name or the script carries it quoted."""
     for payload in PAYLOADS[1:]:
-        data: dict[str, Any] = {"name": "probe", "script": "x.py"}
-        if place[0] in ("module", "command"):
-            del data["script"]
-        for prefix, required in REQUIRED.items():
-            if place[: len(prefix)] == prefix:
-                put(data, prefix, dict(required))
-        put(data, place, payload)
+        data = job_holding(place, payload)
         try:
             script = render(sandbox.set(data).job, Capabilities())
         except InputError:
@@ -253,13 +259,7 @@ def test_a_megabyte_in_any_field_is_refused_by_name(
     sandbox: Sandbox, place: tuple[str, ...]
 ) -> None:
     """A value of 1 MB fits no argument and no path: the error names the field and says its size."""
-    data: dict[str, Any] = {"name": "probe", "script": "x.py"}
-    if place[0] in ("module", "command"):
-        del data["script"]
-    for prefix, required in REQUIRED.items():
-        if place[: len(prefix)] == prefix:
-            put(data, prefix, dict(required))
-    put(data, place, "x" * 1_000_000)
+    data = job_holding(place, "x" * 1_000_000)
     with pytest.raises(InputError) as caught:
         render(sandbox.set(data).job, Capabilities())
     assert place[0] in str(caught.value)
