@@ -17,10 +17,16 @@ __all__ = [
     "Argument",
     "Constraint",
     "Directive",
+    "DirectiveValue",
+    "InterfaceName",
     "JobName",
+    "Line",
     "ModuleName",
+    "NodePath",
+    "OptionName",
     "PathText",
     "PlainWord",
+    "Renamed",
     "StageName",
     "VariableName",
     "VariableValue",
@@ -138,6 +144,39 @@ Directive = Annotated[
         r"--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:@/+=%*()\[\]|&-]+)?",
         "one long sbatch option such as --reservation=course, without blanks or quotes",
         512,
+    ),
+]
+DirectiveValue = Annotated[
+    str,
+    _pattern(
+        r"[A-Za-z0-9_.,:@/+=%*()\[\]|&-]*",
+        "the value of an sbatch option, without blanks or quotes",
+        512,
+    ),
+]
+OptionName = Annotated[
+    str,
+    _pattern(r"[a-z][a-z0-9-]*", "a long sbatch option's name without dashes, such as mem", 64),
+]
+Line = Annotated[str, _pattern(r"[^\x00-\x1f\x7f]+", "one line of text", 1024)]
+Renamed = Annotated[
+    str,
+    _pattern(
+        r"--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:@/+=%*()\[\]|&-]*(\{(value|item)\})?"
+        r"[A-Za-z0-9_.,:@/+=%*()\[\]|&-]*)?",
+        "one long sbatch option such as --gres=gpu:{value}",
+        512,
+    ),
+]
+InterfaceName = Annotated[
+    str, _pattern(r"[A-Za-z0-9_.^=-]+", "a network interface such as ib0", 64)
+]
+NodePath = Annotated[
+    str,
+    _pattern(
+        r"(/|\$[A-Za-z_][A-Za-z0-9_]*(/|$))[^\x00-\x1f\x7f]*",
+        "an absolute path, or a variable and a path below it, such as $LOCAL_SCRATCH/data",
+        4095,
     ),
 ]
 VariableName = Annotated[

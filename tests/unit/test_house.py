@@ -18,18 +18,31 @@ GROUND = frozenset({"", "errors", "assets"})  # what every room may know
 ARROWS: dict[str, set[str]] = {
     # docs/architecture.md; jobs joins the rooms for the command line and for sweeps
     "spec": set(),
+    "cluster": set(),
     "records": set(),
     "topology": set(),
     "placement": {"topology"},
     "staging": {"records"},
     "node": {"placement", "topology", "staging", "records"},
-    "batch": {"spec", "records"},
-    "scheduler": {"records"},
+    "batch": {"spec", "records", "cluster"},
+    "scheduler": {"records", "cluster"},
     "diagnosis": {"records"},
-    "jobs": {"spec", "batch", "records", "scheduler", "diagnosis"},
+    "jobs": {"spec", "cluster", "batch", "records", "scheduler", "diagnosis"},
+    "convert": {"spec", "scheduler"},
     "sweeps": {"jobs", "batch", "scheduler", "records", "diagnosis"},
-    "testing": {"scheduler", "records", "topology", "placement"},
-    "cli": {"jobs", "spec", "batch", "records", "scheduler", "sweeps", "diagnosis", "topology"},
+    "testing": {"cluster", "scheduler", "records", "topology", "placement"},
+    "cli": {
+        "jobs",
+        "convert",
+        "cluster",
+        "spec",
+        "batch",
+        "records",
+        "scheduler",
+        "sweeps",
+        "diagnosis",
+        "topology",
+    },
 }
 PLAIN = ("topology", "placement", "records", "staging", "node")
 ROOMS = sorted(

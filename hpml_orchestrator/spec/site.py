@@ -1,0 +1,280 @@
+"""The site profile: what a cluster has, what it wants, and what jobs get there by default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from hpml_orchestrator.spec import text, units
+from hpml_orchestrator.spec.job import MAX_LIST, Job
+
+__all__ = [
+    "NEEDED_DIRECTIVES",
+    "DirectiveRule",
+    "Limits",
+    "NodeType",
+    "Partition",
+    "Paths",
+    "Site",
+]
+
+NEEDED_DIRECTIVES = frozenset({"chdir", "output", "export", "parsable", "array", "job-name"})
+"""Options that a submission cannot do without: hpml finds its jobs and their output by them."""
+
+_PER_JOB = frozenset({"name", "script", "module", "command", "args", "workdir", "stage"})
+_UNLIMITED = ("unlimited", "infinite", "none")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _duration(value: Any) -> Any:
+    """Take a time limit in one of Slurm's forms, or the word `unlimited`."""
+    if isinstance(value, str) and value.lower() in _UNLIMITED:
+        return "unlimited"
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"must be unlimited or a time limit: {units.TIME_FORMS}")  # noqa: TRY004
+    return units.format_time(units.parse_time(value))
+
+
+def _memory(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")  # noqa: TRY004
+    return f"{-(-units.parse_bytes(value) // 1024**2)}M"
+
+
+def _gpus(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, str, list)):
+        raise ValueError("must be a number of GPUs, or types such as a100:4")  # noqa: TRY004
+    return str(units.parse_gpus(value)) or "0"
+
+
+Duration = Annotated[str, BeforeValidator(_duration)]
+Memory = Annotated[str, BeforeValidator(_memory)]
+GpuText = Annotated[str, BeforeValidator(_gpus)]
+Count = Annotated[StrictInt, Field(ge=0, le=10_000_000)]
+Names = Annotated[list[text.PlainWord], Field(max_length=MAX_LIST)]
+
+
+class DirectiveRule(_Model):
+    """What this site wants of one sbatch option. Give one of forbid, omit, rename and default."""
+
+    forbid: text.Line | None = Field(
+        default=None,
+        description="Why no job may ask for it: a job that does is refused with these words; "
+        "where hpml alone wants the option, it is left out.",
+    )
+    omit: StrictBool = Field(
+        default=False, description="Leave the option out without a word, whoever asked for it."
+    )
+    rename: text.Renamed | None = Field(
+        default=None,
+        description="Option to write instead, such as --gres=gpu:{value}; {value} is the value, "
+        "{item} each part of a comma-separated one in turn.",
+    )
+    default: text.DirectiveValue | None = Field(
+        default=None,
+        description="Value where a job does not ask for the option; empty for one without value.",
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> DirectiveRule:
+        given = [
+            name
+            for name in ("forbid", "omit", "rename", "default")
+            if getattr(self, name) not in (None, False)
+        ]
+        if len(given) == 1 or sorted(given) == ["default", "rename"]:
+            return self
+        said = " and ".join(given) or "none of them"
+        raise ValueError(f"give one of forbid, omit, rename and default, not {said}")
+
+
+class Paths(_Model):
+    """Where the nodes keep what is staged."""
+
+    scratch: text.NodePath | None = Field(
+        default=None,
+        description="Local disk of a node: an absolute path, or a variable of the job and a path "
+        "below it, such as $LOCAL_SCRATCH. For `target: local`.",
+    )
+    ram: text.NodePath | None = Field(
+        default=None, description="Directory in RAM; for `target: shm`. /dev/shm when left out."
+    )
+
+
+class NodeType(Paths):
+    """Nodes that are alike."""
+
+    nodes: text.Line | None = Field(default=None, description="Node list, such as gpu[01-16].")
+    count: Count | None = Field(default=None, description="How many nodes there are.")
+    cpus: Count | None = Field(default=None, description="CPUs that jobs can have, per node.")
+    sockets: Count | None = Field(default=None, description="Sockets per node.")
+    cores_per_socket: Count | None = Field(default=None, description="Cores per socket.")
+    threads_per_core: Count | None = Field(default=None, description="Hardware threads per core.")
+    memory: Memory | None = Field(default=None, description="Memory that jobs can have, per node.")
+    gpus: GpuText = Field(default="0", description="GPUs per node, such as a100:4.")
+    local_disk: Memory | None = Field(default=None, description="Size of the local disk.")
+    features: Names = Field(default=[], description="Features, for `constraint`.")
+    interfaces: Annotated[list[text.InterfaceName], Field(max_length=64)] = Field(
+        default=[],
+        description="Network interfaces between nodes, the best first; NCCL and Gloo use them.",
+    )
+    topology: text.PathText | None = Field(
+        default=None,
+        description="File that tells the node's sockets, cores, GPUs and network cards: hwloc XML, "
+        "NCCL topology XML, or the text of nvidia-smi topo -m; relative to the profile.",
+    )
+
+
+class Partition(_Model):
+    """One partition and its limits."""
+
+    default: StrictBool = Field(
+        default=False, description="Whether jobs that name no partition go there."
+    )
+    node_types: Names = Field(default=[], description="Node types in it, by name.")
+    nodes: Count | None = Field(default=None, description="How many nodes it has.")
+    max_nodes: Count | None = Field(default=None, description="Most nodes per job.")
+    max_time: Duration | None = Field(default=None, description="Longest time limit.")
+    default_time: Duration | None = Field(
+        default=None, description="Time limit of jobs that ask for none."
+    )
+    max_cpus_per_node: Count | None = Field(default=None, description="Most CPUs of each node.")
+    max_memory_per_node: Memory | None = Field(default=None, description="Most memory per node.")
+    exclusive: StrictBool = Field(default=False, description="Whether jobs get whole nodes.")
+    accounts: Names | None = Field(
+        default=None, description="Accounts that may use it; all when left out."
+    )
+    qos: Names | None = Field(default=None, description="QOS that may be used; all when left out.")
+
+
+class Limits(_Model):
+    """What holds for the whole cluster."""
+
+    max_array_size: Count | None = Field(
+        default=None, description="One more than the largest array index."
+    )
+    max_script_bytes: Count | None = Field(default=None, description="Longest batch script.")
+
+
+class Site(_Model):
+    """What is known of a cluster, and what its jobs get by default."""
+
+    schema_version: Literal[1] = Field(default=1, description="Version of this file's form.")
+    cluster: text.PlainWord | None = Field(
+        default=None, description="ClusterName of the Slurm that this is about."
+    )
+    slurm: text.PlainWord | None = Field(
+        default=None, description="Version of Slurm that was found, such as 22.05.8."
+    )
+    paths: Paths = Field(default=Paths(), description="Where all nodes keep what is staged.")
+    interfaces: Annotated[list[text.InterfaceName], Field(max_length=64)] = Field(
+        default=[], description="Network interfaces between nodes, where types do not say."
+    )
+    modules: Annotated[list[text.ModuleName], Field(max_length=MAX_LIST)] = Field(
+        default=[], description="Environment modules that there are, for reference."
+    )
+    limits: Limits = Field(default=Limits(), description="Limits of the whole cluster.")
+    partitions: dict[text.PlainWord, Partition] = Field(
+        default={}, max_length=MAX_LIST, description="Partitions by name."
+    )
+    node_types: dict[text.PlainWord, NodeType] = Field(
+        default={}, max_length=MAX_LIST, description="Kinds of nodes by name."
+    )
+    directives: dict[text.OptionName, DirectiveRule] = Field(
+        default={},
+        max_length=MAX_LIST,
+        description="Rules for sbatch options, by the option's name without dashes.",
+    )
+    defaults: dict[str, Any] = Field(
+        default={},
+        description="Fields of job files with the values that jobs here get when they do not "
+        "give them, such as resources.partition.",
+    )
+    templates: text.PathText | None = Field(
+        default=None,
+        description="Directory of templates of your own, looked into before hpml's; "
+        "relative to the profile.",
+    )
+
+    @field_validator("directives")
+    @classmethod
+    def _needed(cls, value: dict[str, DirectiveRule]) -> dict[str, DirectiveRule]:
+        for name in sorted(NEEDED_DIRECTIVES & set(value)):
+            raise ValueError(f"--{name} is one that hpml cannot do without: leave it out")
+        return value
+
+    @field_validator("defaults")
+    @classmethod
+    def _job_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(_PER_JOB & set(value)):
+            raise ValueError(f"{name} belongs to each job and has no default here: leave it out")
+        try:
+            Job.model_validate({"name": "site", "command": ["true"], **value})
+        except ValidationError as error:
+            raise DefaultsError(error) from None
+        return value
+
+    @model_validator(mode="after")
+    def _known_types(self) -> Site:
+        for name, partition in self.partitions.items():
+            for kind in partition.node_types:
+                if kind not in self.node_types:
+                    raise ValueError(f"partitions.{name}.node_types: there is no node type {kind}")
+        return self
+
+    def node_types_of(self, partition: str | None) -> list[NodeType]:
+        """Return the node types that a job may land on.
+
+        Args:
+            partition: its partition or partitions, comma-separated; the default one when None.
+        """
+        names = (
+            partition.split(",")
+            if partition is not None
+            else [name for name, one in self.partitions.items() if one.default]
+        )
+        kinds = [
+            kind
+            for name in names
+            if name in self.partitions
+            for kind in self.partitions[name].node_types
+        ]
+        return [self.node_types[kind] for kind in dict.fromkeys(kinds)]
+
+    def path(self, which: Literal["scratch", "ram"], partition: str | None) -> str | None:
+        """Return where jobs of a partition stage to, None where nothing is said of it.
+
+        Where node types of a partition differ, what is said of all nodes counts.
+        """
+        said = {getattr(kind, which) for kind in self.node_types_of(partition)}
+        only = said.pop() if len(said) == 1 else None
+        common: str | None = getattr(self.paths, which)
+        return only or common
+
+    def interfaces_of(self, partition: str | None) -> list[str]:
+        """Return the network interfaces for jobs of a partition; empty where nothing is said."""
+        said = {tuple(kind.interfaces) for kind in self.node_types_of(partition)}
+        only = said.pop() if len(said) == 1 else ()
+        return list(only or self.interfaces)
+
+
+class DefaultsError(ValueError):
+    """The defaults are wrong as a job file; carries pydantic's findings."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__("are not right")
+        self.error = error
