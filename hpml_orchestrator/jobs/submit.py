@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch import Capabilities, archive, render
+from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.spec import ResolvedJob
+    from hpml_orchestrator.spec.site_load import ResolvedSite
 
 __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
 
@@ -42,16 +44,22 @@ this machine, are seen to be gone."""
 
 @dataclass(frozen=True)
 class Rendered:
-    """A job and its script, ready to be submitted or printed."""
+    """A job and its script, ready to be submitted or printed, and the site profile it is for."""
 
     resolved: ResolvedJob
     script: str
+    site: ResolvedSite | None = None
 
 
-def render_job(resolved: ResolvedJob, capabilities: Capabilities | None = None) -> Rendered:
+def render_job(
+    resolved: ResolvedJob,
+    capabilities: Capabilities | None = None,
+    *,
+    site: ResolvedSite | None = None,
+) -> Rendered:
     """Complete a job with what must be measured and render its script."""
     complete = measured(resolved)
-    return Rendered(complete, render(complete.job, capabilities or Capabilities()))
+    return Rendered(complete, render(complete.job, capabilities or Capabilities(), site), site)
 
 
 def prepare(
@@ -87,10 +95,11 @@ def prepare(
             "created": moment,
             "backend": backend,
             "host": socket.gethostname(),
-            "comment": f"hpml:{sid}",
+            "comment": _comment(sid, rendered.site),
             "output": str(store.runs_dir / sid / "output.log"),
             "environment_names": sorted(travelling(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
+            "site": [str(path) for path in rendered.site.sources] if rendered.site else [],
             "job": resolved,
             "provenance": provenance,
         },
@@ -227,6 +236,12 @@ def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRe
         comment=record["comment"],
         environment=travelling(environment, inherit),
     )
+
+
+def _comment(sid: str, site: ResolvedSite | None) -> str:
+    """Return the job's comment; empty where the site takes none."""
+    rules = site.site.directives if site else {}
+    return "" if leaves_out(rules, "comment") else f"hpml:{sid}"
 
 
 def _write_arguments(submission: Submission, arguments: list[str]) -> None:
