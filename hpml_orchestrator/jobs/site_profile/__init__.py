@@ -1,6 +1,12 @@
 """Write a site profile from what a cluster says of itself: the work behind `hpml init`."""
 
-from hpml_orchestrator.jobs.site_profile.initialise import Plan, initialise, plan
+from hpml_orchestrator.jobs.site_profile.initialise import (
+    Plan,
+    Profile,
+    initialise,
+    plan,
+    save,
+)
 from hpml_orchestrator.jobs.site_profile.look import Look
 from hpml_orchestrator.jobs.site_profile.nodes import NodeGroup, group_nodes
 from hpml_orchestrator.jobs.site_profile.text import Surroundings, profile_text
@@ -9,9 +15,11 @@ __all__ = [
     "Look",
     "NodeGroup",
     "Plan",
+    "Profile",
     "Surroundings",
     "group_nodes",
     "initialise",
     "plan",
     "profile_text",
+    "save",
 ]

@@ -26,13 +26,13 @@ Site profile of {cluster} for hpml.
 
 Written by hpml {version} for {writer} on {when}, from {slurm}{looked}.
 
-It tells hpml what this cluster has, which sbatch options it wants, and what jobs get here when they
-do not say. It is yours to edit: `hpml init` never replaces it without --force.
+It tells hpml what this cluster has, which sbatch options it wants, and what jobs get here when \
+they do not say. It is yours to edit: `hpml init` never replaces it without --force.
 
-Precedence: command line > job file > the project's hpml.toml > yours in ~/.config/hpml/site.toml
-> /etc/hpml/site.toml > hpml's own defaults.
+Precedence: command line > job file > the project's hpml.toml > yours in \
+~/.config/hpml/site.toml > /etc/hpml/site.toml > hpml's own defaults.
 
-A line that begins with # and a blank is a remark. One that begins with # and a name is a setting
+A line that begins with # and a blank is a remark. One that begins with # and a name is a setting \
 that does not count: take the # away to use it. `hpml schema site` prints all there is."""
 
 _STATES = {
@@ -92,7 +92,7 @@ def profile_text(
 
 def _head(cluster: Cluster, around: Surroundings) -> list[str]:
     limits = cluster.limits
-    version = ".".join(map(str, limits.version))
+    version = words.release(limits.version)
     looked = [kind for kind, one in around.looks.items() if isinstance(one, Look)]
     told = _HEADER.format(
         cluster=limits.cluster or "a cluster",
@@ -139,8 +139,8 @@ def _network(around: Surroundings) -> list[str]:
             "modules",
             listed[:_HERE_MODULES],
             active=False,
-            remark=f"On the login node: {len(listed)} modules"
-            + (f", of which these are the first {_HERE_MODULES}." if len(listed) > _HERE_MODULES else "."),
+            remark=f"The login node has {len(listed)}"
+            + (f"; these are the first {_HERE_MODULES}." if len(listed) > _HERE_MODULES else "."),
         )
     return lines
 
@@ -320,7 +320,7 @@ def _out_of_service(group: NodeGroup) -> list[str]:
         state = "+".join(sorted(node.states))
         reasons.setdefault(f"{state}{f': {node.reason}' if node.reason else ''}", []).append(node.name)
     for reason, listed in list(reasons.items())[:_ROWS_SHOWN]:
-        lines += toml.comment(f"- {fold(listed)[:200]}: {reason[:300]}")
+        lines += toml.comment(f"- {words.shorten(listed)}: {reason[:300]}")
     if len(reasons) > _ROWS_SHOWN:
         lines += toml.comment(f"- and {len(reasons) - _ROWS_SHOWN} more reasons; `sinfo -R` has all")
     return lines

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.cluster import Gres
 
-__all__ = ["count", "duration", "fits", "gpus", "memory", "names", "shorten"]
+__all__ = ["count", "duration", "fits", "gpus", "memory", "names", "release", "shorten"]
 
 MAX_COUNT = 10_000_000
 _MAX_MIB = 1024**3
@@ -78,6 +78,15 @@ def names(listed: Iterable[str], kind: str = "PlainWord") -> tuple[list[str], li
     for name in listed:
         (good if len(good) < MAX_LIST and fits(kind, name) else bad).append(name)
     return good, bad
+
+
+def release(version: Sequence[int]) -> str:
+    """Slurm's version as Slurm writes it.
+
+    >>> release((22, 5, 8))
+    '22.05.8'
+    """
+    return ".".join(f"{part:02d}" if index == 1 else str(part) for index, part in enumerate(version))
 
 
 def shorten(listed: Sequence[str], most: int = _SHOWN) -> str:
