@@ -77,7 +77,8 @@ def render(job: Job, capabilities: Capabilities, site: ResolvedSite | None = Non
         "activates": bool(environment.modules or environment.venv or environment.conda),
         "command": _command(job),
     }
-    text = template.environment().get_template(f"{job.launcher}.sh.j2").render(context)
+    directories = (site.site.templates,) if site and site.site.templates else ()
+    text = template.environment(directories).get_template(f"{job.launcher}.sh.j2").render(context)
     size = len(text.encode("utf-8"))
     if size > MAX_SCRIPT_BYTES:
         raise InputError(

@@ -292,5 +292,5 @@ def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
     assert "# Not looked at: no node of this kind was idle." in text
     assert "from Slurm 22.05.8" in text
     assert "- ib0: IP over InfiniBand, 200 Gbit/s" in text
-    assert "and a look at 1 of 2 kinds" in text
+    assert "a look at 1 of 2 kinds of nodes" in " ".join(text.replace("\n#", "").split())
     assert tomllib.loads(text)["node_types"]["cpu"].keys().isdisjoint({"scratch", "interfaces"})
