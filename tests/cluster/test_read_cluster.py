@@ -49,9 +49,9 @@ def test_a_live_cluster_is_read(slurm_cluster: SlurmCluster) -> None:
 
 def test_a_user_without_accounts_has_none(slurm_cluster: SlurmCluster) -> None:
     """Accounting is asked for that user alone."""
-    read = read_cluster(env=slurm_cluster.environment, user="nobody")
+    read = read_cluster(env=slurm_cluster.environment, user="daemon")
     assert read.associations == ()
-    assert "nogroup" in read.groups
+    assert "daemon" in read.groups
 
 
 def test_a_controller_that_is_not_there(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
