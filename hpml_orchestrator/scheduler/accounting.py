@@ -1,0 +1,106 @@
+"""What accounting keeps of a job: its times, its resources, and what each step of it used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpml_orchestrator.scheduler.model import JobState, JobStatus
+
+__all__ = ["AccountedJob", "AccountedStep"]
+
+
+@dataclass(frozen=True)
+class AccountedStep:
+    """One step of a job.
+
+    Attributes:
+        step_id: `batch`, `extern`, `interactive`, or a number such as `0`; `0+1` in a
+            heterogeneous step.
+        name: mostly its command.
+        state: how it stands; `raw_state` is Slurm's own word.
+        exit_code, signal: as in `JobStatus`.
+        nodes: node list in Slurm's compact form.
+        started, ended: seconds since the epoch.
+        elapsed_seconds: wall-clock time.
+        tasks: how many processes Slurm started.
+        cpu_seconds: user and system time of all its tasks; None where nobody measured.
+        user_seconds, system_seconds: its two parts.
+        max_rss_bytes: largest resident memory of one task; None where nobody measured, as in
+            steps shorter than one sampling interval.
+        max_rss_node: node of that task.
+        average_rss_bytes: over the tasks.
+        allocated_tres: memory (`mem`) in MiB.
+        usage_max: most that one task used of `mem`, `vmem`, `fs/disk` (read; bytes), `pages`,
+            `energy`, `gres/gpumem` and what else the site measures.
+        usage_total: the same over all tasks.
+        output_total: what all tasks wrote, `fs/disk` in bytes.
+    """
+
+    step_id: str
+    name: str = ""
+    state: JobState = JobState.UNKNOWN
+    raw_state: str = ""
+    exit_code: int | None = None
+    signal: int = 0
+    nodes: str = ""
+    started: float | None = None
+    ended: float | None = None
+    elapsed_seconds: float | None = None
+    tasks: int | None = None
+    cpu_seconds: float | None = None
+    user_seconds: float | None = None
+    system_seconds: float | None = None
+    max_rss_bytes: int | None = None
+    max_rss_node: str = ""
+    average_rss_bytes: int | None = None
+    allocated_tres: Mapping[str, int] = field(default_factory=dict)
+    usage_max: Mapping[str, int] = field(default_factory=dict)
+    usage_total: Mapping[str, int] = field(default_factory=dict)
+    output_total: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AccountedJob:
+    """One start of a job, or of one task of an array, as accounting has it.
+
+    Attributes:
+        status: state, exit code, times, nodes, name; under the id that users see (`3_1`, `28+1`).
+            `restarts` tells the starts of a requeued job apart.
+        raw_id: the controller's own number of it.
+        array_job_id, array_task: of a task of an array.
+        het_job_id, het_offset: of a component of a heterogeneous job.
+        user, account, partition, qos, cluster: whose it is and where it ran.
+        elapsed_seconds: wall-clock time of this start.
+        time_limit_seconds: None for none.
+        cpu_seconds: user and system time of all steps.
+        requested_tres, allocated_tres: memory (`mem`) in MiB.
+        steps: in accounting's order.
+    """
+
+    status: JobStatus
+    raw_id: str
+    array_job_id: str = ""
+    array_task: int | None = None
+    het_job_id: str = ""
+    het_offset: int | None = None
+    user: str = ""
+    account: str = ""
+    partition: str = ""
+    qos: str = ""
+    cluster: str = ""
+    elapsed_seconds: float | None = None
+    time_limit_seconds: float | None = None
+    cpu_seconds: float | None = None
+    requested_tres: Mapping[str, int] = field(default_factory=dict)
+    allocated_tres: Mapping[str, int] = field(default_factory=dict)
+    steps: tuple[AccountedStep, ...] = ()
+
+    @property
+    def job_id(self) -> str:
+        """The id that users see."""
+        return self.status.job_id
+
+    def step(self, step_id: str) -> AccountedStep | None:
+        """The step of that id."""
+        return next((one for one in self.steps if one.step_id == step_id), None)
