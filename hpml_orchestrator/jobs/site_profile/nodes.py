@@ -6,8 +6,11 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.scheduler import nodelist
 
 if TYPE_CHECKING:
     from hpml_orchestrator.cluster import Cluster, Gres, Node
@@ -70,15 +73,10 @@ def fold(names: Iterable[str]) -> str:
     >>> fold(["gpu02", "gpu01", "login"])
     'gpu[01-02],login'
     """
-    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException  # noqa: PLC0415
-
     listed = sorted(names)
-    odd = [name for name in listed if not re.fullmatch(r"[A-Za-z0-9._-]+", name)]
-    if odd:  # not names of hosts: nothing to fold, and ClusterShell gives @ and * a meaning
-        return ",".join(listed)
     try:
-        return str(NodeSet.fromlist(listed, resolver=RESOLVER_NOGROUP))
-    except NodeSetException:
+        return nodelist.fold(listed)
+    except InputError:  # names that no host has: nothing to fold
         return ",".join(listed)
 
 
@@ -117,7 +115,7 @@ def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
         if len(values) > 1:
             uneven.append(f"{words} of some nodes: more than the least, which stands here")
     sample = min(nodes, key=lambda node: (node.gpus(), node.cpus, node.memory_mib))
-    sample = _replace(
+    sample = replace(
         sample if uneven else first,
         memory_mib=min(node.memory_mib for node in nodes),
         tmp_disk_mib=min(node.tmp_disk_mib for node in nodes),
@@ -125,12 +123,6 @@ def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
         features=common,
     )
     return NodeGroup(_name(first, taken), tuple(nodes), sample, tuple(uneven))
-
-
-def _replace(node: Node, **fields: object) -> Node:
-    from dataclasses import replace  # noqa: PLC0415
-
-    return replace(node, **fields)  # type: ignore[arg-type]
 
 
 def _name(node: Node, taken: set[str]) -> str:

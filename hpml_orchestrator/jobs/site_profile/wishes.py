@@ -80,7 +80,10 @@ def _account(cluster: Cluster) -> list[str]:
 def _time(cluster: Cluster) -> list[str]:
     partition = cluster.default_partition
     longest = words.duration(partition.max_seconds) if partition is not None else None
-    remark = f"{partition.name} allows {longest}" if partition is not None and longest else ""
+    remark = ""
+    if partition is not None and longest is not None:
+        most = "without a limit" if longest == "unlimited" else f"at most {longest}"
+        remark = f"{partition.name}, Slurm's default: {most}"
     return toml.entry("time", "01:00:00", active=False, remark=remark)
 
 
