@@ -37,12 +37,15 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="Which file: job.", metavar="WHAT")] = "job",
+    what: Annotated[
+        str, typer.Argument(help="Which file: job or site.", metavar="WHAT")
+    ] = "job",
 ) -> None:
-    """Print the JSON Schema of a job file, for editors."""
+    """Print the JSON Schema of a job file or of a site profile, for editors."""
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.spec import job_schema  # noqa: PLC0415
+    from hpml_orchestrator.spec import job_schema, site_schema  # noqa: PLC0415
 
-    if what != "job":
-        raise InputError("must be job", field="WHAT", value=what)
-    print_json(job_schema())
+    schemas = {"job": job_schema, "site": site_schema}
+    if what not in schemas:
+        raise InputError("must be job or site", field="WHAT", value=what)
+    print_json(schemas[what]())

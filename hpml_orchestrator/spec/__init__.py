@@ -2,7 +2,7 @@
 
 from hpml_orchestrator.spec.job import Container, Environment, Job, Mail, Resources, Stage
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
-from hpml_orchestrator.spec.schema import job_schema
+from hpml_orchestrator.spec.schema import job_schema, site_schema
 from hpml_orchestrator.spec.site_find import find_profiles
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "job_schema",
     "load_job",
     "parse_setting",
+    "site_schema",
 ]

@@ -21,6 +21,7 @@ from hpml_orchestrator.spec.job import MAX_LIST, Job
 
 __all__ = [
     "NEEDED_DIRECTIVES",
+    "PER_JOB",
     "DirectiveRule",
     "Limits",
     "NodeType",
@@ -34,7 +35,9 @@ NEEDED_DIRECTIVES = frozenset(
 )
 """Options that a submission cannot do without: hpml finds its jobs and their output by them."""
 
-_PER_JOB = frozenset({"name", "script", "module", "command", "args", "workdir", "stage"})
+PER_JOB = frozenset({"name", "script", "module", "command", "args", "workdir", "stage"})
+"""Fields of a job file that have no default in a site profile."""
+
 _UNLIMITED = ("unlimited", "infinite", "none")
 
 
@@ -224,7 +227,7 @@ class Site(_Model):
     @field_validator("defaults")
     @classmethod
     def _job_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(_PER_JOB & set(value)):
+        for name in sorted(PER_JOB & set(value)):
             raise ValueError(f"{name} belongs to each job and has no default here: leave it out")
         try:
             Job.model_validate({"name": "site", "command": ["true"], **value})

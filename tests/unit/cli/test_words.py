@@ -81,7 +81,7 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
         (["wait", "nothing"], 3, "no run 'nothing'", "hint"),
         (["cancel", "nothing"], 3, "no run 'nothing'", "hint"),
         (["show", ""], 2, "RUN: must name a run", "hint: see `hpml list`"),
-        (["schema", "site"], 2, "WHAT: must be job (got 'site')", ""),
+        (["schema", "sweep"], 2, "WHAT: must be job or site (got 'sweep')", ""),
         (["--records", "good.yaml/x", "submit", "good.yaml", "--local"], 7, "cannot", "HPML_HOME"),
         (["--records", "good.yaml", "list"], 7, "cannot read", ""),
     ],
