@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.cli import init, jobfile, runs, site
+from hpml_orchestrator.cli import init, jobfile, runs, site, templates
 from hpml_orchestrator.cli.common import not_written
 from hpml_orchestrator.errors import HpmlError
 
@@ -73,6 +73,7 @@ jobfile.register(app)
 runs.register(app)
 site.register(app)
 init.register(app)
+templates.register(app)
 
 
 def main() -> None:

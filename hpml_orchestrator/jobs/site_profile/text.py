@@ -114,9 +114,11 @@ def _head(cluster: Cluster, around: Surroundings) -> list[str]:
 
 
 def _network(around: Surroundings) -> list[str]:
-    """Interfaces and modules; those of the login node as suggestions only."""
+    """Templates, interfaces and modules; those of the login node as suggestions only."""
     looks = [one for one in around.looks.values() if isinstance(one, Look)]
-    lines: list[str] = []
+    lines = toml.entry(
+        "templates", "templates", active=False, remark="made by `hpml template eject`"
+    )
     here = around.here
     if not looks and here is not None and here.network:
         interfaces, _ = words.names(here.network[:1], "InterfaceName")
