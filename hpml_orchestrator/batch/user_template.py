@@ -1,4 +1,4 @@
-"""Templates of a user's own: in Jinja2's sandbox, bounded in steps and size, errors with their line.
+"""Templates of a user's own: in Jinja2's sandbox, bounded, and their errors told by line.
 
 The sandbox refuses attributes that lead out of the values. It bounds `range()`, but not loops in
 loops, nor numbers as large as a file system; so rendering counts the lines of Python that it runs,
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import jinja2.filters
 import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel
 
 from hpml_orchestrator import assets
@@ -75,9 +76,13 @@ class _Template(jinja2.Template):
         except (Exception, _TooMuch) as error:
             raise environment.fault(error, str(self.filename or self.name or "")) from error
         if len(text) > MAX_TEXT:
-            raise _fault(str(self.filename), f"makes {len(text)} characters; {MAX_TEXT} are allowed")
+            raise _fault(
+                str(self.filename), f"makes {len(text)} characters; {MAX_TEXT} are allowed"
+            )
         for block, words in _ESSENTIAL.items():
-            if not any(words in line and not line.lstrip().startswith("#") for line in text.split("\n")):
+            if not any(
+                words in line and not line.lstrip().startswith("#") for line in text.split("\n")
+            ):
                 raise InputError(
                     f"the script lacks what every job needs of the block {block!r}: {words}",
                     field="templates",
@@ -136,40 +141,45 @@ class UserEnvironment(ImmutableSandboxedEnvironment):
         )
         self.directories = directories
         # What super(), a macro or a set block returns is shell code: its values are quoted already.
-        self.concat = lambda parts: raw("".join(parts))  # type: ignore[method-assign,assignment]
+        self.concat = lambda parts: raw("".join(parts))  # type: ignore[method-assign]
         self.filters = {name: _guarded(one) for name, one in self.filters.items()}
 
     def _load_template(
-        self, name: str, globals: Any  # noqa: A002 - as Jinja2 calls it
+        self,
+        name: str,
+        globals: Any,  # noqa: A002 - as Jinja2 calls it
     ) -> jinja2.Template:
         try:
             return super()._load_template(name, globals)
         except RecursionError as error:
             raise self.fault(error, name) from error
         except jinja2.TemplateSyntaxError as error:
-            raise _fault(f"{error.filename or error.name}:{error.lineno}", str(error.message)) from error
+            raise _fault(
+                f"{error.filename or error.name}:{error.lineno}", str(error.message)
+            ) from error
         except jinja2.TemplateNotFound:
             raise  # is an OSError, and `ignore missing` waits for it
         except OSError as error:
             raise _fault(str(error.filename or name), error.strerror or str(error)) from error
 
-    def _parse(
-        self, source: str, name: str | None, filename: str | None
-    ) -> jinja2.nodes.Template:
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         self._check_size(source, filename or name)
         return super()._parse(source, name, filename)
 
     @staticmethod
     def _check_size(source: str, name: str | None) -> None:
         if len(source) > MAX_TEMPLATE_BYTES:
-            raise _fault(str(name), f"has {len(source)} characters; {MAX_TEMPLATE_BYTES} are allowed")
+            raise _fault(
+                str(name), f"has {len(source)} characters; {MAX_TEMPLATE_BYTES} are allowed"
+            )
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of a job only fields and properties: a model's methods read and unpickle files."""
         if isinstance(obj, BaseModel):
             kind = type(obj)
             return attr in kind.model_fields or (
-                not attr.startswith(("_", "model_")) and isinstance(getattr(kind, attr, None), property)
+                not attr.startswith(("_", "model_"))
+                and isinstance(getattr(kind, attr, None), property)
             )
         return super().is_safe_attribute(obj, attr, value)
 
@@ -215,9 +225,13 @@ class UserEnvironment(ImmutableSandboxedEnvironment):
             )
         if isinstance(error, (_TooMuch, OverflowError, MemoryError)):
             words = str(error) or "out of memory"
-            return InputError(f"{where}: does more than a script needs: {words}", field="templates", hint=hint)
+            return InputError(
+                f"{where}: does more than a script needs: {words}", field="templates", hint=hint
+            )
         if isinstance(error, SecurityError):
-            return InputError(f"{where}: is not allowed in a template: {error}", field="templates", hint=hint)
+            return InputError(
+                f"{where}: is not allowed in a template: {error}", field="templates", hint=hint
+            )
         if isinstance(error, jinja2.UndefinedError):
             return InputError(f"{where}: {error}", field="templates", hint=hint)
         return InputError(f"{where}: {type(error).__name__}: {error}", field="templates", hint=hint)

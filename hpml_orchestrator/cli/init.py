@@ -88,5 +88,7 @@ def init(
         typer.echo(line)
     for path in written:
         typer.echo(f"wrote       {path}")
-    applies = "" if user or where.path.name == "hpml.toml" else f"--site {shlex.quote(str(where.path))} "
+    applies = (
+        "" if user or where.path.name == "hpml.toml" else f"--site {shlex.quote(str(where.path))} "
+    )
     typer.echo(f"next: read it, then hpml {applies}check job.yaml")

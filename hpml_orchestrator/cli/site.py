@@ -37,9 +37,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def schema(
-    what: Annotated[
-        str, typer.Argument(help="Which file: job or site.", metavar="WHAT")
-    ] = "job",
+    what: Annotated[str, typer.Argument(help="Which file: job or site.", metavar="WHAT")] = "job",
 ) -> None:
     """Print the JSON Schema of a job file or of a site profile, for editors."""
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415

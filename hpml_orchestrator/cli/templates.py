@@ -43,9 +43,7 @@ def list_(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @group.command("eject")
 def eject(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Which: base, srun or torchrun.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which: base, srun or torchrun.")],
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR", help="Directory of your templates.")
     ] = "templates",

@@ -75,7 +75,7 @@ def test_slurm_takes_jobs_through_the_profile(desk: Desk) -> None:
 
 
 def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
-    """Disks of the node, not of this one; topology where lstopo is; nothing is left in the queue."""
+    """Disks of the node, not of this one; topology where lstopo is; no job is left."""
     programs = desk.directory / "bin"
     programs.mkdir()
     (programs / "lstopo-no-graphics").write_text(LSTOPO)  # hwloc is not everywhere
@@ -95,7 +95,7 @@ def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
 def test_a_look_is_refused_where_slurm_refuses_it(desk: Desk) -> None:
     """Drained nodes are not looked at, and the profile says so."""
     nodes = ",".join(desk.cluster.nodes)
-    desk.slurm("scontrol", "update", f"nodename={nodes}", "state=drain", 'reason=fan = dead')
+    desk.slurm("scontrol", "update", f"nodename={nodes}", "state=drain", "reason=fan = dead")
     try:
         told = desk.json("init", "--probe", "-o", "drained.toml")
     finally:
@@ -113,7 +113,7 @@ def test_users_profile_counts_for_every_project(desk: Desk) -> None:
     path = desk.directory / "config" / "hpml" / "site.toml"
     assert path.stat().st_mode & 0o777 == 0o644
     with path.open("a") as stream:
-        stream.write('[directives.comment]\nomit = true\n')
+        stream.write("[directives.comment]\nomit = true\n")
     doctor = {row["check"]: row for row in json.loads(desk.hpml("doctor", "--json").stdout)}
     assert doctor["site profile"]["found"] == str(path)
 

@@ -368,6 +368,7 @@ def _site_fields() -> dict[str, Any]:
     """The schema of a site profile, its defaults left to the reference of job files."""
     schema = site_schema()
     del schema["properties"]["defaults"]["properties"]
+    del schema["properties"]["directives"]["propertyNames"]
     return schema
 
 

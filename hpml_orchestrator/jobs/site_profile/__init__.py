@@ -8,8 +8,9 @@ from hpml_orchestrator.jobs.site_profile.initialise import (
     save,
 )
 from hpml_orchestrator.jobs.site_profile.look import Look
+from hpml_orchestrator.jobs.site_profile.node_text import Surroundings
 from hpml_orchestrator.jobs.site_profile.nodes import NodeGroup, group_nodes
-from hpml_orchestrator.jobs.site_profile.text import Surroundings, profile_text
+from hpml_orchestrator.jobs.site_profile.text import profile_text
 
 __all__ = [
     "Look",

@@ -13,9 +13,10 @@ from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, Recor
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.site_profile import words
 from hpml_orchestrator.jobs.site_profile.look import Look
+from hpml_orchestrator.jobs.site_profile.node_text import Surroundings
 from hpml_orchestrator.jobs.site_profile.nodes import group_nodes
 from hpml_orchestrator.jobs.site_profile.probe import here, probe
-from hpml_orchestrator.jobs.site_profile.text import Surroundings, profile_text
+from hpml_orchestrator.jobs.site_profile.text import profile_text
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_find import PROJECT_NAME, user_path
@@ -91,7 +92,8 @@ class Profile:
         version = words.release(limits.version)
         told = [f"cluster     {limits.cluster or '(without a name)'}, Slurm {version or '?'}"]
         names = [
-            one.name + ("" if one.state == "UP" else f" ({one.state})") for one in cluster.partitions
+            one.name + ("" if one.state == "UP" else f" ({one.state})")
+            for one in cluster.partitions
         ]
         default = cluster.default_partition
         told.append(

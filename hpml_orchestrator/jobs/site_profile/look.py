@@ -47,28 +47,32 @@ for directory in /tmp /scratch /local /localscratch /local_scratch /local/scratc
 done
 for path in /sys/class/net/*; do
   name=${{path##*/}}
-  case $name in lo|docker*|veth*|virbr*|br-*|cni*|flannel*|cali*|tap*|tun*|dummy*|ifb*|sit*|'*') continue ;; esac
+  case $name in lo|docker*|veth*|virbr*|br-*|cni*|flannel*|cali*|tap*|tun*) continue ;; esac
+  case $name in dummy*|ifb*|sit*|'*') continue ;; esac
   state=$(cat "$path/operstate" 2>/dev/null)
   case $state in up|unknown) ;; *) continue ;; esac
   speed=$(cat "$path/speed" 2>/dev/null)
   type=$(cat "$path/type" 2>/dev/null)
   address=no; grep -q "^$name$tab" /proc/net/route 2>/dev/null && address=yes
-  printf 'interface\t%s\t%s\t%s\t%s\t%s\n' "$name" "$state" "${{speed:-?}}" "${{type:-?}}" "$address"
+  printf 'interface\t%s\t%s\t%s\t%s\t%s\n' \
+    "$name" "$state" "${{speed:-?}}" "${{type:-?}}" "$address"
 done
 for path in /sys/class/infiniband/*/ports/*; do
   test -r "$path/state" || continue
   device=${{path#/sys/class/infiniband/}}; device=${{device%%/*}}
-  printf 'infiniband\t%s\t%s\t%s\n' "$device" "$(cat "$path/state")" "$(cat "$path/rate" 2>/dev/null)"
+  printf 'infiniband\t%s\t%s\t%s\n' \
+    "$device" "$(cat "$path/state")" "$(cat "$path/rate" 2>/dev/null)"
 done
 if command -v bash >/dev/null 2>&1; then
-  bash -lc 'type module >/dev/null 2>&1 && echo "modules yes"; module -t avail 2>&1' </dev/null 2>/dev/null |
-    sed 's/^/module\t/' | head -n 20000
+  bash -lc 'type module >/dev/null 2>&1 && echo "modules yes"; module -t avail 2>&1' \
+    </dev/null 2>/dev/null | sed 's/^/module\t/' | head -n 20000
 fi
 if test "$2" = xml; then
   for program in lstopo-no-graphics lstopo; do
     command -v "$program" >/dev/null 2>&1 || continue
     echo '{_TOPOLOGY}'
-    "$program" --disallowed --of xml - 2>/dev/null || "$program" --whole-system --of xml - 2>/dev/null
+    "$program" --disallowed --of xml - 2>/dev/null ||
+      "$program" --whole-system --of xml - 2>/dev/null
     break
   done
 fi
@@ -215,7 +219,10 @@ def _places(rows: list[list[str]]) -> list[Place]:
 def _interfaces(rows: list[list[str]]) -> tuple[Interface, ...]:
     found = [
         Interface(
-            row[0], max(0, int(row[2])) if _number(row[2]) else 0, row[3] == _INFINIBAND, row[4] == "yes"
+            row[0],
+            max(0, int(row[2])) if _number(row[2]) else 0,
+            row[3] == _INFINIBAND,
+            row[4] == "yes",
         )
         for row in rows
         if len(row) == 5  # noqa: PLR2004 - as the script prints it

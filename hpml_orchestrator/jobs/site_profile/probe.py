@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -64,7 +65,9 @@ def _one(
     node = next((one for one in group.nodes if one.up and "IDLE" in one.states), None)
     if node is None:
         up = any(one.up for one in group.nodes)
-        return "no node of this kind was idle" if up else "all nodes of this kind are out of service"
+        return (
+            "no node of this kind was idle" if up else "all nodes of this kind are out of service"
+        )
     said = "it is in no partition that can be used"
     for arguments in _attempts(cluster, group, node):
         argv = [*_srun(cluster, node, name), *arguments]
@@ -111,10 +114,8 @@ def _open(partition: Partition) -> bool:
 
 
 def _cancel(name: str, run: Runner, env: Mapping[str, str]) -> None:
-    try:
+    with contextlib.suppress(HpmlError):  # its time limit of one minute ends it all the same
         run.run(["scancel", "--quiet", f"--name={name}"], env=env, timeout=_TIMEOUT_SECONDS)
-    except HpmlError:
-        pass  # its time limit of one minute ends it all the same
 
 
 def _reason(stderr: str) -> str:

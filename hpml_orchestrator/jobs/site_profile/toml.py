@@ -90,9 +90,7 @@ def _said(lines: list[str], *, active: bool) -> list[str]:
 
 def comment(text: str) -> list[str]:
     """Return a text as comment lines; characters that are not printable show as `?`."""
-    wrapped = textwrap.wrap(
-        _plain(text), WIDTH - 2, break_long_words=False, break_on_hyphens=False
-    )
+    wrapped = textwrap.wrap(_plain(text), WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     return [f"# {line}" for line in wrapped or [""]]
 
 
@@ -106,7 +104,6 @@ def _character(one: str) -> str:
         return _ESCAPES[one]
     if one.isprintable():
         return one
-    number = ord(one)
-    if 0xD800 <= number <= 0xDFFF:  # no character at all: a byte that was not UTF-8
+    if "\ud800" <= one <= "\udfff":  # no character at all: a byte that was not UTF-8
         return "\\uFFFD"
-    return f"\\u{number:04X}" if number <= 0xFFFF else f"\\U{number:08X}"
+    return f"\\u{ord(one):04X}" if one <= "\uffff" else f"\\U{ord(one):08X}"

@@ -96,8 +96,8 @@ def directives(cluster: Cluster) -> list[str]:
     )
     if not limits.memory_consumable:
         lines += toml.comment(
-            "Slurm does not count memory here: --mem is taken and not enforced. What jobs use above "
-            "it is taken from their neighbours."
+            "Slurm does not count memory here: --mem is taken and not enforced. What jobs use "
+            "above it is taken from their neighbours."
         )
     if limits.gres_names and "gpu" not in limits.gres_names:
         lines += toml.comment("Slurm knows of no GPUs here: jobs that ask for some are refused.")
@@ -114,5 +114,7 @@ def directives(cluster: Cluster) -> list[str]:
         examples = [*examples[:2], *examples[4:]]
     lines += examples
     if threads > 1:
-        lines += toml.comment(f"Nodes have {threads} hardware threads per core; for one task per core:")
+        lines += toml.comment(
+            f"Nodes have {threads} hardware threads per core; for one task per core:"
+        )
     return [*lines, "#[directives.hint]", '#default = "nomultithread"']

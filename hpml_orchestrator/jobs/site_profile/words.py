@@ -74,7 +74,8 @@ def gpus(listed: Sequence[Gres]) -> tuple[str, bool]:
 
 def names(listed: Iterable[str], kind: str = "PlainWord") -> tuple[list[str], list[str]]:
     """Divide names into those that a profile can hold and the others."""
-    good, bad = [], []
+    good: list[str] = []
+    bad: list[str] = []
     for name in listed:
         (good if len(good) < MAX_LIST and fits(kind, name) else bad).append(name)
     return good, bad
@@ -86,7 +87,9 @@ def release(version: Sequence[int]) -> str:
     >>> release((22, 5, 8))
     '22.05.8'
     """
-    return ".".join(f"{part:02d}" if index == 1 else str(part) for index, part in enumerate(version))
+    return ".".join(
+        f"{part:02d}" if index == 1 else str(part) for index, part in enumerate(version)
+    )
 
 
 def shorten(listed: Sequence[str], most: int = _SHOWN) -> str:

@@ -19,7 +19,10 @@ KIND = {"nodes": "gpu[01-16]", "count": 16}
 TAKEN: list[dict[str, Any]] = [
     {},
     {"schema_version": 1, "cluster": "elbe", "slurm": "22.05.8", "templates": "templates"},
-    *({"node_types": {"a": {**KIND, "memory": memory}}} for memory in (64000, "64G", "64000M", None)),
+    *(
+        {"node_types": {"a": {**KIND, "memory": memory}}}
+        for memory in (64000, "64G", "64000M", None)
+    ),
     *({"node_types": {"a": {**KIND, "gpus": gpus}}} for gpus in (4, "a100:4", ["a100:2", 2], "0")),
     *({"node_types": {"a": {"local_disk": disk}}} for disk in (100, "1T")),
     *(
@@ -129,14 +132,16 @@ VALUES = st.recursive(
     | st.booleans()
     | st.integers(-5, 5000)
     | st.sampled_from(["64G", "1-00", "a100:4", "unlimited", "a", "", "/x", "$A/b", "--x={item}"]),
-    lambda inner: st.lists(inner, max_size=2)
-    | st.dictionaries(
-        st.sampled_from(
-            [*SCHEMA["properties"], "a", "mem"]
-            + [name for one in SCHEMA["$defs"].values() for name in one["properties"]]
-        ),
-        inner,
-        max_size=2,
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                [*SCHEMA["properties"], "a", "mem"]
+                + [name for one in SCHEMA["$defs"].values() for name in one["properties"]]
+            ),
+            inner,
+            max_size=2,
+        )
     ),
     max_leaves=6,
 )

@@ -80,7 +80,9 @@ def greedy(site: Site, name: str, kind: NodeType) -> dict[str, object]:
 def check(asked: dict[str, str], partition: Partition, nodes: list[Node]) -> None:
     """What a script asks for is what enough nodes of the partition have, within its limits."""
     assert asked["partition"] == partition.name
-    gpus = dict(one.rpartition(":")[::2] for one in asked.get("gpus-per-node", "").split(",") if one)
+    gpus = dict(
+        one.rpartition(":")[::2] for one in asked.get("gpus-per-node", "").split(",") if one
+    )
     fit = [
         node
         for node in nodes

@@ -88,8 +88,14 @@ def places(*rows: tuple[str, str, str, int, bool]) -> Look:
         (places(("path", "/scratch", "nfs4", 900, True)), None),
         (places(("path", "/scratch", "fuse.sshfs", 900, True)), None),
         (places(("path", "/mnt/nvme", "tmpfs", 900, True)), None),
-        (places(("TmpFS", "/local", "xfs", 10, True), ("path", "/raid", "xfs", 90, True)), "/local"),
-        (places(("$SLURM_TMPDIR", "/t/1", "xfs", 1, True), ("path", "/raid", "xfs", 9, True)), None),
+        (
+            places(("TmpFS", "/local", "xfs", 10, True), ("path", "/raid", "xfs", 90, True)),
+            "/local",
+        ),
+        (
+            places(("$SLURM_TMPDIR", "/t/1", "xfs", 1, True), ("path", "/raid", "xfs", 9, True)),
+            None,
+        ),
         (places(("$TMPDIR", "/tmp", "ext4", 5, True), ("path", "/raid", "xfs", 9, True)), "/raid"),
         (Look("n"), None),
     ],
@@ -175,7 +181,9 @@ def test_a_site_that_wants_gpus_asked_for_is_asked_so(small: Cluster) -> None:
     run = FakeRunner({"srun": [REFUSED, Completed(0, SEEN)]})
     groups = group_nodes(small)[:1]
     assert isinstance(probe(small, groups, run, {})["a100x4"], Look)
-    assert [word for word in run.calls[1].argv if word.startswith("--gres")] == ["--gres=gpu:a100:1"]
+    assert [word for word in run.calls[1].argv if word.startswith("--gres")] == [
+        "--gres=gpu:a100:1"
+    ]
     assert not [word for word in run.calls[0].argv if word.startswith("--gres")]
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hpml_orchestrator.jobs.site_profile import toml
 
 SCALARS = st.one_of(
-    st.text(st.characters(exclude_categories=["Cs"])), st.integers(-(2**63), 2**63 - 1), st.booleans()
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.integers(-(2**63), 2**63 - 1),
+    st.booleans(),
 )
 
 
@@ -58,7 +60,9 @@ def test_a_byte_that_was_no_text_is_replaced() -> None:
         ("\x7f\u2028", '"\\u007F\\u2028"'),
     ],
 )
-def test_it_is_written_in_the_plain_way(value: toml.Scalar | list[toml.Scalar], written: str) -> None:
+def test_it_is_written_in_the_plain_way(
+    value: toml.Scalar | list[toml.Scalar], written: str
+) -> None:
     """Values look as a person would write them."""
     assert toml.value(value) == written
 
