@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 
-__all__ = ["AccountedJob", "AccountedStep"]
+__all__ = ["AccountedJob", "AccountedStep", "count_restarts"]
 
 
 @dataclass(frozen=True)
@@ -104,3 +104,14 @@ class AccountedJob:
     def step(self, step_id: str) -> AccountedStep | None:
         """The step of that id."""
         return next((one for one in self.steps if one.step_id == step_id), None)
+
+
+def count_restarts(jobs: Iterable[AccountedJob]) -> tuple[AccountedJob, ...]:
+    """Number the starts of each requeued job, which accounting lists one after the other."""
+    seen: dict[str, int] = {}
+    counted = []
+    for job in jobs:
+        restarts = max(seen.get(job.raw_id, -1) + 1, job.status.restarts)
+        seen[job.raw_id] = restarts
+        counted.append(replace(job, status=replace(job.status, restarts=restarts)))
+    return tuple(counted)
