@@ -8,9 +8,15 @@ matter), so that what a site or a person has printed can be read too.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.scheduler.accounting import AccountedJob, AccountedStep, count_restarts
+from hpml_orchestrator.scheduler.accounting import (
+    AccountedJob,
+    AccountedStep,
+    count_restarts,
+    with_ended_start,
+)
 from hpml_orchestrator.scheduler.slurm_parse import Row, make_status, parse_exit, parse_time
 from hpml_orchestrator.scheduler.slurm_states import parse_state
 from hpml_orchestrator.scheduler.slurm_values import (
@@ -87,19 +93,25 @@ def _status(shown: str, row: Mapping[str, str]) -> JobStatus:
     def first(*names: str) -> str:
         return next((row[name].strip() for name in names if row.get(name)), "")
 
-    return make_status(
+    started = parse_time(first("starttime", "start"))
+    status = make_status(
         shown,
         first("state"),
         reason=first("reason"),
         code=parse_exit(first("exitcode", "exit_code")),
         nodes=first("nodelist"),
         submitted=parse_time(first("submittime", "submit")),
-        started=parse_time(first("starttime", "start")),
+        started=started,
         ended=parse_time(first("endtime", "end")),
         restarts=parse_count(first("restartcnt", "restarts")) or 0,
         name=row.get("jobname", row.get("name", "")),
         directory=row.get("workdir", ""),
     )
+    # Without a column of nodes nobody can tell a job that was cancelled while it waited from one
+    # that began; one that runs has begun.
+    if "nodelist" not in row and not status.state.waiting and not status.state.over:
+        return replace(status, started=started)
+    return status
 
 
 def _job(row: Mapping[str, str], steps: list[AccountedStep]) -> AccountedJob:
@@ -110,8 +122,10 @@ def _job(row: Mapping[str, str], steps: list[AccountedStep]) -> AccountedJob:
     offset = parts["offset"] if parts else None
     cpu = _span(row, "totalcpu")
     return AccountedJob(
-        status=_status(shown, row),
-        raw_id=row.get("jobidraw", base).strip(),
+        status=with_ended_start(
+            _status(shown, row), parse_time(row.get("start", "")), parse_time(row.get("end", ""))
+        ),
+        raw_id=row.get("jobidraw", shown).strip(),
         array_job_id=base if parts and parts["task"] else "",
         array_task=task,
         het_job_id=base if offset else "",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpml_orchestrator.scheduler.accounting import AccountedJob, AccountedStep, count_restarts
+from hpml_orchestrator.scheduler.accounting import (
+    AccountedJob,
+    AccountedStep,
+    count_restarts,
+    with_ended_start,
+)
 from hpml_orchestrator.scheduler.slurm_json import (
     at,
     exit_of,
@@ -85,20 +90,22 @@ def _job(job: Any) -> AccountedJob:
     steps = tuple(_step(step) for step in listed(at(job, "steps")))
     # 22.05 counts no job's CPU time, only that of its steps.
     cpu = _seconds(at(job, "time", "total")) or sum(one.cpu_seconds or 0 for one in steps)
+    started, ended = time_of(at(job, "time", "start")), time_of(at(job, "time", "end"))
+    status = make_status(
+        shown,
+        word,
+        reason=text(at(job, "state", "reason")),
+        code=exit_of(at(job, "exit_code"), parse_state(word)),
+        nodes=_nodes(at(job, "nodes")),
+        submitted=time_of(at(job, "time", "submission")),
+        started=started,
+        ended=ended,
+        restarts=whole(at(job, "restart_cnt")) or 0,
+        name=_verbatim(at(job, "name")),
+        directory=_verbatim(at(job, "working_directory")),
+    )
     return AccountedJob(
-        status=make_status(
-            shown,
-            word,
-            reason=text(at(job, "state", "reason")),
-            code=exit_of(at(job, "exit_code"), parse_state(word)),
-            nodes=_nodes(at(job, "nodes")),
-            submitted=time_of(at(job, "time", "submission")),
-            started=time_of(at(job, "time", "start")),
-            ended=time_of(at(job, "time", "end")),
-            restarts=whole(at(job, "restart_cnt")) or 0,
-            name=_verbatim(at(job, "name")),
-            directory=_verbatim(at(job, "working_directory")),
-        ),
+        status=with_ended_start(status, started, ended),
         raw_id=str(raw),
         array_job_id=str(array) if array else "",
         array_task=task if array else None,

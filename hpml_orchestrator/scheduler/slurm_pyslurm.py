@@ -58,7 +58,7 @@ class PyslurmReader:
         Raises:
             SchedulerUnavailable: the controller gave no usable answer.
         """
-        return self._all(lambda: self._module.Jobs.load(), job_row_from)
+        return self._all(self._module.Jobs.load, job_row_from)
 
     def accounted(self, job_ids: Iterable[int]) -> list[Row]:
         """Return what sacct would say of some jobs.
@@ -77,7 +77,7 @@ class PyslurmReader:
         Raises:
             SchedulerUnavailable: the controller gave no usable answer.
         """
-        return self._all(lambda: self._module.Nodes.load(), node_from)
+        return self._all(self._module.Nodes.load, node_from)
 
     def partitions(self) -> list[Partition]:
         """Return all partitions.
@@ -85,7 +85,7 @@ class PyslurmReader:
         Raises:
             SchedulerUnavailable: the controller gave no usable answer.
         """
-        return self._all(lambda: self._module.Partitions.load(), partition_from)
+        return self._all(self._module.Partitions.load, partition_from)
 
     def _all(self, load: Callable[[], Any], read: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
         fault = getattr(getattr(self._module, "error", None), "PyslurmError", RuntimeError)

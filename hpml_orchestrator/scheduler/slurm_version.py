@@ -11,6 +11,8 @@ from hpml_orchestrator.scheduler.slurm_ask import ask, unusable
 from hpml_orchestrator.scheduler.slurm_values import parse_version
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpml_orchestrator.scheduler.command import Runner
 
 __all__ = ["slurm_version"]
@@ -19,11 +21,14 @@ _TIMEOUT_SECONDS = 15.0
 _KNOWN: WeakKeyDictionary[object, tuple[int, ...]] = WeakKeyDictionary()
 
 
-def slurm_version(run: Runner, *, fresh: bool = False) -> tuple[int, ...]:
+def slurm_version(
+    run: Runner, *, env: Mapping[str, str] | None = None, fresh: bool = False
+) -> tuple[int, ...]:
     """Return the version, such as `(22, 5, 8)`; sbatch is asked once per process.
 
     Args:
         run: starts commands; all that start real processes share one answer.
+        env: environment of the command; the process's own when none is given.
         fresh: ask again.
 
     Raises:
@@ -33,7 +38,7 @@ def slurm_version(run: Runner, *, fresh: bool = False) -> tuple[int, ...]:
     key: object = SubprocessRunner if isinstance(run, SubprocessRunner) else run
     if not fresh and key in _KNOWN:
         return _KNOWN[key]
-    done = ask(run, ["sbatch", "--version"], timeout=_TIMEOUT_SECONDS)
+    done = ask(run, ["sbatch", "--version"], env=env, timeout=_TIMEOUT_SECONDS)
     if done.returncode != 0:
         raise unusable("sbatch", done)
     version = parse_version(done.stdout)
