@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 
-__all__ = ["AccountedJob", "AccountedStep"]
+__all__ = ["AccountedJob", "AccountedStep", "count_restarts", "with_ended_start"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AccountedJob:
     Attributes:
         status: state, exit code, times, nodes, name; under the id that users see (`3_1`, `28+1`).
             `restarts` tells the starts of a requeued job apart.
-        raw_id: the controller's own number of it.
+        raw_id: the controller's own number of it; the id again where nobody was asked for it.
         array_job_id, array_task: of a task of an array.
         het_job_id, het_offset: of a component of a heterogeneous job.
         user, account, partition, qos, cluster: whose it is and where it ran.
@@ -101,6 +101,33 @@ class AccountedJob:
         """The id that users see."""
         return self.status.job_id
 
+    @property
+    def over(self) -> bool:
+        """Whether this start has ended; that of a requeued job has, though the job goes on."""
+        return self.status.state.over or self.status.ended is not None
+
     def step(self, step_id: str) -> AccountedStep | None:
         """The step of that id."""
         return next((one for one in self.steps if one.step_id == step_id), None)
+
+
+def count_restarts(jobs: Iterable[AccountedJob]) -> tuple[AccountedJob, ...]:
+    """Number the starts of each requeued job, which accounting lists one after the other."""
+    seen: dict[str, int] = {}
+    counted = []
+    for job in jobs:
+        restarts = max(seen.get(job.job_id, -1) + 1, job.status.restarts)
+        seen[job.job_id] = restarts
+        counted.append(replace(job, status=replace(job.status, restarts=restarts)))
+    return tuple(counted)
+
+
+def with_ended_start(status: JobStatus, started: float | None, ended: float | None) -> JobStatus:
+    """Return the status with the times of a start that was requeued.
+
+    For the queue such a job waits, and its times are predictions; for accounting that start is
+    over, and its times have come true.
+    """
+    if status.state is JobState.REQUEUED and ended is not None:
+        return replace(status, started=started, ended=ended)
+    return status

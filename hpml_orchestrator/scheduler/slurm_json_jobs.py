@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from hpml_orchestrator.scheduler.accounting import AccountedJob, AccountedStep
+from hpml_orchestrator.scheduler.accounting import (
+    AccountedJob,
+    AccountedStep,
+    count_restarts,
+    with_ended_start,
+)
 from hpml_orchestrator.scheduler.slurm_json import (
     at,
     exit_of,
@@ -22,7 +26,7 @@ from hpml_orchestrator.scheduler.slurm_json import (
 from hpml_orchestrator.scheduler.slurm_parse import Row, make_status
 from hpml_orchestrator.scheduler.slurm_states import parse_state
 
-__all__ = ["count_restarts", "parse_sacct_json", "parse_squeue_json"]
+__all__ = ["parse_sacct_json", "parse_squeue_json"]
 
 _MICROSECONDS = 1_000_000
 
@@ -76,18 +80,6 @@ def parse_sacct_json(said: str) -> tuple[AccountedJob, ...]:
     return count_restarts([_job(job) for job in jobs])
 
 
-def count_restarts(jobs: list[AccountedJob]) -> tuple[AccountedJob, ...]:
-    """Number the starts of a requeued job, which accounting lists one after the other."""
-    seen: dict[str, int] = {}
-    counted = []
-    for job in jobs:
-        earlier = seen.get(job.raw_id, -1) + 1
-        restarts = max(earlier, job.status.restarts)
-        seen[job.raw_id] = restarts
-        counted.append(replace(job, status=replace(job.status, restarts=restarts)))
-    return tuple(counted)
-
-
 def _job(job: Any) -> AccountedJob:
     raw = whole(at(job, "job_id"))
     array, task = whole(at(job, "array", "job_id")), whole(at(job, "array", "task_id"))
@@ -95,20 +87,25 @@ def _job(job: Any) -> AccountedJob:
     shown = job_id_of(raw, array, task, text(at(job, "array", "task")), het, offset)
     word = state_word(at(job, "state", "current"))
     limit = number(at(job, "time", "limit"))
+    steps = tuple(_step(step) for step in listed(at(job, "steps")))
+    # 22.05 counts no job's CPU time, only that of its steps.
+    cpu = _seconds(at(job, "time", "total")) or sum(one.cpu_seconds or 0 for one in steps)
+    started, ended = time_of(at(job, "time", "start")), time_of(at(job, "time", "end"))
+    status = make_status(
+        shown,
+        word,
+        reason=text(at(job, "state", "reason")),
+        code=exit_of(at(job, "exit_code"), parse_state(word)),
+        nodes=_nodes(at(job, "nodes")),
+        submitted=time_of(at(job, "time", "submission")),
+        started=started,
+        ended=ended,
+        restarts=whole(at(job, "restart_cnt")) or 0,
+        name=_verbatim(at(job, "name")),
+        directory=_verbatim(at(job, "working_directory")),
+    )
     return AccountedJob(
-        status=make_status(
-            shown,
-            word,
-            reason=text(at(job, "state", "reason")),
-            code=exit_of(at(job, "exit_code"), parse_state(word)),
-            nodes=_nodes(at(job, "nodes")),
-            submitted=time_of(at(job, "time", "submission")),
-            started=time_of(at(job, "time", "start")),
-            ended=time_of(at(job, "time", "end")),
-            restarts=whole(at(job, "restart_cnt")) or 0,
-            name=_verbatim(at(job, "name")),
-            directory=_verbatim(at(job, "working_directory")),
-        ),
+        status=with_ended_start(status, started, ended),
         raw_id=str(raw),
         array_job_id=str(array) if array else "",
         array_task=task if array else None,
@@ -121,10 +118,10 @@ def _job(job: Any) -> AccountedJob:
         cluster=text(at(job, "cluster")),
         elapsed_seconds=number(at(job, "time", "elapsed")),
         time_limit_seconds=None if limit is None else limit * 60,
-        cpu_seconds=_seconds(at(job, "time", "total")),
+        cpu_seconds=cpu,
         requested_tres=tres_of(at(job, "tres", "requested")),
         allocated_tres=tres_of(at(job, "tres", "allocated")),
-        steps=tuple(_step(step) for step in listed(at(job, "steps"))),
+        steps=steps,
     )
 
 

@@ -196,10 +196,17 @@ def make_status(
     """Return a status of what Slurm says, without what has not come true yet.
 
     Args:
-        job_id, raw_state, reason, nodes, restarts, name, directory: as Slurm says it.
+        job_id: as Slurm shows it.
+        raw_state: Slurm's own word.
+        reason: or a word for none.
         code: exit code and signal; ignored while the job is not over.
-        submitted, started, ended: seconds since the epoch; start and end are predictions until
-            they have come true.
+        nodes: or a word for none.
+        submitted: seconds since the epoch.
+        started: a prediction until it has come true.
+        ended: a prediction until it has come true.
+        restarts: how often it was requeued.
+        name: the job's name.
+        directory: its working directory.
     """
     state = parse_state(raw_state)
     nodes = _text(nodes)
