@@ -25,11 +25,15 @@ _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 SCRIPT = rf"""
 PATH=${{PATH:-/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin}}; export PATH; LC_ALL=C; export LC_ALL
 tab=$(printf '\t')
+within() {{ # seconds, command: given up after that, where there is a program for it
+  seconds=$1; shift
+  if command -v timeout >/dev/null 2>&1; then timeout -k 1 "$seconds" "$@"; else "$@"; fi
+}}
 place() {{ # name, directory
   test -d "$2" || return 0
   writable=no; test -w "$2" && writable=yes
-  type=$(df -PT "$2" 2>/dev/null | awk 'NR == 2 {{ print $2 }}')
-  df -Pk "$2" 2>/dev/null | awk -v n="$1" -v d="$2" -v t="$type" -v w="$writable" \
+  type=$(within 5 df -PT "$2" 2>/dev/null | awk 'NR == 2 {{ print $2 }}')
+  within 5 df -Pk "$2" 2>/dev/null | awk -v n="$1" -v d="$2" -v t="$type" -v w="$writable" \
     'NR == 2 {{ printf "place\t%s\t%s\t%s\t%s\t%s\t%s\n", n, d, t, $2, $4, w }}'
 }}
 echo '{_BEGIN}'
@@ -64,7 +68,7 @@ for path in /sys/class/infiniband/*/ports/*; do
     "$device" "$(cat "$path/state")" "$(cat "$path/rate" 2>/dev/null)"
 done
 if command -v bash >/dev/null 2>&1; then
-  bash -lc 'type module >/dev/null 2>&1 && echo "modules yes"; module -t avail 2>&1' \
+  within 20 bash -lc 'type module >/dev/null 2>&1 && echo "modules yes"; module -t avail 2>&1' \
     </dev/null 2>/dev/null | sed 's/^/module\t/' | head -n 20000
 fi
 if test "$2" = xml; then

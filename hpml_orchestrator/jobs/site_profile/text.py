@@ -44,7 +44,7 @@ _HERE_MODULES = 30
 
 def profile_text(
     cluster: Cluster,
-    around: Surroundings = Surroundings(),
+    around: Surroundings | None = None,
     groups: Sequence[NodeGroup] | None = None,
 ) -> str:
     """Return a site profile in TOML that `spec.Site` takes, with remarks in plain words.
