@@ -84,9 +84,9 @@ class _Template(jinja2.Template):
                 words in line and not line.lstrip().startswith("#") for line in text.split("\n")
             ):
                 raise InputError(
-                    f"the script lacks what every job needs of the block {block!r}: {words}",
+                    f"{self.filename}: the script lacks what every job needs of the block "
+                    f"{block!r}: {words}",
                     field="templates",
-                    value=str(self.filename),
                     hint=f"write {{{{ super() }}}} in the block {block!r}, or leave the block out",
                 )
         if not text.startswith("#!/"):
