@@ -112,7 +112,10 @@ def submit(
 
         if job_file:
             raise InputError(
-                "takes no job file: the submission has its own", field="--resume", value=job_file
+                "takes no job file: the submission has its own",
+                field="--resume",
+                value=job_file,
+                hint=f"hpml submit --resume {resume}",
             )
         submission = store.resolve(resume)
         job_id = _resume(store, submission)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.errors import InputError, NotFoundError, nearest
 from hpml_orchestrator.spec.job import Job
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ __all__ = ["ResolvedJob", "load_job", "parse_setting"]
 
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 _INDEX_DIGITS = 6
-_CLOSE_ENOUGH = 0.6
 _PART_CHARS = 60
 
 
@@ -282,12 +280,12 @@ def _nearest(place: list[str]) -> str:
     parent: type[BaseModel] | None = _model_at(place[:-1])
     word = place[-1]
     if parent is not None:
-        near = difflib.get_close_matches(word, parent.model_fields, n=1, cutoff=_CLOSE_ENOUGH)
+        near = nearest(word, parent.model_fields)
         if near:
-            return f"; did you mean {'.'.join([*place[:-1], near[0]])}?"
+            return f"; did you mean {'.'.join([*place[:-1], near])}?"
     everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_fields(Job)}
-    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=_CLOSE_ENOUGH)
-    return f"; did you mean {everywhere[near[0]]}?" if near else ""
+    near = nearest(word, everywhere)
+    return f"; did you mean {everywhere[near]}?" if near else ""
 
 
 def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
