@@ -22,7 +22,7 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("Submit a job:", "hpml submit job.yaml"),
         (
             "With other values than the job file's:",
-            "hpml submit job.yaml -s resources.nodes=2 -s resources.time=2:00:00",
+            "hpml submit job.yaml -s resources.nodes=2 -s resources.time=90",
         ),
         ("Complete a submission that was cut off:", "hpml submit --resume last"),
     ],
