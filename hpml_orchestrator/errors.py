@@ -70,7 +70,7 @@ class InputError(HpmlError):
     ) -> None:
         shown = ""
         if value is not None:
-            shown = repr(value)
+            shown = _as_written(value)
             if len(shown) > _VALUE_SHOWN_CHARS:
                 shown = f"{shown[:_VALUE_SHOWN_CHARS]}… ({len(shown)} characters)"
         prefix = f"{field}: " if field else ""
@@ -78,6 +78,14 @@ class InputError(HpmlError):
         super().__init__(f"{prefix}{message}{got}", hint=hint)
         self.field = field
         self.value = value
+
+
+def _as_written(value: object) -> str:
+    """Return a value as a job file has it, not as Python does: true, and 2024-01-01."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    date = getattr(value, "isoformat", None)
+    return str(date()) if callable(date) else repr(value)
 
 
 class CapacityError(InputError):

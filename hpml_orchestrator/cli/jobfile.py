@@ -64,8 +64,16 @@ def render(
     as_json: JsonOption = False,
 ) -> None:
     """Print the batch script of a job, to the byte as `submit` would submit it."""
+    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
 
+    if output:
+        refuse_with("--output", {"--explain": explain, "--json": as_json})
+    elif force:
+        raise InputError(
+            "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
+        )
     rendered = _load(job_file, settings)
     if explain:
         rows = explained(rendered.resolved)
@@ -108,8 +116,11 @@ def submit(
     """Submit a job and return at once."""
     store = store_of(context)
     if resume:
+        from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
         from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
+        given = {"--set": settings, "--local": local, "--backend": backend != "auto"}
+        refuse_with("--resume", given)
         if job_file:
             raise InputError(
                 "takes no job file: the submission has its own",

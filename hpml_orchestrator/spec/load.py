@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator.errors import InputError, NotFoundError, nearest
 from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.regular import open_regular
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -83,7 +84,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def _read(source: Path) -> dict[str, Any]:
     try:
-        with source.open("rb") as stream:
+        with open_regular(source) as stream:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFoundError(
@@ -101,7 +102,9 @@ def _read(source: Path) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from error
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start})", hint="save it as plain text, UTF-8"
+        ) from error
     if source.suffix.lower() == ".toml":
         from hpml_orchestrator.spec.document import parse_toml  # noqa: PLC0415
 
