@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
 from hpml_orchestrator.batch.site_rules import apply_rules
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
@@ -224,12 +223,12 @@ def _check_placeholders(job: Job) -> None:
     for field, value in places:
         for found in template.placeholders(value):
             if found not in known:
-                near = difflib.get_close_matches(found, known, n=1)
+                near = nearest(found, known)
                 raise InputError(
                     f"{{{found}}} names nothing{' that is staged' * found.startswith('stage.')}",
                     field=field,
                     value=value,
-                    hint=f"did you mean {{{near[0]}}}?"
+                    hint=f"did you mean {{{near}}}?"
                     if near
                     else "stage data under that name, or write the path itself",
                 )

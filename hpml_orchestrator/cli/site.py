@@ -44,5 +44,5 @@ def schema(
     from hpml_orchestrator.spec import job_schema  # noqa: PLC0415
 
     if what != "job":
-        raise InputError("must be job", field="WHAT", value=what)
+        raise InputError("must be job", field="WHAT", value=what, hint="hpml schema job")
     print_json(job_schema())

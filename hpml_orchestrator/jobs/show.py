@@ -45,7 +45,10 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"cannot be made: {error.strerror or error}", field="--output", value=directory
+            f"cannot be made: {error.strerror or error}",
+            field="--output",
+            value=directory,
+            hint="name a directory that you may write to",
         ) from error
     script = target / "job.sh"
     if not force and script.exists() and script.read_bytes() != rendered.script.encode("utf-8"):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import (
     fsync_dir,
@@ -30,6 +30,7 @@ RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 NODE_ARCHIVE = "hpml-node.pyz"
 STARTED_MARKER = "sbatch.started"
+_NEAR_RUNS = 1000
 
 
 def default_root(environment: Mapping[str, str]) -> Path:
@@ -300,7 +301,8 @@ class Store:
             return
         except OSError as error:
             raise RecordError(
-                f"cannot read {self.submissions_dir}: {error.strerror or error}"
+                f"cannot read {self.submissions_dir}: {error.strerror or error}",
+                hint="set HPML_HOME (or --records DIR) to the directory of your records",
             ) from error
         known = [name for name in names if ID_PATTERN.match(name)]
         for name in sorted(known, key=_by_time, reverse=True):
@@ -336,7 +338,8 @@ class Store:
         if not fits:
             raise NotFoundError(
                 f"no run {word!r} under {self.root}",
-                hint="`hpml list` shows them; an id, its beginning, a job id or `last` will do",
+                hint=_meant(word, everything)
+                or "`hpml list` shows them; an id, its beginning, a job id or `last` will do",
             )
         if len(fits) > 1:
             shown = ", ".join(one.sid for one in fits[:5])
@@ -347,6 +350,18 @@ class Store:
                 hint="give more of the id",
             )
         return fits[0]
+
+
+def _meant(word: str, everything: list[Submission]) -> str:
+    """Return the question after the run, or the newest run of a name, that a word is near to."""
+    if word.isdecimal():
+        return ""  # one job id is as near as another
+    known = {"last": "last"}
+    for one in everything[:_NEAR_RUNS]:
+        known.setdefault(one.sid, one.sid)
+        known.setdefault(one.sid.rsplit("-", 3)[0], one.sid)
+    found = nearest(word, known)
+    return f"did you mean {known[found]}? `hpml list` shows all runs" if found else ""
 
 
 def _by_time(sid: str) -> tuple[str, str]:
