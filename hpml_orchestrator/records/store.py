@@ -22,7 +22,7 @@ from hpml_orchestrator.records.ids import ID_PATTERN
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Attempt", "Run", "Store", "Submission", "default_root"]
 
@@ -231,6 +231,11 @@ class Store:
         """Where runs live."""
         return self.root / "runs"
 
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """All directories that records are written to; there may be others beside them."""
+        return (self.submissions_dir, self.runs_dir, self.root / "local")
+
     def local_home(self, host: str) -> Path:
         """Where the local backend of one machine keeps its processes' records."""
         return self.root / "local" / host
@@ -243,6 +248,7 @@ class Store:
         archive: bytes,
         submit: Mapping[str, Any],
         runs: Mapping[int, Mapping[str, Any]],
+        fill: Callable[[Path], None] = lambda _: None,
     ) -> Submission:
         """Write a submission and its runs completely, before anything is submitted.
 
@@ -252,6 +258,7 @@ class Store:
             archive: bytes of `hpml-node.pyz`.
             submit: content of `submit.json`.
             runs: array index -> content of `run.json`.
+            fill: puts more into the submission's directory, before the records are written.
 
         Raises:
             RecordError: the root cannot be written; nothing is left behind.
@@ -265,6 +272,7 @@ class Store:
             self.runs_dir.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             made.append(temporary)
+            fill(temporary)
             for index, run in runs.items():
                 directory = self.runs_dir / names[index]
                 directory.mkdir()
