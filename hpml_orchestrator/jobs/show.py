@@ -54,6 +54,7 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             value=directory,
             hint="name a directory outside of it",
         )
+    fresh = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,7 +70,12 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             hint="name another directory, or replace it with --force",
         )
     if rendered.snapshot is not None:
-        _write_snapshot(rendered.snapshot, target)
+        try:
+            _write_snapshot(rendered.snapshot, target)
+        except BaseException:
+            if fresh:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
     write_text(target / "hpml-node.pyz", archive.build())
     write_text(target / "job.sh", rendered.script, mode=0o755)
     return target / "job.sh"

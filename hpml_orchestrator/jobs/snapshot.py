@@ -157,17 +157,19 @@ class Snapshot:
         large = [one for one in untracked if one.info.st_size > MAX_UNTRACKED_FILE_BYTES]
         total = sum(one.info.st_size for one in untracked)
         if large or total > MAX_UNTRACKED_BYTES:
+            unknown = "that git neither tracks nor ignores"
             what = (
-                f"{len(large)} of them over {bytes_text(MAX_UNTRACKED_FILE_BYTES)}"
+                f"files {unknown}, over {bytes_text(MAX_UNTRACKED_FILE_BYTES)}"
                 if large
-                else f"together over {bytes_text(MAX_UNTRACKED_BYTES)}"
+                else f"{bytes_text(total)} in {len(untracked)} files {unknown}, over "
+                f"{bytes_text(MAX_UNTRACKED_BYTES)} in all"
             )
             sizes = [
-                f"{os.fsdecode(one.path)!r} {bytes_text(one.info.st_size)}" for one in untracked
+                f"{os.fsdecode(one.path)!r} ({bytes_text(one.info.st_size)})"
+                for one in large or untracked
             ]
             raise InputError(
-                f"{self.top!r} has {len(untracked)} files that git neither tracks nor ignores, "
-                f"{bytes_text(total)}, {what}: {_some(sizes)}",
+                f"the repository {self.top!r} has {what}: {_some(sizes)}",
                 field=FIELD,
                 hint="name what is no code in .gitignore, or commit it",
             )

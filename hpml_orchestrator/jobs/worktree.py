@@ -7,6 +7,8 @@ lists names, and the files themselves are looked at directly.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -193,8 +195,7 @@ def _refusal(directory: str, words: str) -> InputError:
         return InputError(
             f"the git repository of {directory!r} belongs to somebody else, and git refuses it",
             field=FIELD,
-            hint="if you trust it: git config --global --add safe.directory DIRECTORY, where "
-            "DIRECTORY is the repository's top",
+            hint=f"if you trust it: git config --global --add safe.directory {_owned(words)}",
         )
     if "not a git repository" in words:
         return InputError(
@@ -212,6 +213,12 @@ def _refusal(directory: str, words: str) -> InputError:
     return InputError(
         f"git cannot read {directory!r}: {lines[0].removeprefix('fatal: ')}", field=FIELD
     )
+
+
+def _owned(words: str) -> str:
+    """Return the repository that git names in its refusal, as a word for the shell."""
+    named = re.search(r"repository (?:at )?\('?(.+?)'? is owned|repository at '(.+)'", words)
+    return shlex.quote(next(filter(None, named.groups()))) if named else "DIRECTORY"
 
 
 def _look(top: bytes, path: bytes, real: dict[bytes, bool], *, tracked: bool) -> Entry | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,8 @@ RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 NODE_ARCHIVE = "hpml-node.pyz"
 STARTED_MARKER = "sbatch.started"
+_TEMPORARY = re.compile(r"\..+\.tmp")
+_LEFT_OVER_SECONDS = 86_400
 
 
 def default_root(environment: Mapping[str, str]) -> Path:
@@ -270,6 +275,7 @@ class Store:
         try:
             self.submissions_dir.mkdir(parents=True, exist_ok=True)
             self.runs_dir.mkdir(parents=True, exist_ok=True)
+            self._remove_left_overs()
             temporary.mkdir()
             made.append(temporary)
             fill(temporary)
@@ -299,6 +305,15 @@ class Store:
             _remove(made)
             raise
         return Submission(target)
+
+    def _remove_left_overs(self) -> None:
+        """Remove what an hpml that was killed had begun to write: it may hold a copy of code."""
+        with os.scandir(self.submissions_dir) as entries:
+            begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+        for entry in begun:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime > _LEFT_OVER_SECONDS:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
     def submissions(self) -> Iterator[Submission]:
         """Every submission, newest first."""
