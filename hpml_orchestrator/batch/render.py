@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
 from hpml_orchestrator.batch.code import script_word, workdir_word
+from hpml_orchestrator.batch.site_rules import apply_rules
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
     from hpml_orchestrator.batch.code import SnapshotPaths
     from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site_load import ResolvedSite
 
 __all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
 
@@ -46,16 +48,24 @@ class Capabilities:
     interpreter: str = dataclasses.field(default_factory=own_interpreter)
 
 
-def render(job: Job, capabilities: Capabilities, *, snapshot: SnapshotPaths | None = None) -> str:
+def render(
+    job: Job,
+    capabilities: Capabilities,
+    site: ResolvedSite | None = None,
+    *,
+    snapshot: SnapshotPaths | None = None,
+) -> str:
     """Return the batch script of a job; equal input gives equal bytes.
 
     Args:
-        job: a complete job.
-        capabilities: of this installation.
+        job: the job, complete.
+        capabilities: what was found out about this installation.
+        site: the site profile, if there is one.
         snapshot: what of the job lies in the submission's copy of the code, if it takes one.
 
     Raises:
-        InputError: a placeholder names nothing, or the script grows over Slurm's limit.
+        InputError: a placeholder names nothing, the job asks for what the site forbids, or the
+            script grows over Slurm's limit.
     """
     _check_placeholders(job)
     resources, environment = job.resources, job.environment
@@ -63,13 +73,14 @@ def render(job: Job, capabilities: Capabilities, *, snapshot: SnapshotPaths | No
     context = {
         "version": __version__,
         "job": job,
-        "directives": directives(job),
+        "directives": directives(job, site),
         "interpreter": capabilities.interpreter,
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
         "cpus_per_node": resources.ranks * resources.cpus_per_rank,
         "variables": list(environment.variables.items()),
         "stages": [_stage(stage) for stage in job.stage],
+        **_places(job, site),
         "container_words": container_words,
         "container_mounts": container_mounts,
         "activates": bool(environment.modules or environment.venv or environment.conda),
@@ -87,8 +98,20 @@ def render(job: Job, capabilities: Capabilities, *, snapshot: SnapshotPaths | No
     return text
 
 
-def directives(job: Job) -> list[str]:
-    """Return the `#SBATCH` options of a job, in a fixed order."""
+def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
+    """Return the `#SBATCH` options of a job, in a fixed order, as the site wants them.
+
+    Raises:
+        InputError: the job asks for one that the site forbids.
+    """
+    lines = _own_directives(job)
+    if site is None or not site.site.directives:
+        return lines
+    files = {str(site.origin(f"directives.{name}")) for name in site.site.directives}
+    return apply_rules(lines, job, site.site.directives, origin=", ".join(sorted(files)))
+
+
+def _own_directives(job: Job) -> list[str]:
     resources = job.resources
     one_per_rank = job.launcher == "srun"
     tasks = resources.ranks if one_per_rank else 1
@@ -126,6 +149,19 @@ def memory_mebibytes(job: Job) -> int:
         if stage.target == "shm" and stage.size is not None
     )
     return own + staged
+
+
+def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
+    """Return where the nodes keep what is staged, and how they reach one another."""
+    if site is None:
+        return {"ram": None, "scratch": None, "interfaces": ""}
+    partition = job.resources.partition
+    ram, scratch = (site.site.path(which, partition) for which in ("ram", "scratch"))
+    return {
+        "ram": ram and template.node_path(ram),
+        "scratch": scratch and template.node_path(scratch),
+        "interfaces": ",".join(site.site.interfaces_of(partition)),
+    }
 
 
 def _command(job: Job, snapshot: SnapshotPaths | None) -> list[Any]:

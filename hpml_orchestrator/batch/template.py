@@ -65,6 +65,19 @@ def word(value: Any) -> Raw:
     return Raw("".join(parts))
 
 
+def node_path(path: str) -> Raw:
+    """Return a path of the site profile as one shell word; it may begin with a variable.
+
+    >>> node_path("$LOCAL_SCRATCH/my data")
+    '"${LOCAL_SCRATCH:?of the site profile is not set in this job}"'/my data''
+    """
+    if not path.startswith("$"):
+        return quote(path)
+    name, slash, rest = path[1:].partition("/")
+    start = f'"${{{name}:?of the site profile is not set in this job}}"'
+    return Raw(start + (shlex.quote(slash + rest) if rest else ""))
+
+
 def variable(placeholder: str) -> str:
     """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
     if placeholder == "run.dir":

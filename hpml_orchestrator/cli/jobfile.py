@@ -36,16 +36,23 @@ def register(app: typer.Typer) -> None:
     app.command()(run)
 
 
-def _load(job_file: str, settings: list[str]) -> Rendered:
+def _load(context: typer.Context, job_file: str, settings: list[str], backend: str) -> Rendered:
+    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
     from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
 
-    return render_job(load_job(job_file, [parse_setting(setting) for setting in settings]))
+    chosen = (context.obj or {}).get("site") or ""
+    given = [parse_setting(setting) for setting in settings]
+    site = site_for(job_file, os.environ, chosen=chosen, backend=backend)
+    return render_job(load_job(job_file, given, site), site=site)
 
 
 def render(
+    context: typer.Context,
     job_file: JobFile,
     settings: SetOption = [],  # noqa: B006 - typer copies it
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
     output: Annotated[
         str,
         typer.Option(
@@ -63,10 +70,13 @@ def render(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the batch script of a job, to the byte as `submit` would submit it."""
+    """Print the batch script of a job, to the byte as `submit` would submit it.
+
+    The site profile counts for jobs of the cluster; with `--local` there is none.
+    """
     from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
 
-    rendered = _load(job_file, settings)
+    rendered = _load(context, job_file, settings, backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -117,7 +127,7 @@ def submit(
         submission = store.resolve(resume)
         job_id = _resume(store, submission)
     else:
-        submission, job_id = _submit(store, job_file, settings, backend, local=local)
+        submission, job_id = _submit(context, job_file, settings, backend, local=local)
     words = ("{} is job {}" if resume else "submitted {} as job {}").format(submission.sid, job_id)
     try:
         if as_json:
@@ -156,14 +166,14 @@ def run(
     from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
 
     store = store_of(context)
-    submission, job_id = _submit(store, job_file, settings, backend, local=local)
+    submission, job_id = _submit(context, job_file, settings, backend, local=local)
     typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
     state = follow(store, submission, out=sys.stderr if as_json else sys.stdout, end_line=True)
     finish(state, as_json=as_json)
 
 
 def _submit(
-    store: Store, job_file: str, settings: list[str], backend: str, *, local: bool
+    context: typer.Context, job_file: str, settings: list[str], backend: str, *, local: bool
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
@@ -175,7 +185,8 @@ def _submit(
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
-    rendered = _load(job_file, settings)
+    rendered = _load(context, job_file, settings, name)
+    store = store_of(context)
     for finding in missing_here(rendered.resolved.job):
         typer.echo(f"hpml: warning: {finding}", err=True)
     scheduler = open_backend(name, store)

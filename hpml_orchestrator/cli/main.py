@@ -48,6 +48,16 @@ def _options(
             show_default="~/.local/state/hpml",
         ),
     ] = "",
+    site_profile: Annotated[
+        str,
+        typer.Option(
+            "--site",
+            metavar="FILE",
+            help="Site profile to use alone, or `none`.",
+            envvar="HPML_SITE",
+            show_default="the project's hpml.toml over the user's and the system's",
+        ),
+    ] = "",
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error.", envvar="HPML_DEBUG")
     ] = False,
@@ -56,7 +66,7 @@ def _options(
         typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
-    context.obj = {"records": records, "debug": debug}
+    context.obj = {"records": records, "site": site_profile, "debug": debug}
 
 
 jobfile.register(app)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
+from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.spec import ResolvedJob
+    from hpml_orchestrator.spec.site_load import ResolvedSite
 
 __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
 
@@ -49,24 +51,32 @@ class Rendered:
     Attributes:
         resolved: the complete job.
         script: the text of its script.
+        site: the site profile that it is for, if any.
         snapshot: the repository that the submission shall hold a copy of, if any.
     """
 
     resolved: ResolvedJob
     script: str
+    site: ResolvedSite | None = None
     snapshot: Snapshot | None = None
 
 
-def render_job(resolved: ResolvedJob, capabilities: Capabilities | None = None) -> Rendered:
+def render_job(
+    resolved: ResolvedJob,
+    capabilities: Capabilities | None = None,
+    *,
+    site: ResolvedSite | None = None,
+) -> Rendered:
     """Complete a job with what must be measured and render its script."""
     complete = measured(resolved)
     snapshot = find(complete.job) if complete.job.snapshot else None
     script = render(
         complete.job,
         capabilities or Capabilities(),
+        site,
         snapshot=snapshot.paths if snapshot else None,
     )
-    return Rendered(complete, script, snapshot)
+    return Rendered(complete, script, site, snapshot)
 
 
 def prepare(
@@ -123,10 +133,11 @@ def prepare(
             "created": moment,
             "backend": backend,
             "host": socket.gethostname(),
-            "comment": f"hpml:{sid}",
+            "comment": _comment(sid, rendered.site),
             "output": str(store.runs_dir / sid / "output.log"),
             "environment_names": sorted(travelling(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
+            "site": [str(path) for path in rendered.site.sources] if rendered.site else [],
             "job": resolved,
             "provenance": provenance,
         },
@@ -264,6 +275,12 @@ def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRe
         comment=record["comment"],
         environment=travelling(environment, inherit),
     )
+
+
+def _comment(sid: str, site: ResolvedSite | None) -> str:
+    """Return the job's comment; empty where the site takes none."""
+    rules = site.site.directives if site else {}
+    return "" if leaves_out(rules, "comment") else f"hpml:{sid}"
 
 
 def _write_arguments(submission: Submission, arguments: list[str]) -> None:

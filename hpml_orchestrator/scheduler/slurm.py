@@ -148,7 +148,7 @@ class SlurmScheduler:
             "--parsable",
             f"--chdir={request.directory}",
             f"--output={escape_output(str(request.output))}",
-            f"--comment={request.comment}",
+            *([f"--comment={request.comment}"] if request.comment else []),
             "--export=ALL",
             "--open-mode=append",
             str(request.directory / "job.sh"),

@@ -29,7 +29,9 @@ __all__ = [
     "Site",
 ]
 
-NEEDED_DIRECTIVES = frozenset({"chdir", "output", "export", "parsable", "array", "job-name"})
+NEEDED_DIRECTIVES = frozenset(
+    {"chdir", "output", "export", "parsable", "array", "open-mode", "job-name"}
+)
 """Options that a submission cannot do without: hpml finds its jobs and their output by them."""
 
 _PER_JOB = frozenset({"name", "script", "module", "command", "args", "workdir", "stage"})
@@ -69,7 +71,10 @@ Names = Annotated[list[text.PlainWord], Field(max_length=MAX_LIST)]
 
 
 class DirectiveRule(_Model):
-    """What this site wants of one sbatch option. Give one of forbid, omit, rename and default."""
+    """What this site wants of one sbatch option: one of forbid, omit, rename and default.
+
+    A rule with none of them takes back the rule of a profile below.
+    """
 
     forbid: text.Line | None = Field(
         default=None,
@@ -96,10 +101,9 @@ class DirectiveRule(_Model):
             for name in ("forbid", "omit", "rename", "default")
             if getattr(self, name) not in (None, False)
         ]
-        if len(given) == 1 or sorted(given) == ["default", "rename"]:
+        if len(given) <= 1 or given == ["rename", "default"]:
             return self
-        said = " and ".join(given) or "none of them"
-        raise ValueError(f"give one of forbid, omit, rename and default, not {said}")
+        raise ValueError(f"give one of forbid, omit, rename and default, not {' and '.join(given)}")
 
 
 class Paths(_Model):
