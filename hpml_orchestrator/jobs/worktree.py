@@ -146,7 +146,8 @@ class Git:
 
     def _inner(self, top: bytes, path: bytes, *, tracked: bool) -> Iterator[Entry]:
         directory = os.fsdecode(os.path.join(top, path))
-        if self._line(directory, "rev-parse", "--show-prefix"):
+        asked = self._run(directory, "rev-parse", "--show-prefix")
+        if "not a git repository" in asked.stderr or asked.stdout.rstrip("\n"):
             raise InputError(
                 f"{directory!r} has a .git that is no repository",
                 field=FIELD,
