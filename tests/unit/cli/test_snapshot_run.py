@@ -82,7 +82,7 @@ def test_a_rendered_directory_is_all_it_needs(shell: Shell) -> None:
 
 def test_errors_end_with_2_and_nothing_is_submitted(shell: Shell) -> None:
     """As for every wrong field: the field, what is wrong, what to do; no run is listed."""
-    before = shell.hpml("list", "--all", "--json").out
+    before = ids(shell)
     path = shell.job("astray", snapshot=True, workdir=str(shell.root))
     told = shell.hpml("submit", "--local", path)
     assert told.code == 2
@@ -90,10 +90,15 @@ def test_errors_end_with_2_and_nothing_is_submitted(shell: Shell) -> None:
     assert "\nhint: " in told.err
     assert "Traceback" not in told.err
     assert shell.hpml("render", path).code == 2
-    assert shell.hpml("list", "--all", "--json").out == before
+    assert ids(shell) == before
     told = shell.hpml("render", shell.job("word", snapshot="maybe"))
     assert told.err.startswith("hpml: error: snapshot: must be true or false")
     assert (
         json.loads(shell.hpml("render", "--json", shell.job("plain")).out)["job"]["snapshot"]
         is False
     )
+
+
+def ids(shell: Shell) -> list[str]:
+    """The ids of all runs."""
+    return [one["id"] for one in shell.hpml("list", "--all", "--json").json()]
