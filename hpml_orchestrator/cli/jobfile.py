@@ -59,7 +59,7 @@ def render(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write job.sh and hpml-node.pyz there, to be given to sbatch by hand.",
+            help="Write job.sh and all that it needs there, to be given to sbatch by hand.",
         ),
     ] = "",
     explain: Annotated[
@@ -206,7 +206,14 @@ def _submit(
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
     with held() as interrupt:
-        submission = prepare(store, rendered, backend=name, argv=sys.argv, environment=environment)
+        submission = prepare(
+            store,
+            rendered,
+            backend=name,
+            argv=sys.argv,
+            environment=environment,
+            notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+        )
         interrupt.sid = submission.sid
         job_id = submit_prepared(submission, scheduler, environment=environment)
     if interrupt.pressed:

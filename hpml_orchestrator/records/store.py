@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,7 @@ from hpml_orchestrator.records.ids import ID_PATTERN
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Attempt", "Run", "Store", "Submission", "default_root"]
 
@@ -31,6 +34,8 @@ SCRIPT = "job.sh"
 NODE_ARCHIVE = "hpml-node.pyz"
 STARTED_MARKER = "sbatch.started"
 _NEAR_RUNS = 1000
+_TEMPORARY = re.compile(r"\..+\.tmp")
+_LEFT_OVER_SECONDS = 86_400
 
 
 def default_root(environment: Mapping[str, str]) -> Path:
@@ -232,6 +237,11 @@ class Store:
         """Where runs live."""
         return self.root / "runs"
 
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """All directories that records are written to; there may be others beside them."""
+        return (self.submissions_dir, self.runs_dir, self.root / "local")
+
     def local_home(self, host: str) -> Path:
         """Where the local backend of one machine keeps its processes' records."""
         return self.root / "local" / host
@@ -244,6 +254,7 @@ class Store:
         archive: bytes,
         submit: Mapping[str, Any],
         runs: Mapping[int, Mapping[str, Any]],
+        fill: Callable[[Path], None] = lambda _: None,
     ) -> Submission:
         """Write a submission and its runs completely, before anything is submitted.
 
@@ -253,6 +264,7 @@ class Store:
             archive: bytes of `hpml-node.pyz`.
             submit: content of `submit.json`.
             runs: array index -> content of `run.json`.
+            fill: puts more into the submission's directory, before the records are written.
 
         Raises:
             RecordError: the root cannot be written; nothing is left behind.
@@ -264,8 +276,10 @@ class Store:
         try:
             self.submissions_dir.mkdir(parents=True, exist_ok=True)
             self.runs_dir.mkdir(parents=True, exist_ok=True)
+            self._remove_left_overs()
             temporary.mkdir()
             made.append(temporary)
+            fill(temporary)
             for index, run in runs.items():
                 directory = self.runs_dir / names[index]
                 directory.mkdir()
@@ -292,6 +306,15 @@ class Store:
             _remove(made)
             raise
         return Submission(target)
+
+    def _remove_left_overs(self) -> None:
+        """Remove what an hpml that was killed had begun to write: it may hold a copy of code."""
+        with os.scandir(self.submissions_dir) as entries:
+            begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+        for entry in begun:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime > _LEFT_OVER_SECONDS:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
     def submissions(self) -> Iterator[Submission]:
         """Every submission, newest first."""
