@@ -94,8 +94,11 @@ def store_of(context: typer.Context) -> Store:
 
 def backend_name(backend: str, *, local: bool) -> str:
     """Return `slurm` or `local` for the options `--backend` and `--local`."""
+    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import choose  # noqa: PLC0415
 
+    if local:
+        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
     return choose("local" if local else backend)
 
 

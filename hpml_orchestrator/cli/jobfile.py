@@ -59,7 +59,7 @@ def render(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write job.sh and hpml-node.pyz there, to be given to sbatch by hand.",
+            help="Write job.sh and all that it needs there, to be given to sbatch by hand.",
         ),
     ] = "",
     explain: Annotated[
@@ -74,8 +74,16 @@ def render(
 
     The site profile counts for jobs of the cluster; with `--local` there is none.
     """
+    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
 
+    if output:
+        refuse_with("--output", {"--explain": explain, "--json": as_json})
+    elif force:
+        raise InputError(
+            "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
+        )
     rendered = _load(context, job_file, settings, backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
@@ -118,11 +126,17 @@ def submit(
     """Submit a job and return at once."""
     store = store_of(context)
     if resume:
+        from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
         from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
+        given = {"--set": settings, "--local": local, "--backend": backend != "auto"}
+        refuse_with("--resume", given)
         if job_file:
             raise InputError(
-                "takes no job file: the submission has its own", field="--resume", value=job_file
+                "takes no job file: the submission has its own",
+                field="--resume",
+                value=job_file,
+                hint=f"hpml submit --resume {resume}",
             )
         submission = store.resolve(resume)
         job_id = _resume(store, submission)
@@ -192,7 +206,14 @@ def _submit(
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
     with held() as interrupt:
-        submission = prepare(store, rendered, backend=name, argv=sys.argv, environment=environment)
+        submission = prepare(
+            store,
+            rendered,
+            backend=name,
+            argv=sys.argv,
+            environment=environment,
+            notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+        )
         interrupt.sid = submission.sid
         job_id = submit_prepared(submission, scheduler, environment=environment)
     if interrupt.pressed:

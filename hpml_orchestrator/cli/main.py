@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.cli import init, jobfile, runs, site, templates
+from hpml_orchestrator.cli import init, jobfile, man, runs, site, templates
 from hpml_orchestrator.cli.common import not_written
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.cli.statuses import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN
+from hpml_orchestrator.cli.usage import USAGE_ERROR, asks_for_help, explained
+from hpml_orchestrator.errors import HpmlError, InputError
 
 __all__ = ["app", "main"]
 
-EXIT_INTERNAL = 70
-EXIT_NOT_WRITTEN = 74
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 
 app = typer.Typer(
@@ -74,6 +74,7 @@ runs.register(app)
 site.register(app)
 init.register(app)
 templates.register(app)
+man.register(app)
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         try:
-            app()
+            _call()
         finally:
             sys.stdout.flush()
     except HpmlError as error:
@@ -108,6 +109,22 @@ def main() -> None:
             err=True,
         )
         raise SystemExit(EXIT_INTERNAL) from None
+
+
+def _call() -> None:
+    """Run the command that the command line names; a wrong command line is told here."""
+    try:
+        status = app(standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except USAGE_ERROR as error:
+        if asks_for_help(error):
+            typer.echo(error, err=True)
+        else:
+            _tell(explained(error, sys.argv[1:], typer.main.get_command(app)))
+        raise SystemExit(InputError.exit_code) from None
+    if isinstance(status, int) and status:
+        raise SystemExit(status)
 
 
 def _tell(error: HpmlError) -> None:

@@ -45,5 +45,5 @@ def schema(
 
     schemas = {"job": job_schema, "site": site_schema}
     if what not in schemas:
-        raise InputError("must be job or site", field="WHAT", value=what)
+        raise InputError("must be job or site", field="WHAT", value=what, hint="hpml schema job")
     print_json(schemas[what]())

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch import Capabilities, archive, render
+from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.provenance import collect
@@ -44,11 +46,19 @@ this machine, are seen to be gone."""
 
 @dataclass(frozen=True)
 class Rendered:
-    """A job and its script, ready to be submitted or printed, and the site profile it is for."""
+    """A job and its script, ready to be submitted or printed.
+
+    Attributes:
+        resolved: the complete job.
+        script: the text of its script.
+        site: the site profile that it is for, if any.
+        snapshot: the repository that the submission shall hold a copy of, if any.
+    """
 
     resolved: ResolvedJob
     script: str
     site: ResolvedSite | None = None
+    snapshot: Snapshot | None = None
 
 
 def render_job(
@@ -59,7 +69,14 @@ def render_job(
 ) -> Rendered:
     """Complete a job with what must be measured and render its script."""
     complete = measured(resolved)
-    return Rendered(complete, render(complete.job, capabilities or Capabilities(), site), site)
+    snapshot = find(complete.job) if complete.job.snapshot else None
+    script = render(
+        complete.job,
+        capabilities or Capabilities(),
+        site,
+        snapshot=snapshot.paths if snapshot else None,
+    )
+    return Rendered(complete, script, site, snapshot)
 
 
 def prepare(
@@ -70,6 +87,7 @@ def prepare(
     argv: Sequence[str],
     environment: Mapping[str, str],
     now: float | None = None,
+    notice: Callable[[str], None] = lambda _: None,
 ) -> Submission:
     """Write the submission and its run down completely; nothing is submitted yet.
 
@@ -80,12 +98,32 @@ def prepare(
         argv: the command line, for the record.
         environment: of the submitting process.
         now: seconds since the epoch; the clock when left out.
+        notice: takes a line to show, when the snapshot of the code takes long.
+
+    Raises:
+        InputError: the snapshot that the job asks for cannot be taken.
+        RecordError: the records cannot be written. Either way nothing is left behind.
     """
     job = rendered.resolved.job
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
     sid = new_id(job.name, now=moment)
     resolved = job.model_dump(mode="json")
+
+    def take_snapshot(directory: Path) -> None:
+        if rendered.snapshot is None:
+            return
+        taken = rendered.snapshot.take(
+            directory / CODE_DIRECTORY, leave_out=store.places, notice=notice
+        )
+        dirty = (provenance["git"] or {"dirty": taken.files > 0})["dirty"]
+        # before the records are written that have the provenance in them
+        provenance["snapshot"] = {
+            "top": rendered.snapshot.top,
+            "dirty": dirty,
+            **taken.to_json(),
+        }
+
     submission = store.prepare(
         sid,
         script=rendered.script,
@@ -104,6 +142,7 @@ def prepare(
             "provenance": provenance,
         },
         runs={0: {"name": job.name, "created": moment, "job": resolved, "provenance": provenance}},
+        fill=take_snapshot,
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)

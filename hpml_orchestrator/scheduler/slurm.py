@@ -278,7 +278,10 @@ class SlurmScheduler:
                     f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
                     hint=SILENT_HINT,
                 )
-            raise SchedulerError(f"Slurm did not cancel: {words}")
+            raise SchedulerError(
+                f"Slurm did not cancel: {words}",
+                hint=hint_for(done.stderr) or "`hpml status` says what state the job is in",
+            )
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.errors import InputError, NotFoundError, nearest
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.overlay import covers, leaves, merged
+from hpml_orchestrator.spec.regular import open_regular
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -24,7 +24,6 @@ __all__ = ["ResolvedJob", "absolute", "explained", "load_job", "parse_setting", 
 
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 _INDEX_DIGITS = 6
-_CLOSE_ENOUGH = 0.6
 _PART_CHARS = 60
 
 
@@ -120,7 +119,7 @@ def read_mapping(source: Path, kind: _Kind) -> dict[str, Any]:
         InputError: it cannot be read, is too large, or holds no mapping.
     """
     try:
-        with source.open("rb") as stream:
+        with open_regular(source) as stream:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFoundError(
@@ -137,7 +136,9 @@ def read_mapping(source: Path, kind: _Kind) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from error
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start})", hint="save it as plain text, UTF-8"
+        ) from error
     if source.suffix.lower() == ".toml":
         from hpml_orchestrator.spec.document import parse_toml  # noqa: PLC0415
 
@@ -327,12 +328,12 @@ def _nearest(place: list[str], model: type[BaseModel], prefix: str) -> str:
     parent: type[BaseModel] | None = _model_at(place[:-1], model)
     word = place[-1]
     if parent is not None:
-        near = difflib.get_close_matches(word, parent.model_fields, n=1, cutoff=_CLOSE_ENOUGH)
+        near = nearest(word, parent.model_fields)
         if near:
-            return f"; did you mean {prefix}{'.'.join([*place[:-1], near[0]])}?"
+            return f"; did you mean {prefix}{'.'.join([*place[:-1], near])}?"
     everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_fields(model)}
-    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=_CLOSE_ENOUGH)
-    return f"; did you mean {prefix}{everywhere[near[0]]}?" if near else ""
+    near = nearest(word, everywhere)
+    return f"; did you mean {prefix}{everywhere[near]}?" if near else ""
 
 
 def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:

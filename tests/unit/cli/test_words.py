@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
 COMMANDS = sorted(
-    "render submit run list status logs cancel wait show doctor schema init template".split()
+    "render submit run list status logs cancel wait show doctor schema init template man".split()
 )
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),
@@ -63,10 +63,10 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message", "hint"),
     [
-        (["frobnicate"], 2, "No such command", ""),
-        (["run"], 2, "Missing argument", ""),
-        (["render", "job.yaml", "--frob"], 2, "No such option", ""),
-        (["list", "-n", "0"], 2, "Invalid value", ""),
+        (["frobnicate"], 2, "COMMAND: hpml has no such command (got 'frobnicate')", "there are: "),
+        (["run"], 2, "JOB_FILE: must be given", "hint: hpml run job.yaml"),
+        (["render", "job.yaml", "--frob"], 2, "--frob: hpml render has no such option", "hint: "),
+        (["list", "-n", "0"], 2, "--number: must be a whole number, 1 or more (got '0')", "hint:"),
         (["render", "none.yaml"], 3, "no such job file", "hint: "),
         (["render", "bad.yaml"], 2, "nam: there is no such field; did you mean name?", "hint: in"),
         (["render", "two.yaml"], 2, "             resources.nodes: must be at least 1", "hint:"),
