@@ -46,7 +46,20 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "wait": [("In a script, go on when the run is over:", "hpml wait last")],
     "show": [("All that is known of the newest run:", "hpml show")],
     "doctor": [("Look at this machine:", "hpml doctor")],
-    "schema": [("For an editor's checks:", "hpml schema job")],
+    "schema": [
+        ("For an editor's checks:", "hpml schema job"),
+        ("The same for site profiles:", "hpml schema site"),
+    ],
+    "init": [
+        ("Write hpml.toml for the projects below this directory:", "hpml init"),
+        ("Yours for all projects, with a look at the nodes:", "hpml init --user --probe"),
+    ],
+    "template": [("Which templates count here:", "hpml template list")],
+    "template list": [("For programs:", "hpml template list --json")],
+    "template eject": [
+        ("Begin a template of your own:", "hpml template eject torchrun"),
+        ("A copy of all that hpml has:", "hpml template eject base --whole"),
+    ],
     "man": [
         ("Read about a command:", "hpml man submit"),
         ("Install all pages:", "hpml man --output /usr/local/share/man"),
