@@ -117,7 +117,7 @@ def test_the_first_page_lists_every_command() -> None:
         f"{' '.join(['hpml', *one.split()])}.1".replace(" ", "-") for one in commands()
     }
     for command in commands()[1:]:
-        above = "-".join(["hpml", *command.split()[:-1]])
+        above = "\\-".join(["hpml", *command.split()[:-1]])
         assert f".BR {above} (1)," in page_of(command)
 
 
@@ -315,7 +315,7 @@ def test_examples_can_be_typed() -> None:
             name, *words = shlex.split(line)
             root.main(args=words, prog_name=name, standalone_mode=False)
             assert len(called) == 1, line
-            assert command in ("", called[0]), line
+            assert f"{called[0]} ".startswith(f"{command} ".lstrip()), line
 
 
 def test_man_is_plain_text_in_a_pipe(hpml: Hpml) -> None:
