@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.batch.check_ask import Ask, ask_of, tres_of
-from hpml_orchestrator.batch.check_finding import Finding, listed, nearest
+from hpml_orchestrator.batch.check_ask import Ask, ask_of, memory_needed, tres_of
+from hpml_orchestrator.batch.check_finding import Finding, listed, nearest, size_text
 from hpml_orchestrator.batch.check_fit import Fit, fit, unknown_things
 from hpml_orchestrator.batch.check_partition import access, closed, limits, state
 from hpml_orchestrator.batch.check_policy import Standing, limits_of_policy, standing_of
@@ -48,6 +48,8 @@ def check(
     now: float | None = None,
     required: frozenset[str] = frozenset(),
     excluded: frozenset[str] = frozenset(),
+    disk_mib: int = 0,
+    shm_mib: int = 0,
 ) -> list[Finding]:
     """Return all that keeps a job from running on a cluster, or may.
 
@@ -58,8 +60,10 @@ def check(
         now: seconds since the epoch, for reservations.
         required: nodes of `--nodelist`.
         excluded: nodes of `--exclude`.
+        disk_mib: what will be staged to each node's local disk, where Slurm knows that disk.
+        shm_mib: what will be staged to each node's RAM, as far as known.
     """
-    ask = ask_of(job, required=required, excluded=excluded)
+    ask = ask_of(job, required=required, excluded=excluded, disk_mib=disk_mib, shm_mib=shm_mib)
     if "clusters" in ask.options:
         return []  # another cluster's controller would have to be asked
     found = check_script_size(script_bytes, cluster)
@@ -196,11 +200,20 @@ def _placed(
             found += verdict.closed
     if enforced == "ALL":
         found += [one for verdict in verdicts for one in verdict.limits]
+    if _denies_at_once(standing, verdicts[0].partition, cluster):
+        found += verdicts[0].policy
     if usable:
         found += _waits(ask, usable, cluster)
+        found += _default_memory(ask, usable, cluster)
         return _with_alternatives(found, ask, chosen, cluster, standing) if known else found
     found += [one for verdict in verdicts for one in verdict.findings]
     return _with_alternatives(found, ask, chosen, cluster, standing) if known else found
+
+
+def _denies_at_once(standing: Standing, partition: Partition, cluster: Cluster) -> bool:
+    """Whether Slurm compares a job with limits when it is submitted: with the first partition's."""
+    own = [one for one in cluster.qos or () if one.name == partition.qos]
+    return any("DenyOnLimit" in one.flags for one in (standing.qos, *own) if one is not None)
 
 
 def _waits(ask: Ask, usable: list[_Verdict], cluster: Cluster) -> list[Finding]:
@@ -229,6 +242,25 @@ def _waits(ask: Ask, usable: list[_Verdict], cluster: Cluster) -> list[Finding]:
             f"{best.partition.name} that it fits, {fitting - len(out)} can be had now; "
             f"{listed(reasons)}",
             fitting - len(out),
+        )
+    ]
+
+
+def _default_memory(ask: Ask, usable: list[_Verdict], cluster: Cluster) -> list[Finding]:
+    """Return a warning where what goes to RAM is more than the job gets by default."""
+    default = max(memory_needed(ask, one.partition, cluster.limits) for one in usable)
+    if ask.memory_mib is not None or not default or ask.shm_mib < default:
+        return []
+    return [
+        Finding(
+            "warning",
+            "memory.staged",
+            "resources.memory",
+            None,
+            f"{size_text(ask.shm_mib)} go to shm, which counts as the job's memory, and a job "
+            f"that asks for none gets {size_text(default)} here",
+            size_text(default),
+            "give `memory` as what the ranks need: what is staged to shm is added to it",
         )
     ]
 

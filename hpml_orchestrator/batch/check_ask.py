@@ -32,6 +32,8 @@ class Ask:
         partitions: names; empty for the default one.
         options: the other sbatch options, without their dashes; None for one without a value.
         required, excluded: nodes that it has to have, or must not have.
+        disk_mib: what goes to each node's local disk; 0 where that is nothing, or not known.
+        shm_mib: what goes to each node's RAM, as far as known.
     """
 
     job: Job
@@ -46,6 +48,8 @@ class Ask:
     options: Mapping[str, str | None]
     required: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
+    disk_mib: int = 0
+    shm_mib: int = 0
 
     @property
     def gpu_count(self) -> int:
@@ -58,8 +62,10 @@ def ask_of(
     *,
     required: frozenset[str] = frozenset(),
     excluded: frozenset[str] = frozenset(),
+    disk_mib: int = 0,
+    shm_mib: int = 0,
 ) -> Ask:
-    """Return what a complete job asks for."""
+    """Return what a complete job asks for; the rest as in `Ask`."""
     resources = job.resources
     options = {}
     for option in resources.extra:
@@ -80,6 +86,8 @@ def ask_of(
         options=options,
         required=required,
         excluded=excluded,
+        disk_mib=disk_mib,
+        shm_mib=shm_mib,
     )
 
 

@@ -1,8 +1,9 @@
 """What `--constraint` asks for, read as Slurm reads it.
 
 Seen with 22.05: operators are taken from left to right, `&` does not bind closer than `|`;
-parentheses come first. `[a|b]` wants one of them on all nodes; `[a*2&b*1]` wants exactly so many
-nodes of each; `a*2` wants at least two such nodes among all. What mixes these is Slurm's to judge.
+parentheses come first. `[a|b]` wants one of them on all nodes; `[a*2&b*1]` wants so many nodes of
+each, all in all those of the job; `a*2` wants at least two such nodes among all. What mixes these,
+and counts that do not add up to all nodes, are Slurm's to judge.
 """
 
 from __future__ import annotations
@@ -101,10 +102,12 @@ def _one_for_all(inner: str, nodes: Sequence[Features], wanted: int) -> bool | N
 
 def _so_many_of_each(
     wishes: Sequence[tuple[str, int]], nodes: Sequence[Features], wanted: int
-) -> bool:
+) -> bool | None:
     """Whether so many different nodes of each kind can be found: a matching, path by path."""
     tests = [per_node(term) for term, count in wishes for _ in range(count)]
-    if len(tests) != wanted:
+    if len(tests) < wanted:
+        return None  # seen taken and seen refused
+    if len(tests) > wanted:
         return False
     taken: dict[int, int] = {}
 

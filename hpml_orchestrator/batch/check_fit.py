@@ -117,8 +117,20 @@ def _needs(ask: Ask, partition: Partition, cluster: Cluster) -> list[_Need]:
                 size_text,
             )
         )
-    for kind, count in ask.gpus:
-        needs.append(_gpu_need(kind, count))
+    if ask.disk_mib:
+        needs.append(
+            _Need(
+                "disk",
+                "stage",
+                f"{size_text(ask.disk_mib)} of local disk for what is staged",
+                # 0: the site does not say, and nobody can know.
+                lambda node: not node.tmp_disk_mib or node.tmp_disk_mib >= ask.disk_mib,
+                lambda node: node.tmp_disk_mib,
+                ask.disk_mib,
+                size_text,
+            )
+        )
+    needs += [_gpu_need(kind, count) for kind, count in ask.gpus]
     wish = resources.constraint
     alone = constraints.per_node(wish) if wish else None
     if wish and alone is not None:
@@ -147,6 +159,8 @@ def _gpu_need(kind: str, count: int) -> _Need:
 
 
 def _value(ask: Ask, field: str) -> object:
+    if field == "stage":
+        return size_text(ask.disk_mib)
     return getattr(ask.job.resources, field.rpartition(".")[2])
 
 
@@ -173,6 +187,8 @@ def _missing(ask: Ask, partition: Partition, need: _Need, nodes: Sequence[Node])
         if not one:
             says = f"{ask.nodes} nodes {where} have at most {need.show(most)} each"
         hint = f"ask for at most {need.show(most)}"
+        if need.name == "disk":
+            hint = "stage less, or to shm, or to a directory by its path"
     else:
         says = f"no node {where} has any"
         if need.name == "cpus":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpml_orchestrator.cli.check import NoCheckOption, before_submission
 from hpml_orchestrator.cli.common import (
     BackendOption,
     JobFile,
@@ -103,6 +104,7 @@ def submit(
             help="Complete a submission that was cut off: find its job, or submit it.",
         ),
     ] = "",
+    no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job and return at once."""
@@ -117,7 +119,9 @@ def submit(
         submission = store.resolve(resume)
         job_id = _resume(store, submission)
     else:
-        submission, job_id = _submit(store, job_file, settings, backend, local=local)
+        submission, job_id = _submit(
+            store, job_file, settings, backend, local=local, checked=not no_check
+        )
     words = ("{} is job {}" if resume else "submitted {} as job {}").format(submission.sid, job_id)
     try:
         if as_json:
@@ -147,6 +151,7 @@ def run(
     settings: SetOption = [],  # noqa: B006
     backend: BackendOption = "auto",
     local: LocalOption = False,
+    no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job, follow its output, and end with a summary.
@@ -156,19 +161,26 @@ def run(
     from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
 
     store = store_of(context)
-    submission, job_id = _submit(store, job_file, settings, backend, local=local)
+    submission, job_id = _submit(
+        store, job_file, settings, backend, local=local, checked=not no_check
+    )
     typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
     state = follow(store, submission, out=sys.stderr if as_json else sys.stdout, end_line=True)
     finish(state, as_json=as_json)
 
 
 def _submit(
-    store: Store, job_file: str, settings: list[str], backend: str, *, local: bool
+    store: Store,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    *,
+    local: bool,
+    checked: bool,
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.jobs.measure import missing_here  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
 
@@ -176,8 +188,8 @@ def _submit(
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
     rendered = _load(job_file, settings)
-    for finding in missing_here(rendered.resolved.job):
-        typer.echo(f"hpml: warning: {finding}", err=True)
+    if checked:
+        before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
     with held() as interrupt:

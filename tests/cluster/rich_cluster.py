@@ -121,7 +121,9 @@ def _reconfigure(cluster: SlurmCluster, old: str, new: str) -> None:
     cluster.run("scontrol", "reconfigure")
 
 
-def as_user(cluster: SlurmCluster, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def as_user(
+    cluster: SlurmCluster, *command: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a command as the user without rights."""
     return subprocess.run(
         command,

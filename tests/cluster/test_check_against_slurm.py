@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,16 +49,16 @@ CHOICES: dict[str, tuple[float, list[Any]]] = {
     "memory": (0.4, ["500M", "1500M", "4000M", "7900M", "8000M", "9000M", "16001M", "33000M"]),
     "gpus": (
         0.3,
-        ["1", "4", "5", "7", "a100:2", "a100:4", "a100:5", "h100:1", "1g.10gb:4", "1g.10gb:5"]
-        + ["3g.20gb:1", "a100:2,1g.10gb:1"],
+        "1 4 5 7 a100:2 a100:4 a100:5 h100:1 1g.10gb:4 1g.10gb:5 3g.20gb:1 "
+        "a100:2,1g.10gb:1".split(),
     ),
     "time": (0.5, ["00:10:00", "00:25:00", "00:45:00", "01:30:00", "03:00:00", "2-0", "8-0"]),
     "account": (0.3, ["dev", "course", "vip", "nope"]),
     "qos": (0.3, ["normal", "fast", "slow", "gpuq", "tiny", "grpq", "minq", "nope"]),
     "constraint": (
         0.25,
-        ["cpu", "gpu", "avx512", "rack1|rack2", "avx512&gpu", "cpu&gpu", "nope", "cpu|nope"]
-        + ["(cpu|gpu)&avx512", "[rack1|gpu]", "[rack1*1&gpu*1]", "rack1*1", "gpu|cpu&avx512"],
+        "cpu gpu avx512 rack1|rack2 avx512&gpu cpu&gpu nope cpu|nope (cpu|gpu)&avx512 [rack1|gpu] "
+        "[rack1*1&gpu*1] rack1*1 gpu|cpu&avx512".split(),
     ),
     "exclusive": (0.1, [True]),
 }
@@ -74,6 +74,8 @@ def generated(seed: int) -> Iterator[Job]:
         for field, (chance, values) in CHOICES.items():
             if dice.random() < chance * eagerness:
                 resources[field] = dice.choice(values)
+        if resources.get("constraint", "").startswith("[rack1*1"):
+            resources["nodes"] = 2  # else Slurm takes some and refuses others: nothing to agree on
         launcher = dice.choice(["srun", "torchrun"])
         yield Job.model_validate(
             {"name": f"j{index}", "launcher": launcher, "command": ["true"], "resources": resources}
@@ -94,9 +96,9 @@ def states(site: SlurmCluster) -> dict[str, tuple[str, str]]:
     return {job_id: (state, reason) for job_id, state, reason in rows}
 
 
-@pytest.mark.parametrize("how", ["NO", "ALL"])
+@pytest.mark.parametrize("how", ["NO", "ALL", "ANY"])
 def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
-    """A job without an error is taken and started; one with an error is refused, or never starts."""
+    """A job without an error is taken and starts; one with an error is refused or never starts."""
     enforce(site, how)
     cluster = seen(site)
     assert cluster.limits.enforce_partition_limits == how
@@ -109,10 +111,8 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
         now = states(site)
         return all(not job_id or now[job_id][0] != "PENDING" for job_id in good)
 
-    try:
+    with contextlib.suppress(AssertionError):  # told below, job by job
         eventually(all_started, seconds=30)
-    except AssertionError:
-        pass  # told below, job by job
     now = states(site)
     wrong = []
     outcomes: Counter[str] = Counter()
