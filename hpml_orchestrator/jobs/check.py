@@ -132,7 +132,7 @@ def check_job(
 
 
 def refusal(errors: Sequence[Finding]) -> InputError:
-    """Return the error for a job that would not be taken: every finding, each with what would do."""
+    """Return the error for a job that would not run: every finding, each with what would do."""
     lines = []
     for finding in errors:
         lines.append(str(finding))

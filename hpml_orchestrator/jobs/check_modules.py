@@ -21,8 +21,11 @@ if ! type module >/dev/null 2>&1; then
 fi
 type module >/dev/null 2>&1 || exit 77
 missing=0
+has() {
+  module is-avail "$1" >/dev/null 2>&1 || module -t avail "$1" 2>&1 | grep -qF "$1"
+}
 for name; do
-  if module is-avail "$name" >/dev/null 2>&1 || module -t avail "$name" 2>&1 | grep -qF "$name"; then
+  if has "$name"; then
     module load "$name" >/dev/null 2>&1
   else
     printf 'missing %s\\n' "$name"; missing=1

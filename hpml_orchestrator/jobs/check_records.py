@@ -60,7 +60,7 @@ def check_records(root: Path, *, on_nodes: bool, mounts: str = "/proc/mounts") -
 
 
 def one_machine(environment: Mapping[str, str]) -> bool:
-    """Return whether the whole cluster is seen to be this machine: its controller is on loopback."""
+    """Return whether the cluster is seen to be this machine: its controller is on loopback."""
     path = environment.get("SLURM_CONF", _USUAL_CONFIGURATION)
     try:
         text = Path(path).read_text("utf-8", errors="replace")
