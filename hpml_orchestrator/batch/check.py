@@ -79,7 +79,7 @@ def check(
     found += wrong
     if chosen:
         found += _placed(ask, chosen, cluster, standing, known=not found)
-    return _unique(found)
+    return _unique(_told_once(found))
 
 
 def check_array(max_index: int, count: int, cluster: Cluster) -> list[Finding]:
@@ -290,17 +290,31 @@ def _with_alternatives(
     else:
         return found
     return [
-        dataclasses.replace(
-            one, hint=words if _only_elsewhere(one.hint) else f"{words}; or {one.hint}"
-        )
-        if one.level == "error"
-        else one
+        dataclasses.replace(one, hint=_joined(words, one.hint)) if one.level == "error" else one
         for one in found
     ]
 
 
-def _only_elsewhere(hint: str) -> bool:
-    return not hint or hint.startswith(("name another partition", "partitions that are up"))
+def _joined(alternatives: str, hint: str) -> str:
+    """Return both hints, without what the first one says better."""
+    if hint.startswith(("name another partition", "partitions that are up")):
+        return alternatives
+    own = hint.partition("; partitions that allow")[0].removesuffix(", or name another partition")
+    return f"{alternatives}; or {own}" if own else alternatives
+
+
+_INCLUDED = {
+    "gpus.type": "gpus.most",
+    "gpus.none": "gpus.most",
+    "features.unknown": "features.nodes",
+    "features.form": "features.nodes",
+}
+"""What is said of a whole cluster, and what would be said of each partition again."""
+
+
+def _told_once(found: list[Finding]) -> list[Finding]:
+    told = {_INCLUDED[one.code] for one in found if one.code in _INCLUDED}
+    return [one for one in found if one.code not in told]
 
 
 def _unique(found: list[Finding]) -> list[Finding]:

@@ -108,9 +108,7 @@ def _needs(ask: Ask, partition: Partition, cluster: Cluster) -> list[_Need]:
             _Need(
                 "memory",
                 "resources.memory",
-                f"{memory_words(ask, memory)} of memory per node"
-                if ask.memory_mib is not None and not ask.staged_mib
-                else f"memory of {memory_words(ask, memory)}",
+                memory_words(ask, memory),
                 lambda node: node.memory_mib >= memory,
                 lambda node: node.memory_mib,
                 memory,
@@ -187,8 +185,12 @@ def _missing(ask: Ask, partition: Partition, need: _Need, nodes: Sequence[Node])
         if not one:
             says = f"{ask.nodes} nodes {where} have at most {need.show(most)} each"
         hint = f"ask for at most {need.show(most)}"
-        if need.name == "disk":
+        if need.name == "cpus" and need.field == "resources.memory":
+            hint = "ask for less memory per node"
+        elif need.name == "disk":
             hint = "stage less, or to shm, or to a directory by its path"
+        if have:
+            hint += f", or for at most {have} node{'s' * (have != 1)}"
     else:
         says = f"no node {where} has any"
         if need.name == "cpus":
@@ -299,7 +301,7 @@ def _unknown_gpus(ask: Ask, cluster: Cluster) -> list[Finding]:
         same = [one for one in types if ("g." in one) == profile and one]
         word = "MIG profile" if profile else "type of GPU"
         there = listed([f"{one}:{types[one]}" for one in sorted(same)])
-        hint = nearest(kind, same)
+        hint = "" if profile else nearest(kind, same)
         others = [f"{one}:{types[one]}" for one in sorted(types) if one]
         found.append(
             Finding(

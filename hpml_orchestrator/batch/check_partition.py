@@ -186,7 +186,7 @@ def _nodes(ask: Ask, partition: Partition, cluster: Cluster, lifted: set[str]) -
 
     if ask.nodes > most:
         has = f"has {there} node{'s' * (there != 1)}"
-        says = has if most == there else f"takes jobs of at most {most} nodes"
+        says = has if most == there else f"takes jobs of at most {most} node{'s' * (most != 1)}"
         larger = [
             one.name
             for one in cluster.partitions
@@ -236,11 +236,12 @@ def _memory(ask: Ask, partition: Partition, cluster: Cluster) -> list[Finding]:
 
 def memory_words(ask: Ask, wanted: int) -> str:
     """Return what memory a job asks for, and how that comes about."""
+    words = f"{size_text(wanted)} of memory per node"
     if ask.memory_mib is None:
-        return f"{size_text(wanted)}, the default for {ask.cpus} CPUs"
+        return f"{words} (the default for {ask.cpus} CPU{'s' * (ask.cpus != 1)})"
     if ask.staged_mib:
-        return f"{size_text(wanted)}, {size_text(ask.staged_mib)} of it for what is staged to shm"
-    return size_text(wanted)
+        return f"{words} ({size_text(ask.staged_mib)} of it for what is staged to shm)"
+    return words
 
 
 def cpu_words(ask: Ask, partition: Partition, cluster: Cluster) -> str:
