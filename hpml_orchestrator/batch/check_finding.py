@@ -79,7 +79,10 @@ def listed(words: Sequence[str], *, last: str = "and", none: str = "none") -> st
 def size_text(mebibytes: int) -> str:
     """Return an amount of memory as a job file says it.
 
-    >>> size_text(8192), size_text(9000)
-    ('8G', '9000M')
+    >>> size_text(8192), size_text(9000), size_text(2 * 1024**2)
+    ('8G', '9000M', '2T')
     """
-    return f"{mebibytes // _GIBI}G" if mebibytes and mebibytes % _GIBI == 0 else f"{mebibytes}M"
+    for unit, size in (("T", _GIBI**2), ("G", _GIBI)):
+        if mebibytes and mebibytes % size == 0:
+            return f"{mebibytes // size}{unit}"
+    return f"{mebibytes}M"

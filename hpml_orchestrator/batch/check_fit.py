@@ -53,7 +53,7 @@ def fit(ask: Ask, partition: Partition, cluster: Cluster) -> Fit:
     fitting = those(needs)
     if _enough(ask, fitting):
         return Fit(fitting, True, [])
-    alone = [need for need in needs if not _enough(ask, those([need]), counts=False)]
+    alone = [need for need in needs if len(those([need])) < ask.nodes]
     if alone:
         findings = [_missing(ask, partition, need, nodes) for need in alone]
     else:
@@ -70,12 +70,12 @@ def unknown_things(ask: Ask, cluster: Cluster) -> list[Finding]:
     ]
 
 
-def _enough(ask: Ask, nodes: Sequence[Node], *, counts: bool = True) -> bool:
+def _enough(ask: Ask, nodes: Sequence[Node]) -> bool:
     names = {node.name for node in nodes}
     if len(nodes) < ask.nodes or not ask.required <= names:
         return False
     wish = ask.job.resources.constraint
-    if not counts or not wish:
+    if not wish:
         return True
     return constraints.matches(wish, [node.features for node in nodes], ask.nodes) is not False
 

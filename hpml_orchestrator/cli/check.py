@@ -27,6 +27,7 @@ __all__ = ["NoCheckOption", "before_submission", "register"]
 
 _EXIT_WRONG = 2
 _EXIT_NOT_ASKED = 5
+_PATIENCE_SECONDS = 5.0  # with a cluster that does not answer while a submission waits
 
 NoCheckOption = Annotated[
     bool,
@@ -90,6 +91,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         records=store.root,
         environment=dict(os.environ),
         script=rendered.script,
+        cluster_seconds=_PATIENCE_SECONDS,
         walk_seconds=1.0,
     )
     # Whether records can be written is seen a moment later, and said in the words of that error.
@@ -102,9 +104,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         hint = f"; {finding.hint}" if finding.hint else ""
         typer.echo(f"hpml: warning: {finding}{hint}", err=True)
     if report.not_asked:
-        typer.echo(
-            f"hpml: warning: submitted without a check of the cluster: {report.not_asked}", err=True
-        )
+        typer.echo(f"hpml: warning: not checked against the cluster: {report.not_asked}", err=True)
 
 
 def _tell(report: Report, backend: str, job: str) -> None:

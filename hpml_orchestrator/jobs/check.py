@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "check_job", "refusal"]
 
 CLUSTER_SECONDS = 8.0
-"""How long a controller that stands still may hold a submission up."""
+"""Patience with a controller that stands still."""
 
 
 @dataclass(frozen=True)
