@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -37,7 +38,8 @@ class Finding:
 
     def __str__(self) -> str:
         """Return the finding in one line, without its hint."""
-        got = "" if self.value is None or str(self.value) in self.message else f" ({self.value})"
+        told = re.search(rf"(?<![\w.]){re.escape(str(self.value))}(?![\w])", self.message)
+        got = "" if self.value is None or told else f" ({self.value})"
         return f"{self.field}{got}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:

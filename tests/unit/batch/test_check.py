@@ -268,7 +268,7 @@ def test_of_each_limit_the_first_that_is_set_counts() -> None:
 
 def test_limits_per_node_per_user_of_groups_and_from_below() -> None:
     """Each kind of TRES limit says its scope; whole nodes count with all of their CPUs."""
-    limits = {
+    limits: dict[str, tuple[dict[str, int], dict[str, Any], str, str]] = {
         "max_tres_per_node": ({"cpu": 2}, {"cpus_per_rank": 3}, "cpu.qos", "2 CPUs per node"),
         "max_tres_per_user": ({"mem": 3000}, {"memory": "4G"}, "mem.qos", "for all jobs of a user"),
         "group_tres": ({"node": 2}, {"nodes": 3}, "node.qos", "2 nodes for all its jobs together"),
