@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["groups_of", "read_cluster", "user_name"]
 
 _T = TypeVar("_T")
+_ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
 # Of a site that shows its users less (PrivateData): there is nothing to see, and no fault.
 _DENIED = "access/permission denied"
 
@@ -82,7 +83,8 @@ def read_cluster(
 
     def account(*words: str) -> str | None:
         try:
-            done = ask(runner, ["sacctmgr", "-nP", "show", *words], env=env)
+            argv = ["sacctmgr", "-nP", "show", *words]
+            done = ask(runner, argv, env=env, timeout=_ACCOUNTING_SECONDS)
         except SchedulerUnavailable:
             return None
         return done.stdout if done.returncode == 0 else None
