@@ -148,9 +148,10 @@ def refusal(errors: Sequence[Finding]) -> InputError:
 
 def _ask(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
     from hpml_orchestrator.scheduler.slurm_cluster import read_cluster  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.slurm_groups import with_group_limits  # noqa: PLC0415
 
     try:
-        return read_cluster(run, env=environment), ""
+        return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
     except SchedulerUnavailable as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001 - a submission must not fail because of its check

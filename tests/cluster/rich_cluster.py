@@ -65,7 +65,7 @@ modify qos minq set MinTRESPerJob=cpu=4
 modify qos cap set MaxTRESPerJob=node=2
 add user root account=vip
 add user nobody account=course
-modify account course set MaxWall=00:20:00 MaxTRES=cpu=4
+modify account course set MaxWall=00:20:00 MaxTRES=cpu=4 GrpTRES=mem=6000
 modify user nobody account=dev set qos+=fast,slow,gpuq,tiny,grpq,minq
 modify user nobody account=course set qos=normal
 modify user root set qos+=fast,slow

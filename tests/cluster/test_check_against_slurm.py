@@ -15,6 +15,7 @@ from hpml_orchestrator.batch.check import check
 from hpml_orchestrator.batch.check_finding import errors_of
 from hpml_orchestrator.cluster import Cluster
 from hpml_orchestrator.scheduler.slurm_cluster import read_cluster
+from hpml_orchestrator.scheduler.slurm_groups import with_group_limits
 from hpml_orchestrator.spec import Job
 from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import eventually
@@ -32,7 +33,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 def seen(site: SlurmCluster) -> Cluster:
     """The cluster as the user without rights sees it."""
-    return read_cluster(env=site.environment, user=USER)
+    cluster = read_cluster(env=site.environment, user=USER)
+    return with_group_limits(cluster, env=site.environment)
 
 
 # Each field is left alone most of the time, so that about half of all jobs are right.
