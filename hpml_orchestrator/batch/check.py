@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "check_array", "check_script_size"]
 
+_STAGED_TO = "/tmp"  # noqa: S108 - where `target: local` lies on a node, unless the job says else
+
 
 @dataclass(frozen=True)
 class _Verdict:
@@ -63,6 +65,8 @@ def check(
         disk_mib: what will be staged to each node's local disk, where Slurm knows that disk.
         shm_mib: what will be staged to each node's RAM, as far as known.
     """
+    if cluster.limits.tmp_fs != _STAGED_TO:
+        disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
     ask = ask_of(job, required=required, excluded=excluded, disk_mib=disk_mib, shm_mib=shm_mib)
     if "clusters" in ask.options:
         return []  # another cluster's controller would have to be asked

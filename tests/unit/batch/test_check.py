@@ -347,6 +347,8 @@ def test_what_is_staged_counts() -> None:
     told = check(job(partition="gpus"), CLUSTER, disk_mib=1001)
     assert [one.code for one in told] == ["disk.most"]
     assert "1001M of local disk" in told[0].message
+    elsewhere = with_partition(GPUS, tmp_fs="/scratch")  # whose size says nothing of /tmp
+    assert check(job(partition="gpus"), elsewhere, disk_mib=1001) == []
     stage = [{"name": "d", "source": "/d", "target": "shm", "size": "8G"}]
     told = check(job(stage, memory="25000M"), CLUSTER)
     assert [one.code for one in told] == ["memory.most"]
