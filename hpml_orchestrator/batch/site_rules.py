@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site import DirectiveRule
 
-__all__ = ["apply_rules", "leaves_out"]
+__all__ = ["apply_rules", "as_asked", "leaves_out"]
 
 _FIELDS = {
     "nodes": "nodes",
@@ -70,6 +70,25 @@ def apply_rules(
             line = f"--{name}={rule.default}" if rule.default else f"--{name}"
             made.append(_renamed(rule.rename, rule.default) if rule.rename is not None else line)
     return made
+
+
+def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
+    """Return the job as Slurm will see it: without what the site leaves out, with what it adds.
+
+    A renamed option counts as what it was: what it means under its other name is the site's.
+    """
+    changes: dict[str, object] = {}
+    extra = [one for one in job.resources.extra if not leaves_out(rules, _split(one)[0])]
+    for name, rule in rules.items():
+        field = _FIELDS.get(name, "")
+        if rule.rename is None and leaves_out(rules, name) and field not in ("", "mail"):
+            changes[field] = Resources.model_fields[field].default
+        elif rule.default is not None and field in ("partition", "account", "qos", "constraint"):
+            changes[field] = getattr(job.resources, field) or rule.default
+        elif rule.default is not None and not any(_split(one)[0] == name for one in extra):
+            extra.append(f"--{name}={rule.default}" if rule.default else f"--{name}")
+    resources = job.resources.model_copy(update={**changes, "extra": extra})
+    return job.model_copy(update={"resources": resources})
 
 
 def leaves_out(rules: Mapping[str, DirectiveRule], name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpml_orchestrator.cli.check import NoCheckOption, before_submission
 from hpml_orchestrator.cli.common import (
     BackendOption,
     JobFile,
@@ -19,11 +20,11 @@ from hpml_orchestrator.cli.common import (
     backend_name,
     not_written,
     print_json,
+    rendered_of,
     store_of,
 )
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.jobs.submit import Rendered
     from hpml_orchestrator.records.store import Store, Submission
 
 __all__ = ["register"]
@@ -34,17 +35,6 @@ def register(app: typer.Typer) -> None:
     app.command()(render)
     app.command()(submit)
     app.command()(run)
-
-
-def _load(context: typer.Context, job_file: str, settings: list[str], backend: str) -> Rendered:
-    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
-    from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
-    from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
-
-    chosen = (context.obj or {}).get("site") or ""
-    given = [parse_setting(setting) for setting in settings]
-    site = site_for(job_file, os.environ, chosen=chosen, backend=backend)
-    return render_job(load_job(job_file, given, site), site=site)
 
 
 def render(
@@ -84,7 +74,7 @@ def render(
         raise InputError(
             "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
         )
-    rendered = _load(context, job_file, settings, backend_name(backend, local=local))
+    rendered = rendered_of(context, job_file, settings, backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -121,6 +111,7 @@ def submit(
             help="Complete a submission that was cut off: find its job, or submit it.",
         ),
     ] = "",
+    no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job and return at once."""
@@ -141,7 +132,9 @@ def submit(
         submission = store.resolve(resume)
         job_id = _resume(store, submission)
     else:
-        submission, job_id = _submit(context, job_file, settings, backend, local=local)
+        submission, job_id = _submit(
+            context, job_file, settings, backend, local=local, checked=not no_check
+        )
     words = ("{} is job {}" if resume else "submitted {} as job {}").format(submission.sid, job_id)
     try:
         if as_json:
@@ -171,6 +164,7 @@ def run(
     settings: SetOption = [],  # noqa: B006
     backend: BackendOption = "auto",
     local: LocalOption = False,
+    no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job, follow its output, and end with a summary.
@@ -180,29 +174,36 @@ def run(
     from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
 
     store = store_of(context)
-    submission, job_id = _submit(context, job_file, settings, backend, local=local)
+    submission, job_id = _submit(
+        context, job_file, settings, backend, local=local, checked=not no_check
+    )
     typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
     state = follow(store, submission, out=sys.stderr if as_json else sys.stdout, end_line=True)
     finish(state, as_json=as_json)
 
 
 def _submit(
-    context: typer.Context, job_file: str, settings: list[str], backend: str, *, local: bool
+    context: typer.Context,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    *,
+    local: bool,
+    checked: bool,
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.jobs.measure import missing_here  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
 
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
-    rendered = _load(context, job_file, settings, name)
+    rendered = rendered_of(context, job_file, settings, name)
     store = store_of(context)
-    for finding in missing_here(rendered.resolved.job):
-        typer.echo(f"hpml: warning: {finding}", err=True)
+    if checked:
+        before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
     with held() as interrupt:

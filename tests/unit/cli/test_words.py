@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
 COMMANDS = sorted(
-    "render submit run list status logs cancel wait show doctor schema init template man".split()
+    "render check submit run list status logs cancel wait show doctor schema init template "
+    "man".split()
 )
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),
@@ -76,7 +77,13 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
         (["submit", "good.yaml", "--resume", "x"], 2, "--resume: takes no job file", ""),
         (["submit", "--resume", "x"], 3, "no run 'x' under", "hint: `hpml list`"),
         (["run", "good.yaml", "--backend", "pbs"], 2, "--backend: must be auto, slurm or l", ""),
-        (["--records", "other", "run", "big.yaml", "--local"], 4, "asks for 2 nodes", "hint"),
+        (["run", "big.yaml", "--local"], 2, "asks for 2 nodes; this machine", "--no-check"),
+        (
+            ["--records", "other", "run", "big.yaml", "--local", "--no-check"],
+            4,
+            "asks for 2 nodes",
+            "hint",
+        ),
         (["status", "nothing"], 3, "no run 'nothing' under", "hint: `hpml list` shows"),
         (["show"], 3, "no runs under", "hint: start one with `hpml run`"),
         (["logs", "nothing"], 3, "no run 'nothing'", "hint"),
