@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.check_ask import Ask, ask_of, memory_needed, tres_of
-from hpml_orchestrator.batch.check_finding import Finding, listed, nearest, size_text
+from hpml_orchestrator.batch.check_finding import Finding, listed, size_text
 from hpml_orchestrator.batch.check_fit import Fit, fit, unknown_things
 from hpml_orchestrator.batch.check_partition import access, closed, limits, state
 from hpml_orchestrator.batch.check_policy import Standing, limits_of_policy, standing_of
+from hpml_orchestrator.errors import did_you_mean
 
 if TYPE_CHECKING:
     from hpml_orchestrator.cluster import Cluster, Partition
@@ -144,7 +145,7 @@ def _partitions(ask: Ask, cluster: Cluster) -> tuple[list[Partition], list[Findi
                 ask.job.resources.partition,
                 f"there is no partition {name}; there are {listed(names)}",
                 names,
-                nearest(name, names) or "name one of these",
+                did_you_mean(name, names) or "name one of these",
             )
             for name in ask.partitions
             if name not in names

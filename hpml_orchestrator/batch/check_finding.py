@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "errors_of", "listed", "nearest", "size_text"]
+__all__ = ["Finding", "errors_of", "listed", "size_text"]
 
 _SHOWN = 8
 _GIBI = 1024
@@ -50,17 +49,6 @@ class Finding:
 def errors_of(findings: Iterable[Finding]) -> list[Finding]:
     """Return those that keep the job from running."""
     return [finding for finding in findings if finding.level == "error"]
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a question after the known word that is nearest to an unknown one, or nothing.
-
-    >>> nearest("gpus", ["main", "gpu"])
-    'did you mean gpu?'
-    """
-    by_lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def listed(words: Sequence[str], *, last: str = "and", none: str = "none") -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from hpml_orchestrator.batch import check_constraint as constraints
 from hpml_orchestrator.batch.check_ask import Ask, candidates, cpus_needed, memory_needed
-from hpml_orchestrator.batch.check_finding import Finding, listed, nearest, size_text
+from hpml_orchestrator.batch.check_finding import Finding, listed, size_text
 from hpml_orchestrator.batch.check_partition import cpu_words, memory_words
 from hpml_orchestrator.cluster import Cluster, Node, Partition
+from hpml_orchestrator.errors import did_you_mean
 
 __all__ = ["Fit", "fit", "unknown_things"]
 
@@ -301,7 +302,7 @@ def _unknown_gpus(ask: Ask, cluster: Cluster) -> list[Finding]:
         same = [one for one in types if ("g." in one) == profile and one]
         word = "MIG profile" if profile else "type of GPU"
         there = listed([f"{one}:{types[one]}" for one in sorted(same)])
-        hint = "" if profile else nearest(kind, same)
+        hint = "" if profile else did_you_mean(kind, same)
         others = [f"{one}:{types[one]}" for one in sorted(types) if one]
         found.append(
             Finding(
@@ -340,7 +341,7 @@ def _unknown_features(ask: Ask, cluster: Cluster) -> list[Finding]:
             wish,
             f"no node has the feature {name}; there are {listed(known)}",
             known,
-            nearest(name, known) or ("ask for one of these" if known else "leave it out"),
+            did_you_mean(name, known) or ("ask for one of these" if known else "leave it out"),
         )
         for name in constraints.features_of(wish)
         if name not in known
@@ -358,7 +359,7 @@ def _unknown_nodes(ask: Ask, cluster: Cluster) -> list[Finding]:
             "resources.extra",
             name,
             f"there is no node {name}",
-            hint=nearest(name, known) or "`sinfo --Node` lists them",
+            hint=did_you_mean(name, known) or "`sinfo --Node` lists them",
         )
         for name in sorted((ask.required | ask.excluded) - known)
     ]

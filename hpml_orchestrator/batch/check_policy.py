@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpml_orchestrator.batch.check_ask import Ask
-from hpml_orchestrator.batch.check_finding import Finding, listed, nearest, size_text
+from hpml_orchestrator.batch.check_finding import Finding, listed, size_text
 from hpml_orchestrator.cluster import Association, Cluster, Partition, Qos
+from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.spec import units
 
 __all__ = ["Standing", "limits_of_policy", "standing_of"]
@@ -221,7 +222,7 @@ def _account(ask: Ask, cluster: Cluster, accounts: tuple[str, ...]) -> Iterator[
     enforced = bool(cluster.limits.accounting_enforce - {"nojobs", "nosteps", "wckeys"})
     level = "error" if enforced else "warning"
     if wanted:
-        near = nearest(wanted, accounts)
+        near = did_you_mean(wanted, accounts)
         elsewhere = any(_same(one.account, wanted) for one in cluster.associations or ())
         why = "holds for other partitions only" if elsewhere else "is not one of yours"
         yield Finding(
@@ -270,7 +271,7 @@ def _qos(ask: Ask, cluster: Cluster, association: Association | None) -> Iterato
             wanted,
             f"there is no QOS {wanted}; you may use {listed(allowed)}",
             allowed,
-            nearest(wanted, allowed) or "leave it out, or name one of these",
+            did_you_mean(wanted, allowed) or "leave it out, or name one of these",
         )
     elif association is not None and not any(_same(one, wanted) for one in allowed):
         yield Finding(
@@ -305,7 +306,7 @@ def _reservation(ask: Ask, cluster: Cluster, now: float | None) -> Iterator[Find
                 name,
                 f"there is no reservation {name}; there are {listed(sorted(known))}",
                 sorted(known),
-                nearest(name, known) or "leave it out",
+                did_you_mean(name, known) or "leave it out",
             )
             continue
         mine = {one.account.lower() for one in cluster.associations or ()}

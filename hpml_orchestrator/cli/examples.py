@@ -50,6 +50,10 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("For an editor's checks:", "hpml schema job"),
         ("The same for site profiles:", "hpml schema site"),
     ],
+    "check": [
+        ("Would the cluster take this job:", "hpml check job.yaml"),
+        ("The same with four nodes:", "hpml check job.yaml --set resources.nodes=4"),
+    ],
     "init": [
         ("Write hpml.toml for the projects below this directory:", "hpml init"),
         ("Yours for all projects, with a look at the nodes:", "hpml init --user --probe"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpml_orchestrator.batch.check_finding import Finding, nearest
-from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.batch.check_finding import Finding
+from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.command import Runner
 
 __all__ = ["check_modules"]
@@ -65,7 +65,7 @@ def check_modules(
             f"environment.modules.{index}",
             name,
             f"there is no module {name} on this machine",
-            hint=nearest(name, [word for word in there if not word.endswith(":")])
+            hint=did_you_mean(name, [word for word in there if not word.endswith(":")])
             or "`module avail` lists those that there are",
         )
         for index, name in enumerate(modules)
