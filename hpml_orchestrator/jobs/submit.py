@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
 from hpml_orchestrator.records.files import write_text
@@ -63,7 +64,7 @@ def prepare(
     environment: Mapping[str, str],
     now: float | None = None,
 ) -> Submission:
-    """Write the submission and its run down completely; nothing is submitted yet.
+    """Write the submission and its runs down completely; nothing is submitted yet.
 
     Args:
         store: where records live.
@@ -72,12 +73,22 @@ def prepare(
         argv: the command line, for the record.
         environment: of the submitting process.
         now: seconds since the epoch; the clock when left out.
+
+    Raises:
+        InputError: that scheduler cannot run such a job.
+        RecordError: the records cannot be written.
     """
     job = rendered.resolved.job
+    check_backend(job, backend, store)
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
     sid = new_id(job.name, now=moment)
     resolved = job.model_dump(mode="json")
+    plan = {"name": job.name, "created": moment}
+    if job.tasks is None:
+        runs = {0: {**plan, "job": resolved, "provenance": provenance}}
+    else:  # what all tasks share is kept once, in submit.json
+        runs = dict.fromkeys(job.tasks.indices, plan)
     submission = store.prepare(
         sid,
         script=rendered.script,
@@ -94,7 +105,8 @@ def prepare(
             "job": resolved,
             "provenance": provenance,
         },
-        runs={0: {"name": job.name, "created": moment, "job": resolved, "provenance": provenance}},
+        runs=runs,
+        array=job.tasks is not None,
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)
@@ -148,7 +160,7 @@ def settle(
     moment = time.time() if now is None else now
     record = submission.record()
     claimed = [
-        attempt.job_id
+        attempt.submitted_id
         for _, rid in submission.runs()
         for attempt in store.run(rid).attempts()
         if attempt.job_id
@@ -226,6 +238,7 @@ def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRe
         name=record["name"],
         comment=record["comment"],
         environment=travelling(environment, inherit),
+        array=record["job"].get("array") is not None,
     )
 
 

@@ -71,7 +71,7 @@ def parse_array(value: Any) -> ArraySpec:
             raise ValueError(f"must be a list of whole numbers such as [1, 3, 7], or {FORMS}")
         spans = [range(one, one + 1) for one in value]
     elif isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"must be {FORMS}")
+        raise ValueError(f"must be {FORMS}")  # noqa: TRY004 - pydantic wants ValueError
     else:
         body, percent, most = _written(value).strip().partition("%")
         if percent:
