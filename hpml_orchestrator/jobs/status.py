@@ -124,10 +124,12 @@ class _Open:
     def state(self, answer: dict[str, JobStatus], trouble: str, now: float) -> State:
         """Join what the scheduler says with what was written down, and keep what is over."""
 
+        seen = self.is_array and (bool(self.ends) or any(one in answer for _, one in self.runs))
+
         def of(submission: Submission, job_id: str) -> State:
             status = answer.get(job_id)
             run = run_of(self.store, submission)
-            return _state(submission, run, self.record, job_id, status, trouble, now)
+            return _state(submission, run, self.record, job_id, status, trouble, now, seen=seen)
 
         if not self.is_array:
             state = of(self.submission, self.job_id)
@@ -302,8 +304,13 @@ def _state(
     status: JobStatus | None,
     trouble: str,
     now: float,
+    *,
+    seen: bool,
 ) -> State:
-    """Join what the scheduler says with what the job wrote down itself."""
+    """Join what the scheduler says with what the job wrote down itself.
+
+    `seen`: whether it is a task of an array of which other tasks are known.
+    """
     # Of ten thousand tasks that wait, not one directory has to be looked into.
     waits = submission.index is not None and status is not None and status.state.waiting
     attempts = [] if waits and not (status and status.restarts) else run.attempts()
@@ -311,7 +318,11 @@ def _state(
     lost = False
     said_end = own is not None and own.ended is not None
     if status is None or (status.state is JobState.UNKNOWN and said_end):
-        status, lost = _own_status(job_id, own, trouble, submission, now)
+        if seen and own is None and not trouble:
+            # Slurm keeps no record at all of a task that is cancelled while its array waits.
+            status = JobStatus(job_id, JobState.CANCELLED)
+        else:
+            status, lost = _own_status(job_id, own, trouble, submission, now)
     ended = own.ended if own is not None and status.state.over else None
     exit_code = status.exit_code
     if ended is not None and (exit_code is None or status.state is JobState.FAILED):

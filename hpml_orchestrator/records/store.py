@@ -204,8 +204,11 @@ class Submission:
         return table
 
     def is_array(self) -> bool:
-        """Whether it is a job array, or one task of it: its runs have indices then."""
-        return any(rid != self.sid for _, rid in self.runs())
+        """Whether it is a job array, or a task of one; False too where its table is unreadable."""
+        try:
+            return any(rid != self.sid for _, rid in self.runs())
+        except (NotFoundError, RecordError, ValueError):
+            return False
 
     def record_job(self, job_id: str, *, how: str, now: float) -> None:
         """Write down the job's id and how it became known."""
