@@ -123,7 +123,6 @@ class _Open:
 
     def state(self, answer: dict[str, JobStatus], trouble: str, now: float) -> State:
         """Join what the scheduler says with what was written down, and keep what is over."""
-
         seen = self.is_array and (bool(self.ends) or any(one in answer for _, one in self.runs))
 
         def of(submission: Submission, job_id: str) -> State:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.owner import boot_id
-from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, poke, starts
+from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, poke
 from hpml_orchestrator.scheduler.local_processes import (
     Identity,
     descendants,
@@ -30,6 +30,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     send,
     set_subreaper,
 )
+from hpml_orchestrator.scheduler.local_queue import line, starts
 from hpml_orchestrator.scheduler.local_resources import slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -77,7 +78,7 @@ def _claim(home: Home, job_id: str) -> Job | None:
     answer = Path(job.record["directory"]) / "sbatch.out"
     if not answer.exists() and answer.parent.is_dir():
         with contextlib.suppress(HpmlError):
-            write_text(answer, f"{job_id}\n")
+            write_text(answer, f"{job.array_id or job_id}\n")
     return job
 
 
@@ -116,7 +117,7 @@ def _wake_next(home: Home) -> None:
 
 
 def _poke_first(home: Home) -> None:
-    waiting = [job for job in home.active() if not job.holds_slots]
+    waiting = line(home.active())
     if waiting:
         poke(waiting[0], send, signal.SIGUSR1)
 
