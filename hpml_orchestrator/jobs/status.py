@@ -187,11 +187,11 @@ def wait_until_over(
             return state
         deadline = now() + pause
         watched = _watched(state)
-        seen_ends = _said_ends(watched)
+        seen_end = _all_said_end(watched)
         while now() < deadline:
             each(state)
             sleep(min(0.2, max(0.0, deadline - now())))
-            if _said_ends(watched) > seen_ends:
+            if not seen_end and _all_said_end(watched):
                 pause = 0.5
                 break
         else:
@@ -199,16 +199,24 @@ def wait_until_over(
 
 
 def _watched(state: State) -> list[Run]:
-    """Return the runs whose own word of their end is worth a look several times a second."""
+    """Return the runs whose own word of their end is worth a look several times a second.
+
+    Of an array only its last few tasks are: that it is about to be over is news, what one of many
+    does is not, and every look leads to a question to the scheduler.
+    """
     if not state.tasks:
         return [state.run]
-    running = [task.run for task in state.tasks if not task.over and task.started is not None]
-    return running[:_WATCHED_TASKS]
+    going = [task.run for task in state.tasks if not task.over]
+    return going if len(going) <= _WATCHED_TASKS else []
 
 
-def _said_ends(runs: list[Run]) -> int:
-    attempts = [run.attempts() for run in runs]
-    return sum(bool(one) and os.path.exists(one[-1].directory / "ended.json") for one in attempts)
+def _all_said_end(runs: list[Run]) -> bool:
+    return bool(runs) and all(_said_end(run) for run in runs)
+
+
+def _said_end(run: Run) -> bool:
+    attempts = run.attempts()
+    return bool(attempts) and os.path.exists(attempts[-1].directory / "ended.json")
 
 
 def _ask(scheduler: Scheduler, job_ids: list[str]) -> tuple[dict[str, JobStatus], str]:

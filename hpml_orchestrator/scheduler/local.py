@@ -24,7 +24,7 @@ from hpml_orchestrator.scheduler import local_arrays, local_resources
 from hpml_orchestrator.scheduler.local_directives import read_directives
 from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, plain, poke
 from hpml_orchestrator.scheduler.local_processes import send
-from hpml_orchestrator.scheduler.local_queue import starts
+from hpml_orchestrator.scheduler.local_queue import Queue
 from hpml_orchestrator.scheduler.local_resources import (
     Machine,
     needs_of,
@@ -135,11 +135,12 @@ class LocalScheduler:
         """
         self._heal()
         found: dict[str, list[Job]] = {}
+        numbers_of = local_arrays.finder(self._home)
         for job_id in job_ids:
-            jobs = [self._load(number) for number in local_arrays.numbers_of(self._home, job_id)]
+            jobs = [self._load(number) for number in numbers_of(job_id)]
             found[job_id] = [job for job in jobs if job is not None]
         waits = any(job.state.waiting for jobs in found.values() for job in jobs)
-        queue = self._home.active() if waits else []
+        queue = Queue(self._home.active() if waits else [])
         return {
             job_id: local_arrays.telling(job_id, [_status(job, queue) for job in jobs])
             for job_id, jobs in found.items()
@@ -174,9 +175,8 @@ class LocalScheduler:
             SchedulerUnavailable: the request could not be written.
         """
         asked: list[Job] = []
-        numbers = [
-            number for job_id in job_ids for number in local_arrays.numbers_of(self._home, job_id)
-        ]
+        numbers_of = local_arrays.finder(self._home)
+        numbers = [number for job_id in job_ids for number in numbers_of(job_id)]
         for number in numbers:
             job = self._home.load(number)
             if job is None or job.state.over:
@@ -268,7 +268,7 @@ class LocalScheduler:
         return _KILL_WAIT_SECONDS
 
 
-def _status(job: Job, queue: list[Job]) -> JobStatus:
+def _status(job: Job, queue: Queue) -> JobStatus:
     record = job.record
     reason = record["reason"]
     if job.state is JobState.PENDING:
@@ -290,8 +290,8 @@ def _status(job: Job, queue: list[Job]) -> JobStatus:
     )
 
 
-def _waiting_for(job: Job, queue: list[Job]) -> str:
-    starts_now = starts(job, queue)
+def _waiting_for(job: Job, queue: Queue) -> str:
+    starts_now = queue.starts(job)
     if isinstance(starts_now, str):
         return starts_now
     with contextlib.suppress(OSError, ValueError, TypeError):

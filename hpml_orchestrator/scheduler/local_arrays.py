@@ -15,12 +15,12 @@ from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.scheduler.arrays import parse_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpml_orchestrator.scheduler.local_jobs import Home, Job
     from hpml_orchestrator.scheduler.model import JobStatus, SubmitRequest
 
-__all__ = ["array_of", "numbers_of", "publish", "telling"]
+__all__ = ["array_of", "finder", "publish", "telling"]
 
 MAX_TASKS = 1000
 
@@ -76,17 +76,29 @@ def publish(
     return job
 
 
-def numbers_of(home: Home, job_id: str) -> list[int]:
-    """Return the numbers of the jobs behind an id: of an array all, of `7_3` the one of index 3."""
-    base, _, task = job_id.partition("_")
-    if not base.isdecimal() or (task and not task.isdecimal()):
-        return []
-    job = home.load(base)
-    array = job.record.get("array") if job is not None else None
-    indices: list[int] = (array or {}).get("indices") or []
-    if not task:
-        return [int(base) + position for position in range(max(1, len(indices)))]
-    return [int(base) + indices.index(int(task))] if int(task) in indices else []
+def finder(home: Home) -> Callable[[str], list[int]]:
+    """Return a function from an id to the numbers of the jobs behind it.
+
+    Behind the id of an array are all of its tasks, behind `7_3` the one of index 3. Each array is
+    read once.
+    """
+    positions: dict[str, dict[int, int]] = {}
+
+    def numbers_of(job_id: str) -> list[int]:
+        base, _, task = job_id.partition("_")
+        if not base.isdecimal() or (task and not task.isdecimal()):
+            return []
+        if base not in positions:
+            job = home.load(base)
+            array = job.record.get("array") if job is not None else None
+            indices: list[int] = (array or {}).get("indices") or []
+            positions[base] = {index: position for position, index in enumerate(indices)}
+        found = positions[base]
+        if not task:
+            return [int(base) + position for position in range(max(1, len(found)))]
+        return [int(base) + found[int(task)]] if int(task) in found else []
+
+    return numbers_of
 
 
 def telling(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:

@@ -46,7 +46,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     processes,
 )
 from hpml_orchestrator.scheduler.local_processes import descendants as below
-from hpml_orchestrator.scheduler.local_queue import line
+from hpml_orchestrator.scheduler.local_queue import Queue
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ class Home:
             elif job.state is JobState.PENDING and job.cancelled:
                 self._finish(job, JobState.CANCELLED, "cancelled")
         jobs = [job for job in jobs if not job.state.over]
-        for job in line(jobs)[:_SUPERVISED]:
+        for job in Queue(jobs).line[:_SUPERVISED]:
             if job.supervisor is None:
                 self._spawn(job)
         return jobs
@@ -388,7 +388,7 @@ class Home:
         """Return whether `heal` has anything to do; needs no lock."""
         jobs = self.active()
         waiting = [job for job in jobs if not job.holds_slots]
-        watched = [job for job in jobs if job.holds_slots] + line(jobs)[:_SUPERVISED]
+        watched = [job for job in jobs if job.holds_slots] + Queue(jobs).line[:_SUPERVISED]
         return any(job.supervisor is None for job in watched) or any(j.cancelled for j in waiting)
 
     def _fail(self, job: Job) -> None:

@@ -30,7 +30,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     send,
     set_subreaper,
 )
-from hpml_orchestrator.scheduler.local_queue import line, starts
+from hpml_orchestrator.scheduler.local_queue import Queue
 from hpml_orchestrator.scheduler.local_resources import slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -95,7 +95,7 @@ def _wait_for_slots(home: Home, job: Job) -> bool:
             job.record = mine[0].record
             if job.holds_slots:  # written, though the write was reported as failed
                 return True
-            got = starts(job, jobs)
+            got = Queue(jobs).starts(job)
             if not isinstance(got, str):
                 cpus, gpus = got
                 job.write(state=JobState.RUNNING, started=time.time(), cpus=cpus, gpus=gpus)
@@ -117,7 +117,7 @@ def _wake_next(home: Home) -> None:
 
 
 def _poke_first(home: Home) -> None:
-    waiting = line(home.active())
+    waiting = Queue(home.active()).line
     if waiting:
         poke(waiting[0], send, signal.SIGUSR1)
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.words import field_for
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -278,7 +279,10 @@ def _is_internal(part: object) -> bool:
 
 
 def _nearest(place: list[str]) -> str:
-    """Return a question after the known field nearest to an unknown one; empty when none is."""
+    """Return a question after the field that an unknown one means; empty when none is near."""
+    meant = field_for(place[-1], place[:-1])
+    if meant:
+        return f"; did you mean {meant}?"
     parent: type[BaseModel] | None = _model_at(place[:-1])
     word = place[-1]
     if parent is not None:
