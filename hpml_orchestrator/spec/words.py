@@ -26,11 +26,11 @@ _MEANT = {
     "resources.mail": "email mail_user mail_type",
     "resources.extra": "sbatch slurm reservation nodelist exclude nodefile licenses "
     "additional_parameters",
-    "environment.modules": "module module_load",
+    "environment.modules": "modules module_load",
     "environment.conda": "conda_env",
     "environment.venv": "virtualenv virtual_env",
     "environment.python": "interpreter python_path",
-    "environment.variables": "env envs env_vars vars setenv",
+    "environment.variables": "variables env envs env_vars vars setenv",
     "environment.inherit": "export",
     "environment.container": "apptainer singularity docker pyxis enroot",
     "environment.container.image": "image container_image sif",

@@ -194,14 +194,16 @@ def test_a_wrong_value(load: Load, text: str, message: str) -> None:
             "resources.mem: there is no such field; did you mean resources.memory?",
         ),
         (
-            "resources: {ntasks-per-node: 4}",
-            "resources.ntasks-per-node: there is no such field; "
-            "did you mean resources.ranks_per_node?",
+            "resources: {tasks_per_node: 4}",
+            "resources.tasks_per_node: there is no such field; did you mean resources.ranks_per_node?",
         ),
         (
             "resources: {cpus_per_task: 4}",
-            "resources.cpus_per_task: there is no such field; "
-            "did you mean resources.cpus_per_rank?",
+            "resources.cpus_per_task: there is no such field; did you mean resources.cpus_per_rank?",
+        ),
+        (
+            "ntasks-per-node: 4",
+            "ntasks-per-node: there is no such field; did you mean resources.ranks_per_node?",
         ),
         ("walltime: 4", "walltime: there is no such field; did you mean resources.time?"),
         ("queue: gpu", "queue: there is no such field; did you mean resources.partition?"),
@@ -210,7 +212,6 @@ def test_a_wrong_value(load: Load, text: str, message: str) -> None:
         ("chdir: /x", "chdir: there is no such field; did you mean workdir?"),
         ("data: /x", "data: there is no such field; did you mean stage?"),
         ("image: x", "image: there is no such field; did you mean environment.container.image?"),
-        ("stage: [{name: d, mem: 1}]", "stage.0.mem: there is no such field"),
         ("zzzz: 1", "zzzz: there is no such field"),
         ("function-after: 1", "function-after: there is no such field"),
         ("'[key]': 1", "[key]: there is no such field"),
