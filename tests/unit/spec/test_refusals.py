@@ -194,16 +194,20 @@ def test_a_wrong_value(load: Load, text: str, message: str) -> None:
             "resources.mem: there is no such field; did you mean resources.memory?",
         ),
         (
-            "resources: {tasks_per_node: 4}",
-            "resources.tasks_per_node: there is no such field; did you mean resources.ranks_per_node?",
+            "resources: {ranks: 4}",
+            "resources.ranks: there is no such field; did you mean resources.ranks_per_node?",
         ),
         (
-            "resources: {cpus_per_task: 4}",
-            "resources.cpus_per_task: there is no such field; did you mean resources.cpus_per_rank?",
+            "resources: {cpus: 4}",
+            "resources.cpus: there is no such field; did you mean resources.cpus_per_rank?",
         ),
         (
             "ntasks-per-node: 4",
             "ntasks-per-node: there is no such field; did you mean resources.ranks_per_node?",
+        ),
+        (
+            "cpus_per_task: 4",
+            "cpus_per_task: there is no such field; did you mean resources.cpus_per_rank?",
         ),
         ("walltime: 4", "walltime: there is no such field; did you mean resources.time?"),
         ("queue: gpu", "queue: there is no such field; did you mean resources.partition?"),
