@@ -304,6 +304,14 @@ class SlurmScheduler:
         except SchedulerUnavailable as error:
             reason = f"gone from the queue, and accounting gives no answer: {error}"
             return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
+        # Accounting lags: its row for all tasks of an array that wait may still count one that was
+        # taken out, of which nobody keeps a record. The queue was asked before and knows better.
+        asked = set(job_ids)
+        rows = [
+            row
+            for row in rows
+            if row.status.state.over or asked & {row.shown_id, row.shown_id.partition("_")[0]}
+        ]
         found = match(rows, job_ids)
         for job_id, status in found.items():
             if not status.state.over:

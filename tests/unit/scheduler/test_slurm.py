@@ -104,6 +104,20 @@ def test_the_tasks_of_an_array_are_one_question() -> None:
     assert queued.env["SLURM_BITSTR_LEN"] == "0"
 
 
+def test_accounting_does_not_bring_a_cancelled_task_back() -> None:
+    """Gone from the queue's list of tasks that wait, it is unknown, though accounting lists it."""
+    rest = "\x1f" * 9 + "\x1e\n"
+    queue = f"9\x1f9_[4-6%2]\x1fPENDING{rest}"
+    tail = "\x1f0:0\x1f1\x1f1\x1fUnknown\x1fUnknown\x1f\x1f\x1fa\x1f/d\n"
+    account = f"9\x1f9_[4-7%2]\x1fPENDING{tail}10\x1f9_3\x1fRUNNING{tail}"
+    runner = FakeRunner({"squeue": [Completed(0, queue)], "sacct": [Completed(0, account)]})
+    found = slurm(runner).query(["9_3", "9_4", "9_7"])
+    assert {key: status.state.value for key, status in found.items()} == {
+        "9_3": "UNKNOWN",
+        "9_4": "PENDING",
+    }
+
+
 def test_submit(tmp_path: Path) -> None:
     """The id is returned, the environment travels unchanged, and the answer is kept on disk."""
     runner = FakeRunner({"sbatch": [Completed(0, "4711;box\n")]})
