@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -34,6 +35,10 @@ _ACCOUNTING = {
     "mariadb-install-db": "mariadb-server",
     "mariadb": "mariadb-server",
 }
+# library that a part of Slurm loads only when it is asked for -> the package that brings it
+# (srun --mpi=pmix: Debian's plugin wants the name that only the development package has).
+_OPTIONAL = {"libpmix.so": "libpmix-dev"}
+_LIBRARY_PATHS = ("/usr/lib/*/{}", "/usr/lib/*/pmix2/lib/{}", "/usr/lib64/{}")
 _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -48,9 +53,18 @@ def missing_packages(*, accounting: bool = True) -> list[str]:
     return sorted(lacking)
 
 
+def missing_libraries() -> list[str]:
+    """Names the packages of libraries that a cluster boots without, and some tests want."""
+    return sorted(
+        package
+        for library, package in _OPTIONAL.items()
+        if not any(glob.glob(path.format(library)) for path in _LIBRARY_PATHS)
+    )
+
+
 def install() -> list[str]:
     """Installs what is missing with apt-get; returns the packages it had to install."""
-    packages = missing_packages()
+    packages = missing_packages() + missing_libraries()
     if not packages:
         return []
     if os.geteuid() != 0:

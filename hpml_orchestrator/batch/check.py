@@ -72,11 +72,8 @@ def check(
     if "clusters" in ask.options:
         return []  # another cluster's controller would have to be asked
     found = check_script_size(script_bytes, cluster)
-    array = getattr(job, "array", None)
-    if array is not None:
-        indices = tuple(getattr(array, "indices", ()))
-        largest = max(indices, default=0)
-        found += check_array(getattr(array, "max_index", largest), len(indices), cluster)
+    if job.tasks is not None:
+        found += check_array(job.tasks.max_index, len(job.tasks.indices), cluster)
     standing = standing_of(ask, cluster, now)
     found += standing.findings
     found += unknown_things(ask, cluster)

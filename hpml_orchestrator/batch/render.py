@@ -135,6 +135,8 @@ def _own_directives(job: Job) -> list[str]:
     if resources.mail is not None:
         lines.append(f"--mail-user={resources.mail.to}")
         lines.append(f"--mail-type={','.join(event.upper() for event in resources.mail.on)}")
+    if job.array is not None:
+        lines.append(f"--array={job.array}")
     lines.append("--open-mode=append")
     lines.extend(resources.extra)
     return lines
@@ -228,6 +230,8 @@ def _check_mounted(job: Job, snapshot: SnapshotPaths | None) -> None:
 
 def _check_placeholders(job: Job) -> None:
     known = {f"stage.{stage.name}" for stage in job.stage} | {"run.dir"}
+    if job.array is not None:
+        known.add("array.index")
     places = [(f"args.{index}", value) for index, value in enumerate(job.args)]
     places += [(f"command.{index}", value) for index, value in enumerate(job.command or [])]
     places += [
@@ -235,7 +239,14 @@ def _check_placeholders(job: Job) -> None:
         for name, value in job.environment.variables.items()
     ]
     for field, value in places:
-        for found in template.placeholders(value):
+        for found in template.placeholders(value, array=job.array is not None):
+            if found == "array.index" and job.array is None:
+                raise InputError(
+                    "{array.index} is the index of an array's task, and the job is no array",
+                    field=field,
+                    value=value,
+                    hint="give the job its tasks, such as `array: 0-9`, or leave it out",
+                )
             if found not in known:
                 near = nearest(found, known)
                 raise InputError(

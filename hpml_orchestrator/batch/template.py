@@ -14,8 +14,12 @@ from hpml_orchestrator.batch.user_template import UserEnvironment, own_directory
 
 __all__ = ["Raw", "environment", "word"]
 
-_PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.[A-Za-z0-9_]+)\}")
+_PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.[A-Za-z0-9_]+|array\.index)\}")
+_ARRAY_PLACEHOLDER = re.compile(r"\{((?:stage|run|array)\.[A-Za-z0-9_]+)\}")
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
+
+
+_OWN = {"run.dir": "HPML_RUN_DIR", "array.index": "SLURM_ARRAY_TASK_ID"}
 
 
 class Raw(str):
@@ -46,7 +50,7 @@ def directive(value: Any) -> Raw:
 
 
 def word(value: Any) -> Raw:
-    """Return a value as one shell word in which `{stage.NAME}` and `{run.dir}` are variables.
+    """Return a value as one shell word in which `{stage.NAME}` and its like are variables.
 
     >>> word("--data={stage.digits}/train it")
     '--data='"$HPML_STAGE_DIGITS"'/train it'
@@ -80,14 +84,20 @@ def node_path(path: str) -> Raw:
 
 def variable(placeholder: str) -> str:
     """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
-    if placeholder == "run.dir":
-        return "HPML_RUN_DIR"
+    if placeholder in _OWN:
+        return _OWN[placeholder]
     return "HPML_STAGE_" + placeholder.removeprefix("stage.").upper()
 
 
-def placeholders(text: str) -> list[str]:
-    """Return the placeholders of a value, such as `stage.digits`."""
-    return _PLACEHOLDER.findall(text)
+def placeholders(text: str, *, array: bool = False) -> list[str]:
+    """Return the placeholders of a value, such as `stage.digits`.
+
+    Args:
+        text: the value.
+        array: whether the job is an array: then every `{array.…}` counts, else the one that there
+            is, so that other text of that look stays what it is.
+    """
+    return (_ARRAY_PLACEHOLDER if array else _PLACEHOLDER).findall(text)
 
 
 @functools.cache

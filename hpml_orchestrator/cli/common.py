@@ -71,7 +71,7 @@ RunWord = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Run id, a unique part of it, a job id, or `last`.",
+        help="Run id, a unique part of it, a job id, or `last`; .INDEX behind it: one task.",
         autocompletion=_complete_run,
     ),
 ]
@@ -79,7 +79,7 @@ RunWords = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN…",
-        help="Run ids, unique parts of them, job ids, or `last`.",
+        help="Run ids, unique parts of them, job ids, or `last`; .INDEX behind one: one task.",
         autocompletion=_complete_run,
     ),
 ]
@@ -150,7 +150,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_WHOLE_COLUMNS = frozenset({"RUN", "JOB", "STATE", "TIME"})
+_WHOLE_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME"})
 """Columns that are never broken: what stands there is copied."""
 
 _STYLES = {

@@ -10,7 +10,8 @@ import typer
 from hpml_orchestrator.cli.common import print_json
 from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
 from hpml_orchestrator.errors import JobFailedError
-from hpml_orchestrator.jobs.show import summary_lines
+from hpml_orchestrator.jobs.ends import run_of
+from hpml_orchestrator.jobs.show import array_lines, summary_lines
 from hpml_orchestrator.jobs.status import State, wait_until_over
 from hpml_orchestrator.jobs.summary import summarise
 from hpml_orchestrator.jobs.tail import Tail
@@ -31,7 +32,8 @@ def follow(
 ) -> State:
     """Print the run's output as it comes, and its states on standard error, until it is over.
 
-    Ctrl-C ends the following, not the job.
+    An array as a whole has no output: name one of its tasks, or leave the output out. Ctrl-C ends
+    the following, not the job.
 
     Args:
         store: where records live.
@@ -40,7 +42,7 @@ def follow(
         output: whether to print it at all.
         end_line: whether to end a last line that the job left open, for what is printed next.
     """
-    tail = Tail(store.run(submission.runs()[0][1]).output)
+    tail = Tail(run_of(store, submission).output)
     shown = ""
     last = b""
 
@@ -62,9 +64,10 @@ def follow(
     try:
         state = wait_until_over(store, submission, each=show)
     except KeyboardInterrupt:
-        sid = submission.sid
+        sid = submission.label
+        again = "logs -f" if output else "wait"
         typer.echo(
-            f"\nhpml: the job goes on; `hpml logs -f {sid}` follows it again, "
+            f"\nhpml: the job goes on; `hpml {again} {sid}` follows it again, "
             f"`hpml cancel {sid}` ends it",
             err=True,
         )
@@ -86,7 +89,7 @@ def finish(state: State, *, as_json: bool) -> None:
     if as_json:
         print_json({**state.to_json(), "summary": summary.to_json()})
     else:
-        lines = summary_lines(state, summary)
+        lines = array_lines(state) if state.tasks else summary_lines(state, summary)
         if sys.stdout.isatty():
             _panel(lines)
         else:
@@ -101,8 +104,15 @@ def fail_unless_completed(state: State) -> None:
         why = f": {state.reason}" if state.reason else ""
         raise JobFailedError(
             f"job {state.job_id or '-'} ended {state.state}{code}{why}",
-            hint=f"hpml logs {state.submission.sid}" if state.run.output.exists() else "",
+            hint=_where_to_look(state),
         )
+
+
+def _where_to_look(state: State) -> str:
+    """Return the command that shows what a run, or an array's first bad task, had to say."""
+    bad = [task for task in state.tasks if task.state == state.state]
+    told = [one for one in bad or [state] if one.run.output.exists()]
+    return f"hpml logs {told[0].submission.label}" if told else ""
 
 
 def _write(out: TextIO, data: bytes) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -129,13 +130,17 @@ def submit(
                 value=job_file,
                 hint=f"hpml submit --resume {resume}",
             )
-        submission = store.resolve(resume)
+        submission = replace(store.resolve(resume), index=None)
         job_id = _resume(store, submission)
     else:
         submission, job_id = _submit(
             context, job_file, settings, backend, local=local, checked=not no_check
         )
-    words = ("{} is job {}" if resume else "submitted {} as job {}").format(submission.sid, job_id)
+    words = ("{} is job {}" if resume else "submitted {} as job {}").format(
+        submission.sid, _shown(submission, job_id)
+    )
+    table = submission.runs()
+    is_array = submission.is_array()
     try:
         if as_json:
             print_json(
@@ -143,7 +148,12 @@ def submit(
                     "id": submission.sid,
                     "job_id": job_id,
                     "submission": str(submission.directory),
-                    "directory": str(store.runs_dir / submission.runs()[0][1]),
+                    "directory": None if is_array else str(store.runs_dir / table[0][1]),
+                    "tasks": [
+                        {"index": index, "run": rid, "directory": str(store.runs_dir / rid)}
+                        for index, rid in table
+                        if is_array
+                    ],
                 }
             )
         else:
@@ -155,7 +165,14 @@ def submit(
         typer.echo(f"hpml: {words}", err=True)
         return
     with contextlib.suppress(OSError):
-        typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
+        if is_array:
+            first = f"{submission.sid}.{table[0][0]}"
+            typer.echo(
+                f"to follow it: hpml wait {submission.sid}; one task: hpml logs -f {first}",
+                err=True,
+            )
+        else:
+            typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
 
 
 def run(
@@ -169,7 +186,8 @@ def run(
 ) -> None:
     """Submit a job, follow its output, and end with a summary.
 
-    Ctrl-C stops following; the job goes on. The exit status is 0 when the job completed, else 6.
+    Of a job array the states are followed, not its tasks' output. Ctrl-C stops following; the job
+    goes on. The exit status is 0 when the job completed, else 6.
     """
     from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
 
@@ -177,9 +195,23 @@ def run(
     submission, job_id = _submit(
         context, job_file, settings, backend, local=local, checked=not no_check
     )
-    typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
-    state = follow(store, submission, out=sys.stderr if as_json else sys.stdout, end_line=True)
+    typer.echo(f"hpml: submitted {submission.sid} as job {_shown(submission, job_id)}", err=True)
+    state = follow(
+        store,
+        submission,
+        out=sys.stderr if as_json else sys.stdout,
+        output=not submission.is_array(),
+        end_line=True,
+    )
     finish(state, as_json=as_json)
+
+
+def _shown(submission: Submission, job_id: str) -> str:
+    """Return the job's id, of an array with the number of its tasks."""
+    if not submission.is_array():
+        return job_id
+    count = len(submission.runs())
+    return f"{job_id} ({count} task{'s' * (count != 1)})"
 
 
 def _submit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +19,7 @@ from hpml_orchestrator.cli.common import (
 
 if TYPE_CHECKING:
     from hpml_orchestrator.jobs.status import State
+    from hpml_orchestrator.records.store import Submission
 
 __all__ = ["register"]
 
@@ -71,7 +72,7 @@ def status(
 
 
 def _print_states(found: list[State], *, as_json: bool) -> None:
-    from hpml_orchestrator.jobs.show import seconds_text  # noqa: PLC0415
+    from hpml_orchestrator.jobs.show import time_text  # noqa: PLC0415
 
     if as_json:
         print_json([state.to_json() for state in found])
@@ -79,21 +80,18 @@ def _print_states(found: list[State], *, as_json: bool) -> None:
     if not found:
         typer.echo("no runs", err=True)
         return
-    now = time.time()
-    rows = []
-    for state in found:
-        took = (state.ended or now) - state.started if state.started else None
-        rows.append(
-            (
-                state.submission.sid,
-                state.job_id or "-",
-                state.backend,
-                state.state,
-                seconds_text(max(0, took)) if took is not None else "-",
-                state.nodes or "-",
-                state.reason or "-",
-            )
+    rows = [
+        (
+            state.submission.label,
+            state.job_id or "-",
+            state.backend,
+            state.state,
+            time_text(state),
+            state.nodes or "-",
+            state.reason or "-",
         )
+        for state in found
+    ]
     print_table(("RUN", "JOB", "BACKEND", "STATE", "TIME", "NODES", "REASON"), rows)
 
 
@@ -107,21 +105,22 @@ def logs(
         int, typer.Option("--lines", "-n", min=0, help="Only the last so many lines; 0 for all.")
     ] = 0,
 ) -> None:
-    """Print a run's output."""
+    """Print a run's output; of a job array that of one task, RUN.INDEX."""
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
+    from hpml_orchestrator.jobs.ends import run_of  # noqa: PLC0415
     from hpml_orchestrator.jobs.tail import Tail, last_lines  # noqa: PLC0415
 
     store = store_of(context)
-    submission = store.resolve(run)
+    submission = _one_run(store.resolve(run))
     if follow:
         from hpml_orchestrator.cli.follow import follow as follow_run  # noqa: PLC0415
 
         follow_run(store, submission, out=sys.stdout)
         return
-    output = store.run(submission.runs()[0][1]).output
+    output = run_of(store, submission).output
     if not output.exists():
         raise NotFoundError(
-            f"{submission.sid} has no output yet", hint=f"hpml status {submission.sid}"
+            f"{submission.label} has no output yet", hint=f"hpml status {submission.label}"
         )
     if lines:
         sys.stdout.buffer.write(last_lines(output, lines))
@@ -131,8 +130,30 @@ def logs(
         sys.stdout.buffer.write(data)
 
 
+def _one_run(submission: Submission) -> Submission:
+    """Return a submission with one run: of an array a task must be named, unless it has only one.
+
+    Raises:
+        InputError: it is an array and none of its tasks is named.
+    """
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+    table = submission.runs()
+    if submission.index is not None or not submission.is_array():
+        return submission
+    if len(table) == 1:
+        return replace(submission, index=table[0][0])
+    known = ", ".join(f"{submission.sid}.{index}" for index, _ in table[:3])
+    raise InputError(
+        f"is a job array of {len(table)} tasks, each with an output of its own",
+        field="RUN",
+        value=submission.sid,
+        hint=f"name one: {known}{', …' if len(table) > 3 else ''}",  # noqa: PLR2004
+    )
+
+
 def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) -> None:
-    """Cancel runs; those that are over stay as they are."""
+    """Cancel runs, or one task of a job array (RUN.INDEX); what is over stays as it is."""
     from hpml_orchestrator.jobs.cancel import cancel as cancel_runs  # noqa: PLC0415
 
     store = store_of(context)
@@ -160,8 +181,11 @@ def wait(
 
 
 def show(context: typer.Context, run: RunWord = "last", as_json: JsonOption = False) -> None:
-    """Show a run: its state, phases, staging, result, and where its records lie."""
-    from hpml_orchestrator.jobs.show import summary_lines  # noqa: PLC0415
+    """Show a run: its state, phases, staging, result, and where its records lie.
+
+    Of a job array it shows the tasks, and of one of them (RUN.INDEX) what it shows of any run.
+    """
+    from hpml_orchestrator.jobs.show import array_lines, summary_lines, task_rows  # noqa: PLC0415
     from hpml_orchestrator.jobs.status import states  # noqa: PLC0415
     from hpml_orchestrator.jobs.summary import summarise  # noqa: PLC0415
 
@@ -180,6 +204,12 @@ def show(context: typer.Context, run: RunWord = "last", as_json: JsonOption = Fa
                 "record": submission.record(),
             }
         )
+        return
+    if state.tasks:
+        for name, text in [*array_lines(state), ("script", str(submission.script))]:
+            typer.echo(f"{name:<10} {text}")
+        typer.echo("")
+        print_table(("TASK", "JOB", "STATE", "TIME", "NODES", "EXIT", "REASON"), task_rows(state))
         return
     for name, text in summary_lines(state, summary):
         typer.echo(f"{name:<10} {text}")

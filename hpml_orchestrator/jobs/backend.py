@@ -11,8 +11,9 @@ from hpml_orchestrator.errors import InputError, did_you_mean
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.scheduler.model import Scheduler
+    from hpml_orchestrator.spec import Job
 
-__all__ = ["BACKENDS", "choose", "open_backend"]
+__all__ = ["BACKENDS", "check_backend", "choose", "open_backend"]
 
 BACKENDS = ("slurm", "local")
 
@@ -34,6 +35,29 @@ def choose(wanted: str) -> str:
             or "auto is Slurm where sbatch is found, else this machine",
         )
     return wanted
+
+
+def check_backend(job: Job, name: str, store: Store) -> None:
+    """Refuse a job that the scheduler of that name cannot run, before anything is written.
+
+    Raises:
+        InputError: names the field and what would be right.
+    """
+    if name == "local" and job.mpi != "none":
+        raise InputError(
+            f"this machine's own srun offers no {job.mpi} to MPI programs",
+            field="mpi",
+            value=job.mpi,
+            hint="--set mpi=none starts the ranks without it; or submit it to a Slurm cluster",
+        )
+    if name == "slurm" and job.array is not None and "\\" in str(store.runs_dir):
+        raise InputError(
+            f"needs a file for each task's output, and the backslash in {store.runs_dir} keeps "
+            "Slurm from naming them",
+            field="array",
+            value=job.array,
+            hint="keep the records elsewhere: --records DIR, or $HPML_HOME",
+        )
 
 
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:

@@ -23,6 +23,7 @@ def cancel(store: Store, submissions: list[Submission]) -> list[dict[str, str]]:
     """
     unreadable = []
     done = []
+    arrays = []
     todo: dict[tuple[str, str], list[str]] = {}
     for state in states(store, submissions):
         if state.over:
@@ -36,9 +37,14 @@ def cancel(store: Store, submissions: list[Submission]) -> list[dict[str, str]]:
             host = str(state.submission.record()["host"])
             todo.setdefault((state.backend, host), []).append(state.job_id)
             outcome = f"cancelled job {state.job_id}"
-        done.append({"id": state.submission.sid, "job_id": state.job_id, "outcome": outcome})
+            if state.tasks or state.submission.index is not None:
+                arrays.append(state.submission)
+        done.append({"id": state.submission.label, "job_id": state.job_id, "outcome": outcome})
     for (name, host), job_ids in todo.items():
         open_backend(name, store, host=host).cancel(job_ids)
+    # A task that never started leaves no word of its own: its end is written down now, before a
+    # scheduler without accounting forgets it.
+    states(store, arrays)
     if unreadable:
         raise RecordError("\n".join(unreadable))
     return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,20 @@ if TYPE_CHECKING:
     from hpml_orchestrator.jobs.summary import Summary
     from hpml_orchestrator.spec import ResolvedJob
 
-__all__ = ["bytes_text", "explained", "seconds_text", "summary_lines", "write_rendered"]
+__all__ = [
+    "array_lines",
+    "bytes_text",
+    "explained",
+    "seconds_text",
+    "summary_lines",
+    "task_rows",
+    "time_text",
+    "write_rendered",
+]
 
 _KIBI = 1024
 _SHORT_COMMIT = 7
+_SHOWN_TASKS = 10
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
@@ -109,7 +120,7 @@ def _write_snapshot(snapshot: Snapshot, directory: Path) -> None:
 def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     """Return name and text of each line of a run's summary."""
     lines = [
-        ("run", f"{state.submission.sid}  {state.state}"),
+        ("run", f"{state.submission.label}  {state.state}"),
         ("job", f"{state.job_id or '-'} ({state.backend})" + _ran(state, summary)),
     ]
     if state.reason:
@@ -143,6 +154,49 @@ def _code(state: State) -> list[tuple[str, str]]:
         return []
     commit = snapshot["commit"][:_SHORT_COMMIT] or "no commit yet"
     return [("code", f"{commit}{' + changes' * bool(snapshot['dirty'])} (snapshot)")]
+
+
+def array_lines(state: State) -> list[tuple[str, str]]:
+    """Return name and text of each line of an array's summary."""
+    lines = [
+        ("run", f"{state.submission.sid}  {state.state}"),
+        ("job", f"{state.job_id or '-'} ({state.backend}), {len(state.tasks)} tasks"),
+        ("tasks", state.reason),
+    ]
+    bad = [task for task in state.tasks if task.over and task.state != "COMPLETED"]
+    for task in bad[:_SHOWN_TASKS]:
+        code = "" if task.exit_code is None else f", exit code {task.exit_code}"
+        why = f": {task.reason}" if task.reason else ""
+        lines.append((f"task {task.submission.index}", f"{task.state}{code}{why}"))
+    if len(bad) > _SHOWN_TASKS:
+        lines.append(
+            ("", f"… and {len(bad) - _SHOWN_TASKS} more: hpml show {state.submission.sid}")
+        )
+    lines.append(("record", str(state.submission.directory)))
+    return lines
+
+
+def task_rows(state: State) -> list[tuple[str, ...]]:
+    """Return a row per task of an array: task, job, state, time, nodes, exit status, reason."""
+    return [
+        (
+            task.submission.label,
+            task.job_id,
+            task.state,
+            time_text(task),
+            task.nodes or "-",
+            "-" if task.exit_code is None else str(task.exit_code),
+            task.reason or "-",
+        )
+        for task in state.tasks
+    ]
+
+
+def time_text(state: State) -> str:
+    """Return how long a run has run, or ran; `-` before it has started."""
+    if not state.started:
+        return "-"
+    return seconds_text(max(0, (state.ended or time.time()) - state.started))
 
 
 def _ran(state: State, summary: Summary) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.jobs.backend import open_backend
+from hpml_orchestrator.jobs.ends import keep_final, keep_tasks, read_final, read_tasks, run_of
+from hpml_orchestrator.jobs.state import State, joined
 from hpml_orchestrator.jobs.submit import settle
-from hpml_orchestrator.records.files import read_json, write_json
-from hpml_orchestrator.records.store import Run
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 from hpml_orchestrator.scheduler.slurm import PollSchedule
@@ -19,14 +19,14 @@ from hpml_orchestrator.scheduler.slurm import PollSchedule
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Run, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
 
 __all__ = ["State", "states", "wait_until_over"]
 
-_FINAL = "final.json"
 _FORGOTTEN_SECONDS = 60.0
 _LOST_ANSWERS = 3
+_WATCHED_TASKS = 16
 UNREADABLE = "UNREADABLE"
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
@@ -34,64 +34,6 @@ _LOOK_SECONDS = 0.2
 _RARE_LOOK_SECONDS = 1.0
 _OFTEN_SECONDS = 10.0
 _LOCAL_END_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class State:
-    """One submission and its job, as far as known.
-
-    Attributes:
-        submission: the submission.
-        run: its run.
-        name, backend: from its record.
-        job_id: the scheduler's id; empty while it is not known.
-        state: a scheduler's state, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`.
-        reason: why, in words; may be empty.
-        nodes: node list; may be empty.
-        created, started, ended: seconds since the epoch, None where not known.
-        exit_code: exit status of the script, None where not known.
-        attempts: how many starts there were.
-        over: whether nothing more will happen by itself.
-        lost: whether the scheduler answers but knows no such job any more, and the job did not
-            write down its end: it is not running, and how it ended will not be known.
-    """
-
-    submission: Submission
-    run: Run
-    name: str
-    backend: str
-    job_id: str
-    state: str
-    reason: str = ""
-    nodes: str = ""
-    created: float = 0.0
-    started: float | None = None
-    ended: float | None = None
-    exit_code: int | None = None
-    attempts: int = 0
-    over: bool = False
-    lost: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state for programs."""
-        return {
-            "id": self.submission.sid,
-            "name": self.name,
-            "backend": self.backend,
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "nodes": self.nodes,
-            "created": self.created,
-            "started": self.started,
-            "ended": self.ended,
-            "exit_code": self.exit_code,
-            "attempts": self.attempts,
-            "over": self.over,
-            "directory": str(self.run.directory),
-            "submission": str(self.submission.directory),
-            "output": str(self.run.output),
-        }
 
 
 def states(
@@ -113,36 +55,110 @@ def states(
         now: the clock, in seconds since the epoch.
     """
     backend = _opened_once(backends or _opener(store))
+    wanted = list(submissions)
     known: dict[str, State] = {}
-    asked: dict[tuple[str, str], list[tuple[Submission, dict[str, Any], str]]] = {}
-    order = []
-    for submission in submissions:
-        order.append(submission.sid)
+    asked: dict[tuple[str, str], list[_Open]] = {}
+    for submission in dict.fromkeys(replace(one, index=None) for one in wanted):
         try:
             record = submission.record()
+            final = read_final(store, submission, record)
+            if final is not None:
+                known[submission.sid] = final
+                continue
+            job_id, unsettled = _job_id(store, submission, record, backend, now())
         except (NotFoundError, RecordError) as error:
             known[submission.sid] = _broken(store, submission, str(error))
             continue
-        final = _final_of(store, submission, record)
-        if final is not None:
-            known[submission.sid] = final
-            continue
-        try:
-            job_id, unsettled = _job_id(store, submission, record, backend, now())
-        except (NotFoundError, RecordError) as error:
-            job_id, unsettled = "", _broken(store, submission, str(error))
         if unsettled is not None:
             known[submission.sid] = unsettled
             continue
         key = _scheduler_key(str(record["backend"]), str(record["host"]))
-        asked.setdefault(key, []).append((submission, record, job_id))
+        asked.setdefault(key, []).append(_Open.of(store, submission, record, job_id))
     for (name, host), items in asked.items():
-        answer, trouble = _ask(backend(name, host), [job_id for _, _, job_id in items])
-        for submission, record, job_id in items:
-            known[submission.sid] = _state(
-                store, submission, record, job_id, answer.get(job_id), trouble, now()
-            )
-    return [known[sid] for sid in order]
+        job_ids = [job_id for item in items for job_id in item.unknown]
+        answer, trouble = _ask(backend(name, host), job_ids)
+        for item in items:
+            known[item.submission.sid] = item.state(answer, trouble, now())
+    return [_meant(store, known[one.sid], one) for one in wanted]
+
+
+def _meant(store: Store, state: State, submission: Submission) -> State:
+    """Return the state of the task that is meant, or that of the whole submission."""
+    if submission.index is None:
+        return state
+    found = (task for task in state.tasks if task.submission.index == submission.index)
+    other = replace(state, submission=submission, run=run_of(store, submission))
+    return next(found, other)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A submission that has a job and is not known to be over.
+
+    Attributes:
+        runs: index and the scheduler's id of each run that it has.
+        ends: states of an array's tasks that are known to be over.
+        is_array: whether it has tasks.
+    """
+
+    store: Store
+    submission: Submission
+    record: dict[str, Any]
+    job_id: str
+    runs: tuple[tuple[int, str], ...]
+    ends: dict[int, State]
+    is_array: bool
+
+    @staticmethod
+    def of(store: Store, submission: Submission, record: dict[str, Any], job_id: str) -> _Open:
+        """Return it with what its own records tell."""
+        if not submission.is_array():
+            return _Open(store, submission, record, job_id, ((0, job_id),), {}, is_array=False)
+        runs = tuple((index, f"{job_id}_{index}") for index, _ in submission.runs())
+        ends = {
+            int(task.submission.index or 0): task
+            for task in read_tasks(store, submission, record, job_id)
+        }
+        return _Open(store, submission, record, job_id, runs, ends, is_array=True)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The ids that the scheduler is to be asked about."""
+        return [job_id for index, job_id in self.runs if index not in self.ends]
+
+    def state(self, answer: dict[str, JobStatus], trouble: str, now: float) -> State:
+        """Join what the scheduler says with what was written down, and keep what is over."""
+        seen = self.is_array and (bool(self.ends) or any(one in answer for _, one in self.runs))
+
+        def of(submission: Submission, job_id: str) -> State:
+            status = answer.get(job_id)
+            run = run_of(self.store, submission)
+            return _state(submission, run, self.record, job_id, status, trouble, now, seen=seen)
+
+        if not self.is_array:
+            state = of(self.submission, self.job_id)
+            if state.over:
+                keep_final(state)
+            return state
+        tasks = [
+            self.ends.get(index) or of(replace(self.submission, index=index), job_id)
+            for index, job_id in self.runs
+        ]
+        whole = State(
+            self.submission,
+            run_of(self.store, self.submission),
+            name=str(self.record["name"]),
+            backend=str(self.record["backend"]),
+            job_id=self.job_id,
+            state=JobState.UNKNOWN.value,
+            created=float(self.record["created"]),
+        )
+        state = joined(whole, tasks)
+        if state.over:
+            keep_final(state)
+        elif sum(task.over for task in tasks) > len(self.ends):
+            keep_tasks(self.submission, [task for task in tasks if task.over])
+        return state
 
 
 def wait_until_over(
@@ -177,7 +193,8 @@ def wait_until_over(
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state
-        seen_end, here = _said_end(state.run), state.backend == "local"
+        watched = _watched(state)
+        seen_end, here = _all_said_end(watched), state.backend == "local"
         pause = next(pauses)
         deadline = now() + (min(pause, _LOCAL_END_SECONDS) if seen_end and here else pause)
         while now() < deadline:
@@ -185,9 +202,25 @@ def wait_until_over(
             often = here or now() - began < _OFTEN_SECONDS
             look = _LOOK_SECONDS if often else _RARE_LOOK_SECONDS
             sleep(min(look, max(0.0, deadline - now())))
-            if not seen_end and _said_end(state.run):
+            if not seen_end and _all_said_end(watched):
                 pauses.reset()
                 break
+
+
+def _watched(state: State) -> list[Run]:
+    """Return the runs whose own word of their end is worth a look several times a second.
+
+    Of an array only its last few tasks are: that it is about to be over is news, what one of many
+    does is not, and every look leads to a question to the scheduler.
+    """
+    if not state.tasks:
+        return [state.run]
+    going = [task.run for task in state.tasks if not task.over]
+    return going if len(going) <= _WATCHED_TASKS else []
+
+
+def _all_said_end(runs: list[Run]) -> bool:
+    return bool(runs) and all(_said_end(run) for run in runs)
 
 
 def _said_end(run: Run) -> bool:
@@ -225,20 +258,11 @@ def _scheduler_key(name: str, host: str) -> tuple[str, str]:
     return (name, host if name == "local" else "")
 
 
-def _run_of(store: Store, submission: Submission) -> Run:
-    """Return the submission's run, whose directory may have been removed by hand."""
-    try:
-        rid = submission.runs()[0][1]
-    except (NotFoundError, RecordError, IndexError, ValueError):
-        rid = submission.sid
-    return Run(store.runs_dir / rid)
-
-
 def _broken(store: Store, submission: Submission, reason: str) -> State:
     """Return the state of what cannot be read, which says nothing about its job."""
     return State(
         submission,
-        _run_of(store, submission),
+        run_of(store, submission),
         name="?",
         backend="?",
         job_id="",
@@ -259,7 +283,7 @@ def _job_id(
     def without_job(state: str, reason: str, *, over: bool) -> State:
         return State(
             submission,
-            _run_of(store, submission),
+            run_of(store, submission),
             name=str(record["name"]),
             backend=str(record["backend"]),
             job_id="",
@@ -289,22 +313,32 @@ def _job_id(
 
 
 def _state(
-    store: Store,
     submission: Submission,
+    run: Run,
     record: dict[str, Any],
     job_id: str,
     status: JobStatus | None,
     trouble: str,
     now: float,
+    *,
+    seen: bool,
 ) -> State:
-    """Join what the scheduler says with what the job wrote down itself."""
-    run = _run_of(store, submission)
-    attempts = run.attempts()
+    """Join what the scheduler says with what the job wrote down itself.
+
+    `seen`: whether it is a task of an array of which other tasks are known.
+    """
+    # Of ten thousand tasks that wait, not one directory has to be looked into.
+    waits = submission.index is not None and status is not None and status.state.waiting
+    attempts = [] if waits and not (status and status.restarts) else run.attempts()
     own = attempts[-1] if attempts else None
     lost = False
     said_end = own is not None and own.ended is not None
     if status is None or (status.state is JobState.UNKNOWN and said_end):
-        status, lost = _own_status(job_id, own, trouble, submission, now)
+        if seen and own is None and not trouble:
+            # Slurm keeps no record at all of a task that is cancelled while its array waits.
+            status = JobStatus(job_id, JobState.CANCELLED)
+        else:
+            status, lost = _own_status(job_id, own, trouble, submission, now)
     ended = own.ended if own is not None and status.state.over else None
     exit_code = status.exit_code
     if ended is not None and (exit_code is None or status.state is JobState.FAILED):
@@ -315,7 +349,7 @@ def _state(
         exit_code = None
     if over and _may_come_back(str(record["backend"]), status, now):
         over, reason = False, "it may be requeued"
-    state = State(
+    return State(
         submission,
         run,
         name=str(record["name"]),
@@ -331,10 +365,8 @@ def _state(
         attempts=len(attempts),
         over=over,
         lost=lost,
+        raw_state=status.raw_state if over else "",
     )
-    if state.over:
-        _keep_final(state, raw=status.raw_state)
-    return state
 
 
 def _reason(status: JobStatus, own: Attempt | None) -> str:
@@ -395,47 +427,3 @@ def _started_of(own: Attempt | None) -> float | None:
     if own is None:
         return None
     return next((event.time for event in own.events() if event.event == "started"), None)
-
-
-def _keep_final(state: State, *, raw: str) -> None:
-    """Write an end down, so that it is never asked for again."""
-    try:
-        write_json(
-            state.submission.directory / _FINAL,
-            {
-                "job_id": state.job_id,
-                "state": state.state,
-                "raw_state": raw,
-                "reason": state.reason,
-                "nodes": state.nodes,
-                "started": state.started,
-                "ended": state.ended,
-                "exit_code": state.exit_code,
-                "attempts": state.attempts,
-            },
-        )
-    except RecordError:
-        return  # somebody else's records, or a full disk: then it is asked for again
-
-
-def _final_of(store: Store, submission: Submission, record: dict[str, Any]) -> State | None:
-    try:
-        final = read_json(submission.directory / _FINAL)
-    except (NotFoundError, RecordError):
-        return None
-    return State(
-        submission,
-        _run_of(store, submission),
-        name=str(record["name"]),
-        backend=str(record["backend"]),
-        job_id=str(final["job_id"]),
-        state=str(final["state"]),
-        reason=str(final["reason"]),
-        nodes=str(final["nodes"]),
-        created=float(record["created"]),
-        started=final["started"],
-        ended=final["ended"],
-        exit_code=final["exit_code"],
-        attempts=int(final["attempts"]),
-        over=True,
-    )

@@ -7,12 +7,13 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
@@ -89,7 +90,7 @@ def prepare(
     now: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Submission:
-    """Write the submission and its run down completely; nothing is submitted yet.
+    """Write the submission and its runs down completely; nothing is submitted yet.
 
     Args:
         store: where records live.
@@ -101,14 +102,21 @@ def prepare(
         notice: takes a line to show, when the snapshot of the code takes long.
 
     Raises:
-        InputError: the snapshot that the job asks for cannot be taken.
+        InputError: that scheduler cannot run such a job, or the snapshot that the job asks for
+            cannot be taken.
         RecordError: the records cannot be written. Either way nothing is left behind.
     """
     job = rendered.resolved.job
+    check_backend(job, backend, store)
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
     sid = new_id(job.name, now=moment)
     resolved = job.model_dump(mode="json")
+    plan: dict[str, Any] = {"name": job.name, "created": moment}
+    if job.tasks is None:
+        runs = {0: {**plan, "job": resolved, "provenance": provenance}}
+    else:  # what all tasks share is kept once, in submit.json
+        runs = dict.fromkeys(job.tasks.indices, plan)
 
     def take_snapshot(directory: Path) -> None:
         if rendered.snapshot is None:
@@ -141,7 +149,8 @@ def prepare(
             "job": resolved,
             "provenance": provenance,
         },
-        runs={0: {"name": job.name, "created": moment, "job": resolved, "provenance": provenance}},
+        runs=runs,
+        array=job.tasks is not None,
         fill=take_snapshot,
     )
     if diff:
@@ -196,7 +205,7 @@ def settle(
     moment = time.time() if now is None else now
     record = submission.record()
     claimed = [
-        attempt.job_id
+        attempt.submitted_id
         for _, rid in submission.runs()
         for attempt in store.run(rid).attempts()
         if attempt.job_id
@@ -274,6 +283,7 @@ def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRe
         name=record["name"],
         comment=record["comment"],
         environment=travelling(environment, inherit),
+        array=record["job"].get("array") is not None,
     )
 
 

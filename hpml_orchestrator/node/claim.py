@@ -31,7 +31,8 @@ def claim(submission: str) -> int:
     """Claim this start of the run and print the attempt's directory.
 
     The run is the one that the submission's table gives for `$SLURM_ARRAY_TASK_ID` (0 without an
-    array); a script started by hand, without a table, gets `runs/<job id>` below its directory.
+    array); a script started by hand, without a table, gets `runs/<job id>` below its directory,
+    a task of an array `runs/<array's id>_<index>`.
     Claiming is one `mkdir`, which one of two jobs wins even on NFS.
 
     Returns:
@@ -64,6 +65,9 @@ def claim(submission: str) -> int:
         # Same job, same attempt: the script was started again without a requeue. What its nodes
         # said before does not hold any more.
         _forget(attempt)
+    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    if array:  # before the id that completes the claim: whoever reads that one finds both
+        write_text(started / "array_job_id", f"{array}\n")
     write_text(started / "job_id", f"{job_id}\n")
     node = node_name()
     names = [
@@ -144,7 +148,8 @@ def _run_directory(submission: Path, job_id: str) -> Path:
         table = read_text(submission / RUN_TABLE)
         read_json(submission / "submit.json")
     except NotFoundError:
-        return submission / "runs" / job_id
+        array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+        return submission / "runs" / (f"{array}_{index}" if array else job_id)
     for line in table.splitlines():
         number, _, rid = line.partition("\t")
         if number == str(index):

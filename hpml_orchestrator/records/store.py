@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,14 @@ class Attempt:
             return read_text(self.directory / "started" / "job_id").strip()
         except NotFoundError:
             return ""
+
+    @property
+    def submitted_id(self) -> str:
+        """The id that sbatch gave for it: of the array where the job is a task of one."""
+        try:
+            return read_text(self.directory / "started" / "array_job_id").strip()
+        except NotFoundError:
+            return self.job_id
 
     @property
     def ended(self) -> dict[str, Any] | None:
@@ -138,14 +146,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Submission:
-    """One call of sbatch, from before it is made."""
+    """One call of sbatch, from before it is made.
+
+    Attributes:
+        directory: where it is written down.
+        index: the one task of its array that is meant; None for all of it.
+    """
 
     directory: Path
+    index: int | None = None
 
     @property
     def sid(self) -> str:
         """The submission's id."""
         return self.directory.name
+
+    @property
+    def label(self) -> str:
+        """What names it on the command line: its id, with `.<index>` where one task is meant."""
+        return self.sid if self.index is None else f"{self.sid}.{self.index}"
 
     @property
     def script(self) -> Path:
@@ -181,12 +200,20 @@ class Submission:
         return record
 
     def runs(self) -> list[tuple[int, str]]:
-        """The table of array index and run id."""
+        """The table of array index and run id, by index; one line of it where one task is meant."""
         table = []
         for line in read_text(self.directory / RUN_TABLE).splitlines():
             index, _, rid = line.partition("\t")
-            table.append((int(index), rid))
+            if self.index in (None, int(index)):
+                table.append((int(index), rid))
         return table
+
+    def is_array(self) -> bool:
+        """Whether it is a job array, or a task of one; False too where its table is unreadable."""
+        try:
+            return any(rid != self.sid for _, rid in self.runs())
+        except (NotFoundError, RecordError, ValueError):
+            return False
 
     def record_job(self, job_id: str, *, how: str, now: float) -> None:
         """Write down the job's id and how it became known."""
@@ -255,23 +282,26 @@ class Store:
         submit: Mapping[str, Any],
         runs: Mapping[int, Mapping[str, Any]],
         fill: Callable[[Path], None] = lambda _: None,
+        array: bool = False,
     ) -> Submission:
         """Write a submission and its runs completely, before anything is submitted.
 
         Args:
-            sid: the new id; the run of index 0 alone takes it too, others get `.<index>`.
+            sid: the new id; a single run takes it too, those of an array get `.<index>`.
             script: text of the batch script.
             archive: bytes of `hpml-node.pyz`.
             submit: content of `submit.json`.
             runs: array index -> content of `run.json`.
             fill: puts more into the submission's directory, before the records are written.
+            array: whether it is a job array; more than one run always are.
 
         Raises:
             RecordError: the root cannot be written; nothing is left behind.
         """
         target = self.submissions_dir / sid
         temporary = self.submissions_dir / f".{sid}.tmp"
-        names = {index: sid if len(runs) == 1 else f"{sid}.{index}" for index in runs}
+        numbered = array or len(runs) > 1
+        names = {index: f"{sid}.{index}" if numbered else sid for index in runs}
         made: list[Path] = []
         try:
             self.submissions_dir.mkdir(parents=True, exist_ok=True)
@@ -341,38 +371,72 @@ class Store:
     def resolve(self, word: str) -> Submission:
         """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
+        Any of these with `.<index>` behind it means one task of a job array; so does Slurm's form
+        of a task's id, `123_4`.
+
         Raises:
-            NotFoundError: nothing fits.
-            InputError: more than one fits.
+            NotFoundError: nothing fits, or the array has no such task.
+            InputError: more than one fits, or it is no array.
         """
         if not word:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
         everything = list(self.submissions())
-        if word == "last":
-            if everything:
-                return everything[0]
+        if word == "last" and not everything:
             raise NotFoundError(f"no runs under {self.root} yet", hint="start one with `hpml run`")
-        fits = [one for one in everything if one.sid == word]
-        if not fits and word.isdecimal():  # before parts of ids: many of those end in a digit
-            fits = [one for one in everything if one.has_job(word)]
-        fits = fits or [
-            one for one in everything if one.sid.startswith(word) or one.sid.endswith(word)
-        ]
-        if not fits:
+        found = _named(everything, word)
+        task = re.fullmatch(r"(.+)\.(\d+)|(\d+)_(\d+)", word, re.ASCII)
+        if found is None and task is not None:
+            found = _named(everything, task[1] or task[3])
+            if found is not None:
+                return _task(found, int(task[2] or task[4]), word)
+        if found is None:
             raise NotFoundError(
                 f"no run {word!r} under {self.root}",
                 hint=_meant(word, everything)
                 or "`hpml list` shows them; an id, its beginning, a job id or `last` will do",
             )
-        if len(fits) > 1:
-            shown = ", ".join(one.sid for one in fits[:5])
-            raise InputError(
-                f"names {len(fits)} runs: {shown}{', …' if len(fits) > 5 else ''}",  # noqa: PLR2004
-                field="RUN",
-                value=word,
-                hint="give more of the id",
-            )
-        return fits[0]
+        return found
+
+
+def _named(everything: list[Submission], word: str) -> Submission | None:
+    """Return the submission that a word names, None where there is none.
+
+    Raises:
+        InputError: more than one fits.
+    """
+    if word == "last":
+        return everything[0]
+    fits = [one for one in everything if one.sid == word]
+    if not fits and word.isdecimal():  # before parts of ids: many of those end in a digit
+        fits = [one for one in everything if one.has_job(word)]
+    fits = fits or [one for one in everything if one.sid.startswith(word) or one.sid.endswith(word)]
+    if len(fits) > 1:
+        shown = ", ".join(one.sid for one in fits[:5])
+        raise InputError(
+            f"names {len(fits)} runs: {shown}{', …' if len(fits) > 5 else ''}",  # noqa: PLR2004
+            field="RUN",
+            value=word,
+            hint="give more of the id",
+        )
+    return fits[0] if fits else None
+
+
+def _task(submission: Submission, index: int, word: str) -> Submission:
+    table = submission.runs()
+    if not submission.is_array():
+        raise InputError(
+            "names a task, but the run is no job array",
+            field="RUN",
+            value=word,
+            hint=f"say {submission.sid}",
+        )
+    if index not in dict(table):
+        known = ", ".join(str(number) for number, _ in table[:10])
+        raise NotFoundError(
+            f"{submission.sid} has no task {index}",
+            hint=f"its tasks: {known}{', …' if len(table) > 10 else ''}",  # noqa: PLR2004
+        )
+    return replace(submission, index=index)
 
 
 def _meant(word: str, everything: list[Submission]) -> str:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,11 @@ from hpml_orchestrator.errors import (
     SchedulerUnavailable,
 )
 from hpml_orchestrator.records.files import read_text, write_text
-from hpml_orchestrator.scheduler import local_resources
+from hpml_orchestrator.scheduler import local_arrays, local_resources
 from hpml_orchestrator.scheduler.local_directives import read_directives
-from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, plain, poke, starts
+from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, plain, poke
 from hpml_orchestrator.scheduler.local_processes import send
+from hpml_orchestrator.scheduler.local_queue import Queue
 from hpml_orchestrator.scheduler.local_resources import (
     Machine,
     needs_of,
@@ -105,12 +107,18 @@ class LocalScheduler:
                 ) from error
 
     def _submit(self, request: SubmitRequest) -> str:
-        record = self._record(request)
+        record, indices, limit = self._record(request)
         write_text(request.directory / "sbatch.err", "")
         self._reached("begin")
         with self._home.lock():
             self._reached("locked")
-            job = self._home.publish(record, without_slurm(request.environment))
+            environment = without_slurm(request.environment)
+            if indices:
+                job = local_arrays.publish(
+                    self._home, record, environment, request, indices=indices, limit=limit
+                )
+            else:
+                job = self._home.publish(record, environment)
             self._reached("published")
             write_text(request.directory / "sbatch.out", f"{job.job_id}\n")
             self._reached("answered")
@@ -126,12 +134,18 @@ class LocalScheduler:
             SchedulerUnavailable: the records cannot be read.
         """
         self._heal()
-        found = {job_id: self._load(job_id) for job_id in job_ids}
-        if not any(job is not None and job.state.waiting for job in found.values()):
-            queue = []
-        else:
-            queue = self._home.active()
-        return {job_id: _status(job, queue) for job_id, job in found.items() if job is not None}
+        found: dict[str, list[Job]] = {}
+        numbers_of = local_arrays.finder(self._home)
+        for job_id in job_ids:
+            jobs = [self._load(number) for number in numbers_of(job_id)]
+            found[job_id] = [job for job in jobs if job is not None]
+        waits = any(job.state.waiting for jobs in found.values() for job in jobs)
+        queue = Queue(self._home.active() if waits else [])
+        return {
+            job_id: local_arrays.telling(job_id, [_status(job, queue) for job in jobs])
+            for job_id, jobs in found.items()
+            if jobs
+        }
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
         """Return the ids of the jobs of a submission's directory, oldest first."""
@@ -142,6 +156,7 @@ class LocalScheduler:
             job = self._home.load(number)
             if (
                 job is not None
+                and job.array_id in (0, number)
                 and job.record["directory"] == wanted
                 and name in ("", job.record["name"])
                 and job.record["submitted"] >= since - _CLOCK_SLACK_SECONDS
@@ -160,15 +175,17 @@ class LocalScheduler:
             SchedulerUnavailable: the request could not be written.
         """
         asked: list[Job] = []
-        for job_id in job_ids:
-            job = self._home.load(job_id)
+        numbers_of = local_arrays.finder(self._home)
+        numbers = [number for job_id in job_ids for number in numbers_of(job_id)]
+        for number in numbers:
+            job = self._home.load(number)
             if job is None or job.state.over:
                 continue
             try:
                 (job.directory / "cancel").touch()
             except OSError as error:
                 raise SchedulerUnavailable(
-                    f"cannot ask for the end of job {job_id}: {error.strerror}",
+                    f"cannot ask for the end of job {job.shown_id}: {error.strerror}",
                     hint=f"is {self._home.path} there and writable?",
                 ) from error
             asked.append(job)
@@ -177,10 +194,10 @@ class LocalScheduler:
         for job in asked:
             poke(job, send, signal.SIGUSR1)
 
-    def _load(self, job_id: str) -> Job | None:
-        job = self._home.load(job_id)
+    def _load(self, number: int) -> Job | None:
+        job = self._home.load(number)
         if job is not None and not job.state.over:
-            return self._home.unrecorded.get(job_id, job)
+            return self._home.unrecorded.get(job.job_id, job)
         return job
 
     def _heal(self) -> None:
@@ -189,7 +206,10 @@ class LocalScheduler:
             with self._home.lock(), contextlib.suppress(RecordError, OSError):
                 self._home.heal()
 
-    def _record(self, request: SubmitRequest) -> dict[str, object]:
+    def _record(
+        self, request: SubmitRequest
+    ) -> tuple[dict[str, object], tuple[int, ...], int | None]:
+        """Return the record of the job, and for an array its indices and its limit."""
         if ":" in os.fspath(self._home.path):
             raise SchedulerError(
                 f"the directory of local jobs has a colon in its name: {self._home.path}",
@@ -210,7 +230,8 @@ class LocalScheduler:
             raise SchedulerError(f"no script to submit: {error}", hint=error.hint) from error
         machine = Machine(tuple(self._cpu_ids()), tuple(self._gpu_ids()), self._memory_mb())
         needs = needs_of(asked, machine)
-        return {
+        indices, limit = local_arrays.array_of(asked.array)
+        record: dict[str, object] = {
             "job_id": "",
             "state": JobState.PENDING,
             "name": request.name or asked.job_name or "job.sh",
@@ -219,7 +240,8 @@ class LocalScheduler:
             "output": os.fspath(request.output),
             "cluster": self._home.cluster,
             "host": short_hostname(),
-            "directives": plain(asked),
+            "directives": plain(replace(asked, array="")),
+            "array": None,
             "needs": plain(needs),
             "machine": plain(machine),
             "kill_wait_seconds": self._kill_wait(),
@@ -236,6 +258,7 @@ class LocalScheduler:
             "signal": 0,
             "reason": "",
         }
+        return record, indices, limit
 
     def _kill_wait(self) -> float:
         if self._kill_wait_seconds is not None:
@@ -246,7 +269,7 @@ class LocalScheduler:
         return _KILL_WAIT_SECONDS
 
 
-def _status(job: Job, queue: list[Job]) -> JobStatus:
+def _status(job: Job, queue: Queue) -> JobStatus:
     record = job.record
     reason = record["reason"]
     if job.state is JobState.PENDING:
@@ -268,8 +291,8 @@ def _status(job: Job, queue: list[Job]) -> JobStatus:
     )
 
 
-def _waiting_for(job: Job, queue: list[Job]) -> str:
-    starts_now = starts(job, queue)
+def _waiting_for(job: Job, queue: Queue) -> str:
+    starts_now = queue.starts(job)
     if isinstance(starts_now, str):
         return starts_now
     with contextlib.suppress(OSError, ValueError, TypeError):

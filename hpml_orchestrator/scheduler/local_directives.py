@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError
+from hpml_orchestrator.scheduler.arrays import parse_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,6 @@ _LONG_FLAGS = frozenset(
 )
 # What cannot be left out without changing what the job means.
 _REFUSED = {
-    "array": "run the tasks as single jobs",
     "dependency": "submit the second job when the first one is over",
 }
 
@@ -100,6 +100,7 @@ class Directives:
         time_limit_seconds: None for no limit.
         gpus: GPUs of the whole job from `--gpus`, `--gpus-per-node` or `--gres=gpu:`.
         memory_mb: memory of the node in MiB, from `--mem`; 0 is all of it.
+        array: the tasks of a job array, as written; empty for a single job.
         ignored: the options that mean nothing here, as written.
         written: option name -> value as written, for messages.
     """
@@ -118,6 +119,7 @@ class Directives:
     stop_signal: StopSignal | None = None
     exclusive: bool = False
     job_name: str = ""
+    array: str = ""
     ignored: tuple[str, ...] = ()
     written: tuple[tuple[str, str], ...] = ()
 
@@ -142,10 +144,7 @@ def read_directives(script: str) -> Directives:
     for name, value, shown in _options(list(_words(script))):
         if name in _REFUSED:
             raise SchedulerError(
-                f"{shown}: the local backend has no job {name}s"
-                if name == "array"
-                else f"{shown}: the local backend has no job dependencies",
-                hint=_REFUSED[name],
+                f"{shown}: the local backend has no job dependencies", hint=_REFUSED[name]
             )
         if name == "output":
             continue  # the submission names the file, as an option on the command line would
@@ -373,6 +372,11 @@ def _stop_signal(text: str) -> StopSignal:
     )
 
 
+def _array(text: str) -> str:
+    parse_tasks(text)
+    return text
+
+
 _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "nodes": ("nodes", _nodes),
     "ntasks": ("ntasks", _count),
@@ -390,4 +394,5 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "signal": ("stop_signal", _stop_signal),
     "job-name": ("job_name", str),
     "output": ("output", str),
+    "array": ("array", _array),
 }

@@ -12,8 +12,8 @@
         supervisor.log      what a supervisor had to say, normally nothing
     /tmp/hpml-<uid>/        node-local locks, never on the file system of the records
 
-Jobs start in the order of their ids: the first that waits gets the next free CPUs and GPUs. Only
-the first few that wait have a supervisor; each that leaves the queue sees to the next ones.
+Whose turn it is says `local_queue`. Only the first few that wait have a supervisor; each that
+leaves the queue sees to the next ones. Each task of an array is a job of its own: `local_arrays`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import fsync_dir, read_json, write_json, write_text
 from hpml_orchestrator.records.owner import boot_id
+from hpml_orchestrator.scheduler.local_boot import BOOT_SUPERVISOR, package_parent, srun_script
 from hpml_orchestrator.scheduler.local_processes import (
     SUPERVISOR_MARK,
     Identity,
@@ -45,6 +46,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     processes,
 )
 from hpml_orchestrator.scheduler.local_processes import descendants as below
+from hpml_orchestrator.scheduler.local_queue import Queue
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -61,18 +63,6 @@ _LOCK_PAUSE_SECONDS = 0.005
 _STALE_SECONDS = 3600.0
 _KILL_PATIENCE_SECONDS = 5.0
 _INLINE_BYTES = 59  # of a link's text; ext4 and others keep as much in the inode itself
-
-# Python isolated from the user's variables and directory; the package is taken from where this
-# module lies, be that a checkout or site-packages, and nothing else is taken from there.
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); import hpml_orchestrator; del sys.path[0]; "
-)
-_BOOT_SUPERVISOR = (
-    "import os; os.fork() and os._exit(0); "
-    + _BOOT
-    + "from hpml_orchestrator.scheduler.local_supervisor import main; sys.exit(main(sys.argv[1:]))"
-)
-_BOOT_SRUN = _BOOT + "from hpml_orchestrator.node.srun import main; sys.exit(main(sys.argv[1:]))"
 
 Record = dict[str, Any]
 
@@ -93,6 +83,17 @@ class Job:
     def number(self) -> int:
         """The id as a number: the place in the queue."""
         return int(self.directory.name)
+
+    @property
+    def array_id(self) -> int:
+        """The id of the array that it is a task of; 0 for a single job."""
+        array = self.record.get("array")
+        return int(array["id"]) if array else 0
+
+    @property
+    def shown_id(self) -> str:
+        """The id as people know it: `7`, or `7_3` for a task of an array."""
+        return f"{self.array_id}_{self.record['array']['index']}" if self.array_id else self.job_id
 
     @property
     def state(self) -> JobState:
@@ -268,6 +269,7 @@ class Home:
         self.cluster = f"local-{digest[:6]}"
         self._lock_name = f"local-{digest[:16]}.lock"
         self._over: dict[int, None] = {}
+        self._half_written: set[int] = set()
         self.unrecorded: dict[str, Job] = {}
         """Jobs that `heal` found to be over, which it could not write down."""
 
@@ -298,9 +300,22 @@ class Home:
             job = Job(directory, read_json(directory / "job.json"))
         except (NotFoundError, RecordError):
             return None
+        if self._is_half_written(job):
+            self._half_written.add(job.number)
+            return None
         if not job.state.over:
             job.record |= _noted_end(directory)
         return job
+
+    def _is_half_written(self, job: Job) -> bool:
+        """Whether it is a task of an array whose submission has not come to its end, or died."""
+        first = job.array_id
+        return (
+            first not in (0, job.number)
+            and job.state is JobState.PENDING
+            and not (self.jobs / str(first)).exists()
+            and not (job.directory / "spawned").exists()
+        )
 
     def active(self) -> list[Job]:
         """Return the jobs that are not over, in order."""
@@ -315,28 +330,41 @@ class Home:
                 self._over[number] = None
         return found
 
-    def publish(self, record: Record, environment: Mapping[str, str]) -> Job:
-        """Write a new job completely and claim the next number for it. Needs the lock."""
+    def next_number(self) -> int:
+        """Return the number that the next job gets. Needs the lock."""
+        return max(self.numbers(), default=0) + 1
+
+    def publish(
+        self, record: Record, environment: Mapping[str, str], *, number: int | None = None
+    ) -> Job:
+        """Write a new job completely and claim a number for it. Needs the lock.
+
+        Args:
+            record: its record.
+            environment: its environment.
+            number: that very number, of an array's task; the next one when left out.
+        """
         self.jobs.mkdir(parents=True, exist_ok=True)
         self._remove_stale()
         building = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.jobs))
         (building / "steps").mkdir()
-        number = max(self.numbers(), default=0)
+        fixed = number is not None
+        number = self.next_number() if number is None else number
         body = b"".join(
             os.fsencode(name) + b"=" + os.fsencode(value) + b"\0"
             for name, value in environment.items()
         )
         write_text(building / "environment", body, mode=0o600)
         (building / "bin").mkdir()
-        write_text(building / "bin" / "srun", _srun_script(record["directory"]), mode=0o755)
+        write_text(building / "bin" / "srun", srun_script(record["directory"]), mode=0o755)
         while True:
-            number += 1
             target = self.jobs / str(number)
             write_json(building / "job.json", {**record, "job_id": str(number)})
             try:
                 os.rename(building, target)  # fails on a number in use: its directory is not empty
             except OSError:
-                if target.exists():
+                if target.exists() and not fixed:
+                    number += 1
                     continue
                 raise
             fsync_dir(self.jobs)
@@ -347,15 +375,17 @@ class Home:
 
         Needs the lock.
         """
+        self._half_written.clear()
         jobs = self.active()
+        for number in self._half_written:  # its submission died: whoever submits holds the lock
+            shutil.rmtree(self.jobs / str(number), ignore_errors=True)
         for job in jobs:
             if job.holds_slots and job.supervisor is None:
                 self._fail(job)
             elif job.state is JobState.PENDING and job.cancelled:
                 self._finish(job, JobState.CANCELLED, "cancelled")
         jobs = [job for job in jobs if not job.state.over]
-        waiting = [job for job in jobs if not job.holds_slots]
-        for job in waiting[:_SUPERVISED]:
+        for job in Queue(jobs).line[:_SUPERVISED]:
             if job.supervisor is None:
                 self._spawn(job)
         return jobs
@@ -364,7 +394,7 @@ class Home:
         """Return whether `heal` has anything to do; needs no lock."""
         jobs = self.active()
         waiting = [job for job in jobs if not job.holds_slots]
-        watched = [job for job in jobs if job.holds_slots] + waiting[:_SUPERVISED]
+        watched = [job for job in jobs if job.holds_slots] + Queue(jobs).line[:_SUPERVISED]
         return any(job.supervisor is None for job in watched) or any(j.cancelled for j in waiting)
 
     def _fail(self, job: Job) -> None:
@@ -393,7 +423,7 @@ class Home:
         except (OSError, ValueError, TypeError):
             pass
         path.write_text(json.dumps([now, count + 1]), "ascii")
-        argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT_SUPERVISOR, str(_package_parent())]
+        argv = [sys.executable, "-I", "-X", "utf8", "-c", BOOT_SUPERVISOR, package_parent()]
         argv += [str(self.path), str(self.locks.root), job.job_id]
         mark = os.fsdecode(SUPERVISOR_MARK) + f"{self.cluster}.{job.job_id}"
         name, _, value = mark.partition("=")
@@ -416,32 +446,6 @@ class Home:
                 with contextlib.suppress(OSError):
                     if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                         shutil.rmtree(path)
-
-
-def starts(job: Job, jobs: list[Job]) -> tuple[list[int], list[str]] | str:
-    """Return the CPUs and GPUs that a waiting job gets now, or why it has to wait.
-
-    Args:
-        job: the one that waits.
-        jobs: all that are not over, in order.
-    """
-    before = [other for other in jobs if not other.holds_slots and other.number < job.number]
-    if before:
-        return f"Priority: job {before[-1].job_id} is before it"
-    taken_cpus = {cpu for other in jobs if other.holds_slots for cpu in other.record["cpus"]}
-    taken_gpus = {gpu for other in jobs if other.holds_slots for gpu in other.record["gpus"]}
-    machine, needs = job.record["machine"], job.record["needs"]
-    cpus = [cpu for cpu in machine["cpus"] if cpu not in taken_cpus]
-    gpus = [gpu for gpu in machine["gpus"] if gpu not in taken_gpus]
-    if len(cpus) >= needs["cpus"] and len(gpus) >= needs["gpus"]:
-        return cpus[: needs["cpus"]], gpus[: needs["gpus"]]
-    short = [
-        f"{needs[kind]} {kind.upper()[:-1]}s wanted, {len(free)} of {len(machine[kind])} free"
-        for kind, free in (("cpus", cpus), ("gpus", gpus))
-        if len(free) < needs[kind]
-    ]
-    running = ", ".join(other.job_id for other in jobs if other.holds_slots)
-    return f"Resources: {'; '.join(short)} (running: {running})"
 
 
 def _noted_end(directory: Path) -> Record:
@@ -469,25 +473,3 @@ def poke(job: Job, send: Callable[[Identity, int], bool], number: int) -> None:
     who = job.supervisor
     if who is not None:
         send(who, number)
-
-
-def _package_parent() -> Path:
-    return Path(__file__).resolve().parents[2]
-
-
-def _srun_script(directory: str) -> bytes:
-    pyz = _quoted(os.path.join(directory, "hpml-node.pyz"))
-    python = _quoted(sys.executable)
-    return (
-        b"#!/bin/sh\n"
-        b"# srun of hpml's local backend, written at submission.\n"
-        b"if [ -f " + pyz + b" ]; then\n"
-        b"    exec " + python + b" -I -S " + pyz + b' srun "$@"\n'
-        b"fi\n"
-        b"exec " + python + b" -I -S -c " + _quoted(_BOOT_SRUN) + b" "
-        b"" + _quoted(str(_package_parent())) + b' "$@"\n'
-    )
-
-
-def _quoted(text: str) -> bytes:
-    return b"'" + os.fsencode(text).replace(b"'", b"'\\''") + b"'"

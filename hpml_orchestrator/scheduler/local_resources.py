@@ -190,6 +190,12 @@ def slurm_variables(
         values["SLURM_JOB_GPUS"] = values["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if asked["time_limit_seconds"] is not None:
         values["SLURM_JOB_END_TIME"] = int(started + asked["time_limit_seconds"])
+    array = job.get("array")
+    if array:
+        values["SLURM_ARRAY_JOB_ID"] = array["id"]
+        values["SLURM_ARRAY_TASK_ID"] = array["index"]
+        for name in ("count", "min", "max", "step"):
+            values[f"SLURM_ARRAY_TASK_{name.upper()}"] = array[name]
     if job["restarts"]:
         values["SLURM_RESTART_COUNT"] = job["restarts"]
     return {name: str(value) for name, value in values.items()}

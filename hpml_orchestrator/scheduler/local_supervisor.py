@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.owner import boot_id
-from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, poke, starts
+from hpml_orchestrator.scheduler.local_jobs import Home, Job, Locks, poke
 from hpml_orchestrator.scheduler.local_processes import (
     Identity,
     descendants,
@@ -30,6 +30,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     send,
     set_subreaper,
 )
+from hpml_orchestrator.scheduler.local_queue import Queue
 from hpml_orchestrator.scheduler.local_resources import slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -77,7 +78,7 @@ def _claim(home: Home, job_id: str) -> Job | None:
     answer = Path(job.record["directory"]) / "sbatch.out"
     if not answer.exists() and answer.parent.is_dir():
         with contextlib.suppress(HpmlError):
-            write_text(answer, f"{job_id}\n")
+            write_text(answer, f"{job.array_id or job_id}\n")
     return job
 
 
@@ -94,7 +95,7 @@ def _wait_for_slots(home: Home, job: Job) -> bool:
             job.record = mine[0].record
             if job.holds_slots:  # written, though the write was reported as failed
                 return True
-            got = starts(job, jobs)
+            got = Queue(jobs).starts(job)
             if not isinstance(got, str):
                 cpus, gpus = got
                 job.write(state=JobState.RUNNING, started=time.time(), cpus=cpus, gpus=gpus)
@@ -116,7 +117,7 @@ def _wake_next(home: Home) -> None:
 
 
 def _poke_first(home: Home) -> None:
-    waiting = [job for job in home.active() if not job.holds_slots]
+    waiting = Queue(home.active()).line
     if waiting:
         poke(waiting[0], send, signal.SIGUSR1)
 

@@ -99,10 +99,12 @@ class SubmitRequest:
     Attributes:
         directory: the submission's directory (absolute). It becomes the job's working directory,
             which is how an own job is found again after a crash; it holds `job.sh`.
-        output: absolute path of the file for the script's standard output and error.
+        output: absolute path of the file for the script's standard output and error; each task of
+            an array has its own, see `task_output`.
         name: the job's name, for looking it up.
         comment: short text kept with the job; none when empty.
         environment: the complete environment of the sbatch process, all of which travels.
+        array: whether the script asks for a job array.
     """
 
     directory: Path
@@ -110,6 +112,16 @@ class SubmitRequest:
     name: str
     comment: str
     environment: Mapping[str, str] = field(repr=False)
+    array: bool = False
+
+    def task_output(self, index: int | str) -> Path:
+        """Return the output file of an array's task: `<directory>.<index>/<name>`.
+
+        Args:
+            index: the task's index, or what stands for it.
+        """
+        parent = self.output.parent
+        return parent.with_name(f"{parent.name}.{index}") / self.output.name
 
 
 class Scheduler(Protocol):
@@ -135,6 +147,8 @@ class Scheduler(Protocol):
 
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Return the status of each known job in one batched call; unknown ids are left out.
+
+        A task of an array is asked for by `<array's id>_<index>`.
 
         Raises:
             SchedulerUnavailable: no usable answer.

@@ -34,9 +34,11 @@ from hpml_orchestrator.scheduler.slurm_messages import (
 from hpml_orchestrator.scheduler.slurm_parse import (
     SACCT_FIELDS,
     SQUEUE_FORMAT,
+    TASK,
     UNIT,
     Row,
     escape_output,
+    escape_task_output,
     match,
     parse_job_id,
     parse_sacct,
@@ -141,12 +143,24 @@ class SlurmScheduler:
         self._accounting = True  # until sacct says otherwise
 
     def arguments(self, request: SubmitRequest) -> list[str]:
-        """Return the call of sbatch; no value of it goes through a shell."""
+        """Return the call of sbatch; no value of it goes through a shell.
+
+        Raises:
+            SchedulerError: an array's output cannot be named: the path has a backslash.
+        """
+        output = escape_output(str(request.output))
+        if request.array:
+            try:
+                output = escape_task_output(str(request.task_output(TASK)))
+            except ValueError as error:
+                raise SchedulerError(
+                    str(error), hint="keep the records elsewhere: --records DIR, or $HPML_HOME"
+                ) from error
         return [
             "sbatch",
             "--parsable",
             f"--chdir={request.directory}",
-            f"--output={escape_output(str(request.output))}",
+            f"--output={output}",
             *([f"--comment={request.comment}"] if request.comment else []),
             "--export=ALL",
             "--open-mode=append",
@@ -212,14 +226,14 @@ class SlurmScheduler:
         last, now = self._last, self._clock.monotonic()
         if last and now - last.at < self._min_interval and last.job_ids.issuperset(asked):
             return {key: last.statuses[key] for key in asked if key in last.statuses}
-        found: dict[str, JobStatus] = {}
-        for chunk in _chunks(asked):
-            found |= match(self._squeue_jobs(chunk), chunk)
+        rows: list[Row] = []
+        for chunk in _chunks(_whole(asked)):
+            rows += self._squeue_jobs(chunk)
+        found = match(rows, asked)
         for job_id in asked:
             if job_id not in found and job_id in self._over:
                 found[job_id] = self._over[job_id]
-        for chunk in _chunks([job_id for job_id in asked if job_id not in found]):
-            found |= self._vanished(chunk)
+        found |= self._vanished([job_id for job_id in asked if job_id not in found])
         self._over |= {key: status for key, status in found.items() if status.state.over}
         self._last = _Answer(frozenset(asked), self._clock.monotonic(), found)
         return {key: found[key] for key in asked if key in found}
@@ -285,11 +299,21 @@ class SlurmScheduler:
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""
+        rows: list[Row] = []
         try:
-            rows = self._sacct([f"--jobs={','.join(job_ids)}"])
+            for chunk in _chunks(_whole(job_ids)):
+                rows += self._sacct([f"--jobs={','.join(chunk)}"])
         except SchedulerUnavailable as error:
             reason = f"gone from the queue, and accounting gives no answer: {error}"
             return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
+        # Accounting lags: its row for all tasks of an array that wait may still count one that was
+        # taken out, of which nobody keeps a record. The queue was asked before and knows better.
+        asked = set(job_ids)
+        rows = [
+            row
+            for row in rows
+            if row.status.state.over or asked & {row.shown_id, row.shown_id.partition("_")[0]}
+        ]
         found = match(rows, job_ids)
         for job_id, status in found.items():
             if not status.state.over:
@@ -387,6 +411,11 @@ def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
     return {
         row.shown_id.split("_")[0].split("+")[0] for row in rows if row.status.directory in wanted
     }
+
+
+def _whole(job_ids: Sequence[str]) -> list[str]:
+    """Return the ids with arrays in place of their tasks: one id asks for ten thousand."""
+    return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
 def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:

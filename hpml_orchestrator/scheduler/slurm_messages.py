@@ -90,6 +90,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "ask for fewer nodes, or for a partition that has more: `sinfo --summarize`",
     ),
     (r"invalid feature", "ask for features that nodes have: `sinfo --format='%P %N %f'`"),
+    (
+        r"invalid job array specification",
+        "the largest index must be below what `scontrol show config` says of MaxArraySize",
+    ),
     (r"reservation", "see what is reserved for you: `scontrol show reservation`"),
     (r"invalid node name", "see which nodes there are: `sinfo --Node`"),
     (r"job dependency|dependency problem", "the job that it depends on is not known any more"),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.scheduler.arrays import covers
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.slurm_states import parse_state
 
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 __all__ = [
     "SACCT_FIELDS",
     "SQUEUE_FORMAT",
+    "TASK",
     "Row",
     "escape_output",
+    "escape_task_output",
     "make_status",
     "match",
     "parse_exit",
@@ -42,6 +45,9 @@ __all__ = [
     "parse_time",
     "valid_id",
 ]
+
+TASK = "%a"
+"""What stands for a task's index in `--output`."""
 
 UNIT = "\x1f"
 RECORD = "\x1e"
@@ -106,6 +112,21 @@ def escape_output(path: str) -> str:
     if "\\" in path:
         return path.replace("\\", "\\\\")
     return path.replace("%", "%%")
+
+
+def escape_task_output(path: str) -> str:
+    """Return, for a path with `%a` in it, an `--output` that gives each task of an array its own.
+
+    Raises:
+        ValueError: it has a backslash, which switches `%a` off.
+
+    >>> escape_task_output("/100%/run.%a/out.log")
+    '/100%%/run.%a/out.log'
+    """
+    if "\\" in path:
+        raise ValueError(f"{path!r} has a backslash, which keeps sbatch from naming a task's file")
+    before, pattern, after = path.rpartition(TASK)
+    return escape_output(before) + pattern + escape_output(after)
 
 
 def valid_id(job_id: str) -> bool:
@@ -236,13 +257,17 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     waits, else one that did not end well.
     """
     by_id: dict[str, list[Row]] = {}
+    several: dict[str, list[Row]] = {}
     for row in rows:
+        base, _, task = row.shown_id.partition("_")
         for key in {row.shown_id, _base(row.shown_id), row.raw_id}:
             by_id.setdefault(key, []).append(row)
+        if not task or task.startswith("["):
+            several.setdefault(base, []).append(row)
     found = {}
     for job_id in job_ids:
         known = by_id.get(job_id) or [
-            row for row in by_id.get(_base(job_id), ()) if _covers(row.shown_id, job_id)
+            row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
         ]
         if known:
             telling = min(known, key=_rank)
@@ -259,21 +284,6 @@ def _rank(row: Row) -> int:
 
 def _base(job_id: str) -> str:
     return re.split(r"[_+]", job_id, maxsplit=1)[0]
-
-
-def _covers(shown_id: str, job_id: str) -> bool:
-    """Whether `25_[2,4-9:2%3]` stands for `25_6` too."""
-    base, _, tasks = shown_id.partition("_")
-    asked, _, task = job_id.partition("_")
-    if base != asked or not tasks.startswith("[") or not _number(task):
-        return False
-    for part in tasks.strip("[]").partition("%")[0].split(","):
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", part, re.ASCII)
-        if span and int(task) in range(
-            int(span[1]), int(span[2] or span[1]) + 1, int(span[3] or 1) or 1
-        ):
-            return True
-    return False
 
 
 def _row(text: str, *, restarts: bool) -> Row | None:

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from hpml_orchestrator.spec import text, units
+from hpml_orchestrator.spec.array import ArraySpec, parse_array
 
 __all__ = [
     "LATER",
@@ -28,7 +29,6 @@ __all__ = [
 ]
 
 LATER = {
-    "array": "job arrays",
     "dependency": "job dependencies",
     "checkpoint": "checkpoint signals and requeue",
     "monitor": "exporter inside a job",
@@ -317,7 +317,16 @@ class Job(_Model):
         default=[],
         max_length=MAX_LIST,
         description="Arguments. {stage.NAME} stands for staged data, {run.dir} for the run's "
-        "directory; all else is taken literally.",
+        "directory, {array.index} for the task's index; all else is taken literally.",
+    )
+    array: str | None = Field(
+        default=None,
+        description="Run one task per index: 0-9, 1,3,7 or 0-31:4; %2 behind it runs at most "
+        "two at once.",
+    )
+    mpi: Literal["none", "pmix", "pmi2"] = Field(
+        default="none",
+        description="What srun offers to MPI programs, with launcher srun only.",
     )
     workdir: text.PathText = Field(
         default=".", description="Directory to run in; relative to the job file."
@@ -349,6 +358,11 @@ class Job(_Model):
                     raise ValueError(f"{key}: this release has no {what} yet; remove the field")
         return data
 
+    @field_validator("array", mode="before")
+    @classmethod
+    def _array(cls, value: Any) -> Any:
+        return None if value is None else str(parse_array(value))
+
     @field_validator("command")
     @classmethod
     def _program(cls, value: list[str] | None) -> list[str] | None:
@@ -362,8 +376,18 @@ class Job(_Model):
         if len(given) != 1:
             said = " and ".join(given) or "none of them"
             raise ValueError(f"give exactly one of script, module and command, not {said}")
+        if self.mpi != "none" and self.launcher != "srun":
+            raise ValueError(
+                f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "
+                "ranks itself, leave the field out"
+            )
         names = [stage.name for stage in self.stage]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"stage: the name {name!r} is used twice")
         return self
+
+    @property
+    def tasks(self) -> ArraySpec | None:
+        """The tasks of a job array; None for a single job."""
+        return None if self.array is None else parse_array(self.array)

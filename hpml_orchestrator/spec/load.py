@@ -14,6 +14,7 @@ from hpml_orchestrator.errors import InputError, NotFoundError, nearest
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.overlay import covers, leaves, merged
 from hpml_orchestrator.spec.regular import open_regular
+from hpml_orchestrator.spec.words import field_for
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -324,7 +325,10 @@ def _is_internal(part: object) -> bool:
 
 
 def _nearest(place: list[str], model: type[BaseModel], prefix: str) -> str:
-    """Return a question after the known field nearest to an unknown one; empty when none is."""
+    """Return a question after the field that an unknown one means; empty when none is near."""
+    meant = field_for(place[-1], place[:-1]) if model is Job else ""
+    if meant:
+        return f"; did you mean {prefix}{meant}?"
     parent: type[BaseModel] | None = _model_at(place[:-1], model)
     word = place[-1]
     if parent is not None:

@@ -25,6 +25,14 @@ def job_schema() -> dict[str, Any]:
             if name in _LOOSE:
                 field.pop("anyOf", None)
                 field["type"] = _LOOSE[name]
+    array = schema["properties"]["array"]
+    array.pop("anyOf")
+    array |= {
+        "type": ["string", "integer", "array", "null"],
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": 1,
+        "minimum": 0,
+    }
     for field in (
         schema["properties"]["args"],
         schema["properties"]["command"]["anyOf"][0],

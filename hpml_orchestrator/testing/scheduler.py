@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.scheduler.arrays import parse_tasks
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.testing.clock import FakeClock
 
@@ -49,7 +51,8 @@ class FakeScheduler:
     """A `Scheduler` for tests.
 
     Attributes:
-        jobs: every job by id; change a status with `move`, hide one with `visible = False`.
+        jobs: every job by id, of an array each task by `<array's id>_<index>`; change a status with
+            `move`, hide one with `visible = False`, forget one with `del`.
         states: what the next jobs go through, by seconds since their submission.
         faults: what goes wrong in the next calls, one each; nothing when it is empty.
         delay_seconds: how long a request of KILLED_DURING is on its way.
@@ -71,6 +74,7 @@ class FakeScheduler:
         self.states: Sequence[tuple[float, JobState]] = ((0.0, JobState.PENDING),)
         self.delay_seconds = 30.0
         self.unseen_delay_seconds = 30.0
+        self._accepted = 0
         self._on_the_way: list[tuple[float, SubmitRequest, bool]] = []
 
     def arguments(self, request: SubmitRequest) -> list[str]:
@@ -111,7 +115,8 @@ class FakeScheduler:
         """Return the ids of visible jobs with that directory, oldest first."""
         self._read_fault()
         jobs = [job.status for job in self.jobs.values() if job.visible]
-        return [job.job_id for job in jobs if job.directory == str(directory)]
+        found = [_whole(job.job_id) for job in jobs if job.directory == str(directory)]
+        return list(dict.fromkeys(found))
 
     def submitting(self, directory: Path) -> bool:
         """Return whether a request of a live sbatch for that directory is on its way."""
@@ -123,9 +128,9 @@ class FakeScheduler:
         fault = self._next_fault()
         if fault is Fault.UNAVAILABLE:
             raise SchedulerUnavailable("the controller does not answer")
-        for job_id in job_ids:
-            job = self.jobs.get(job_id)
-            if job and not self._status(job).state.over:
+        for job_id, job in self.jobs.items():
+            asked = job_id in job_ids or _whole(job_id) in job_ids
+            if asked and not self._status(job).state.over:
                 self.move(job_id, JobState.CANCELLED)
         if fault is Fault.LOST_ANSWER:
             raise SchedulerUnavailable("Socket timed out on send/recv operation")
@@ -156,15 +161,17 @@ class FakeScheduler:
         return status
 
     def _accept(self, request: SubmitRequest, *, answered: bool) -> str:
-        job_id = str(len(self.jobs) + 1)
-        status = JobStatus(
-            job_id,
-            JobState.PENDING,
-            submitted=self.clock.time(),
-            name=request.name,
-            directory=str(request.directory),
-        )
-        self.jobs[job_id] = FakeJob(status, tuple(self.states))
+        self._accepted += 1
+        job_id = str(self._accepted)
+        for task_id in _tasks(job_id, request):
+            status = JobStatus(
+                task_id,
+                JobState.PENDING,
+                submitted=self.clock.time(),
+                name=request.name,
+                directory=str(request.directory),
+            )
+            self.jobs[task_id] = FakeJob(status, tuple(self.states))
         if answered:
             (request.directory / "sbatch.out").write_text(f"{job_id}\n", "utf-8")
         return job_id
@@ -183,3 +190,16 @@ class FakeScheduler:
     def _read_fault(self) -> None:
         if self._next_fault() in (Fault.UNAVAILABLE, Fault.LOST_ANSWER):
             raise SchedulerUnavailable("the controller does not answer")
+
+
+def _whole(job_id: str) -> str:
+    return job_id.partition("_")[0]
+
+
+def _tasks(job_id: str, request: SubmitRequest) -> list[str]:
+    """Return the ids that come of a request: of an array one for each task of its `--array`."""
+    if not request.array:
+        return [job_id]
+    script = (request.directory / "job.sh").read_text("utf-8")
+    (asked,) = re.findall(r"^#SBATCH --array=(\S+)$", script, re.MULTILINE)
+    return [f"{job_id}_{index}" for index in parse_tasks(asked)[0]]

@@ -363,6 +363,8 @@ def test_arrays_and_long_scripts() -> None:
     assert check_array(10, 11, cluster) == []
     assert check_array(11, 3, cluster)[0].limit == 10
     assert check_array(1, 2, with_partition(MAIN, max_array_size=0))[0].code == "array.off"
+    array = job().model_copy(update={"array": "0-11%2"})
+    assert [one.code for one in check(array, cluster)] == ["array.index"]
     assert check(job(), cluster, script_bytes=100) == []
     assert check(job(), cluster, script_bytes=101)[0].code == "script.size"
 

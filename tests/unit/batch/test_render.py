@@ -342,3 +342,47 @@ def test_all_names_are_there() -> None:
     """`__all__` of the room names what is there."""
     assert all(hasattr(batch, name) for name in batch.__all__)
     assert shutil.which("bash")
+
+
+def test_an_array_is_one_line_and_an_index(tmp_path: Path) -> None:
+    """The tasks stand in the header, and {array.index} is the task's own variable."""
+    one = job(
+        array="0-6:3,1%2",
+        args=["--seed={array.index}"],
+        environment={"variables": {"PART": "p{array.index}"}},
+    )
+    assert directives(one)[-2:] == ["--array=0-1,3,6%2", "--open-mode=append"]
+    script = render(one, HERE)
+    assert "\n#SBATCH --array=0-1,3,6%2\n" in script
+    assert '  --seed="$SLURM_ARRAY_TASK_ID"\n' in script
+    assert 'export PART=p"$SLURM_ARRAY_TASK_ID"\n' in script
+    (tmp_path / "job.sh").write_text(script, "utf-8")
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"args": ["{array.index}"]}, "args.0", "the job is no array"),
+        ({"command": ["a", "{array.index}"]}, "command.1", "the job is no array"),
+        ({"array": "0-3", "args": ["{array.id}"]}, "args.0", "{array.id} names nothing"),
+    ],
+)
+def test_an_index_needs_an_array(fields: dict[str, Any], field: str, message: str) -> None:
+    """The placeholder is refused where it means nothing; the message names its place."""
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        render(job(**fields), HERE)
+    assert caught.value.field == field
+
+
+def test_other_text_in_braces_stays_text() -> None:
+    """Of a single job `{array.shape}` is the user's own text, to the letter."""
+    script = render(job(args=["f'{array.shape}'"]), HERE)
+    assert "{array.shape}" in script
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmix", "pmi2"])
+def test_mpi_is_that_of_the_ranks_step(mpi: str) -> None:
+    """Only the step that starts the ranks gets it; the agents need none."""
+    script = render(job(launcher="srun", command=["a"], mpi=mpi), HERE)
+    assert re.findall(r"--mpi=(\w+)", script) == ["none", mpi]

@@ -139,7 +139,8 @@ def test_submit_returns_at_once(shell: Shell, hpml: Hpml) -> None:
     began = time.monotonic()
     told = hpml("submit", "--local", "--json", shell.job("later", command=["sleep", "2"]))
     made = told.json()
-    assert set(made) == {"id", "job_id", "submission", "directory"}
+    assert set(made) == {"id", "job_id", "submission", "directory", "tasks"}
+    assert made["tasks"] == []  # it is no array
     assert time.monotonic() - began < 10
     assert hpml("wait", made["job_id"]).code == 0
     told = hpml("submit", "--local", shell.job("now"))

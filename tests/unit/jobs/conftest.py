@@ -49,7 +49,7 @@ class World:
 
     def starts(self, submission: Submission, job_id: str, number: int = 0) -> Path:
         """Write what a job writes when it starts."""
-        attempt = self.store.runs_dir / submission.sid / "attempts" / str(number)
+        attempt = self.store.runs_dir / submission.label / "attempts" / str(number)
         for name in ("started", "events", "nodes", "binding"):
             (attempt / name).mkdir(parents=True)
         write_text(attempt / "started" / "job_id", f"{job_id}\n")

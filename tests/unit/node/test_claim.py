@@ -115,6 +115,25 @@ def test_an_array_task_claims_its_own_run(node: Node) -> None:
     assert (status, "has no run of index 3" in err) == (3, True)
 
 
+def test_a_task_writes_down_its_array(node: Node) -> None:
+    """Its claim is by its own id; the array's, which sbatch answered with, stands beside it."""
+    sid = "many-20240101-000000-abcdef"
+    many = node.store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}, 7: {}})
+    words = ("claim", str(many.directory))
+    task = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "8"}
+    assert node.call(*words, job_id="9", **task)[0] == 0
+    (attempt,) = node.store.run(f"{sid}.7").attempts()
+    assert (attempt.job_id, attempt.submitted_id) == ("9", "8")
+    assert node.call(*words, job_id="12", **task)[0] == EXIT_DUPLICATE
+
+
+def test_by_hand_a_task_is_named_by_its_array(node: Node, tmp_path: Path) -> None:
+    """Without a table the records of a task lie under the array's id and its index."""
+    task = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "8"}
+    out = node.call("claim", str(tmp_path), job_id="9", **task)[1]
+    assert out == f"{tmp_path}/runs/8_7/attempts/0\n"
+
+
 def test_outside_a_job_there_is_nothing_to_claim(node: Node) -> None:
     """The script says that it belongs into a job."""
     status, _, err = node.claim("")

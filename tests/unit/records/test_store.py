@@ -244,3 +244,43 @@ def test_the_submitter_is_known(store: Store) -> None:
 def test_where_records_live(environment: dict[str, str], root: str) -> None:
     """$HPML_HOME, else $XDG_STATE_HOME, else below the home."""
     assert default_root(environment) == Path(root)
+
+
+def array(store: Store, sid: str, indices: tuple[int, ...] = (3, 5)) -> Submission:
+    runs = {index: {"name": "x"} for index in indices}
+    return store.prepare(sid, script="", archive=b"", submit={}, runs=runs, array=True)
+
+
+def test_an_array_of_one_task_numbers_it_too(store: Store) -> None:
+    """The run of the only task has its index in its name, and so the submission is an array."""
+    sid = "a-20240101-000000-abcdef"
+    made = array(store, sid, (7,))
+    assert (made.runs(), made.is_array()) == ([(7, f"{sid}.7")], True)
+    assert not prepare(store, "a-20240101-000001-abcdef").is_array()
+
+
+def test_one_task_is_named_by_its_index(store: Store) -> None:
+    """Whatever names the array, with the index behind it; Slurm's own form too."""
+    sid = "a.b-20240101-000000-abcdef"
+    made = array(store, sid)
+    made.record_job("41", how="sbatch", now=0.0)
+    for word in (f"{sid}.5", "last.5", "a.b.5", "abcdef.5", "41.5", "41_5"):
+        found = store.resolve(word)
+        assert (found.directory, found.index) == (made.directory, 5), word
+        assert (found.label, found.runs()) == (f"{sid}.5", [(5, f"{sid}.5")])
+    assert store.resolve(sid).index is None
+    assert store.resolve("a.b").index is None
+
+
+def test_a_task_that_is_not_there(store: Store) -> None:
+    """An index that the array lacks, and a task of a single job, are told apart."""
+    sid = "a-20240101-000000-abcdef"
+    array(store, sid)
+    with pytest.raises(NotFoundError, match="has no task 4") as missing:
+        store.resolve("last.4")
+    assert missing.value.hint == "its tasks: 3, 5"
+    prepare(store, "b-20240101-000001-ghijkm")
+    with pytest.raises(InputError, match="no job array"):
+        store.resolve("last.0")
+    with pytest.raises(NotFoundError, match=r"no run 'zzz.3'"):
+        store.resolve("zzz.3")

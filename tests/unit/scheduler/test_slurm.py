@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,49 @@ def test_arguments(tmp_path: Path) -> None:
         "--open-mode=append",
         f"{tmp_path}/job.sh",
     ]
+
+
+def test_each_task_has_an_output_of_its_own(tmp_path: Path) -> None:
+    """`%a` stands in the run's directory; a percent sign of the user's own stays one."""
+    request = replace(request_in(tmp_path), output=tmp_path / "100%" / "r" / "o.log", array=True)
+    assert f"--output={tmp_path}/100%%/r.%a/o.log" in slurm(FakeRunner({})).arguments(request)
+    assert request.task_output(7) == tmp_path / "100%" / "r.7" / "o.log"
+    backslash = replace(request, output=tmp_path / "a\\b" / "r" / "o.log")
+    with pytest.raises(SchedulerError, match="backslash"):
+        slurm(FakeRunner({})).arguments(backslash)
+
+
+def test_the_tasks_of_an_array_are_one_question() -> None:
+    """Squeue and sacct are asked for the array; the answer is told task by task."""
+    rest = "\x1f" * 9 + "\x1e\n"
+    queue = f"9\x1f9_[4-7%2]\x1fPENDING{rest}12\x1f9_3\x1fRUNNING{rest}"
+    done = "10\x1f9_1\x1fCOMPLETED\x1f0:0\x1f1\x1f1\x1f2\x1f3\x1fn1\x1f\x1fa\x1f/d"
+    runner = FakeRunner({"squeue": [Completed(0, queue)], "sacct": [Completed(0, done + "\n")]})
+    asked = [f"9_{n}" for n in range(1, 8)]
+    found = slurm(runner).query(asked)
+    assert [(key, status.state.value) for key, status in found.items()] == [
+        ("9_1", "COMPLETED"),
+        ("9_3", "RUNNING"),
+        *((f"9_{n}", "PENDING") for n in range(4, 8)),
+    ]
+    queued, accounted = runner.calls
+    assert "--jobs=9" in queued.argv
+    assert "--jobs=9" in accounted.argv
+    assert queued.env["SLURM_BITSTR_LEN"] == "0"
+
+
+def test_accounting_does_not_bring_a_cancelled_task_back() -> None:
+    """Gone from the queue's list of tasks that wait, it is unknown, though accounting lists it."""
+    rest = "\x1f" * 9 + "\x1e\n"
+    queue = f"9\x1f9_[4-6%2]\x1fPENDING{rest}"
+    tail = "\x1f0:0\x1f1\x1f1\x1fUnknown\x1fUnknown\x1f\x1f\x1fa\x1f/d\n"
+    account = f"9\x1f9_[4-7%2]\x1fPENDING{tail}10\x1f9_3\x1fRUNNING{tail}"
+    runner = FakeRunner({"squeue": [Completed(0, queue)], "sacct": [Completed(0, account)]})
+    found = slurm(runner).query(["9_3", "9_4", "9_7"])
+    assert {key: status.state.value for key, status in found.items()} == {
+        "9_3": "UNKNOWN",
+        "9_4": "PENDING",
+    }
 
 
 def test_submit(tmp_path: Path) -> None:

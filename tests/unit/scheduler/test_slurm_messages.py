@@ -36,7 +36,7 @@ REFUSALS = [
     (FAILED + "Invalid feature specification\n", "features"),
     (FAILED + "Requested reservation is invalid\n", "reserved"),
     (FAILED + "Invalid node name specified\n", "nodes"),
-    (FAILED + "Invalid job array specification\n", ""),
+    (FAILED + "Invalid job array specification\n", "MaxArraySize"),
     ("sbatch: error: Batch script is empty!\n", "script"),
     ("sbatch: error: Batch script contains DOS line breaks (\\r\\n)\n", "script"),
     ("sbatch: fatal: Unable to process configuration file slurm.conf\n", "SLURM_CONF"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -130,6 +131,46 @@ def test_array_with_steps_and_lists() -> None:
     text = "9\x1f9_[1,4-8:2,20%5]\x1fPENDING" + "\x1f" * 9 + "\x1e\n"
     found = match(parse_squeue(text), [f"9_{n}" for n in range(25)])
     assert list(found) == ["9_1", "9_4", "9_6", "9_8", "9_20"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "known"),
+    [
+        # squeue 22.05 without SLURM_BITSTR_LEN=0, cut between two numbers
+        ("9_[5,9,12,22,26,28-31,", ["9_5", "9_9", "9_12", "9_28", "9_31", "9_40"]),
+        # what accounting keeps of a long list
+        ("9_[5,9,12,...%2]", ["9_5", "9_9", "9_12", "9_28", "9_31", "9_40"]),
+        # what is left of an array that was cancelled while it waited
+        ("9", ["9_1", "9_5", "9_9", "9_12", "9_28", "9_31", "9_40"]),
+    ],
+)
+def test_a_list_that_was_cut_short_stands_for_the_rest(shown: str, known: list[str]) -> None:
+    """What may have been cut off counts; what lies before the cut and is not named does not."""
+    row = f"9\x1f{shown}\x1fCANCELLED" + "\x1f" * 9 + "\x1e\n"
+    asked = [f"9_{n}" for n in (1, 5, 9, 12, 28, 31, 40)]
+    assert list(match(parse_squeue(row), asked)) == known
+    assert match(parse_squeue(row), ["7_5"]) == {}
+
+
+def test_a_tasks_own_row_counts_more_than_the_rest_of_its_array() -> None:
+    """A task that ran is not taken for one of those that were cancelled while they waited."""
+    rows = "9\x1f9\x1fCANCELLED" + "\x1f" * 9 + "\x1e\n"
+    rows += "10\x1f9_1\x1fCOMPLETED" + "\x1f" * 9 + "\x1e\n"
+    found = match(parse_squeue(rows), ["9_1", "9_2"])
+    assert [status.state.value for status in found.values()] == ["COMPLETED", "CANCELLED"]
+
+
+def test_ten_thousand_tasks_are_matched_in_a_moment() -> None:
+    """Every other one of 20,000 waits, the rest has rows of its own: less than a few seconds."""
+    waiting = ",".join(str(n) for n in range(0, 20_000, 2))
+    rows = f"9\x1f9_[{waiting}%2]\x1fPENDING" + "\x1f" * 9 + "\x1e\n"
+    rows += "".join(
+        f"{n + 10}\x1f9_{n}\x1fCOMPLETED" + "\x1f" * 9 + "\x1e\n" for n in range(1, 2000, 2)
+    )
+    began = time.monotonic()
+    found = match(parse_squeue(rows), [f"9_{n}" for n in range(20_000)])
+    assert len(found) == 11_000
+    assert time.monotonic() - began < 5
 
 
 def test_an_array_is_as_well_as_its_worst_task() -> None:

@@ -19,6 +19,7 @@ TIME = "must be a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM
 SIZE = "must be a size such as 500M, 64G or 1T (a bare number is MiB)"
 GPUS = "must be a number of GPUs per node, with a type such as a100:4"
 WORDS = "must be letters, digits and . , : @ / + = _ - only"
+TASKS = "must be indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
 OWN = "is set by the shell, Slurm, the launcher or hpml; choose another name"
 
 
@@ -126,6 +127,30 @@ def message_of(load: Load, text: str) -> str:
             "stage: [{name: d, source: s}, {name: d, source: t}]",
             "stage: the name 'd' is used twice",
         ),
+        ("array: 0-", f"array: {TASKS} (got '0-')"),
+        ("array: 9-0", "array: must have the smaller index first, not 9-0 (got '9-0')"),
+        ("array: 0-9:0", "array: must have a step above zero, not 0-9:0"),
+        ("array: 0-9%0", "array: must have a number above zero behind the %"),
+        ("array: 0-9%x", "array: must have a number above zero behind the %"),
+        ("array: 0-9%2%3", "array: must have a number above zero behind the %"),
+        ("array: ''", f"array: {TASKS}"),
+        ("array: 1.5", f"array: {TASKS} (got 1.5)"),
+        ("array: true", f"array: {TASKS} (got True)"),
+        ("array: -3", f"array: {TASKS} (got -3)"),
+        ("array: 0x10", f"array: {TASKS} (got 16)"),
+        ("array: 1_3", f"array: {TASKS} (got 13)"),
+        ("array: 2024-01-01", f"array: {TASKS}"),
+        ("array: {a: b}", f"array: {TASKS}"),
+        ("array: []", "array: must name at least one index; leave the field out for a single job"),
+        ("array: [a]", "array: must be a list of whole numbers such as [1, 3, 7], or indices"),
+        ("array: [1, true]", "array: must be a list of whole numbers"),
+        ("array: [1, -1]", "array: must be a list of whole numbers"),
+        ("array: 4000001", "array: must have indices up to 4000000, which is the most Slurm takes"),
+        ("array: 0-10000", "array: must have at most 10000 tasks, since each has a directory of"),
+        ("array: 0-9999,20000", "array: must have at most 10000 tasks"),
+        ("array: 0-4000000:2", "array: must have at most 10000 tasks"),
+        ("mpi: openmpi", "mpi: must be 'none', 'pmix' or 'pmi2' (got 'openmpi')"),
+        ("mpi: pmix", "mpi: pmix needs `launcher: srun`; with torchrun, which starts the ranks"),
         ("binding: auto", "binding: must be 'none' (got 'auto')"),
         ("1: x", "1: a field's name must be text (got 1)"),
     ],
@@ -159,6 +184,38 @@ def test_a_wrong_value(load: Load, text: str, message: str) -> None:
             "stage: [{name: d, sorce: s}]",
             "stage.0.sorce: there is no such field; did you mean stage.0.source?",
         ),
+        (
+            "gpus_per_node: 4",
+            "gpus_per_node: there is no such field; did you mean resources.gpus?",
+        ),
+        ("gres: gpu:1", "gres: there is no such field; did you mean resources.gpus?"),
+        (
+            "resources: {mem: 4G}",
+            "resources.mem: there is no such field; did you mean resources.memory?",
+        ),
+        (
+            "resources: {ranks: 4}",
+            "resources.ranks: there is no such field; did you mean resources.ranks_per_node?",
+        ),
+        (
+            "resources: {cpus: 4}",
+            "resources.cpus: there is no such field; did you mean resources.cpus_per_rank?",
+        ),
+        (
+            "ntasks-per-node: 4",
+            "ntasks-per-node: there is no such field; did you mean resources.ranks_per_node?",
+        ),
+        (
+            "cpus_per_task: 4",
+            "cpus_per_task: there is no such field; did you mean resources.cpus_per_rank?",
+        ),
+        ("walltime: 4", "walltime: there is no such field; did you mean resources.time?"),
+        ("queue: gpu", "queue: there is no such field; did you mean resources.partition?"),
+        ("modules: [a]", "modules: there is no such field; did you mean environment.modules?"),
+        ("env: {A: b}", "env: there is no such field; did you mean environment.variables?"),
+        ("chdir: /x", "chdir: there is no such field; did you mean workdir?"),
+        ("data: /x", "data: there is no such field; did you mean stage?"),
+        ("image: x", "image: there is no such field; did you mean environment.container.image?"),
         ("zzzz: 1", "zzzz: there is no such field"),
         ("function-after: 1", "function-after: there is no such field"),
         ("'[key]': 1", "[key]: there is no such field"),

@@ -1,0 +1,138 @@
+"""The tasks of a job array: indices in Slurm's forms, and how many may run at once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MAX_INDEX", "MAX_TASKS", "ArraySpec", "parse_array"]
+
+MAX_INDEX = 4_000_000
+"""The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
+
+MAX_TASKS = 10_000
+"""Most tasks of one submission: each has a directory of records."""
+
+FORMS = "indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
+
+_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+_PROGRESSION = 3  # two indices with a step between them are shorter as a list
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Which tasks an array has.
+
+    Attributes:
+        indices: each once, sorted.
+        limit: how many may run at once, None for as many as fit.
+
+    >>> str(ArraySpec((0, 1, 2, 7), 2))
+    '0-2,7%2'
+    """
+
+    indices: tuple[int, ...]
+    limit: int | None = None
+
+    @property
+    def max_index(self) -> int:
+        """The largest index, which a cluster bounds (its MaxArraySize is one more)."""
+        return self.indices[-1]
+
+    def __str__(self) -> str:
+        """Return it in Slurm's form, always the same for the same tasks."""
+        body = _progression(self.indices) or ",".join(
+            str(first) if first == last else f"{first}-{last}"
+            for first, last in _spans(self.indices)
+        )
+        return body if self.limit is None else f"{body}%{self.limit}"
+
+
+def parse_array(value: Any) -> ArraySpec:
+    """Return the tasks of `0-9%2`, `1,3,7`, `0-31:4`, of a mixture, of 5, or of a list of numbers.
+
+    Raises:
+        ValueError: it is in none of these forms, an index is too large, or there are too many.
+
+    >>> parse_array("0-31:8,3%2")
+    ArraySpec(indices=(0, 3, 8, 16, 24), limit=2)
+    >>> parse_array([7, 1]), str(parse_array("0-2,3"))
+    (ArraySpec(indices=(1, 7), limit=None), '0-3')
+    """
+    limit: int | None = None
+    if isinstance(value, list):
+        if not value:
+            raise ValueError("must name at least one index; leave the field out for a single job")
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in value) or any(
+            not _NUMBER.fullmatch(_written(one)) for one in value
+        ):
+            raise ValueError(f"must be a list of whole numbers such as [1, 3, 7], or {FORMS}")
+        spans = [range(one, one + 1) for one in value]
+    elif isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"must be {FORMS}")  # noqa: TRY004 - pydantic wants ValueError
+    else:
+        body, percent, most = _written(value).strip().partition("%")
+        if percent:
+            if not _NUMBER.fullmatch(most) or int(most) < 1:
+                raise ValueError(
+                    "must have a number above zero behind the %: how many tasks run at once"
+                )
+            limit = int(most)
+        spans = [_span(part.strip()) for part in body.split(",")]
+    return ArraySpec(_indices(spans), limit)
+
+
+def _written(value: int | str) -> str:
+    """Return a number as the job file has it: YAML reads 1_3 as 13, which nobody means here."""
+    return str(getattr(value, "written", value))
+
+
+def _span(part: str) -> range:
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise ValueError(f"must be {FORMS}")
+    first, last, step = match.groups()
+    if last is not None and int(last) < int(first):
+        raise ValueError(f"must have the smaller index first, not {part}")
+    if step is not None and int(step) < 1:
+        raise ValueError(f"must have a step above zero, not {part}")
+    return range(int(first), int(last or first) + 1, int(step or 1))
+
+
+def _indices(spans: list[range]) -> tuple[int, ...]:
+    if any(span[-1] > MAX_INDEX for span in spans):
+        raise ValueError(f"must have indices up to {MAX_INDEX}, which is the most Slurm takes")
+    found: set[int] = set()
+    for span in spans:
+        count = len(span)
+        if count <= MAX_TASKS:
+            found.update(span)
+            count = len(found)
+        if count > MAX_TASKS:
+            raise ValueError(
+                f"must have at most {MAX_TASKS} tasks, since each has a directory of records; "
+                "submit the rest as another job, or let each task do more"
+            )
+    return tuple(sorted(found))
+
+
+def _spans(indices: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return first and last of each stretch without gaps."""
+    spans: list[tuple[int, int]] = []
+    for index in indices:
+        if spans and index == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], index)
+        else:
+            spans.append((index, index))
+    return spans
+
+
+def _progression(indices: tuple[int, ...]) -> str:
+    """Return `first-last:step` where the indices are evenly spaced with gaps, else nothing."""
+    if len(indices) < _PROGRESSION:
+        return ""
+    step = indices[1] - indices[0]
+    even = tuple(range(indices[0], indices[-1] + 1, step)) if step > 1 else ()
+    return f"{indices[0]}-{indices[-1]}:{step}" if even == indices else ""
