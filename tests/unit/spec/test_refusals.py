@@ -135,7 +135,7 @@ def message_of(load: Load, text: str) -> str:
         ("array: 0-9%2%3", "array: must have a number above zero behind the %"),
         ("array: ''", f"array: {TASKS}"),
         ("array: 1.5", f"array: {TASKS} (got 1.5)"),
-        ("array: true", f"array: {TASKS} (got True)"),
+        ("array: true", f"array: {TASKS} (got true)"),
         ("array: -3", f"array: {TASKS} (got -3)"),
         ("array: 0x10", f"array: {TASKS} (got 16)"),
         ("array: 1_3", f"array: {TASKS} (got 13)"),
