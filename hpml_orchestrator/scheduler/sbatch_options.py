@@ -6,8 +6,8 @@
                 character (not a blank), an unquoted # ends the line
 
 The rules are those of `_get_argument` and `_opt_batch_script` in Slurm's src/sbatch/opt.c. The
-tables were read off sbatch and srun of Slurm 22.05, 24.11 and 26.05: their answers to `--=x`, which fits
-every option, and to each option with and without a value.
+tables were read off sbatch and srun of Slurm 22.05, 24.11 and 26.05: their answers to `--=x`, which
+fits every option, and to each option with and without a value.
 """
 
 from __future__ import annotations
