@@ -17,9 +17,7 @@ _SPECIAL = re.compile(r"[0-9@*#?$!-]")
 _PARAMETER = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-])(?P<rest>.*)", re.DOTALL)
 _OPERATOR = re.compile(r"\[[@*]\]|:?[-=?+]")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-|<<|<>|>>|>\||>&|<&|&>>|&>|<|>)")
-_ESCAPE = re.compile(
-    r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", re.DOTALL
-)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f"}
 
 
@@ -100,7 +98,7 @@ class Lexer:
         self._documents.clear()
 
     def redirect(self) -> Redirect | None:
-        """Return a redirection if one comes next; a here-document is filled in at its line's end."""
+        """Return a redirection if one comes next; a here-document is read with its line's end."""
         match = _REDIRECT.match(self.text, self.position)
         if match is None or self.text.startswith(("<(", ">("), self.position):
             return None
@@ -116,7 +114,7 @@ class Lexer:
             self._documents.append((plain, operator == "<<-", found.document))
         return found
 
-    def word(self) -> Word | None:
+    def word(self) -> Word | None:  # noqa: C901, PLR0912 - one branch per kind of character
         """Return the next word; None where none begins here."""
         start = self.position
         parts: list[Part] = []
