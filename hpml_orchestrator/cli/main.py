@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.cli import jobfile, runs, site
+from hpml_orchestrator.cli import importing, jobfile, runs, site
 from hpml_orchestrator.cli.common import not_written
 from hpml_orchestrator.errors import HpmlError
 
@@ -60,6 +60,7 @@ def _options(
 
 
 jobfile.register(app)
+importing.register(app)
 runs.register(app)
 site.register(app)
 

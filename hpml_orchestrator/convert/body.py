@@ -35,6 +35,7 @@ _MAX_DEPTH = 12
 _MAX_ROUNDS = 64
 _MAX_STEPS = 20_000
 _TEES = frozenset("tee ts cat grep sed awk unbuffer sort tail head rotatelogs".split())
+_DECLARES = frozenset("export declare typeset local readonly".split())
 _SHELLS = frozenset({"bash", "sh"})
 
 
@@ -208,24 +209,16 @@ class Walk:
 
     def command(self, command: Command) -> None:
         """Go through a simple command."""
-        for assignment in command.assignments:
-            if command.words and command.words[0].source not in (
-                "export",
-                "declare",
-                "typeset",
-                "local",
-                "readonly",
-            ):
-                continue
+        declares = bool(command.words) and command.words[0].source in _DECLARES
+        if command.assignments and (declares or not command.words):
             self.assign_all(command)
-            break
         if not command.words:
             return
         words = self.expander.words(command.words)
         if not words:
             return
         name = os.path.basename(words[0])
-        if name in ("export", "declare", "typeset", "local", "readonly"):
+        if name in _DECLARES:
             self.exports(name, words[1:], command)
         elif words[0] in self.functions:
             self.call(words, command)
@@ -302,12 +295,7 @@ class Walk:
                 self.report.lost(command.line, command.source, "starts no program")
             return
         inner = os.path.basename(launch.words[0])
-        if launch.launcher == "srun" and (inner in EFFECTLESS or inner in PREPARES):
-            self.found.quiet.setdefault(f"srun {inner}", command.line)
-            return
-        if launch.launcher == "srun" and self.staging.take(
-            launch.words, command.line, command.source
-        ):
+        if launch.launcher == "srun" and self._around(launch, inner, command):
             return
         if inner in _SHELLS and self._shell(launch, command):
             return
@@ -320,7 +308,33 @@ class Walk:
             )
             return
         self._redirects(launch, command.redirects)
-        launch.directory = launch.directory or self.expander.directory
+        self._keep(launch)
+
+    def _around(self, launch: Launch, inner: str, command: Command) -> bool:
+        """Whether srun starts a small command on the nodes: a copy, a look, a directory."""
+        if inner == "mkdir":
+            return HANDLERS["mkdir"](self, launch.words, command)
+        if inner in EFFECTLESS or (inner == "rm" and HANDLERS["rm"](self, launch.words, command)):
+            self.found.quiet.setdefault(f"srun {inner}", command.line)
+            return True
+        if self.staging.take(launch.words, command.line, command.source):
+            return True
+        if inner in PREPARES:
+            self.report.lost(command.line, command.source, *PREPARES[inner])
+            return True
+        return False
+
+    def _keep(self, launch: Launch) -> None:
+        """Keep a launch with the environment that it would find."""
+        if not launch.directory:
+            launch.directory = self.expander.directory
+        launch.modules = tuple(self.found.modules)
+        launch.conda, launch.venv = self.found.conda, self.found.venv
+        for name, (line, source) in self.found.exported.items():
+            variable = self.expander.variables.get(name)
+            if variable is not None and name not in launch.exported:
+                value = variable.items[0] if variable.items else None
+                launch.exported[name] = (line, source, value)
         self.found.launches.append(launch)
 
     def _redirects(self, launch: Launch, redirects: tuple[Redirect, ...]) -> None:
@@ -363,10 +377,10 @@ class Walk:
         if len(inner) != 1 or script.items[-1].background:
             if not inner and self._state() == state:
                 return False
-            launch.directory = launch.directory or directory
-            self.found.launches.append(launch)
+            self._keep(launch)
             return True
         only = inner[0]
+        only.notes.merge(launch.notes)
         self.found.launches.append(
             only.also(
                 line=launch.line,

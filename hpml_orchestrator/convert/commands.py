@@ -79,8 +79,6 @@ def _module(walk: Walk, words: list[str], command: Command) -> bool:
     verbs = "load add purge unload rm del use unuse swap switch list avail av spider show display "
     verbs += "help whatis keyword restore save reset refresh is-loaded try-load info-loaded"
     verb, rest = (rest[0], rest[1:]) if rest and rest[0] in verbs.split() else ("load", rest)
-    if words[0] == "module" and len(words) > 1 and verb == "load" and words[1] == rest[:1]:
-        return True
     if verb in ("load", "add", "try-load", "swap", "switch"):
         if verb in ("swap", "switch"):
             unloaded, rest = rest[:-1], rest[-1:]

@@ -58,6 +58,10 @@ class Report:
         """Say that something is carried over in another way."""
         self.add("changed", line, text, why, todo)
 
+    def merge(self, other: Report) -> None:
+        """Take the findings of another report."""
+        self._found.update(other._found)
+
     def findings(self) -> tuple[Finding, ...]:
         """Return all of them, by line."""
         return tuple(sorted(self._found, key=lambda one: one.line))

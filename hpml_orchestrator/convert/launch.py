@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.convert.findings import Report
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hpml_orchestrator.convert.findings import Report
 
 __all__ = ["Launch", "OptionReader", "whole"]
 
@@ -38,6 +38,8 @@ class Launch:
         threads: what OMP_NUM_THREADS is to be, if the launcher says so.
         python: the interpreter that ran the launcher.
         looped: line of the loop that starts it, 0 for none.
+        notes: what its options lose; told only of the launch that is carried.
+        exported: variables of the script that it finds -> line, text, value (None: not known).
     """
 
     line: int
@@ -58,6 +60,11 @@ class Launch:
     threads: str | None = None
     python: str = ""
     looped: int = 0
+    notes: Report = field(default_factory=Report)
+    exported: dict[str, tuple[int, str, str | None]] = field(default_factory=dict)
+    modules: tuple[tuple[str, int], ...] = ()
+    conda: tuple[str, int] | None = None
+    venv: tuple[str, int] | None = None
 
     def also(self, **changes: Any) -> Launch:
         """Return it with other fields."""
