@@ -35,6 +35,7 @@ _MAX_DEPTH = 12
 _MAX_ROUNDS = 64
 _MAX_STEPS = 20_000
 _TEES = frozenset("tee ts cat grep sed awk unbuffer sort tail head rotatelogs".split())
+_OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 _DECLARES = frozenset("export declare typeset local readonly".split())
 _SHELLS = frozenset({"bash", "sh"})
 
@@ -44,8 +45,8 @@ class Found:
     """What a script sets up.
 
     Attributes:
+        directories: made by it, outside of the nodes -> line.
         exported: variables that programs see -> line and text.
-        purged: line of `module purge`, 0 for none.
         quiet: harmless commands that are left out, name -> line.
     """
 
@@ -117,9 +118,7 @@ class Walk:
                 )
 
     def _output(self, line: int, text: str) -> None:
-        self.report.changed(
-            line, text, "hpml keeps all output in the run's record", "`hpml logs RUN` prints it"
-        )
+        self.report.changed(line, text, *_OUTPUT)
 
     def node(self, node: Node) -> None:
         """Go through one command, simple or not."""
@@ -207,7 +206,7 @@ class Walk:
                 self.script(node.body)
         self._loop = outer
 
-    def command(self, command: Command) -> None:
+    def command(self, command: Command) -> None:  # noqa: C901, PLR0912 - a branch per kind
         """Go through a simple command."""
         declares = bool(command.words) and command.words[0].source in _DECLARES
         if command.assignments and (declares or not command.words):
@@ -289,7 +288,7 @@ class Walk:
             variables=variables,
             looped=self._loop,
         )
-        launch = peel(launch, self.expander, self.report)
+        launch = peel(launch, self.expander, launch.notes)
         if not launch.words:
             if not launch.helper:
                 self.report.lost(command.line, command.source, "starts no program")
@@ -299,6 +298,12 @@ class Walk:
             return
         if inner in _SHELLS and self._shell(launch, command):
             return
+        if inner in _SHELLS and len(launch.words) > 1:
+            launch.notes.changed(
+                launch.line,
+                launch.source,
+                "carried as a command: what its script does was not read",
+            )
         if _is_helper(launch.words):
             self.report.lost(
                 command.line,
@@ -344,14 +349,14 @@ class Walk:
                     launch.standard_input = "".join(one.document)
                     launch.words = [launch.words[0], "-c", launch.standard_input]
                 else:
-                    self.report.lost(
+                    launch.notes.lost(
                         launch.line,
                         f"{one.operator}{one.target.source}",
                         "ranks read no standard input",
                         "give the program a file's name",
                     )
             elif one.target.source not in ("1", "2", "/dev/null"):
-                self._output(launch.line, f"{one.operator}{one.target.source}")
+                launch.notes.changed(launch.line, f"{one.operator}{one.target.source}", *_OUTPUT)
 
     def _shell(self, launch: Launch, command: Command) -> bool:
         """Look into `bash -c TEXT`; True where that found the program."""

@@ -1,4 +1,4 @@
-"""What single commands of a batch script mean for a job file: modules, environments, directories."""
+"""What single commands of a batch script mean: modules, environments, directories."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["EFFECTLESS", "HANDLERS", "PREPARES"]
 
 EFFECTLESS = frozenset(
     "echo printf set shopt nvidia-smi rocm-smi date hostname wait exit true false : pwd ls which "
-    "type df du free lscpu env printenv uname id whoami sleep deactivate [ test sync uptime lsb_release "
-    "return shift break continue trap jobs cat head tail squeue sinfo scontrol sacct nproc time "
+    "type df du free lscpu env printenv uname id whoami sleep deactivate [ test sync uptime "
+    "lsb_release return shift break continue trap jobs cat head tail squeue sinfo scontrol sacct "
+    "nproc time "
     "lsmem lspci ibstat ifconfig ip numastat unset umask command let hash times top ps seq wc "
     "sstat seff tput clear module-info alias".split()
 )
@@ -72,7 +73,9 @@ PREPARES = {
 """Commands that do something around the training: reported with what to do instead."""
 
 
-def _module(walk: Walk, words: list[str], command: Command) -> bool:
+def _module(  # noqa: C901 - one branch per verb
+    walk: Walk, words: list[str], command: Command
+) -> bool:
     """Note `module load`, `swap`, `purge` …; `ml` is short for it."""
     report, line = walk.report, command.line
     rest = [word for word in words[1:] if not word.startswith("--") and word not in ("-q", "-s")]
@@ -205,7 +208,7 @@ def _conda(walk: Walk, words: list[str], command: Command) -> bool:
             option = rest.pop(0)
             if option in ("-n", "--name", "-p", "--prefix") and rest:
                 _set_conda(walk, rest.pop(0), command)
-            elif option in ("--cwd",) and rest:
+            elif option == "--cwd" and rest:
                 rest.pop(0)
         walk.launch(rest, command)
         return True

@@ -128,7 +128,7 @@ def _put_variable(
             line,
             text,
             "a variable is set to one text, which would hide what modules and environments add",
-            "put it into a module or the environment, or set it in your shell before `hpml submit`",
+            "put it into a module or the environment, or set it before `hpml submit`",
         )
         return
     if value is None:
@@ -151,7 +151,7 @@ def _put_variable(
         report.changed(
             line,
             text,
-            f"carried as it stands; without it hpml sets {wanted.cpus_per_rank}, the CPUs of a rank",
+            f"carried as it is; without it hpml sets {wanted.cpus_per_rank}, the CPUs of a rank",
             "remove the variable if one thread per CPU is what you want",
         )
     draft.put(f"environment.variables.{name}", value, line, text)

@@ -259,7 +259,7 @@ def _say_taken(walk: Walk, launch: Launch, args: list[str], report: Report) -> N
             )
 
 
-def _put_resources(
+def _put_resources(  # noqa: C901 - one branch per field
     draft: Draft, request: Request, wanted: Size, launch: Launch, place: Place, report: Report
 ) -> None:
     def put(field: str, value: Any, *options: str) -> None:

@@ -1,4 +1,4 @@
-"""Take launchers and wrappers off a command line: srun, torchrun, mpirun, containers, `env` …"""
+"""Take launchers and wrappers off a command line: srun, torchrun, mpirun, containers, env."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _reader(words: list[str]) -> Callable[[Launch, Expander, Report], Launch] | 
     name = os.path.basename(words[0])
     if name in _READERS:
         return _READERS[name]
-    if _PYTHON.fullmatch(name) and len(words) > 2:
+    if _PYTHON.fullmatch(name):
         flags = 1
         while flags < len(words) and words[flags] in ("-u", "-O", "-B"):
             flags += 1
@@ -260,7 +260,7 @@ def _env(launch: Launch, expander: Expander, report: Report) -> Launch:
 
 
 def _wrapper(values: str, why: str) -> Callable[[Launch, Expander, Report], Launch]:
-    """Return a reader of a program that runs another one: its options and how many words it takes."""
+    """Return a reader of a program that runs another one; its options with a value are given."""
     reader = OptionReader(values, double=False)
 
     def read(launch: Launch, expander: Expander, report: Report) -> Launch:

@@ -154,7 +154,7 @@ def _accelerate(launch: Launch, expander: Expander, report: Report) -> Launch:
         report.changed(
             launch.line,
             f"accelerate --mixed_precision {precision}",
-            f"carried as the variable ACCELERATE_MIXED_PRECISION={precision}, which accelerate reads",
+            f"carried as a variable that accelerate reads: ACCELERATE_MIXED_PRECISION={precision}",
         )
     total = _given(options, "num-processes")
     nodes = whole(_given(options, "num-machines") or "")
@@ -177,8 +177,7 @@ def _accelerate(launch: Launch, expander: Expander, report: Report) -> Launch:
 
 _PLUGIN = (
     "hpml starts torchrun, which knows no plug-ins of accelerate",
-    "give the plug-in to Accelerator(…) in the program, or set its ACCELERATE_… variables in "
-    "environment.variables",
+    "give it to Accelerator(…) in the program, or set its variables in environment.variables",
 )
 
 _DEEPSPEED = OptionReader(

@@ -122,13 +122,15 @@ def size(request: Request, given: Allocation, launch: Launch, report: Report) ->
         report.changed(
             launch.line,
             launch.source,
-            f"{given.cpus} CPUs of a node for {ranks} ranks: {cpus} for each, {cpus * ranks} in all",
+            f"{given.cpus} CPUs of a node for {ranks} ranks: {cpus} each, {cpus * ranks} in sum",
             "write resources.cpus_per_rank",
         )
     return Size(nodes, given.gpus, ranks, cpus, _memory(request, given, report))
 
 
-def _ranks(given: Allocation, launch: Launch, report: Report) -> tuple[int, int]:
+def _ranks(  # noqa: C901 - one branch per launcher
+    given: Allocation, launch: Launch, report: Report
+) -> tuple[int, int]:
     nodes = given.nodes
     if launch.launcher == "torchrun":
         if launch.nodes is not None and launch.nodes != nodes and not launch.single_node:
@@ -167,7 +169,7 @@ def _ranks(given: Allocation, launch: Launch, report: Report) -> tuple[int, int]
             launch.source,
             f"one process with {given.gpu_count} GPUs: carried as one rank, which also finds "
             "RANK=0, WORLD_SIZE=1, LOCAL_RANK=0",
-            "if it starts more processes itself (Lightning, accelerate), let hpml start one rank per "
+            "if it starts more processes itself (Lightning, accelerate), have hpml start one per "
             "GPU: remove launcher and ranks_per_node",
         )
     return 1, 1
@@ -221,7 +223,7 @@ def _memory(request: Request, given: Allocation, report: Report) -> int | None:
             option.line,
             option.shown,
             "a job file names the memory of a node, and has no word for all of it",
-            "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows what nodes have, in MB)",
+            "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows the nodes' MB)",
         )
         return None
     if request.memory_mb is not None or option is None:

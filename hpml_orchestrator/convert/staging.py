@@ -166,7 +166,9 @@ class Staging:
             line, source, f"the file keeps its name on the node: {base}, not {entry}"
         )
 
-    def _tar(self, words: list[str], line: int, source: str) -> bool:
+    def _tar(  # noqa: C901, PLR0912 - one branch per option of tar
+        self, words: list[str], line: int, source: str
+    ) -> bool:
         archive = directory = ""
         extracts = False
         position = 0
@@ -192,9 +194,7 @@ class Staging:
             elif word.startswith("--strip") or not word.startswith("-"):
                 members.append(word)
         directory = directory or self.expander.directory
-        if not extracts or not is_local(
-            self.path(directory).replace("\x01", "/tmp"), self.expander
-        ):
+        if not extracts or not self._on_node(directory):
             return False
         if members or not archive or archive == "-":
             self.report.lost(
@@ -221,6 +221,10 @@ class Staging:
         kind = "auto" if re.search(r"\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2)$", archive) else "tar"
         self._add(archive, kind, place, line, "")
         return True
+
+    def _on_node(self, directory: str) -> bool:
+        path = self.path(directory)
+        return path.startswith("\x01") or is_local(path, self.expander)
 
     def _add(
         self, origin: str, kind: str, place: str, line: int, entry: str, *, file: str = ""
