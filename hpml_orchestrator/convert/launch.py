@@ -12,6 +12,8 @@ from hpml_orchestrator.convert.findings import Report
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpml_orchestrator.convert.header import Gpus
+
 __all__ = ["Launch", "OptionReader", "whole"]
 
 
@@ -28,6 +30,8 @@ class Launch:
         total: ranks in all, where the line says so.
         nodes: nodes that the line names.
         single_node: whether torchrun was started on the first node only.
+        cpus: of each rank, where srun names them.
+        gpus: of each node, where srun names them.
         mpi: whether the ranks find each other through MPI.
         container: engine, image and mounts.
         variables: environment of this line alone, name -> value.
@@ -50,6 +54,8 @@ class Launch:
     total: int | None = None
     nodes: int | None = None
     single_node: bool = False
+    cpus: int | None = None
+    gpus: Gpus | None = None
     mpi: bool = False
     container: dict[str, Any] | None = None
     variables: dict[str, str] = field(default_factory=dict)

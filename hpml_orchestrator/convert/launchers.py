@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert import parallel
+from hpml_orchestrator.convert.header import parse_gpus
 from hpml_orchestrator.convert.launch import Launch, OptionReader, whole
 from hpml_orchestrator.convert.values import has_hole
 from hpml_orchestrator.scheduler.sbatch_options import SRUN, HeaderError, Word, read_options
@@ -65,7 +66,9 @@ def _reader(words: list[str]) -> Callable[[Launch, Expander, Report], Launch] | 
     return None
 
 
-def _srun(launch: Launch, expander: Expander, report: Report) -> Launch:
+def _srun(  # noqa: C901, PLR0912 - one branch per option
+    launch: Launch, expander: Expander, report: Report
+) -> Launch:
     line = launch.line
     try:
         options, rest = read_options(
@@ -89,6 +92,10 @@ def _srun(launch: Launch, expander: Expander, report: Report) -> Launch:
                 changes[field[option.name]] = number
         elif option.name == "chdir":
             changes["directory"] = value
+        elif option.name == "cpus-per-task":
+            changes["cpus"] = whole(value)
+        elif option.name in ("gpus", "gpus-per-node", "gres"):
+            changes["gpus"] = _gpus(value)
         elif option.name.startswith("container-") and value:
             container[option.name] = value
         elif option.name == "export":
@@ -106,10 +113,18 @@ def _srun(launch: Launch, expander: Expander, report: Report) -> Launch:
     return _pyxis(made, container, expander, report)
 
 
+def _gpus(value: str) -> tuple[tuple[str, int], ...] | None:
+    """Return the GPUs of `gpu:a100:2`, `a100:2` or `2`; None for what cannot be read."""
+    try:
+        return parse_gpus(value.removeprefix("gres:").removeprefix("gpu:"))
+    except ValueError:
+        return None
+
+
 _SRUN_QUIET = frozenset(
     # what hpml gives to its own srun, or what follows from the job's size
     "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait "
-    "cpus-per-task gpus gpus-per-node gpus-per-task gres mem mem-per-cpu mem-per-gpu cpu-bind "
+    "gpus-per-task mem mem-per-cpu mem-per-gpu cpu-bind "
     "ntasks-per-gpu partition account qos time pty immediate nodelist jobid input disable-status "
     "propagate preserve-env gpus-per-socket ntasks-per-socket constraint".split()
 )

@@ -46,9 +46,16 @@ def _tell(
     who = os.path.basename(launch.words[0])
     for name, values in options.items():
         if name not in quiet:
-            shown = f"{who} --{name} {expander.source(values[-1])}".strip()
+            dashes = "-" if len(name) == 1 else "--"
+            shown = f"{who} {dashes}{_spelled(name, launch)} {expander.source(values[-1])}".strip()
             why, todo = known.get(name, ("hpml starts the ranks without it", ""))
             report.lost(launch.line, shown, why, todo)
+
+
+def _spelled(name: str, launch: Launch) -> str:
+    """Return an option's name with the underscores that it was written with."""
+    other = name.replace("-", "_")
+    return other if f"-{other}" in launch.source else name
 
 
 def _torchrun(launch: Launch, expander: Expander, report: Report) -> Launch:
@@ -238,8 +245,13 @@ def _mpirun(launch: Launch, expander: Expander, report: Report) -> Launch:
         for value in options.get(name, []):
             parameter, _, setting = value.partition("=")
             if re.match(r"(plm|rmaps|hwloc|orte|prte|ras|routed|oob|odls)", parameter):
-                continue  # of mpirun itself, which is not there
-            launch.variables[f"OMPI_MCA_{parameter}"] = setting
+                continue  # of mpirun itself, which is not there any more
+            report.lost(
+                launch.line,
+                f"mpirun --{name} {parameter} {expander.source(setting)}",
+                "hpml passes no variables of Open MPI on",
+                f"write {parameter} = {expander.source(setting)} into ~/.openmpi/mca-params.conf",
+            )
     for value in [*options.get("x", []), *options.get("genv", []), *options.get("env", [])]:
         variable, equals, setting = value.partition("=")
         if equals:

@@ -117,6 +117,11 @@ def known_variables(request: Request, given: Allocation) -> dict[str, str]:
 def size(request: Request, given: Allocation, launch: Launch, report: Report) -> Size:
     """Return what a job file must ask for so that one launch finds what it finds now."""
     nodes, ranks = _ranks(given, launch, report)
+    if _is_share(given, launch):
+        each = launch.cpus or request.cpus_per_task or -(-given.cpus // given.tasks_per_node)
+        gpus = launch.gpus or given.gpus
+        part = Allocation(nodes, nodes * ranks, ranks, gpus, each * ranks)
+        return Size(nodes, gpus, ranks, each, _memory(request, part, report))
     cpus = -(-given.cpus // ranks)
     if given.cpus % ranks:
         report.changed(
@@ -126,6 +131,16 @@ def size(request: Request, given: Allocation, launch: Launch, report: Report) ->
             "write resources.cpus_per_rank",
         )
     return Size(nodes, given.gpus, ranks, cpus, _memory(request, given, report))
+
+
+def _is_share(given: Allocation, launch: Launch) -> bool:
+    """Whether a line takes a part of the allocation only, as steps that run side by side do."""
+    return (
+        launch.launcher == "srun"
+        and launch.total is not None
+        and given.tasks is not None
+        and launch.total < given.tasks
+    )
 
 
 def _ranks(  # noqa: C901 - one branch per launcher
