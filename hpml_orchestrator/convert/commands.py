@@ -19,10 +19,10 @@ __all__ = ["EFFECTLESS", "HANDLERS", "PREPARES"]
 
 EFFECTLESS = frozenset(
     "echo printf set shopt nvidia-smi rocm-smi date hostname wait exit true false : pwd ls which "
-    "type df du free lscpu env printenv uname id whoami sleep deactivate [ test sync uptime "
+    "type df du free lscpu printenv uname id whoami sleep deactivate [ test sync uptime "
     "lsb_release return shift break continue trap jobs cat head tail squeue sinfo scontrol sacct "
-    "nproc time "
-    "lsmem lspci ibstat ifconfig ip numastat unset umask command let hash times top ps seq wc "
+    "nproc "
+    "lsmem lspci ibstat ifconfig ip numastat unset umask let hash times top ps seq wc "
     "sstat seff tput clear module-info alias".split()
 )
 """Commands that print, test or wait: a job file has no place for them and needs none."""

@@ -61,6 +61,8 @@ def _reader(words: list[str]) -> Callable[[Launch, Expander, Report], Launch] | 
                     expander,
                     report,
                 )
+    if name == "command" and words[1:2] in (["-v"], ["-V"]):
+        return lambda launch, _expander, _report: launch.also(words=[], helper=True)
     if name in _PLAIN:
         return lambda launch, _expander, _report: launch.also(words=launch.words[1:])
     return None
@@ -271,7 +273,7 @@ def _env(launch: Launch, expander: Expander, report: Report) -> Launch:
         else:
             break
         words = words[1:]
-    return launch.also(words=words)
+    return launch.also(words=words, helper=not words)
 
 
 def _wrapper(values: str, why: str) -> Callable[[Launch, Expander, Report], Launch]:

@@ -122,7 +122,8 @@ def _without_arguments(launch: Launch, placer: Placer) -> list[str]:
     kept = []
     for word in launch.words:
         holes = placer.expander.holes_of(word)
-        if len(holes) == 1 and holes[0].kind == "argument" and _HOLE.fullmatch(word):
+        everything = len(holes) == 1 and holes[0].source.strip("${}:1") in ("@", "*")
+        if everything and holes[0].kind == "argument" and _HOLE.fullmatch(word):
             placer.report.lost(
                 launch.line,
                 holes[0].source,

@@ -44,6 +44,7 @@ _NAMES = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
 _HOLE = re.compile("\0(\\d+)\0")
 _MAX_BRACES = 1000
 _MAX_VALUE = 200_000
+_MAX_HOLES = 1000
 _MAX_DEPTH = 10
 
 
@@ -162,7 +163,8 @@ class Expander:
         self, name: str, items: tuple[str, ...], line: int, *, is_list: bool = False
     ) -> None:
         """Set a variable."""
-        if sum(map(len, items)) > _MAX_VALUE:
+        holes = sum(one.count("\0") for one in items)
+        if sum(map(len, items)) > _MAX_VALUE or holes > _MAX_HOLES:
             raise ShellError(line, f"the value of {name} is too long")
         if is_list:
             definition = f"{name}=({' '.join(self.shell(item) for item in items)})"
@@ -225,6 +227,8 @@ class Expander:
 
     def _parameter(self, part: Parameter) -> list[str]:  # noqa: C901 - one branch per operator
         found = self._lookup(part.name, part)
+        if found is not None:
+            found = tuple(self._requoted(one, quoted=part.quoted) for one in found)
         if part.operator in ("", "[@]", "[*]"):
             if found is not None:
                 return list(found if part.operator else found[:1])
@@ -249,6 +253,19 @@ class Expander:
         if part.operator == "#" and found is not None and part.argument in ("[@]", "[*]"):
             return [str(len(found))]
         return [self._runtime(part)]
+
+    def _requoted(self, value: str, *, quoted: bool) -> str:
+        """Return a value whose holes are quoted as the variable is where it is used."""
+        if not has_hole(value):
+            return value
+
+        def again(match: re.Match[str]) -> str:
+            hole = self.holes[int(match[1])]
+            if hole.quoted == quoted:
+                return match[0]
+            return self.hole(hole.kind, hole.source, quoted=quoted, names=hole.names)
+
+        return _HOLE.sub(again, value)
 
     def _runtime(self, part: Parameter) -> str:
         names = {part.name, *_NAMES.findall(part.argument)}

@@ -35,8 +35,10 @@ EXPECTED = {
         {
             "name": "resnet50",
             "script": "train.py",
-            "args": "--data /data/imagenet --epochs 90 --out {run.dir} --note".split()
-            + ["it's ok"],
+            "args": [
+                *"--data /data/imagenet --epochs 90 --out {run.dir} --note".split(),
+                "it's ok",
+            ],
             "resources": {
                 "nodes": 2,
                 "gpus": "a100:4",
@@ -53,8 +55,11 @@ EXPECTED = {
             },
         },
         (2, 8, 32, 4, 480 * 1024),
-        "python /home/ada/proj/train.py --data /data/imagenet --epochs 90 --out /run --note".split()
-        + ["it's ok"],
+        [
+            *"python /home/ada/proj/train.py --data /data/imagenet --epochs 90 --out /run".split(),
+            "--note",
+            "it's ok",
+        ],
         lost={(8, "--requeue")},
         changed={(7, "--output=logs/%x-%j.out"), (10, "module purge"), (18, "runs/$SLURM_JOB_ID")},
     ),
