@@ -7,13 +7,14 @@ TORCH ?= torch==2.13.0
 DEMO := .demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint system bench clean
+.PHONY: help demo test test-long lint system bench docs clean
 
 help:
 	@echo 'make demo       install, train a real model through the local backend, print the report'
 	@echo 'make test       install what tests need (Debian packages too, when root) and run them all'
 	@echo 'make test-long  the full kill counts, soaks and repeats'
 	@echo 'make bench      the benchmarks, as ratios against named peers'
+	@echo 'make docs       write the manual pages and the command reference anew from the commands'
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -39,12 +40,14 @@ demo: $(VENV)/.train
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 
-# Real Slurm, MariaDB and strace for the tests, from Debian's packages; without root they skip, loudly.
+# Real Slurm, MariaDB, strace and readers of manual pages for the tests, from Debian's packages; without root they skip, loudly.
 system: | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  deploy/devcluster/devcluster install && \
-	  { command -v strace >/dev/null && command -v git >/dev/null && command -v tmux >/dev/null || \
-	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends strace git tmux; }; }; \
+	  { command -v strace >/dev/null && command -v git >/dev/null && command -v tmux >/dev/null && \
+	    command -v man >/dev/null && command -v groff >/dev/null && command -v mandoc >/dev/null || \
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+	      strace git tmux man-db groff mandoc; }; }; \
 	else echo 'make: not root: tests that need Debian packages skip if these are not installed'; fi
 
 lint: $(VENV)/.dev
@@ -60,6 +63,10 @@ test-long: lint system
 
 bench: $(VENV)/.dev
 	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+docs: $(VENV)/.dev
+	$(BIN)/hpml man --output docs/man
+	$(BIN)/python -m hpml_orchestrator.cli.manualtext > docs/commands.md
 
 clean:
 	rm -rf $(VENV) $(DEMO) dist build

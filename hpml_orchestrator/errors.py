@@ -10,11 +10,16 @@
     ├── RecordError               exit 7   a record cannot be read or written
     └── StagingError              exit 8   data could not be brought to the node
 
-Each class carries an exit code and may carry a hint: what the user can do next.
+Each class carries an exit code with its meaning, and may carry a hint: what the user can do next.
 Standard library only: it travels to the nodes in `hpml-node.pyz`.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "CapacityError",
@@ -26,15 +31,19 @@ __all__ = [
     "SchedulerError",
     "SchedulerUnavailable",
     "StagingError",
+    "did_you_mean",
+    "nearest",
 ]
 
 _VALUE_SHOWN_CHARS = 80
+_CLOSE_ENOUGH = 0.6
 
 
 class HpmlError(Exception):
     """Something went wrong in a way that hpml understands."""
 
     exit_code = 1
+    meaning = "an error without a class of its own"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -49,6 +58,7 @@ class InputError(HpmlError):
     """A value that the user gave is wrong; names the field, the value and what would be right."""
 
     exit_code = 2
+    meaning = "a value that you gave is wrong"
 
     def __init__(
         self,
@@ -60,7 +70,7 @@ class InputError(HpmlError):
     ) -> None:
         shown = ""
         if value is not None:
-            shown = repr(value)
+            shown = _as_written(value)
             if len(shown) > _VALUE_SHOWN_CHARS:
                 shown = f"{shown[:_VALUE_SHOWN_CHARS]}… ({len(shown)} characters)"
         prefix = f"{field}: " if field else ""
@@ -70,41 +80,82 @@ class InputError(HpmlError):
         self.value = value
 
 
+def _as_written(value: object) -> str:
+    """Return a value as a job file has it, not as Python does: true, and 2024-01-01."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    date = getattr(value, "isoformat", None)
+    return str(date()) if callable(date) else repr(value)
+
+
 class CapacityError(InputError):
     """What was asked for does not fit where it would have to go."""
+
+    meaning = "what was asked for does not fit this machine"
 
 
 class NotFoundError(HpmlError):
     """There is no run, submission or file of that name."""
 
     exit_code = 3
+    meaning = "no such run or file"
 
 
 class SchedulerError(HpmlError):
     """The scheduler refused the request."""
 
     exit_code = 4
+    meaning = "the scheduler refused"
 
 
 class SchedulerUnavailable(SchedulerError):  # noqa: N818 - a state of the scheduler, not a fault
     """The scheduler gave no usable answer; whether it acted on the request is not known."""
 
     exit_code = 5
+    meaning = "the scheduler gave no usable answer: try again"
 
 
 class JobFailedError(HpmlError):
     """The job ended in a state other than COMPLETED."""
 
     exit_code = 6
+    meaning = "the job ended in another state than COMPLETED"
 
 
 class RecordError(HpmlError):
     """A record on disk cannot be read or written."""
 
     exit_code = 7
+    meaning = "a record cannot be read or written"
 
 
 class StagingError(HpmlError):
     """Data could not be brought to the node; nothing was published."""
 
     exit_code = 8
+    meaning = "data could not be brought to the node"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known name that a word was probably meant to be; empty when none is near.
+
+    >>> nearest("sumbit", ["list", "submit"])
+    'submit'
+    >>> nearest("lsat", ["last"]), nearest("zzz", ["last"])
+    ('last', '')
+    """
+    import difflib  # noqa: PLC0415 - for those who mistyped alone
+
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=_CLOSE_ENOUGH)
+    return names[found[0]] if found else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the question after the nearest known name, or nothing.
+
+    >>> did_you_mean("slrum", ["local", "slurm"])
+    'did you mean slurm?'
+    """
+    found = nearest(word, known)
+    return f"did you mean {found}?" if found else ""

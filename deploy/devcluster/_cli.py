@@ -89,6 +89,12 @@ def _up_options(up: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder below /tmp or /dev/shm that all nodes see at the same path",
     )
+    up.add_argument(
+        "--slurm-conf",
+        type=argparse.FileType(encoding="utf-8"),
+        metavar="FILE",
+        help="lines laid over slurm.conf: settings, words of NodeName lines, or all partitions",
+    )
     up.add_argument("--no-accounting", action="store_true", help="no slurmdbd: boots faster")
     up.add_argument(
         "--job-comment",
@@ -130,6 +136,7 @@ def _up(options: argparse.Namespace) -> int:
         over_time_limit=options.over_time_limit,
         job_comment=options.job_comment,
         shares=tuple(_absolute(share) for share in options.share),
+        slurm_conf=tuple(options.slurm_conf.read().splitlines()) if options.slurm_conf else (),
     )
     # A signal takes the same way out as a failure, which leaves nothing running.
     for number in (signal.SIGTERM, signal.SIGHUP):

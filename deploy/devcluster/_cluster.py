@@ -122,7 +122,7 @@ def _ask(box: Path, *command: str, seconds: float = 10) -> str | None:
 
 def node_states(box: Path) -> dict[str, str]:
     """Gives each node's state in Slurm's words, nothing where the controller does not answer."""
-    output = _ask(box, "sinfo", "-h", "-N", "-p", "main", "-o", "%N %T") or ""
+    output = _ask(box, "sinfo", "-h", "-a", "-N", "-o", "%N %T") or ""
     return dict(line.split() for line in output.splitlines())
 
 

@@ -8,8 +8,12 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from _errors import DevclusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 GPU_TYPE = "a100"
 MAX_NODES = 64
@@ -35,6 +39,7 @@ class Settings:
     over_time_limit: int = 0
     job_comment: bool = False
     shares: tuple[Path, ...] = ()
+    slurm_conf: tuple[str, ...] = ()  # lines laid over those written here
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -179,7 +184,7 @@ class Files:
         if self.settings.accounting:
             # slurmdbd refuses a file that others may read.
             _write_secret(etc / "slurmdbd.conf", self.slurmdbd_conf().encode())
-        for number in range(self.settings.gpus):
+        for number in range(max(map(_gpu_count, self._gpus().values()), default=0)):
             # A device file, or Slurm leaves CUDA_VISIBLE_DEVICES empty. A link to /dev/null is
             # one, needs no right to make devices and never opens a real GPU.
             (self.layout.box / "dev" / f"nvidia{number}").symlink_to("/dev/null")
@@ -265,7 +270,7 @@ class Files:
             "PartitionName=main Nodes=ALL PriorityTier=10 Default=YES",
             f"PartitionName=low Nodes=ALL PriorityTier=1 GraceTime={want.grace_time}",
         ]
-        return "\n".join(lines) + "\n"
+        return "\n".join(overlaid(lines, want.slurm_conf)) + "\n"
 
     def _accounting_lines(self) -> list[str]:
         if not self.settings.accounting:
@@ -295,15 +300,24 @@ class Files:
             )
         return lines
 
+    def _gpus(self) -> dict[str, list[tuple[str, int]]]:
+        """Gives the types and numbers of each node's GPUs, as its line in slurm.conf says."""
+        lines = [line for line in self.slurm_conf().splitlines() if line.startswith("NodeName=")]
+        words = [dict(word.split("=", 1) for word in line.split()) for line in lines]
+        return {one["NodeName"]: _gpus_of(one.get("Gres", "")) for one in words}
+
     def gres_conf(self) -> str:
         """Gives gres.conf, with the GPUs' device files."""
-        gpus = self.settings.gpus
-        if not gpus:
-            return "AutoDetect=off\n"
-        numbers = "0" if gpus == 1 else f"[0-{gpus - 1}]"
-        return (
-            f"AutoDetect=off\nName=gpu Type={GPU_TYPE} File={self.layout.box}/dev/nvidia{numbers}\n"
-        )
+        lines = ["AutoDetect=off"]
+        for node, gpus in self._gpus().items():
+            first = 0
+            for kind, count in gpus:
+                last = first + count - 1
+                numbers = str(first) if count == 1 else f"[{first}-{last}]"
+                device = f"{self.layout.box}/dev/nvidia{numbers}"
+                lines.append(f"NodeName={node} Name=gpu Type={kind} File={device}")
+                first = last + 1
+        return "\n".join(lines) + "\n"
 
     def slurmdbd_conf(self) -> str:
         """Gives slurmdbd.conf."""
@@ -326,6 +340,47 @@ class Files:
             "DebugLevel=info",
         ]
         return "\n".join(lines) + "\n"
+
+
+def overlaid(lines: list[str], own: Iterable[str]) -> list[str]:
+    """Lays lines of one's own over those of slurm.conf.
+
+    A setting replaces the one of the same name. PartitionName lines replace all of ours. Words of
+    a NodeName line replace those of the same name in that node's line; an empty one removes it.
+    """
+    added = [line.strip() for line in own if line.strip() and not line.lstrip().startswith("#")]
+    if any(_key(line) == "partitionname" for line in added):
+        lines = [line for line in lines if _key(line) != "partitionname"]
+    result = list(lines)
+    for line in added:
+        places = [
+            index
+            for index, other in enumerate(result)
+            if _key(other) == _key(line)
+            and (_key(line) != "nodename" or other.split()[0] == line.split()[0])
+        ]
+        if not places or _key(line) == "partitionname":
+            result.append(line)
+        elif _key(line) == "nodename":
+            words = dict(word.split("=", 1) for word in f"{result[places[0]]} {line}".split())
+            result[places[0]] = " ".join(f"{k}={v}" for k, v in words.items() if v)
+        else:
+            result[places[0]] = line
+    return result
+
+
+def _key(line: str) -> str:
+    return line.split("=", 1)[0].strip().lower()
+
+
+def _gpus_of(gres: str) -> list[tuple[str, int]]:
+    """Reads `gpu:a100:2,gpu:1g.10gb:3` of a node's line."""
+    parts = [part.split(":") for part in gres.split(",") if part.startswith("gpu:")]
+    return [(part[1], int(part[2])) for part in parts]
+
+
+def _gpu_count(gpus: list[tuple[str, int]]) -> int:
+    return sum(count for _, count in gpus)
 
 
 def _write_secret(path: Path, content: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import sys
 from dataclasses import dataclass
@@ -11,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.batch.code import script_word, workdir_word
+from hpml_orchestrator.batch.site_rules import apply_rules
+from hpml_orchestrator.errors import InputError, nearest
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.batch.code import SnapshotPaths
     from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site_load import ResolvedSite
 
 __all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
 
@@ -44,31 +47,47 @@ class Capabilities:
     interpreter: str = dataclasses.field(default_factory=own_interpreter)
 
 
-def render(job: Job, capabilities: Capabilities) -> str:
+def render(
+    job: Job,
+    capabilities: Capabilities,
+    site: ResolvedSite | None = None,
+    *,
+    snapshot: SnapshotPaths | None = None,
+) -> str:
     """Return the batch script of a job; equal input gives equal bytes.
 
+    Args:
+        job: the job, complete.
+        capabilities: what was found out about this installation.
+        site: the site profile, if there is one.
+        snapshot: what of the job lies in the submission's copy of the code, if it takes one.
+
     Raises:
-        InputError: a placeholder names nothing, or the script grows over Slurm's limit.
+        InputError: a placeholder names nothing, the job asks for what the site forbids, or the
+            script grows over Slurm's limit.
     """
     _check_placeholders(job)
     resources, environment = job.resources, job.environment
-    container_words, container_mounts = _container(job)
+    container_words, container_mounts = _container(job, snapshot)
     context = {
         "version": __version__,
         "job": job,
-        "directives": directives(job),
+        "directives": directives(job, site),
         "interpreter": capabilities.interpreter,
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
         "cpus_per_node": resources.ranks * resources.cpus_per_rank,
         "variables": list(environment.variables.items()),
         "stages": [_stage(stage) for stage in job.stage],
+        **_places(job, site),
         "container_words": container_words,
         "container_mounts": container_mounts,
         "activates": bool(environment.modules or environment.venv or environment.conda),
-        "command": _command(job),
+        "workdir": workdir_word(job, snapshot),
+        "command": _command(job, snapshot),
     }
-    text = template.environment().get_template(f"{job.launcher}.sh.j2").render(context)
+    directories = (site.site.templates,) if site and site.site.templates else ()
+    text = template.environment(directories).get_template(f"{job.launcher}.sh.j2").render(context)
     size = len(text.encode("utf-8"))
     if size > MAX_SCRIPT_BYTES:
         raise InputError(
@@ -79,8 +98,20 @@ def render(job: Job, capabilities: Capabilities) -> str:
     return text
 
 
-def directives(job: Job) -> list[str]:
-    """Return the `#SBATCH` options of a job, in a fixed order."""
+def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
+    """Return the `#SBATCH` options of a job, in a fixed order, as the site wants them.
+
+    Raises:
+        InputError: the job asks for one that the site forbids.
+    """
+    lines = _own_directives(job)
+    if site is None or not site.site.directives:
+        return lines
+    files = {str(site.origin(f"directives.{name}")) for name in site.site.directives}
+    return apply_rules(lines, job, site.site.directives, origin=", ".join(sorted(files)))
+
+
+def _own_directives(job: Job) -> list[str]:
     resources = job.resources
     one_per_rank = job.launcher == "srun"
     tasks = resources.ranks if one_per_rank else 1
@@ -120,10 +151,24 @@ def memory_mebibytes(job: Job) -> int:
     return own + staged
 
 
-def _command(job: Job) -> list[Any]:
+def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
+    """Return where the nodes keep what is staged, and how they reach one another."""
+    if site is None:
+        return {"ram": None, "scratch": None, "interfaces": ""}
+    partition = job.resources.partition
+    ram, scratch = (site.site.path(which, partition) for which in ("ram", "scratch"))
+    return {
+        "ram": ram and template.node_path(ram),
+        "scratch": scratch and template.node_path(scratch),
+        "interfaces": ",".join(site.site.interfaces_of(partition)),
+    }
+
+
+def _command(job: Job, snapshot: SnapshotPaths | None) -> list[Any]:
     if job.command is not None:
         return [*job.command, *job.args]
-    program = ["-m", job.module] if job.module is not None else [job.script]
+    script = script_word(job, snapshot)
+    program = ["-m", job.module] if job.module is not None else [script]
     return [job.environment.python, *program, *job.args]
 
 
@@ -139,24 +184,26 @@ def _stage(stage: Any) -> dict[str, Any]:
     }
 
 
-def _container(job: Job) -> tuple[list[Any], list[Any]]:
+def _container(job: Job, snapshot: SnapshotPaths | None) -> tuple[list[Any], list[Any]]:
     """Return the words before the ranks' command, and what pyxis shall mount."""
     container = job.environment.container
     if container is None:
         return [], []
-    _check_mounted(job)
+    _check_mounted(job, snapshot)
+    workdir = workdir_word(job, snapshot)
     own = [template.Raw('"$hpml_submission"'), template.Raw('"$hpml_run"')]
     if container.engine == "apptainer":
         words: list[Any] = ["apptainer", "exec"]
         if job.resources.gpu_count:
             words.append("--nv")
-        mounts = [*own, job.workdir, *container.mounts]
+        mounts = [*own, *([] if snapshot else [workdir]), *container.mounts]
         mounts += [template.Raw(f'"${template.variable(f"stage.{s.name}")}"') for s in job.stage]
         for mount in mounts:
             words += ["--bind", mount]
-        return [*words, "--pwd", job.workdir, container.image], []
+        return [*words, "--pwd", workdir, container.image], []
     mounts = [template.Raw(f'"{name}:{name}"') for name in ("$hpml_submission", "$hpml_run")]
-    mounts.append(template.quote(f"{job.workdir}:{job.workdir}"))
+    if not snapshot:  # which lies in the submission
+        mounts.append(template.quote(f"{job.workdir}:{job.workdir}"))
     for stage in job.stage:
         name = template.variable(f"stage.{stage.name}")
         mounts.append(template.Raw(f'"${name}:${name}"'))
@@ -166,9 +213,9 @@ def _container(job: Job) -> tuple[list[Any], list[Any]]:
     return [], mounts
 
 
-def _check_mounted(job: Job) -> None:
+def _check_mounted(job: Job, snapshot: SnapshotPaths | None) -> None:
     """Refuse paths that a container cannot mount: colons and commas divide the options' parts."""
-    places = [("workdir", job.workdir)]
+    places = [] if snapshot else [("workdir", job.workdir)]
     places += [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
     for field, path in places:
         if ":" in path or "," in path:
@@ -190,12 +237,12 @@ def _check_placeholders(job: Job) -> None:
     for field, value in places:
         for found in template.placeholders(value):
             if found not in known:
-                near = difflib.get_close_matches(found, known, n=1)
+                near = nearest(found, known)
                 raise InputError(
                     f"{{{found}}} names nothing{' that is staged' * found.startswith('stage.')}",
                     field=field,
                     value=value,
-                    hint=f"did you mean {{{near[0]}}}?"
+                    hint=f"did you mean {{{near}}}?"
                     if near
                     else "stage data under that name, or write the path itself",
                 )

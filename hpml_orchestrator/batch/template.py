@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpml_orchestrator import assets
+from hpml_orchestrator.batch.user_template import UserEnvironment, own_directory
 
 __all__ = ["Raw", "environment", "word"]
 
@@ -65,6 +65,19 @@ def word(value: Any) -> Raw:
     return Raw("".join(parts))
 
 
+def node_path(path: str) -> Raw:
+    """Return a path of the site profile as one shell word; it may begin with a variable.
+
+    >>> node_path("$LOCAL_SCRATCH/my data")
+    '"${LOCAL_SCRATCH:?of the site profile is not set in this job}"'/my data''
+    """
+    if not path.startswith("$"):
+        return quote(path)
+    name, slash, rest = path[1:].partition("/")
+    start = f'"${{{name}:?of the site profile is not set in this job}}"'
+    return Raw(start + (shlex.quote(slash + rest) if rest else ""))
+
+
 def variable(placeholder: str) -> str:
     """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
     if placeholder == "run.dir":
@@ -78,17 +91,30 @@ def placeholders(text: str) -> list[str]:
 
 
 @functools.cache
-def environment() -> jinja2.Environment:
-    """Return the environment that sbatch templates are rendered in: one for the process."""
-    made = ImmutableSandboxedEnvironment(
-        loader=jinja2.FileSystemLoader(str(assets.path("templates") / "sbatch")),
-        undefined=jinja2.StrictUndefined,
-        finalize=quote,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
+def environment(directories: tuple[str, ...] = ()) -> jinja2.Environment:
+    """Return the environment that sbatch templates are rendered in: one per process and place.
+
+    Args:
+        directories: of templates of the user's own, looked into before hpml's. Whatever is at fault
+            in these becomes an InputError; `hpml/NAME.sh.j2` is hpml's own for them.
+
+    Raises:
+        InputError: there is no such directory.
+    """
+    options: dict[str, Any] = {
+        "undefined": jinja2.StrictUndefined,
+        "finalize": quote,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "keep_trailing_newline": True,
+        "autoescape": False,
+    }
+    if directories:
+        made: jinja2.Environment = UserEnvironment(directories, Raw, **options)
+    else:
+        made = ImmutableSandboxedEnvironment(
+            loader=jinja2.FileSystemLoader(own_directory()), **options
+        )
     made.filters["directive"] = directive
     made.filters["word"] = word
     return made

@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpml_orchestrator.jobs.submit import Rendered
     from hpml_orchestrator.records.store import Store
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "not_written",
     "print_json",
     "print_table",
+    "rendered_of",
     "store_of",
 ]
 
@@ -92,10 +94,27 @@ def store_of(context: typer.Context) -> Store:
     return Store(default_root(environment))
 
 
+def rendered_of(
+    context: typer.Context, job_file: str, settings: list[str], backend: str
+) -> Rendered:
+    """Load a job file through the site profile that counts for it, and render its script."""
+    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
+    from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
+    from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
+
+    chosen = (context.obj or {}).get("site") or ""
+    given = [parse_setting(setting) for setting in settings]
+    site = site_for(job_file, os.environ, chosen=chosen, backend=backend)
+    return render_job(load_job(job_file, given, site), site=site)
+
+
 def backend_name(backend: str, *, local: bool) -> str:
     """Return `slurm` or `local` for the options `--backend` and `--local`."""
+    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import choose  # noqa: PLC0415
 
+    if local:
+        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
     return choose("local" if local else backend)
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hpml_orchestrator.cli.statuses import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
 __all__ = ["EXIT_INTERRUPTED", "Interrupt", "held"]
-
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Interrupt:

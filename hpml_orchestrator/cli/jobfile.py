@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpml_orchestrator.cli.check import NoCheckOption, before_submission
 from hpml_orchestrator.cli.common import (
     BackendOption,
     JobFile,
@@ -19,11 +20,11 @@ from hpml_orchestrator.cli.common import (
     backend_name,
     not_written,
     print_json,
+    rendered_of,
     store_of,
 )
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.jobs.submit import Rendered
     from hpml_orchestrator.records.store import Store, Submission
 
 __all__ = ["register"]
@@ -36,23 +37,19 @@ def register(app: typer.Typer) -> None:
     app.command()(run)
 
 
-def _load(job_file: str, settings: list[str]) -> Rendered:
-    from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
-    from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
-
-    return render_job(load_job(job_file, [parse_setting(setting) for setting in settings]))
-
-
 def render(
+    context: typer.Context,
     job_file: JobFile,
     settings: SetOption = [],  # noqa: B006 - typer copies it
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
     output: Annotated[
         str,
         typer.Option(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write job.sh and hpml-node.pyz there, to be given to sbatch by hand.",
+            help="Write job.sh and all that it needs there, to be given to sbatch by hand.",
         ),
     ] = "",
     explain: Annotated[
@@ -63,10 +60,21 @@ def render(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the batch script of a job, to the byte as `submit` would submit it."""
+    """Print the batch script of a job, to the byte as `submit` would submit it.
+
+    The site profile counts for jobs of the cluster; with `--local` there is none.
+    """
+    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
 
-    rendered = _load(job_file, settings)
+    if output:
+        refuse_with("--output", {"--explain": explain, "--json": as_json})
+    elif force:
+        raise InputError(
+            "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
+        )
+    rendered = rendered_of(context, job_file, settings, backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -103,21 +111,30 @@ def submit(
             help="Complete a submission that was cut off: find its job, or submit it.",
         ),
     ] = "",
+    no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job and return at once."""
     store = store_of(context)
     if resume:
+        from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
         from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
+        given = {"--set": settings, "--local": local, "--backend": backend != "auto"}
+        refuse_with("--resume", given)
         if job_file:
             raise InputError(
-                "takes no job file: the submission has its own", field="--resume", value=job_file
+                "takes no job file: the submission has its own",
+                field="--resume",
+                value=job_file,
+                hint=f"hpml submit --resume {resume}",
             )
         submission = store.resolve(resume)
         job_id = _resume(store, submission)
     else:
-        submission, job_id = _submit(store, job_file, settings, backend, local=local)
+        submission, job_id = _submit(
+            context, job_file, settings, backend, local=local, checked=not no_check
+        )
     words = ("{} is job {}" if resume else "submitted {} as job {}").format(submission.sid, job_id)
     try:
         if as_json:
@@ -147,6 +164,7 @@ def run(
     settings: SetOption = [],  # noqa: B006
     backend: BackendOption = "auto",
     local: LocalOption = False,
+    no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job, follow its output, and end with a summary.
@@ -156,32 +174,47 @@ def run(
     from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
 
     store = store_of(context)
-    submission, job_id = _submit(store, job_file, settings, backend, local=local)
+    submission, job_id = _submit(
+        context, job_file, settings, backend, local=local, checked=not no_check
+    )
     typer.echo(f"hpml: submitted {submission.sid} as job {job_id}", err=True)
     state = follow(store, submission, out=sys.stderr if as_json else sys.stdout, end_line=True)
     finish(state, as_json=as_json)
 
 
 def _submit(
-    store: Store, job_file: str, settings: list[str], backend: str, *, local: bool
+    context: typer.Context,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    *,
+    local: bool,
+    checked: bool,
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.jobs.measure import missing_here  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
 
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
-    rendered = _load(job_file, settings)
-    for finding in missing_here(rendered.resolved.job):
-        typer.echo(f"hpml: warning: {finding}", err=True)
+    rendered = rendered_of(context, job_file, settings, name)
+    store = store_of(context)
+    if checked:
+        before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
     with held() as interrupt:
-        submission = prepare(store, rendered, backend=name, argv=sys.argv, environment=environment)
+        submission = prepare(
+            store,
+            rendered,
+            backend=name,
+            argv=sys.argv,
+            environment=environment,
+            notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+        )
         interrupt.sid = submission.sid
         job_id = submit_prepared(submission, scheduler, environment=environment)
     if interrupt.pressed:

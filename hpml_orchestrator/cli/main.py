@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.cli import importing, jobfile, runs, site
+from hpml_orchestrator.cli import check, importing, init, jobfile, man, runs, site, templates
 from hpml_orchestrator.cli.common import not_written
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.cli.statuses import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN
+from hpml_orchestrator.cli.usage import USAGE_ERROR, asks_for_help, explained
+from hpml_orchestrator.errors import HpmlError, InputError
 
 __all__ = ["app", "main"]
 
-EXIT_INTERNAL = 70
-EXIT_NOT_WRITTEN = 74
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 
 app = typer.Typer(
@@ -48,6 +48,16 @@ def _options(
             show_default="~/.local/state/hpml",
         ),
     ] = "",
+    site_profile: Annotated[
+        str,
+        typer.Option(
+            "--site",
+            metavar="FILE",
+            help="Site profile to use alone, or `none`.",
+            envvar="HPML_SITE",
+            show_default="the project's hpml.toml over the user's and the system's",
+        ),
+    ] = "",
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error.", envvar="HPML_DEBUG")
     ] = False,
@@ -56,13 +66,17 @@ def _options(
         typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
-    context.obj = {"records": records, "debug": debug}
+    context.obj = {"records": records, "site": site_profile, "debug": debug}
 
 
 jobfile.register(app)
 importing.register(app)
+check.register(app)
 runs.register(app)
 site.register(app)
+init.register(app)
+templates.register(app)
+man.register(app)
 
 
 def main() -> None:
@@ -73,7 +87,7 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         try:
-            app()
+            _call()
         finally:
             sys.stdout.flush()
     except HpmlError as error:
@@ -97,6 +111,22 @@ def main() -> None:
             err=True,
         )
         raise SystemExit(EXIT_INTERNAL) from None
+
+
+def _call() -> None:
+    """Run the command that the command line names; a wrong command line is told here."""
+    try:
+        status = app(standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except USAGE_ERROR as error:
+        if asks_for_help(error):
+            typer.echo(error, err=True)
+        else:
+            _tell(explained(error, sys.argv[1:], typer.main.get_command(app)))
+        raise SystemExit(InputError.exit_code) from None
+    if isinstance(status, int) and status:
+        raise SystemExit(status)
 
 
 def _tell(error: HpmlError) -> None:

@@ -21,7 +21,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     """Check what hpml finds here; the exit status is 1 when something that it needs is missing."""
     from hpml_orchestrator.jobs.doctor import examine  # noqa: PLC0415
 
-    findings = examine(store_of(context))
+    findings = examine(store_of(context), site=(context.obj or {}).get("site") or "")
     if as_json:
         print_json([finding.to_json() for finding in findings])
     else:
@@ -37,12 +37,13 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="Which file: job.", metavar="WHAT")] = "job",
+    what: Annotated[str, typer.Argument(help="Which file: job or site.", metavar="WHAT")] = "job",
 ) -> None:
-    """Print the JSON Schema of a job file, for editors."""
+    """Print the JSON Schema of a job file or of a site profile, for editors."""
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.spec import job_schema  # noqa: PLC0415
+    from hpml_orchestrator.spec import job_schema, site_schema  # noqa: PLC0415
 
-    if what != "job":
-        raise InputError("must be job", field="WHAT", value=what)
-    print_json(job_schema())
+    schemas = {"job": job_schema, "site": site_schema}
+    if what not in schemas:
+        raise InputError("must be job or site", field="WHAT", value=what, hint="hpml schema job")
+    print_json(schemas[what]())

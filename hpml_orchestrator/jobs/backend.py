@@ -6,7 +6,7 @@ import shutil
 import socket
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
@@ -26,7 +26,13 @@ def choose(wanted: str) -> str:
     if wanted == "auto":
         return "slurm" if shutil.which("sbatch") else "local"
     if wanted not in BACKENDS:
-        raise InputError("must be auto, slurm or local", field="--backend", value=wanted)
+        raise InputError(
+            "must be auto, slurm or local",
+            field="--backend",
+            value=wanted,
+            hint=did_you_mean(wanted, ("auto", *BACKENDS))
+            or "auto is Slurm where sbatch is found, else this machine",
+        )
     return wanted
 
 

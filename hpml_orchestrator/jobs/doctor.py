@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.batch.render import own_interpreter
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobs.show import bytes_text
+from hpml_orchestrator.jobs.site import site_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +49,13 @@ class Finding:
         return asdict(self)
 
 
-def examine(store: Store) -> list[Finding]:
-    """Return what there is, in a fixed order; runs a few short commands."""
+def examine(store: Store, *, site: str = "") -> list[Finding]:
+    """Return what there is, in a fixed order; runs a few short commands.
+
+    Args:
+        store: where records live.
+        site: the site profile that was chosen by name, if any.
+    """
     return [
         Finding("hpml", "ok", f"{__version__} on Python {platform.python_version()}"),
         _interpreter(),
@@ -56,6 +63,7 @@ def examine(store: Store) -> list[Finding]:
         _bash(),
         _git(),
         _records(store),
+        _site(site),
         *_slurm(),
         _room("RAM staging (/dev/shm)", "/dev/shm"),  # noqa: S108 - the node's RAM
         _room("local staging (/tmp)", "/tmp"),  # noqa: S108 - the node's local directory
@@ -109,6 +117,17 @@ def _records(store: Store) -> Finding:
             "set HPML_HOME to a directory that you can write and the nodes see",
         )
     return Finding("records", "ok", str(store.root))
+
+
+def _site(chosen: str) -> Finding:
+    check = "site profile"
+    try:
+        found = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
+    except HpmlError as error:
+        return Finding(check, "missing", str(error).replace("\n", "; "), error.hint)
+    if found is None:
+        return Finding(check, "none", "none here: `hpml init` writes one")
+    return Finding(check, "ok", ", ".join(str(path) for path in found.sources))
 
 
 def _slurm() -> list[Finding]:

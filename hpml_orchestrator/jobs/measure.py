@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job, ResolvedJob
+    from hpml_orchestrator.spec import ResolvedJob
 
-__all__ = ["measured", "missing_here", "tree_bytes"]
+__all__ = ["measured", "tree_bytes"]
 
 _MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
@@ -57,22 +57,6 @@ def measured(resolved: ResolvedJob) -> ResolvedJob:
     return dataclasses.replace(
         resolved, job=job.model_copy(update={"stage": stages}), origins=origins
     )
-
-
-def missing_here(job: Job) -> list[str]:
-    """Return a sentence for each path of a job that is not there on this machine.
-
-    It may still be there on the nodes, so these are warnings, not errors.
-    """
-    places = [("script", job.script), ("workdir", job.workdir)]
-    if job.environment.venv is not None:
-        places.append(("environment.venv", os.path.join(job.environment.venv, "bin", "activate")))
-    places += [(f"stage.{index}.source", stage.source) for index, stage in enumerate(job.stage)]
-    return [
-        f"{field}: {path} is not there on this machine; the job fails unless the nodes have it"
-        for field, path in places
-        if path is not None and not os.path.exists(path)
-    ]
 
 
 def tree_bytes(path: str) -> int:

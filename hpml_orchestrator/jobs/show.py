@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch import archive
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.batch.code import CODE_DIRECTORY
+from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.records.files import write_text
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.jobs.snapshot import Snapshot
     from hpml_orchestrator.jobs.status import State
     from hpml_orchestrator.jobs.submit import Rendered
     from hpml_orchestrator.jobs.summary import Summary
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["bytes_text", "explained", "seconds_text", "summary_lines", "write_rendered"]
 
 _KIBI = 1024
+_SHORT_COMMIT = 7
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
@@ -34,18 +39,30 @@ def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
 
 
 def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -> Path:
-    """Write `job.sh` and `hpml-node.pyz` into a directory and return the script's path.
+    """Write `job.sh`, `hpml-node.pyz` and a snapshot into a directory; return the script's path.
 
     Raises:
         InputError: the directory cannot be made, or holds a `job.sh` with another text, which may
-            be somebody's work, and `force` is not given.
+            be somebody's work, and `force` is not given; the snapshot cannot be taken, or there is
+            one already.
     """
     target = Path(os.path.abspath(os.path.expanduser(directory)))
+    if rendered.snapshot is not None and rendered.snapshot.holds(target):
+        raise InputError(
+            f"lies inside the repository {rendered.snapshot.top!r}, which the snapshot is of",
+            field="--output",
+            value=directory,
+            hint="name a directory outside of it",
+        )
+    fresh = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"cannot be made: {error.strerror or error}", field="--output", value=directory
+            f"cannot be made: {error.strerror or error}",
+            field="--output",
+            value=directory,
+            hint="name a directory that you may write to",
         ) from error
     script = target / "job.sh"
     if not force and script.exists() and script.read_bytes() != rendered.script.encode("utf-8"):
@@ -55,9 +72,38 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             value=directory,
             hint="name another directory, or replace it with --force",
         )
+    if rendered.snapshot is not None:
+        try:
+            _write_snapshot(rendered.snapshot, target)
+        except BaseException:
+            if fresh:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
     write_text(target / "hpml-node.pyz", archive.build())
     write_text(target / "job.sh", rendered.script, mode=0o755)
     return target / "job.sh"
+
+
+def _write_snapshot(snapshot: Snapshot, directory: Path) -> None:
+    """Put the code beside the script; what is there already is never replaced."""
+    code = directory / CODE_DIRECTORY
+    if os.path.lexists(code):
+        raise InputError(
+            f"holds a {CODE_DIRECTORY} already",
+            field="--output",
+            value=str(directory),
+            hint=f"name another directory, or remove {code}",
+        )
+    temporary = Path(tempfile.mkdtemp(prefix=f".{CODE_DIRECTORY}.", dir=directory))
+    try:
+        snapshot.take(temporary / CODE_DIRECTORY)
+        os.rename(temporary / CODE_DIRECTORY, code)
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror or error}", field="--output", value=str(directory)
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
@@ -68,6 +114,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     ]
     if state.reason:
         lines.append(("reason", state.reason))
+    lines += _code(state)
     if summary.nodes:
         files = f"{summary.staged_files} file{'s' * (summary.staged_files != 1)}"
         staged = (
@@ -84,6 +131,18 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     lines += _training(summary)
     lines.append(("record", str(state.run.directory)))
     return lines
+
+
+def _code(state: State) -> list[tuple[str, str]]:
+    """Return the line about the snapshot of the code, where there is one."""
+    try:
+        snapshot = state.submission.record()["provenance"].get("snapshot")
+    except (HpmlError, KeyError):
+        return []
+    if not snapshot:
+        return []
+    commit = snapshot["commit"][:_SHORT_COMMIT] or "no commit yet"
+    return [("code", f"{commit}{' + changes' * bool(snapshot['dirty'])} (snapshot)")]
 
 
 def _ran(state: State, summary: Summary) -> str:

@@ -14,6 +14,7 @@ from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
+from hpml_orchestrator.scheduler.slurm import PollSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,6 +30,10 @@ _LOST_ANSWERS = 3
 UNREADABLE = "UNREADABLE"
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
+_LOOK_SECONDS = 0.2
+_RARE_LOOK_SECONDS = 1.0
+_OFTEN_SECONDS = 10.0
+_LOCAL_END_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -146,19 +151,22 @@ def wait_until_over(
     *,
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
-    longest_seconds: float = 30.0,
     each: Callable[[State], None] = lambda _: None,
+    pauses: PollSchedule | None = None,
 ) -> State:
     """Return the submission's last state, once it is over.
 
-    The scheduler is asked 1 s after the start and then ever more rarely, up to `longest_seconds`
-    apart; the end that the job itself writes down makes the next question come at once. A job that
-    its scheduler does not know any more, three answers in a row, is waited for no longer.
+    The scheduler is asked 1 s after the start and then ever more rarely, up to 30 s apart and never
+    in step with others; the end that the job itself writes down makes the next question come at
+    once. Its directory is looked at five times a second, but of a job of Slurm, whose records may
+    lie on a shared file system, once a second when 10 s are over. A job that its scheduler does not
+    know any more, three answers in a row, is waited for no longer.
 
     Raises:
         RecordError: its record cannot be read.
     """
-    pause = 1.0
+    pauses = pauses or PollSchedule()
+    began = now()
     lost = 0
     backends = _opened_once(_opener(store))
     while True:
@@ -169,16 +177,17 @@ def wait_until_over(
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state
-        deadline = now() + pause
-        seen_end = _said_end(state.run)
+        seen_end, here = _said_end(state.run), state.backend == "local"
+        pause = next(pauses)
+        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if seen_end and here else pause)
         while now() < deadline:
             each(state)
-            sleep(min(0.2, max(0.0, deadline - now())))
+            often = here or now() - began < _OFTEN_SECONDS
+            look = _LOOK_SECONDS if often else _RARE_LOOK_SECONDS
+            sleep(min(look, max(0.0, deadline - now())))
             if not seen_end and _said_end(state.run):
-                pause = 0.5
+                pauses.reset()
                 break
-        else:
-            pause = min(pause * 1.6, longest_seconds)
 
 
 def _said_end(run: Run) -> bool:

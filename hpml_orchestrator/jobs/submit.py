@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch import Capabilities, archive, render
+from hpml_orchestrator.batch.code import CODE_DIRECTORY
+from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.provenance import collect
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.spec import ResolvedJob
+    from hpml_orchestrator.spec.site_load import ResolvedSite
 
 __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
 
@@ -42,16 +46,37 @@ this machine, are seen to be gone."""
 
 @dataclass(frozen=True)
 class Rendered:
-    """A job and its script, ready to be submitted or printed."""
+    """A job and its script, ready to be submitted or printed.
+
+    Attributes:
+        resolved: the complete job.
+        script: the text of its script.
+        site: the site profile that it is for, if any.
+        snapshot: the repository that the submission shall hold a copy of, if any.
+    """
 
     resolved: ResolvedJob
     script: str
+    site: ResolvedSite | None = None
+    snapshot: Snapshot | None = None
 
 
-def render_job(resolved: ResolvedJob, capabilities: Capabilities | None = None) -> Rendered:
+def render_job(
+    resolved: ResolvedJob,
+    capabilities: Capabilities | None = None,
+    *,
+    site: ResolvedSite | None = None,
+) -> Rendered:
     """Complete a job with what must be measured and render its script."""
     complete = measured(resolved)
-    return Rendered(complete, render(complete.job, capabilities or Capabilities()))
+    snapshot = find(complete.job) if complete.job.snapshot else None
+    script = render(
+        complete.job,
+        capabilities or Capabilities(),
+        site,
+        snapshot=snapshot.paths if snapshot else None,
+    )
+    return Rendered(complete, script, site, snapshot)
 
 
 def prepare(
@@ -62,6 +87,7 @@ def prepare(
     argv: Sequence[str],
     environment: Mapping[str, str],
     now: float | None = None,
+    notice: Callable[[str], None] = lambda _: None,
 ) -> Submission:
     """Write the submission and its run down completely; nothing is submitted yet.
 
@@ -72,12 +98,32 @@ def prepare(
         argv: the command line, for the record.
         environment: of the submitting process.
         now: seconds since the epoch; the clock when left out.
+        notice: takes a line to show, when the snapshot of the code takes long.
+
+    Raises:
+        InputError: the snapshot that the job asks for cannot be taken.
+        RecordError: the records cannot be written. Either way nothing is left behind.
     """
     job = rendered.resolved.job
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
     sid = new_id(job.name, now=moment)
     resolved = job.model_dump(mode="json")
+
+    def take_snapshot(directory: Path) -> None:
+        if rendered.snapshot is None:
+            return
+        taken = rendered.snapshot.take(
+            directory / CODE_DIRECTORY, leave_out=store.places, notice=notice
+        )
+        dirty = (provenance["git"] or {"dirty": taken.files > 0})["dirty"]
+        # before the records are written that have the provenance in them
+        provenance["snapshot"] = {
+            "top": rendered.snapshot.top,
+            "dirty": dirty,
+            **taken.to_json(),
+        }
+
     submission = store.prepare(
         sid,
         script=rendered.script,
@@ -87,14 +133,16 @@ def prepare(
             "created": moment,
             "backend": backend,
             "host": socket.gethostname(),
-            "comment": f"hpml:{sid}",
+            "comment": _comment(sid, rendered.site),
             "output": str(store.runs_dir / sid / "output.log"),
             "environment_names": sorted(travelling(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
+            "site": [str(path) for path in rendered.site.sources] if rendered.site else [],
             "job": resolved,
             "provenance": provenance,
         },
         runs={0: {"name": job.name, "created": moment, "job": resolved, "provenance": provenance}},
+        fill=take_snapshot,
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)
@@ -227,6 +275,12 @@ def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRe
         comment=record["comment"],
         environment=travelling(environment, inherit),
     )
+
+
+def _comment(sid: str, site: ResolvedSite | None) -> str:
+    """Return the job's comment; empty where the site takes none."""
+    rules = site.site.directives if site else {}
+    return "" if leaves_out(rules, "comment") else f"hpml:{sid}"
 
 
 def _write_arguments(submission: Submission, arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["PHASES", "VOCABULARY", "Event", "append", "read", "read_all"]
+__all__ = ["VOCABULARY", "Event", "append", "read", "read_all"]
 
 VOCABULARY = (
     "queued",  # handed to the scheduler
@@ -29,9 +29,6 @@ VOCABULARY = (
     "ended",  # over; `data.reason` says how
 )
 """The only names that an event may have, in the order of a job's life."""
-
-PHASES = ("queued", "started", "staging", "ready", "rendezvous", "warm-up", "step", "ended")
-"""Events that begin a phase of a run."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import (
     fsync_dir,
@@ -22,7 +25,7 @@ from hpml_orchestrator.records.ids import ID_PATTERN
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Attempt", "Run", "Store", "Submission", "default_root"]
 
@@ -30,6 +33,9 @@ RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 NODE_ARCHIVE = "hpml-node.pyz"
 STARTED_MARKER = "sbatch.started"
+_NEAR_RUNS = 1000
+_TEMPORARY = re.compile(r"\..+\.tmp")
+_LEFT_OVER_SECONDS = 86_400
 
 
 def default_root(environment: Mapping[str, str]) -> Path:
@@ -231,6 +237,11 @@ class Store:
         """Where runs live."""
         return self.root / "runs"
 
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """All directories that records are written to; there may be others beside them."""
+        return (self.submissions_dir, self.runs_dir, self.root / "local")
+
     def local_home(self, host: str) -> Path:
         """Where the local backend of one machine keeps its processes' records."""
         return self.root / "local" / host
@@ -243,6 +254,7 @@ class Store:
         archive: bytes,
         submit: Mapping[str, Any],
         runs: Mapping[int, Mapping[str, Any]],
+        fill: Callable[[Path], None] = lambda _: None,
     ) -> Submission:
         """Write a submission and its runs completely, before anything is submitted.
 
@@ -252,6 +264,7 @@ class Store:
             archive: bytes of `hpml-node.pyz`.
             submit: content of `submit.json`.
             runs: array index -> content of `run.json`.
+            fill: puts more into the submission's directory, before the records are written.
 
         Raises:
             RecordError: the root cannot be written; nothing is left behind.
@@ -263,8 +276,10 @@ class Store:
         try:
             self.submissions_dir.mkdir(parents=True, exist_ok=True)
             self.runs_dir.mkdir(parents=True, exist_ok=True)
+            self._remove_left_overs()
             temporary.mkdir()
             made.append(temporary)
+            fill(temporary)
             for index, run in runs.items():
                 directory = self.runs_dir / names[index]
                 directory.mkdir()
@@ -292,6 +307,15 @@ class Store:
             raise
         return Submission(target)
 
+    def _remove_left_overs(self) -> None:
+        """Remove what an hpml that was killed had begun to write: it may hold a copy of code."""
+        with os.scandir(self.submissions_dir) as entries:
+            begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+        for entry in begun:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime > _LEFT_OVER_SECONDS:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
     def submissions(self) -> Iterator[Submission]:
         """Every submission, newest first."""
         try:
@@ -300,7 +324,8 @@ class Store:
             return
         except OSError as error:
             raise RecordError(
-                f"cannot read {self.submissions_dir}: {error.strerror or error}"
+                f"cannot read {self.submissions_dir}: {error.strerror or error}",
+                hint="set HPML_HOME (or --records DIR) to the directory of your records",
             ) from error
         known = [name for name in names if ID_PATTERN.match(name)]
         for name in sorted(known, key=_by_time, reverse=True):
@@ -336,7 +361,8 @@ class Store:
         if not fits:
             raise NotFoundError(
                 f"no run {word!r} under {self.root}",
-                hint="`hpml list` shows them; an id, its beginning, a job id or `last` will do",
+                hint=_meant(word, everything)
+                or "`hpml list` shows them; an id, its beginning, a job id or `last` will do",
             )
         if len(fits) > 1:
             shown = ", ".join(one.sid for one in fits[:5])
@@ -347,6 +373,18 @@ class Store:
                 hint="give more of the id",
             )
         return fits[0]
+
+
+def _meant(word: str, everything: list[Submission]) -> str:
+    """Return the question after the run, or the newest run of a name, that a word is near to."""
+    if word.isdecimal():
+        return ""  # one job id is as near as another
+    known = {"last": "last"}
+    for one in everything[:_NEAR_RUNS]:
+        known.setdefault(one.sid, one.sid)
+        known.setdefault(one.sid.rsplit("-", 3)[0], one.sid)
+    found = nearest(word, known)
+    return f"did you mean {known[found]}? `hpml list` shows all runs" if found else ""
 
 
 def _by_time(sid: str) -> tuple[str, str]:

@@ -168,7 +168,8 @@ class LocalScheduler:
                 (job.directory / "cancel").touch()
             except OSError as error:
                 raise SchedulerUnavailable(
-                    f"cannot ask for the end of job {job_id}: {error.strerror}"
+                    f"cannot ask for the end of job {job_id}: {error.strerror}",
+                    hint=f"is {self._home.path} there and writable?",
                 ) from error
             asked.append(job)
         if asked:

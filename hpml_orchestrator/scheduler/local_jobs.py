@@ -195,7 +195,10 @@ class Locks:
                 path.mkdir(mode=0o700)
             found = path.lstat()
         except OSError as error:
-            raise SchedulerUnavailable(f"cannot make {path}: {error.strerror}") from error
+            raise SchedulerUnavailable(
+                f"cannot make {path}: {error.strerror}",
+                hint="it holds the locks of the local backend: is its directory writable?",
+            ) from error
         private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
         if not private or found.st_uid != os.geteuid():
             raise SchedulerUnavailable(
@@ -281,7 +284,10 @@ class Home:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise SchedulerUnavailable(f"cannot read {self.jobs}: {error.strerror}") from error
+            raise SchedulerUnavailable(
+                f"cannot read {self.jobs}: {error.strerror}",
+                hint="set HPML_HOME (or --records DIR) to the directory of your records",
+            ) from error
 
     def load(self, job_id: str | int) -> Job | None:
         """Return a job, None where there is none or its record cannot be read."""

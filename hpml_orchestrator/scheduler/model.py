@@ -101,7 +101,7 @@ class SubmitRequest:
             which is how an own job is found again after a crash; it holds `job.sh`.
         output: absolute path of the file for the script's standard output and error.
         name: the job's name, for looking it up.
-        comment: short text kept with the job.
+        comment: short text kept with the job; none when empty.
         environment: the complete environment of the sbatch process, all of which travels.
     """
 

@@ -17,6 +17,11 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.slurm_ask import (
+    SILENT_HINT,
+    ask,
+    unusable,
+)
 from hpml_orchestrator.scheduler.slurm_messages import (
     NOT_CONFIGURED,
     NOT_CONFIGURED_HINT,
@@ -51,7 +56,6 @@ __all__ = ["SBATCH_ERR", "SBATCH_OUT", "PollSchedule", "SlurmScheduler"]
 SBATCH_OUT = "sbatch.out"
 SBATCH_ERR = "sbatch.err"
 
-READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
 QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
 SUBMIT_TIMEOUT_SECONDS = 300.0
 _TRIES = 3
@@ -61,12 +65,7 @@ _CLOCK_SKEW_SECONDS = 600.0
 _EARLIEST = 1_000_000_000
 
 _RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds out, and never submits twice"
-_SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
-_SILENT_HINTS = {"sacct": "accounting (slurmdbd) does not answer; try again in a moment"}
-_READ_HINT = "the controller may be busy or restarting: try again in a minute"
 _ACCOUNTING_OFF = "accounting storage is disabled"
-# Their variables change what the commands show: a site's SQUEUE_PARTITION must not hide a job.
-_FOREIGN_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_")
 
 
 class PollSchedule:
@@ -148,7 +147,7 @@ class SlurmScheduler:
             "--parsable",
             f"--chdir={request.directory}",
             f"--output={escape_output(str(request.output))}",
-            f"--comment={request.comment}",
+            *([f"--comment={request.comment}"] if request.comment else []),
             "--export=ALL",
             "--open-mode=append",
             str(request.directory / "job.sh"),
@@ -273,13 +272,16 @@ class SlurmScheduler:
                 continue
             words = clean(done.stderr)
             if not_configured(done.stderr):
-                raise _unusable("scancel", done)
+                raise unusable("scancel", done)
             if transport_fault(done.stderr) or done.returncode < 0:
                 raise SchedulerUnavailable(
                     f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
-                    hint=_SILENT_HINT,
+                    hint=SILENT_HINT,
                 )
-            raise SchedulerError(f"Slurm did not cancel: {words}")
+            raise SchedulerError(
+                f"Slurm did not cancel: {words}",
+                hint=hint_for(done.stderr) or "`hpml status` says what state the job is in",
+            )
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""
@@ -318,7 +320,7 @@ class SlurmScheduler:
             return parse_squeue(done.stdout)
         if no_such_job(done.stderr):
             raise _NoSuchJobError(clean(done.stderr))
-        raise _unusable("squeue", done)
+        raise unusable("squeue", done)
 
     def _sacct(self, which: Sequence[str]) -> list[Row]:
         """Return accounting's rows; none where the cluster keeps no accounting."""
@@ -335,7 +337,7 @@ class SlurmScheduler:
         if _ACCOUNTING_OFF in done.stderr + done.stdout:
             self._accounting = False
             return []
-        raise _unusable("sacct", done)
+        raise unusable("sacct", done)
 
     def _read_command(self, argv: Sequence[str]) -> Completed:
         """Run a command that changes nothing; tried again, ever later, while Slurm is busy.
@@ -362,15 +364,7 @@ class SlurmScheduler:
         raise AssertionError  # pragma: no cover - the last try returns or raises
 
     def _run(self, argv: Sequence[str]) -> Completed:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN_PREFIXES)}
-        env |= {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
-        try:
-            return self._runner.run(argv, env=env, timeout=READ_TIMEOUT_SECONDS)
-        except CommandMissing:
-            raise
-        except SchedulerUnavailable as error:
-            hint = error.hint or _SILENT_HINTS.get(argv[0], _SILENT_HINT)
-            raise SchedulerUnavailable(error.message, hint=hint) from error
+        return ask(self._runner, argv)
 
     def _is_sbatch_in(self, process: str, directory: str) -> bool:
         try:
@@ -386,17 +380,6 @@ class SlurmScheduler:
 
 class _NoSuchJobError(SchedulerError):
     """The controller answered, and knows none of the jobs."""
-
-
-def _unusable(command: str, done: Completed) -> SchedulerUnavailable:
-    if not_configured(done.stderr):
-        return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
-    words = clean(done.stderr) or f"ended with status {done.returncode}"
-    if transport_fault(done.stderr):
-        hint = _SILENT_HINTS.get(command, _SILENT_HINT)
-    else:
-        hint = hint_for(done.stderr) or _READ_HINT
-    return SchedulerUnavailable(f"{command}: {words}", hint=hint)
 
 
 def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:

@@ -22,7 +22,7 @@ NOT_CONFIGURED_HINT = (
 )
 
 _PREFIX = re.compile(
-    r"^(?:sbatch|squeue|sacct|scancel|scontrol|slurm_load_jobs|slurm_kill_job2?)"
+    r"^(?:sbatch|squeue|sacct|sacctmgr|scancel|scontrol|slurm_load_\w+|slurm_kill_job2?)"
     r"(?:: (?:error|fatal|warning|info)| error)?: ?",
 )
 

@@ -2,7 +2,8 @@
 
 from hpml_orchestrator.spec.job import Container, Environment, Job, Mail, Resources, Stage
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
-from hpml_orchestrator.spec.schema import job_schema
+from hpml_orchestrator.spec.schema import job_schema, site_schema
+from hpml_orchestrator.spec.site_find import find_profiles
 
 __all__ = [
     "Container",
@@ -12,7 +13,9 @@ __all__ = [
     "ResolvedJob",
     "Resources",
     "Stage",
+    "find_profiles",
     "job_schema",
     "load_job",
     "parse_setting",
+    "site_schema",
 ]

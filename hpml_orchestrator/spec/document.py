@@ -79,8 +79,11 @@ def parse_yaml(text: str, what: str) -> Any:
         return reader.load(io.StringIO(text))
     except _TooLarge as error:
         raise InputError(f"{what} {error}") from None
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{what} is not YAML: {_one_line(str(error))}") from None
+    except RecursionError:
+        raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels") from None
+    except (YAMLError, ValueError) as error:
+        said = _one_line(str(error))
+        raise InputError(f"{what} is not YAML: {said}", hint=_yaml_hint(said)) from None
 
 
 def parse_toml(text: str, what: str) -> Any:
@@ -91,8 +94,13 @@ def parse_toml(text: str, what: str) -> Any:
     """
     try:
         data = tomllib.loads(text, parse_float=_toml_float)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{what} is not TOML: {_one_line(str(error))}") from None
+    except RecursionError:
+        raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise InputError(
+            f"{what} is not TOML: {_one_line(str(error))}",
+            hint="texts stand in quotes; a file whose name does not end in .toml is read as YAML",
+        ) from None
     level: list[Any] = [data]
     for _ in range(_MAX_DEPTH):
         level = [
@@ -139,6 +147,22 @@ def _children(node: Node) -> list[Node]:
     if not isinstance(node.value, list):
         return []
     return [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+
+
+_YAML_HINTS = (
+    (r"'\t'", "indent with blanks: YAML takes no tabs there"),
+    ("duplicate key", "leave one of the two out"),
+    ("undefined alias", "a text that begins with * stands in quotes"),
+    ("constructor for the tag", "a text that begins with ! stands in quotes"),
+    ("another document", "one file holds one job: leave the line --- out"),
+    ("digits", "a number that long stands in quotes, if it is meant as text"),
+)
+
+
+def _yaml_hint(said: str) -> str:
+    """Return what can be done about a parser's complaint."""
+    found = (hint for mark, hint in _YAML_HINTS if mark in said)
+    return next(found, "texts with any of : # { } [ ] , & * ! | > ' \" % @ ` stand in quotes")
 
 
 def _one_line(text: str) -> str:

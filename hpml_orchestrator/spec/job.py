@@ -326,6 +326,11 @@ class Job(_Model):
     workdir: text.PathText = Field(
         default=".", description="Directory to run in; relative to the job file."
     )
+    snapshot: StrictBool = Field(
+        default=False,
+        description="Whether to run a copy of the workdir's git repository, uncommitted changes "
+        "included, that is taken at submission.",
+    )
     resources: Resources = Field(default=Resources(), description="What to ask of the cluster.")
     environment: Environment = Field(
         default=Environment(), description="Software, variables and container of the ranks."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -11,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.errors import InputError, NotFoundError, nearest
 from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.overlay import covers, leaves, merged
+from hpml_orchestrator.spec.regular import open_regular
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["ResolvedJob", "load_job", "parse_setting"]
+    from hpml_orchestrator.spec.site_load import ResolvedSite
+
+__all__ = ["ResolvedJob", "absolute", "explained", "load_job", "parse_setting", "read_mapping"]
 
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 _INDEX_DIGITS = 6
-_CLOSE_ENOUGH = 0.6
 _PART_CHARS = 60
 
 
@@ -32,7 +34,8 @@ class ResolvedJob:
     Attributes:
         job: the job; every path in it is absolute.
         source: absolute path of the job file.
-        origins: dotted field -> `command line`, `job file`, `default` or `measured`.
+        origins: dotted field -> `command line`, `job file`, `site profile FILE`, `default` or
+            `measured`.
     """
 
     job: Job
@@ -40,32 +43,44 @@ class ResolvedJob:
     origins: dict[str, str]
 
 
-def load_job(path: str | Path, settings: list[tuple[str, Any]] | None = None) -> ResolvedJob:
+def load_job(
+    path: str | Path,
+    settings: list[tuple[str, Any]] | None = None,
+    site: ResolvedSite | None = None,
+) -> ResolvedJob:
     """Load a job from a YAML 1.2 or TOML file.
 
     Args:
         path: the job file; `.toml` is read as TOML, all else as YAML.
         settings: dotted field and value pairs of the command line; later ones win.
+        site: the site profile, whose defaults lie below the job file.
 
     Raises:
         NotFoundError: there is no such file.
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
-    data = _read(source)
-    given = dict.fromkeys(_leaves(data), "job file")
+    data = read_mapping(source, _JOB_FILE)
+    given = dict.fromkeys(leaves(data), "job file")
     for field, value in settings or []:
         _set(data, field, value)
         given = {
             name: origin for name, origin in given.items() if not f"{name}.".startswith(f"{field}.")
         }
-        given.update(dict.fromkeys(_leaves(value, field), "command line"))
+        given.update(dict.fromkeys(leaves(value, field), "command line"))
+    if site is not None:
+        below = _without_rivals(site.site.defaults, data)
+        data = merged(below, data)
+        from_site = {
+            name: f"site profile {site.origin(f'defaults.{name}')}" for name in leaves(below)
+        }
+        given = {**from_site, **given}
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
-        raise _explained(error, source) from None
-    job = _absolute(job, source.parent)
-    origins = {name: _origin(given, name) for name in _leaves(job.model_dump())}
+        raise explained(error, hint=f"in {source}; `hpml schema job` prints every field") from None
+    job = absolute(job, source.parent)
+    origins = {name: _origin(given, name) for name in leaves(job.model_dump())}
     return ResolvedJob(job, source, origins)
 
 
@@ -83,27 +98,47 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return field, _yaml(value, f"--set {field}")
 
 
-def _read(source: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Kind:
+    """What messages say of one kind of file."""
+
+    name: str
+    example: str
+    schema: str
+
+
+_JOB_FILE = _Kind("job file", "`name: …` and `script: train.py`", "job")
+SITE_PROFILE = _Kind("site profile", '`cluster = "name"`', "site")
+
+
+def read_mapping(source: Path, kind: _Kind) -> dict[str, Any]:
+    """Return the fields of a file, not looked at yet.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it cannot be read, is too large, or holds no mapping.
+    """
     try:
-        with source.open("rb") as stream:
+        with open_regular(source) as stream:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"no such job file: {source}",
-            hint="`name: …` and `script: train.py` make a first one; "
-            "`hpml schema job` prints every field",
+            f"no such {kind.name}: {source}",
+            hint=f"{kind.example} make a first one; `hpml schema {kind.schema}` prints every field",
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror or error}") from error
     if len(raw) > _MAX_FILE_BYTES:
         raise InputError(
-            f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a job file may have",
-            hint="keep data in files of their own and name them in the job file",
+            f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a {kind.name} may have",
+            hint=f"keep data in files of their own and name them in the {kind.name}",
         )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{source} is not UTF-8 text (byte {error.start})") from error
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start})", hint="save it as plain text, UTF-8"
+        ) from error
     if source.suffix.lower() == ".toml":
         from hpml_orchestrator.spec.document import parse_toml  # noqa: PLC0415
 
@@ -113,8 +148,8 @@ def _read(source: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(
             f"{source} holds no fields",
-            hint="a job file is a mapping: `name: …`, `script: train.py`; "
-            "`hpml schema job` prints every field",
+            hint=f"a {kind.name} is a mapping: {kind.example}; "
+            f"`hpml schema {kind.schema}` prints every field",
         )
     return data
 
@@ -156,30 +191,26 @@ def _index(entries: list[Any], part: str, field: str) -> int:
 
 def _origin(given: dict[str, str], name: str) -> str:
     """Return where a value came from; one that has a part of the command line came from there."""
-    found = {origin for field, origin in given.items() if _covers(field, name)}
-    return next((one for one in ("command line", "job file") if one in found), "default")
+    found = {origin for field, origin in given.items() if covers(field, name)}
+    own = next((one for one in ("command line", "job file") if one in found), "")
+    return own or min(found, default="default")
 
 
-def _leaves(data: Any, prefix: str = "") -> list[str]:
-    """Return the dotted names of all values; lists of plain values count as one."""
-    if isinstance(data, dict) and data:
-        return [
-            name
-            for key, value in data.items()
-            for name in _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    if isinstance(data, list) and any(isinstance(item, dict) for item in data):
-        return [
-            name for index, item in enumerate(data) for name in _leaves(item, f"{prefix}.{index}")
-        ]
-    return [prefix] if prefix else []
+def _without_rivals(defaults: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Return the site's defaults without those that a choice of the job rules out."""
+    chosen, below = data.get("environment"), defaults.get("environment")
+    if not isinstance(chosen, dict) or not isinstance(below, dict):
+        return defaults
+    rivals = {
+        other
+        for one, other in (("conda", "venv"), ("venv", "conda"))
+        if chosen.get(one) is not None
+    }
+    kept = {key: value for key, value in below.items() if key not in rivals}
+    return {**defaults, "environment": kept}
 
 
-def _covers(given: str, name: str) -> bool:
-    return name == given or name.startswith(f"{given}.") or given.startswith(f"{name}.")
-
-
-def _absolute(job: Job, base: Path) -> Job:
+def absolute(job: Job, base: Path) -> Job:
     """Make paths absolute: against the job file's directory, programs against the workdir."""
 
     def at(path: str, root: str | Path) -> str:
@@ -207,8 +238,21 @@ def _absolute(job: Job, base: Path) -> Job:
     return job.model_copy(update=changes)
 
 
-def _explained(error: ValidationError, source: Path) -> InputError:
-    """Turn pydantic's findings into one error that names each field, value and what is right."""
+def explained(
+    error: ValidationError,
+    *,
+    hint: str,
+    model: type[BaseModel] = Job,
+    prefix: str = "",
+) -> InputError:
+    """Turn pydantic's findings into one error that names each field, value and what is right.
+
+    Args:
+        error: the findings.
+        hint: where they are, and where to look.
+        model: what was validated, for the nearest right name of an unknown field.
+        prefix: dotted place of the model in the file, with a dot at its end.
+    """
     findings: list[str] = []
     first_field, first_value = "", None
     for finding in error.errors(include_url=False, include_context=True):
@@ -217,17 +261,19 @@ def _explained(error: ValidationError, source: Path) -> InputError:
         if not unknown:
             location = [part for part in location if not _is_internal(part)]
         place = [_short(str(part)) for part in location]
-        field = ".".join(place)
+        field = prefix + ".".join(place)
         value = finding.get("input")
-        message = _NO_FIELD + _nearest(place) if unknown else _message(finding, value)
+        message = (
+            _NO_FIELD + _nearest(place, model, prefix) if unknown else _message(finding, value)
+        )
         if unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
             value = None
-        shown = InputError(message, field=field, value=value)
+        shown = InputError(message, field=field.removesuffix("."), value=value)
         if not findings:
             first_field, first_value = field, value
         findings.append(str(shown))
     unique = list(dict.fromkeys(findings))
-    made = InputError("\n".join(unique), hint=f"in {source}; `hpml schema job` prints every field")
+    made = InputError("\n".join(unique), hint=hint)
     made.field, made.value = first_field, first_value
     return made
 
@@ -277,17 +323,17 @@ def _is_internal(part: object) -> bool:
     return isinstance(part, str) and (part.startswith("function-") or part == "[key]")
 
 
-def _nearest(place: list[str]) -> str:
+def _nearest(place: list[str], model: type[BaseModel], prefix: str) -> str:
     """Return a question after the known field nearest to an unknown one; empty when none is."""
-    parent: type[BaseModel] | None = _model_at(place[:-1])
+    parent: type[BaseModel] | None = _model_at(place[:-1], model)
     word = place[-1]
     if parent is not None:
-        near = difflib.get_close_matches(word, parent.model_fields, n=1, cutoff=_CLOSE_ENOUGH)
+        near = nearest(word, parent.model_fields)
         if near:
-            return f"; did you mean {'.'.join([*place[:-1], near[0]])}?"
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_fields(Job)}
-    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=_CLOSE_ENOUGH)
-    return f"; did you mean {everywhere[near[0]]}?" if near else ""
+            return f"; did you mean {prefix}{'.'.join([*place[:-1], near])}?"
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_fields(model)}
+    near = nearest(word, everywhere)
+    return f"; did you mean {prefix}{everywhere[near]}?" if near else ""
 
 
 def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
@@ -303,13 +349,24 @@ def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return found
 
 
-def _model_at(place: list[str]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = Job
+def _model_at(place: list[str], root: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the model at a place; the names of a mapping's entries count as no step."""
+    model: type[BaseModel] | None = root
+    entries = False  # inside a mapping of models, whose keys are the user's
     for part in place:
-        if part.isdigit():
+        if part.isdigit() or entries:
+            entries = False
             continue
-        model = _children(model).get(part) if model is not None else None
+        if model is None:
+            return None
+        entries = _is_mapping(model, part)
+        model = _children(model).get(part)
     return model
+
+
+def _is_mapping(model: type[BaseModel], name: str) -> bool:
+    field = model.model_fields.get(name)
+    return field is not None and getattr(field.annotation, "__origin__", None) is dict
 
 
 def _all_fields(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""The JSON Schema of a job file, for editors."""
+"""The JSON Schemas of a job file and of a site profile, for editors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from hpml_orchestrator.spec.job import Job
 
-__all__ = ["job_schema"]
+__all__ = ["job_schema", "site_schema"]
 
 _LOOSE = {
     # what the loader takes besides text
@@ -35,5 +35,46 @@ def job_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hpml job file",
+        **{key: value for key, value in schema.items() if key != "title"},
+    }
+
+
+_LOOSE_SITE = {
+    "NodeType": ("memory", "local_disk", "gpus"),
+    "Partition": ("max_time", "default_time", "max_memory_per_node"),
+}
+
+
+def site_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a site profile."""
+    # Most commands load no profile; this spares them the model.
+    from hpml_orchestrator.spec.site import (  # noqa: PLC0415
+        NEEDED_DIRECTIVES,
+        PER_JOB,
+        Site,
+    )
+
+    schema = Site.model_json_schema()
+    for model, names in _LOOSE_SITE.items():
+        for name in names:
+            field = schema["$defs"][model]["properties"][name]
+            optional = any(one.get("type") == "null" for one in field.pop("anyOf", []))
+            field["type"] = ["string", "integer", *(["null"] if optional else ["array"])]
+    job = job_schema()
+    schema["$defs"] |= job["$defs"]
+    properties = schema["properties"]
+    properties["defaults"] |= {
+        "additionalProperties": False,
+        "properties": {
+            name: field for name, field in job["properties"].items() if name not in PER_JOB
+        },
+    }
+    properties["directives"]["propertyNames"] = {
+        "pattern": "^[a-z][a-z0-9-]*$",
+        "not": {"enum": sorted(NEEDED_DIRECTIVES)},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "hpml site profile",
         **{key: value for key, value in schema.items() if key != "title"},
     }

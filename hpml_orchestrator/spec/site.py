@@ -21,6 +21,7 @@ from hpml_orchestrator.spec.job import MAX_LIST, Job
 
 __all__ = [
     "NEEDED_DIRECTIVES",
+    "PER_JOB",
     "DirectiveRule",
     "Limits",
     "NodeType",
@@ -29,10 +30,14 @@ __all__ = [
     "Site",
 ]
 
-NEEDED_DIRECTIVES = frozenset({"chdir", "output", "export", "parsable", "array", "job-name"})
+NEEDED_DIRECTIVES = frozenset(
+    {"chdir", "output", "export", "parsable", "array", "open-mode", "job-name"}
+)
 """Options that a submission cannot do without: hpml finds its jobs and their output by them."""
 
-_PER_JOB = frozenset({"name", "script", "module", "command", "args", "workdir", "stage"})
+PER_JOB = frozenset({"name", "script", "module", "command", "args", "workdir", "stage"})
+"""Fields of a job file that have no default in a site profile."""
+
 _UNLIMITED = ("unlimited", "infinite", "none")
 
 
@@ -69,7 +74,10 @@ Names = Annotated[list[text.PlainWord], Field(max_length=MAX_LIST)]
 
 
 class DirectiveRule(_Model):
-    """What this site wants of one sbatch option. Give one of forbid, omit, rename and default."""
+    """What this site wants of one sbatch option: one of forbid, omit, rename and default.
+
+    A rule with none of them takes back the rule of a profile below.
+    """
 
     forbid: text.Line | None = Field(
         default=None,
@@ -96,10 +104,9 @@ class DirectiveRule(_Model):
             for name in ("forbid", "omit", "rename", "default")
             if getattr(self, name) not in (None, False)
         ]
-        if len(given) == 1 or sorted(given) == ["default", "rename"]:
+        if len(given) <= 1 or given == ["rename", "default"]:
             return self
-        said = " and ".join(given) or "none of them"
-        raise ValueError(f"give one of forbid, omit, rename and default, not {said}")
+        raise ValueError(f"give one of forbid, omit, rename and default, not {' and '.join(given)}")
 
 
 class Paths(_Model):
@@ -220,7 +227,7 @@ class Site(_Model):
     @field_validator("defaults")
     @classmethod
     def _job_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(_PER_JOB & set(value)):
+        for name in sorted(PER_JOB & set(value)):
             raise ValueError(f"{name} belongs to each job and has no default here: leave it out")
         try:
             Job.model_validate({"name": "site", "command": ["true"], **value})

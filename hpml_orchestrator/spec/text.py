@@ -169,7 +169,7 @@ Renamed = Annotated[
     ),
 ]
 InterfaceName = Annotated[
-    str, _pattern(r"[A-Za-z0-9_.^=-]+", "a network interface such as ib0", 64)
+    str, _pattern(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "a network interface such as ib0", 64)
 ]
 NodePath = Annotated[
     str,

@@ -17,9 +17,12 @@ TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 _UNITS = {"": 1024**2, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _MAX_BYTES = 1024**5
 
-# a type or MIG profile with or without a count, or a count alone
+# a type or MIG profile with or without a count, or a count alone; a type that begins with a digit,
+# such as 2080ti or 3090, needs its count to be told from one
 _GPU = re.compile(
-    r"([A-Za-z][\w.+-]{0,63}|\d{1,2}g\.[\w.+]{1,60})(?::(\d{1,4}))?|(\d{1,4})", re.ASCII
+    r"(?:([A-Za-z][\w.+-]{0,63}|\d{1,2}g\.[\w.+]{1,60})(?::(\d{1,4}))?"
+    r"|(\d[\w.+-]{2,63}):(\d{1,4})|(\d{1,4}))",
+    re.ASCII,
 )
 
 
@@ -116,7 +119,8 @@ def parse_gpus(value: str | int | list[str | int]) -> Gpus:
                 "must be a number of GPUs per node, with a type such as a100:4 "
                 "or a MIG profile such as 1g.10gb:2"
             )
-        kinds.append((match[1] or "", int(match[2] or match[3] or 1)))
+        kind, number, digits, its_number, alone = match.groups()
+        kinds.append((kind or digits or "", int(number or its_number or alone or 1)))
     names = [kind for kind, _ in kinds]
     if len(set(names)) != len(names):
         raise ValueError("names one type of GPU twice")

@@ -29,7 +29,9 @@ class Call:
 class FakeRunner:
     """A `Runner` for tests: answers of each command in turn, the last one for ever.
 
-    An exception in place of an answer is raised. A command without answers is not installed.
+    A key may name more than the command, `scontrol show node`: the longest that begins the call
+    is the one that answers. An exception in place of an answer is raised. A command without
+    answers is not installed.
 
     >>> run = FakeRunner({"squeue": [Completed(0, "hello")]})
     >>> run.run(["squeue", "--me"], env={}, timeout=1).stdout
@@ -70,10 +72,16 @@ class FakeRunner:
 
     def _answer(self, call: Call) -> Completed:
         self.calls.append(call)
-        queue = self._answers.get(call.argv[0])
+        fitting = [key for key in self._answers if _begins(call.argv, key)]
+        queue = self._answers[max(fitting, key=len)] if fitting else []
         if not queue:
             raise CommandMissing(f"there is no command {call.argv[0]}")
         answer = queue.pop(0) if len(queue) > 1 else queue[0]
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+
+def _begins(argv: Sequence[str], key: str) -> bool:
+    words = key.split()
+    return list(argv[: len(words)]) == words

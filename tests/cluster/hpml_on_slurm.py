@@ -37,6 +37,7 @@ class Desk:
         return {
             **self.cluster.environment,
             "HPML_HOME": str(self.records),
+            "XDG_CONFIG_HOME": str(self.directory / "config"),  # not the developer's own profile
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **self.more,
         }

@@ -66,7 +66,8 @@ def job(cluster: SlurmCluster, number: int) -> dict[str, Any]:
 
 
 def state(cluster: SlurmCluster, number: int) -> str:
-    return str(job(cluster, number)["job_state"])
+    told = job(cluster, number)["job_state"]  # a list from Slurm 23.11 on
+    return str(told[0] if isinstance(told, list) else told)
 
 
 def accounted(cluster: SlurmCluster, number: int) -> str:

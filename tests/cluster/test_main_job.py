@@ -206,7 +206,7 @@ def test_ranks_never_start_when_a_node_cannot_be_made_ready(desk: Desk) -> None:
         resources={"nodes": 2},
         stage=[{"name": "gone", "source": "/no/such/data", "target": "local"}],
     )
-    ran = desk.json("run", file, code=6)
+    ran = desk.json("run", "--no-check", file, code=6)
     log = Path(ran["output"]).read_text()
     assert ran["state"] == "FAILED"
     assert "RANK RAN" not in log
@@ -308,7 +308,7 @@ def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> Non
     """A partition that is not there: exit 4, Slurm's words, a hint, REFUSED in the list, no job."""
     file = desk.job("refused", command=["true"], resources={"partition": "nowhere"})
     before = desk.slurm("squeue", "--noheader", "--states=all", "--format=%A")
-    done = desk.hpml("submit", file, code=4)
+    done = desk.hpml("submit", "--no-check", file, code=4)
     assert "invalid partition" in done.stderr.lower()
     (listed,) = desk.json("list")
     assert (listed["state"], listed["job_id"]) == ("REFUSED", "")

@@ -25,8 +25,9 @@ from hpml_orchestrator.batch import directives
 from hpml_orchestrator.cli.main import app
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.events import VOCABULARY
-from hpml_orchestrator.spec import job_schema, load_job
+from hpml_orchestrator.spec import job_schema, load_job, site_schema
 from hpml_orchestrator.spec.job import LATER
+from hpml_orchestrator.spec.site_load import load_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -242,7 +243,7 @@ def test_every_block_has_a_tag_that_means_something(page: str) -> None:
     known = {"console", "console slurm", "sh", "text", "yaml", "toml", "python"}
     for block in blocks(page):
         assert block.tag in known or (
-            len(block.words) == 2 and block.words[0] in {"yaml", "text", "python"}
+            len(block.words) == 2 and block.words[0] in {"yaml", "text", "python", "toml"}
         ), f"{block}: unknown tag {block.tag!r}"
         if block.words[0] == "console":
             assert list(commands(block)), f"{block}: no command in a console block"
@@ -277,7 +278,13 @@ def options(command: str) -> frozenset[str]:
     arguments = [command, "--help"] if command else ["--help"]
     told = CliRunner().invoke(app, arguments, env=environment)
     assert told.exit_code == 0, f"hpml has no command {command!r}"
-    return frozenset(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", told.output))
+    output = told.output
+    for group in app.registered_groups:  # `hpml template list`: of all of the group's commands
+        if group.name == command and group.typer_instance is not None:
+            for one in group.typer_instance.registered_commands:
+                words = [command, one.name or _name_of(one.callback), "--help"]
+                output += CliRunner().invoke(app, words, env=environment).output
+    return frozenset(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", output))
 
 
 def calls_of_hpml(page: str) -> Iterator[tuple[str, list[str]]]:
@@ -315,6 +322,7 @@ def test_the_readme_lists_every_command() -> None:
     """A command that is added is told of on the first page."""
     told = set(re.findall(r"^\| `hpml (\w+)", read("README.md"), re.MULTILINE))
     there = {command.name or _name_of(command.callback) for command in app.registered_commands}
+    there |= {str(group.name) for group in app.registered_groups}
     assert told == there
 
 
@@ -340,7 +348,7 @@ def table(page: str, *header: str) -> list[list[str]]:
 
 
 def fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """Every field of a job file: its path, its schema, and whether it must be given."""
+    """Every field of a file: its path, its schema, and whether it must be given."""
 
     def walk(
         model: Mapping[str, Any], prefix: str
@@ -349,17 +357,32 @@ def fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], 
             yield f"{prefix}{name}", field, name in model.get("required", [])
             for reference in re.findall(r"#/\$defs/(\w+)", json.dumps(field)):
                 inner = f"{prefix}{name}.N." if field.get("type") == "array" else f"{prefix}{name}."
+                if "additionalProperties" in field:
+                    inner = f"{prefix}{name}.{'OPTION' if name == 'directives' else 'NAME'}."
                 yield from walk(schema["$defs"][reference], inner)
 
     yield from walk(schema, "")
 
 
-def test_the_reference_has_every_field_of_a_job_file() -> None:
+def _site_fields() -> dict[str, Any]:
+    """The schema of a site profile, its defaults left to the reference of job files."""
+    schema = site_schema()
+    del schema["properties"]["defaults"]["properties"]
+    del schema["properties"]["directives"]["propertyNames"]
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("page", "schema"),
+    [("docs/job-file.md", job_schema()), ("docs/site-profile.md", _site_fields())],
+    ids=["job", "site"],
+)
+def test_the_references_have_every_field(page: str, schema: Mapping[str, Any]) -> None:
     """Each field of the JSON Schema is documented with its default and choices, and no other."""
-    rows = table("docs/job-file.md", "field", "type", "default", "meaning")
+    rows = table(page, "field", "type", "default", "meaning")
     told = {row[0].strip("`"): row for row in rows}
     assert len(told) == len(rows), "a field is documented twice"
-    there = {path: (field, required) for path, field, required in fields(job_schema())}
+    there = {path: (field, required) for path, field, required in fields(schema)}
     assert sorted(told) == sorted(there)
     for path, (field, required) in there.items():
         _, kind, default, meaning = told[path]
@@ -409,8 +432,13 @@ def test_the_reference_has_every_directive(tmp_path: Path) -> None:
     [one for page in PAGES for one in blocks(page) if one.words[:1] in {("yaml",), ("toml",)}],
     ids=str,
 )
-def test_job_files_in_pages_load(block: Block, tmp_path: Path) -> None:
-    """Examples of job files are valid; a part of one is completed with a name and a command."""
+def test_job_files_and_profiles_in_pages_load(block: Block, tmp_path: Path) -> None:
+    """Examples are valid; a part of a job file is completed with a name and a command."""
+    if block.words[1:] in {("hpml.toml",), ("site.toml",)}:
+        profile = tmp_path / block.words[1]
+        profile.write_text(block.text, encoding="utf-8")
+        assert load_site([profile]).origins
+        return
     text, path = block.text, tmp_path / f"job.{block.words[0]}"
     if not re.search(r"^name\b", text, re.MULTILINE):
         text = f"name: part\ncommand: [program]\n{text}"

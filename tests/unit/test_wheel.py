@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.cluster.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("hatchling", "build")
@@ -57,13 +60,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("empty") / "venv"
     venv.create(place, with_pip=False, symlinks=True)
     python = place / "bin" / "python"
-    here = Path(next(path for path in sys.path if path.endswith("site-packages")))
+    here = [path for path in sys.path if path.endswith("site-packages")]
     site = Path(
         run([python, "-c", "import site; print(site.getsitepackages()[0])"], place).stdout.strip()
     )
     target: list[str | Path] = ["--python", python, "install", "--no-deps", "--no-index", wheel]
     run([sys.executable, "-m", "pip", "--quiet", *target], place)
-    (site / "zz-dependencies.pth").write_text(f"{here}\n")
+    (site / "zz-dependencies.pth").write_text("".join(f"{path}\n" for path in here))
     return place / "bin"
 
 
@@ -86,6 +89,18 @@ def test_the_wheel_holds_what_is_no_module(wheel: Path) -> None:
         "hpml_orchestrator",
         "hpml_exporters",
     }
+
+
+def test_the_wheel_installs_manual_pages(installed: Path, tmp_path: Path) -> None:
+    """`man hpml` works in the activated environment, with a page for every command."""
+    there = {path.name for path in (installed.parent / "share" / "man" / "man1").iterdir()}
+    assert there == {path.name for path in (ROOT / "docs" / "man" / "man1").iterdir()}
+    assert {"hpml.1", "hpml-submit.1", "hpml-run.1"} <= there
+    if shutil.which("man") is None:
+        skip_or_fail("NOT TESTED: man is not installed (apt-get install man-db)")
+    path = f"{installed}:{os.environ['PATH']}"
+    found = run(["man", "-w", "hpml-submit"], tmp_path, PATH=path, MANPATH="").stdout.strip()
+    assert Path(found) == installed.parent / "share" / "man" / "man1" / "hpml-submit.1"
 
 
 def test_the_installed_hpml_is_the_wheels(installed: Path, tmp_path: Path) -> None:

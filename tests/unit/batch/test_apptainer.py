@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.batch import Capabilities, render
+from hpml_orchestrator.batch.code import SnapshotPaths
 
 if TYPE_CHECKING:
     from tests.unit.batch.conftest import Sandbox
@@ -94,6 +95,22 @@ def test_ranks_run_in_the_container(sandbox: Sandbox) -> None:
     assert "--nv" not in words
     binding = json.loads(Path(run, "attempts/0/binding/node1.jsonl").read_text())
     assert binding["program"] == sys.executable
+
+
+def test_a_snapshot_comes_with_the_submission(sandbox: Sandbox) -> None:
+    """The container begins in the copy of the code; the live tree is not to be seen in it."""
+    called = fake_apptainer(sandbox)
+    (sandbox.root / "tar get").mkdir()
+    (sandbox.submission / "code" / "my dir").mkdir(parents=True)
+    data = container_job(sandbox, workdir="/live: tree")
+    seen = sandbox.run(
+        render(sandbox.load(data).job, Capabilities(), snapshot=SnapshotPaths("my dir"))
+    )
+    assert seen["cwd"] == f"{sandbox.submission}/code/my dir"
+    words = called.read_text().rstrip("\0\n").split("\0")
+    assert words[words.index("--pwd") + 1] == f"{sandbox.submission}/code/my dir"
+    assert str(sandbox.submission) in words
+    assert not [word for word in words if "live" in word]
 
 
 def test_gpus_are_seen_in_the_container(sandbox: Sandbox) -> None:

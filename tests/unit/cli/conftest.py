@@ -49,6 +49,7 @@ class Shell:
         return {
             **kept,
             "HPML_HOME": str(self.records),
+            "XDG_CONFIG_HOME": str(self.root / "config"),  # not the developer's own profile
             "HPML_LOCAL_KILL_WAIT": "3",
             "COLUMNS": "100",
             **self.variables,

@@ -152,22 +152,24 @@ def test_a_job_whose_record_cannot_be_read_does_not_count_as_over(shell: Shell) 
 
 
 def test_paths_that_are_not_there_are_told_before_the_job_waits(shell: Shell, hpml: Hpml) -> None:
-    """A missing script or source is a warning at submission: the nodes may have it."""
+    """A missing script or source is refused at submission, unless the user knows better."""
     job = shell.job(
         command=None,
         script="nope.py",
         stage=[{"name": "data", "source": "no/where", "target": "shm"}],
     )
     told = hpml("submit", "--local", job)
-    assert told.code == 0
-    assert re.search(r"warning: script: .*/nope\.py is not there on this machine", told.err)
-    assert re.search(r"warning: stage\.0\.source: .*/no/where is not there", told.err)
+    assert (told.code, told.out) == (2, "")
+    assert re.search(r"error: script: .*/nope\.py is not there", told.err)
+    assert re.search(r"stage\.0\.source: .*/no/where cannot be staged: No such file", told.err)
+    assert "`--no-check` submits it as it is" in told.err
+    assert hpml("submit", "--local", "--no-check", job).code == 0
 
 
 def test_a_cause_that_hpml_knows_is_the_reason_of_the_end(shell: Shell) -> None:
     """A node that was not made ready is named in the state, not only `NonZeroExitCode`."""
     job = shell.job(stage=[{"name": "data", "source": "no/where", "target": "shm"}])
-    told = shell.hpml("run", "--local", "--json", job)
+    told = shell.hpml("run", "--local", "--no-check", "--json", job)
     assert told.code == 6
     assert re.search(r"was not made ready: .*no/where", told.json()["reason"])
     assert "User defined signal" not in told.err

@@ -240,7 +240,7 @@ def test_resuming_what_was_cut_off_after_the_submission(shell: Shell, hpml: Hpml
 
 def test_resuming_what_was_refused(shell: Shell, hpml: Hpml) -> None:
     """A refusal is final for that submission: told with its reason."""
-    told = hpml("run", "--local", shell.job("wide", resources={"nodes": 2}))
+    told = hpml("run", "--local", "--no-check", shell.job("wide", resources={"nodes": 2}))
     assert told.code == 4
     assert "asks for 2 nodes" in told.err
     told = hpml("submit", "--resume", "wide")

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
-COMMANDS = sorted("render submit run list status logs cancel wait show doctor schema".split())
+COMMANDS = sorted(
+    "render check submit run list status logs cancel wait show doctor schema init template "
+    "man".split()
+)
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),
     *("grafana", "grafana_foundation_sdk", "grafanalib", "prometheus_client", "sklearn", "PIL"),
@@ -61,10 +64,10 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message", "hint"),
     [
-        (["frobnicate"], 2, "No such command", ""),
-        (["run"], 2, "Missing argument", ""),
-        (["render", "job.yaml", "--frob"], 2, "No such option", ""),
-        (["list", "-n", "0"], 2, "Invalid value", ""),
+        (["frobnicate"], 2, "COMMAND: hpml has no such command (got 'frobnicate')", "there are: "),
+        (["run"], 2, "JOB_FILE: must be given", "hint: hpml run job.yaml"),
+        (["render", "job.yaml", "--frob"], 2, "--frob: hpml render has no such option", "hint: "),
+        (["list", "-n", "0"], 2, "--number: must be a whole number, 1 or more (got '0')", "hint:"),
         (["render", "none.yaml"], 3, "no such job file", "hint: "),
         (["render", "bad.yaml"], 2, "nam: there is no such field; did you mean name?", "hint: in"),
         (["render", "two.yaml"], 2, "             resources.nodes: must be at least 1", "hint:"),
@@ -74,14 +77,20 @@ def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
         (["submit", "good.yaml", "--resume", "x"], 2, "--resume: takes no job file", ""),
         (["submit", "--resume", "x"], 3, "no run 'x' under", "hint: `hpml list`"),
         (["run", "good.yaml", "--backend", "pbs"], 2, "--backend: must be auto, slurm or l", ""),
-        (["--records", "other", "run", "big.yaml", "--local"], 4, "asks for 2 nodes", "hint"),
+        (["run", "big.yaml", "--local"], 2, "asks for 2 nodes; this machine", "--no-check"),
+        (
+            ["--records", "other", "run", "big.yaml", "--local", "--no-check"],
+            4,
+            "asks for 2 nodes",
+            "hint",
+        ),
         (["status", "nothing"], 3, "no run 'nothing' under", "hint: `hpml list` shows"),
         (["show"], 3, "no runs under", "hint: start one with `hpml run`"),
         (["logs", "nothing"], 3, "no run 'nothing'", "hint"),
         (["wait", "nothing"], 3, "no run 'nothing'", "hint"),
         (["cancel", "nothing"], 3, "no run 'nothing'", "hint"),
         (["show", ""], 2, "RUN: must name a run", "hint: see `hpml list`"),
-        (["schema", "site"], 2, "WHAT: must be job (got 'site')", ""),
+        (["schema", "sweep"], 2, "WHAT: must be job or site (got 'sweep')", ""),
         (["--records", "good.yaml/x", "submit", "good.yaml", "--local"], 7, "cannot", "HPML_HOME"),
         (["--records", "good.yaml", "list"], 7, "cannot read", ""),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpml_orchestrator.records.files import append_line, write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.testing import FakeClock, FakeScheduler
+from tests.unit.jobs.repositories import Repository, init
 
 
 class World:
@@ -79,3 +81,38 @@ class World:
 def world(tmp_path: Path) -> World:
     """A fresh world."""
     return World(tmp_path)
+
+
+GIT_CONFIG = """\
+[user]
+name = Ada
+email = ada@example.org
+[init]
+defaultBranch = main
+[protocol "file"]
+allow = always
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, so that no git settings of the machine matter."""
+    directory = tmp_path / "home"
+    directory.mkdir()
+    (directory / ".gitconfig").write_text(GIT_CONFIG)
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(directory))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    return directory
+
+
+@pytest.fixture
+def repository(tmp_path: Path, home: Path) -> Repository:
+    """A repository with one commit: two scripts, one in a directory."""
+    assert home.is_dir()
+    made = init(tmp_path / "code")
+    made.write("train.py", "print('old')\n")
+    made.write("tools/eval.py", "print('eval')\n")
+    made.commit()
+    return made

@@ -15,6 +15,7 @@ from hpml_orchestrator.jobs.status import State, states, wait_until_over
 from hpml_orchestrator.jobs.submit import submit
 from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler
+from hpml_orchestrator.scheduler.slurm import PollSchedule
 from hpml_orchestrator.testing import FakeScheduler, Fault, Killed
 
 if TYPE_CHECKING:
@@ -247,12 +248,9 @@ def wait(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., State]:
     return wait_for
 
 
-def test_waiting_asks_ever_more_rarely(
-    world: World, submitted: Submission, wait: Callable[..., State]
-) -> None:
-    """From every second to every 30 seconds; an hour of waiting is some 130 questions."""
-    world.scheduler.jobs["1"].states = [(0, JobState.RUNNING), (3600, JobState.COMPLETED)]
-    asked = []
+def moments_of_questions(world: World) -> list[float]:
+    """Have the scheduler note when it is asked."""
+    asked: list[float] = []
     original = world.scheduler.query
 
     def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
@@ -260,18 +258,43 @@ def test_waiting_asks_ever_more_rarely(
         return original(job_ids)
 
     world.scheduler.query = query  # type: ignore[method-assign]
-    assert wait(submitted).state == "COMPLETED"
+    return asked
+
+
+def test_waiting_asks_ever_more_rarely(
+    world: World, submitted: Submission, wait: Callable[..., State]
+) -> None:
+    """From every second to every 30 seconds; an hour of waiting is some 130 questions."""
+    world.scheduler.jobs["1"].states = [(0, JobState.RUNNING), (3600, JobState.COMPLETED)]
+    asked = moments_of_questions(world)
+    assert wait(submitted, pauses=PollSchedule(jitter=0)).state == "COMPLETED"
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert gaps[0] == pytest.approx(1.0, abs=0.3)
-    assert max(gaps) == pytest.approx(30.0, abs=0.3)
+    assert gaps[:9] == pytest.approx([1, 2, 3, 5, 8, 13, 20, 30, 30])
+    assert max(gaps) == pytest.approx(30)
     assert 110 < len(asked) < 150
 
 
-def test_the_jobs_own_end_is_noticed_at_once(
+def test_who_waits_at_the_same_time_asks_at_other_times(
     world: World, submitted: Submission, wait: Callable[..., State]
 ) -> None:
+    """Without a word about it no two waiting commands are in step, nor far off the rhythm."""
+    world.scheduler.jobs["1"].states = [(0, JobState.RUNNING), (300, JobState.COMPLETED)]
+    asked = moments_of_questions(world)
+    assert wait(submitted).state == "COMPLETED"
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)][:9]
+    ratios = [gap / plain for gap, plain in zip(gaps, [1, 2, 3, 5, 8, 13, 20, 30, 30], strict=True)]
+    assert all(0.79 < ratio < 1.21 for ratio in ratios)
+    assert len({round(ratio, 6) for ratio in ratios}) > 1
+
+
+@pytest.mark.parametrize(("backend", "at_most_seconds"), [("slurm", 1.01), ("local", 0.21)])
+def test_the_jobs_own_end_is_noticed_at_once(
+    world: World, wait: Callable[..., State], backend: str, at_most_seconds: float
+) -> None:
     """What the job writes as its last act makes the next question come within a second."""
-    attempt = world.starts(submitted, "1")
+    submission = world.prepare(backend=backend)
+    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    attempt = world.starts(submission, "1")
     world.scheduler.move("1", JobState.RUNNING)
     ended = 0.0
 
@@ -282,8 +305,25 @@ def test_the_jobs_own_end_is_noticed_at_once(
             world.ends(attempt)
             world.scheduler.move("1", JobState.COMPLETED)
 
-    assert wait(submitted, each=each).over
-    assert world.clock.now - ended < 1.0
+    assert wait(submission, each=each).over
+    assert world.clock.now - ended <= at_most_seconds
+
+
+@pytest.mark.parametrize(("backend", "looks"), [("slurm", (45, 60)), ("local", (290, 310))])
+def test_a_shared_directory_is_looked_at_more_rarely_after_a_while(
+    world: World, wait: Callable[..., State], backend: str, looks: tuple[int, int]
+) -> None:
+    """Of a minute's wait, five looks a second for ten seconds, then one; always five at home."""
+    submission = world.prepare(backend=backend)
+    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    world.scheduler.jobs["1"].states = [(0, JobState.RUNNING), (71, JobState.COMPLETED)]
+    seen: list[float] = []
+    wait(submission, each=lambda _: seen.append(world.clock.now), pauses=PollSchedule(jitter=0))
+    start = seen[0]
+    early = {moment for moment in seen if moment - start < 10}
+    late = {moment for moment in seen if 10 <= moment - start < 70}
+    assert 45 <= len(early) <= 55
+    assert looks[0] <= len(late) <= looks[1]
 
 
 def test_a_lost_job_is_not_waited_for_forever(

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.records.events import PHASES, VOCABULARY, Event, append, read, read_all
+from hpml_orchestrator.records.events import VOCABULARY, Event, append, read, read_all
 
 
 def test_the_vocabulary_is_the_house_s() -> None:
-    """The names stand in architecture.md; phases are some of them, in the same order."""
+    """The names stand in architecture.md, in the same order."""
     names = "queued started staging ready rendezvous warm-up step evaluation checkpoint stopping"
     assert list(VOCABULARY) == [*names.split(), "ended"]
-    assert [name for name in VOCABULARY if name in PHASES] == list(PHASES)
 
 
 def test_there_is_no_other_event() -> None:

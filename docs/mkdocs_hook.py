@@ -1,0 +1,49 @@
+"""Let the site have the pages that lie outside of docs/, with links that hold in both places."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "training_jobs/README.md",
+    "deploy/devcluster/README.md",
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages outside of docs/ under their paths in the repository."""
+    from mkdocs.structure.files import File  # noqa: PLC0415 - MkDocs alone runs this
+
+    for path in OUTSIDE:
+        files.append(File.generated(config, path, content=(ROOT / path).read_text("utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Turn links as they are in the repository into links between pages of the site."""
+    here = page.file.src_uri
+    source = here if here in OUTSIDE else f"docs/{here}"
+
+    def moved(found: re.Match[str]) -> str:
+        path, mark, anchor = found[1].partition("#")
+        if not path or re.match(r"[a-z]+:", path):
+            return found[0]
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        target = target.removeprefix("docs/")
+        return f"]({os.path.relpath(target, posixpath.dirname(here) or '.')}{mark}{anchor})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", moved, markdown)

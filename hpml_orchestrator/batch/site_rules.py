@@ -1,0 +1,126 @@
+"""What a site wants of sbatch options: some renamed, some by default, some never."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec import Resources
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site import DirectiveRule
+
+__all__ = ["apply_rules", "as_asked", "leaves_out"]
+
+_FIELDS = {
+    "nodes": "nodes",
+    "ntasks-per-node": "ranks_per_node",
+    "cpus-per-task": "cpus_per_rank",
+    "gpus-per-node": "gpus",
+    "mem": "memory",
+    "time": "time",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "exclusive": "exclusive",
+    "mail-user": "mail",
+    "mail-type": "mail",
+}
+"""Options of `directives()` and the field of `resources` that asks for them."""
+
+
+def apply_rules(
+    lines: Sequence[str], job: Job, rules: Mapping[str, DirectiveRule], *, origin: str = ""
+) -> list[str]:
+    """Return sbatch options as a site wants them.
+
+    Args:
+        lines: options such as `--mem=4096M`, in order.
+        job: whose they are.
+        rules: option name without dashes -> rule.
+        origin: where the rules are, for messages.
+
+    Raises:
+        InputError: the job asks for an option that the site forbids.
+    """
+    made = []
+    for line in lines:
+        name, value = _split(line)
+        rule = rules.get(name)
+        if rule is None or (rule.forbid is None and not rule.omit and rule.rename is None):
+            made.append(line)
+        elif rule.rename is not None:
+            made.append(_renamed(rule.rename, value))
+        elif rule.forbid is not None:
+            field = _asked(job, name, line)
+            if field:
+                raise InputError(
+                    f"asks for --{name}, which this site forbids: {rule.forbid}",
+                    field=field,
+                    value=line if field == "resources.extra" else _given(job, field),
+                    hint=f"leave it out{'; the rule is in ' + origin if origin else ''}",
+                )
+    there = {_split(line)[0] for line in lines}
+    for name, rule in rules.items():
+        if rule.default is not None and name not in there:
+            line = f"--{name}={rule.default}" if rule.default else f"--{name}"
+            made.append(_renamed(rule.rename, rule.default) if rule.rename is not None else line)
+    return made
+
+
+def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
+    """Return the job as Slurm will see it: without what the site leaves out, with what it adds.
+
+    A renamed option counts as what it was: what it means under its other name is the site's.
+    """
+    changes: dict[str, object] = {}
+    extra = [one for one in job.resources.extra if not leaves_out(rules, _split(one)[0])]
+    for name, rule in rules.items():
+        field = _FIELDS.get(name, "")
+        if rule.rename is None and leaves_out(rules, name) and field not in ("", "mail"):
+            changes[field] = Resources.model_fields[field].default
+        elif rule.default is not None and field in ("partition", "account", "qos", "constraint"):
+            changes[field] = getattr(job.resources, field) or rule.default
+        elif rule.default is not None and not any(_split(one)[0] == name for one in extra):
+            extra.append(f"--{name}={rule.default}" if rule.default else f"--{name}")
+    resources = job.resources.model_copy(update={**changes, "extra": extra})
+    return job.model_copy(update={"resources": resources})
+
+
+def leaves_out(rules: Mapping[str, DirectiveRule], name: str) -> bool:
+    """Return whether hpml's own use of an option is not wanted."""
+    rule = rules.get(name)
+    return rule is not None and (rule.omit or rule.forbid is not None)
+
+
+def _split(line: str) -> tuple[str, str]:
+    name, _, value = line.removeprefix("--").partition("=")
+    return name, value
+
+
+def _renamed(pattern: str, value: str) -> str:
+    """Return `--gres=gpu:{item}` with each part of the value, or `{value}` with all of it."""
+    option, separator, words = pattern.partition("=")
+    if "{item}" in words:
+        words = ",".join(words.replace("{item}", item) for item in value.split(","))
+    return f"{option}{separator}{words.replace('{value}', value)}"
+
+
+def _given(job: Job, field: str) -> object:
+    value = getattr(job.resources, field.removeprefix("resources."))
+    return value if isinstance(value, (str, int)) else None
+
+
+def _asked(job: Job, name: str, line: str) -> str:
+    """Return the field by which a job asks for an option; empty where hpml wants it by itself."""
+    if line in job.resources.extra:
+        return "resources.extra"
+    field = _FIELDS.get(name, "")
+    if not field:
+        return ""
+    default = Resources.model_fields[field].default
+    return f"resources.{field}" if getattr(job.resources, field) != default else ""

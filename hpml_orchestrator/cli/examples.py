@@ -1,0 +1,73 @@
+"""Command lines to learn from, by command: for the manual, and for those who forgot an argument."""
+
+from __future__ import annotations
+
+__all__ = ["EXAMPLES"]
+
+EXAMPLES: dict[str, list[tuple[str, str]]] = {
+    "": [
+        ("Train here, and see the summary at the end:", "hpml run --local job.yaml"),
+        ("Submit to Slurm and come back later:", "hpml submit job.yaml"),
+        ("Keep records elsewhere:", "hpml --records /scratch/ada/hpml list"),
+    ],
+    "render": [
+        ("Print the script:", "hpml render job.yaml"),
+        (
+            "Say where each value came from, with four nodes:",
+            "hpml render job.yaml --set resources.nodes=4 --explain",
+        ),
+        ("Write what sbatch needs, to be edited by hand:", "hpml render job.yaml -o by-hand"),
+    ],
+    "submit": [
+        ("Submit a job:", "hpml submit job.yaml"),
+        (
+            "With other values than the job file's:",
+            "hpml submit job.yaml -s resources.nodes=2 -s resources.time=90",
+        ),
+        ("Complete a submission that was cut off:", "hpml submit --resume last"),
+    ],
+    "run": [
+        ("Submit a job and follow it:", "hpml run job.yaml"),
+        ("On this machine, with the summary for programs:", "hpml run job.yaml --local --json"),
+    ],
+    "list": [("The newest five runs:", "hpml list -n 5")],
+    "status": [
+        ("All that is not over:", "hpml status"),
+        ("One run, for programs:", "hpml status last --json"),
+    ],
+    "logs": [
+        ("Follow the newest run's output:", "hpml logs -f"),
+        ("The last 50 lines of a run:", "hpml logs digits-20260102-030405-abcdef -n 50"),
+    ],
+    "cancel": [
+        ("Cancel the newest run:", "hpml cancel last"),
+        ("Cancel two runs by their jobs' ids:", "hpml cancel 4711 4712"),
+    ],
+    "wait": [("In a script, go on when the run is over:", "hpml wait last")],
+    "show": [("All that is known of the newest run:", "hpml show")],
+    "doctor": [("Look at this machine:", "hpml doctor")],
+    "schema": [
+        ("For an editor's checks:", "hpml schema job"),
+        ("The same for site profiles:", "hpml schema site"),
+    ],
+    "check": [
+        ("Would the cluster take this job:", "hpml check job.yaml"),
+        ("The same with four nodes:", "hpml check job.yaml --set resources.nodes=4"),
+    ],
+    "init": [
+        ("Write hpml.toml for the projects below this directory:", "hpml init"),
+        ("Yours for all projects, with a look at the nodes:", "hpml init --user --probe"),
+    ],
+    "template": [("Which templates count here:", "hpml template list")],
+    "template list": [("For programs:", "hpml template list --json")],
+    "template eject": [
+        ("Begin a template of your own:", "hpml template eject torchrun"),
+        ("A copy of all that hpml has:", "hpml template eject base --whole"),
+    ],
+    "man": [
+        ("Read about a command:", "hpml man submit"),
+        ("Install all pages:", "hpml man --output /usr/local/share/man"),
+    ],
+}
+"""Command without `hpml` -> what an example is for, and its command line. The first one shows the
+least that must be given."""

@@ -1,0 +1,94 @@
+"""Command that writes a site profile: init."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from hpml_orchestrator.cli.common import JsonOption, print_json
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this group's command to the application."""
+    app.command()(init)
+
+
+def init(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where to write it; `-` prints it.",
+            show_default="hpml.toml",
+        ),
+    ] = "",
+    user: Annotated[
+        bool,
+        typer.Option("--user", help="Write yours for all projects: ~/.config/hpml/site.toml."),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Look at an idle node of each kind with a short srun: disks, networks, topology.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the cluster what it has, and write a site profile to be read and edited."""
+    from datetime import UTC, datetime  # noqa: PLC0415
+    from getpass import getuser  # noqa: PLC0415
+    from socket import gethostname  # noqa: PLC0415
+
+    from hpml_orchestrator.jobs import site_profile  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.command import SubprocessRunner  # noqa: PLC0415
+
+    printed = output == "-" and not user
+    where = (
+        None
+        if printed
+        else site_profile.plan(output, user=user, force=force, environment=os.environ)
+    )
+    try:
+        who = getuser()
+    except (OSError, KeyError):  # a user id without a name
+        who = str(os.getuid())
+    if probe:
+        typer.echo("hpml: looking at idle nodes, up to a minute or two", err=True)
+    profile = site_profile.initialise(
+        SubprocessRunner(),
+        os.environ,
+        writer=f"{who}@{gethostname()}",
+        when=f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
+        look=probe,
+    )
+    if where is None:
+        sys.stdout.write(profile.text)
+        return
+    written = site_profile.save(profile, where)
+    if as_json:
+        print_json(
+            {
+                "file": str(where.path),
+                "topology_files": [str(path) for path in written[:-1]],
+                **profile.to_json(),
+            }
+        )
+        return
+    for line in profile.lines():
+        typer.echo(line)
+    for path in written:
+        typer.echo(f"wrote       {path}")
+    applies = (
+        "" if user or where.path.name == "hpml.toml" else f"--site {shlex.quote(str(where.path))} "
+    )
+    typer.echo(f"next: read it, then hpml {applies}check job.yaml")

@@ -1,0 +1,64 @@
+"""Commands about the templates of batch scripts: template list, template eject."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table
+
+__all__ = ["register"]
+
+group = typer.Typer(
+    help="Show the templates of batch scripts, and begin one of your own.", no_args_is_help=True
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this group's commands to the application."""
+    app.add_typer(group, name="template")
+
+
+@group.command("list")
+def list_(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the templates that count here: yours by the site profile, and hpml's own."""
+    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
+    from hpml_orchestrator.jobs.templates import templates  # noqa: PLC0415
+
+    chosen = (context.find_root().obj or {}).get("site") or ""
+    site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
+    directory = site.site.templates if site else None
+    found = templates([directory] if directory else [])
+    if as_json:
+        print_json([one.to_json() for one in found])
+        return
+    print_table(
+        ("TEMPLATE", "FOR", "FROM", "BLOCKS"),
+        [(one.name, one.purpose, one.origin, " ".join(one.blocks) or "-") for one in found],
+    )
+
+
+@group.command("eject")
+def eject(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which: base, srun or torchrun.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR", help="Directory of your templates.")
+    ] = "templates",
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Copy all of hpml's template instead of extending it.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a template of your own that extends hpml's, with its blocks explained."""
+    from hpml_orchestrator.jobs import templates  # noqa: PLC0415
+    from hpml_orchestrator.jobs.site_profile import toml  # noqa: PLC0415
+
+    path = templates.eject(name, output, whole=whole, force=force)
+    typer.echo(f"wrote {path}")
+    here = Path.cwd()
+    inside = path.parent.relative_to(here) if path.parent.is_relative_to(here) else path.parent
+    typer.echo("it counts once hpml.toml says, above its first [section]:")
+    typer.echo(f"    templates = {toml.value(str(inside))}")

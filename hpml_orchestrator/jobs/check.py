@@ -1,0 +1,226 @@
+"""Say before a submission whether the job will be taken: gather the facts, apply the rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.batch.check import check
+from hpml_orchestrator.batch.check_finding import Finding, errors_of
+from hpml_orchestrator.batch.site_rules import as_asked
+from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
+from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
+from hpml_orchestrator.jobs.check_local import check_local, this_machine
+from hpml_orchestrator.jobs.check_modules import check_modules
+from hpml_orchestrator.jobs.check_records import check_records, one_machine
+from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.cluster import Cluster
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site import Site
+
+__all__ = ["Report", "check_job", "refusal"]
+
+CLUSTER_SECONDS = 8.0
+"""Patience with a controller that stands still."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        findings: errors first.
+        not_asked: why the cluster could not be asked; empty where it was, or need not be.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    not_asked: str = ""
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Those that keep the job from running."""
+        return errors_of(self.findings)
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """The others."""
+        return [finding for finding in self.findings if finding.level == "warning"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for programs."""
+        return {
+            "ok": not self.errors and not self.not_asked,
+            "not_asked": self.not_asked,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+class _Hasty:
+    """A `Runner` whose commands all end by one moment, however long they might want to wait."""
+
+    def __init__(self, run: Runner, ends: float) -> None:
+        self._run = run
+        self._ends = ends
+
+    def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise SchedulerUnavailable(f"no time was left for {argv[0]}")
+        return self._run.run(argv, env=env, timeout=min(timeout, round(left, 1) or left))
+
+    def run_detached(self, *_: Any, **__: Any) -> int:
+        """Nothing is submitted here."""
+        raise SchedulerUnavailable("a check starts nothing that outlives it")
+
+
+def check_job(
+    job: Job,
+    *,
+    backend: str,
+    records: Path,
+    environment: Mapping[str, str],
+    script: str = "",
+    run: Runner | None = None,
+    cluster_seconds: float = CLUSTER_SECONDS,
+    walk_seconds: float = 3.0,
+    now: float | None = None,
+    site: Site | None = None,
+) -> Report:
+    """Return what keeps a job from being taken, or may; nothing is submitted.
+
+    Files, modules and the cluster are asked side by side, so that it takes as long as the slowest
+    of them.
+
+    Args:
+        job: a complete job.
+        backend: `slurm` or `local`.
+        records: where records will live.
+        environment: of the submitting process.
+        script: the rendered script; its length has a limit.
+        run: starts commands.
+        cluster_seconds: patience with the cluster, and with the module system.
+        walk_seconds: after which the walk through the data ends.
+        now: seconds since the epoch; the clock when left out.
+        site: the site profile, whose rules change what Slurm is asked for.
+    """
+    hasty = _Hasty(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
+    on_slurm = backend == "slurm"
+    with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
+        cluster_answer = pool.submit(_ask, hasty, environment) if on_slurm else None
+        stages_answer = pool.submit(check_stages, job, seconds=walk_seconds)
+        modules_answer = pool.submit(
+            check_modules, job.environment.modules, hasty, environment, timeout=cluster_seconds
+        )
+        found = check_files(job, environment)
+        stages, sizes = stages_answer.result()
+        found += stages
+        found += check_records(records, on_nodes=on_slurm and not one_machine(environment))
+        found += modules_answer.result()
+        if cluster_answer is None:
+            found += check_local(job, this_machine())
+            return Report(_sorted(found))
+        cluster, not_asked = cluster_answer.result()
+    if cluster is not None:
+        moment = time.time() if now is None else now
+        try:
+            found += _compared(job, cluster, sizes, script, moment, site)
+        except InputError as error:
+            found.append(_as_finding(error))
+    return Report(_sorted(found), not_asked)
+
+
+def refusal(errors: Sequence[Finding]) -> InputError:
+    """Return the error for a job that would not run: every finding, each with what would do."""
+    lines = []
+    for finding in errors:
+        lines.append(str(finding))
+        if finding.hint:
+            lines.append(f"  {finding.hint}")
+    error = InputError(
+        "\n".join(lines), hint="nothing was submitted; `--no-check` submits it as it is"
+    )
+    error.field = errors[0].field
+    error.value = errors[0].value
+    return error
+
+
+def _ask(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
+    from hpml_orchestrator.scheduler.slurm_cluster import read_cluster  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.slurm_groups import with_group_limits  # noqa: PLC0415
+
+    try:
+        return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
+    except SchedulerUnavailable as error:
+        return None, str(error)
+    except Exception as error:  # noqa: BLE001 - a submission must not fail because of its check
+        return None, f"its answer was not understood ({type(error).__name__}: {error})"
+
+
+def _compared(
+    job: Job, cluster: Cluster, sizes: Sizes, script: str, now: float, site: Site | None
+) -> list[Finding]:
+    found: list[Finding] = []
+    disk_mib = sizes.disk_mib
+    if site is not None:
+        job = as_asked(job, site.directives)
+        found += _other_cluster(site, cluster)
+        if site.path("scratch", job.resources.partition) is not None:
+            disk_mib = 0  # Slurm's TmpDisk is the size of another directory
+    return found + check(
+        job,
+        cluster,
+        script_bytes=len(script.encode("utf-8")),
+        now=now,
+        required=_nodes(job, "--nodelist="),
+        excluded=_nodes(job, "--exclude="),
+        disk_mib=disk_mib,
+        shm_mib=sizes.shm_mib,
+    )
+
+
+def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:
+    """Return a warning where the profile was written for another cluster than this."""
+    here = cluster.limits.cluster
+    if site.cluster is None or not here or site.cluster == here:
+        return []
+    message = f"the site profile is about cluster {site.cluster}; this is {here}"
+    hint = "`hpml init` writes one for this cluster; `--site FILE` takes another, or `none`"
+    return [Finding("warning", "site.cluster", "site profile", site.cluster, message, here, hint)]
+
+
+def _nodes(job: Job, option: str) -> frozenset[str]:
+    """Return the nodes that an option names.
+
+    Raises:
+        InputError: its value is no list of nodes.
+    """
+    from hpml_orchestrator.scheduler.nodelist import expand  # noqa: PLC0415
+
+    names: list[str] = []
+    for index, word in enumerate(job.resources.extra):
+        if not word.startswith(option):
+            continue
+        try:
+            names += expand(word.removeprefix(option))
+        except InputError as error:
+            raise InputError(
+                error.message, field=f"resources.extra.{index}", value=word, hint=error.hint
+            ) from error
+    return frozenset(names)
+
+
+def _as_finding(error: HpmlError) -> Finding:
+    field_name = getattr(error, "field", "") or "job"
+    message = error.message.removeprefix(f"{field_name}: ")
+    return Finding("error", "job.wrong", field_name, None, message, hint=error.hint)
+
+
+def _sorted(found: list[Finding]) -> list[Finding]:
+    key: Callable[[Finding], bool] = lambda finding: finding.level != "error"  # noqa: E731
+    return sorted(found, key=key)

@@ -1,0 +1,140 @@
+"""A cluster with limits of every kind, for what looks at a cluster before a job is submitted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import (
+    DEVCLUSTER,
+    SlurmCluster,
+    clean_environment,
+    devcluster,
+    require_cluster,
+)
+
+USER = "nobody"
+# Two kinds of nodes, and a MIG profile beside whole GPUs on one of them.
+CONFIGURATION = """\
+EnforcePartLimits=NO
+AccountingStorageEnforce=associations,limits,qos
+AccountingStorageTRES=gres/gpu,gres/gpu:a100,gres/gpu:1g.10gb
+DefMemPerCPU=500
+MaxArraySize=11
+GresTypes=gpu
+NodeName=node1 CPUs=8 CoresPerSocket=8 RealMemory=8000 TmpDisk=100 Gres= Feature=cpu,avx512,rack1
+NodeName=node2 CPUs=8 CoresPerSocket=8 RealMemory=8000 TmpDisk=100 Gres= Feature=cpu,avx512,rack1
+NodeName=node3 CPUs=16 CoresPerSocket=16 RealMemory=32000 Gres=gpu:a100:4 Feature=gpu,avx512,rack2
+NodeName=node4 CPUs=16 CoresPerSocket=16 RealMemory=32000 Gres=gpu:a100:2,gpu:1g.10gb:4 Feature=gpu
+PartitionName=main Nodes=ALL Default=YES MaxTime=2:00:00
+PartitionName=long Nodes=node[1-2] MaxTime=7-0 MaxNodes=1
+PartitionName=gpu Nodes=node[3-4] MaxTime=1-0 MaxMemPerNode=16000 MaxCPUsPerNode=12
+PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE MaxTime=1-0 MinNodes=2
+PartitionName=vip Nodes=ALL AllowAccounts=vip MaxTime=1-0
+PartitionName=nodev Nodes=ALL DenyAccounts=dev MaxTime=1-0
+PartitionName=fast Nodes=ALL AllowQos=fast MaxTime=1-0
+PartitionName=noslow Nodes=ALL DenyQos=slow MaxTime=1-0
+PartitionName=capped Nodes=ALL MaxTime=1-0
+PartitionName=broken Nodes=ALL State=DOWN
+PartitionName=off Nodes=ALL State=INACTIVE
+PartitionName=drained Nodes=ALL State=DRAIN
+PartitionName=percpu Nodes=node[1-2] MaxMemPerCPU=1000
+PartitionName=rootonly Nodes=ALL RootOnly=YES
+PartitionName=games Nodes=ALL AllowGroups=games
+PartitionName=booked Nodes=ALL ReqResv=YES
+"""
+# The words after `sacctmgr -i`, in order.
+ACCOUNTS = """\
+add account vip,course Description=x Organization=x
+add qos fast,slow,gpuq,tiny,grpq,minq,cap
+modify qos fast set MaxWall=00:30:00 Flags=DenyOnLimit
+modify qos slow set MaxTRESPerJob=cpu=8 MaxWall=01:00:00
+modify qos gpuq set MaxTRESPerJob=gres/gpu=2 Flags=DenyOnLimit
+modify qos tiny set MaxTRESPerNode=cpu=2
+modify qos grpq set GrpTRES=cpu=4,node=2 MaxTRESPerUser=mem=3000
+modify qos minq set MinTRESPerJob=cpu=4
+modify qos cap set MaxTRESPerJob=node=2
+add user root account=vip
+add user nobody account=course
+modify account course set MaxWall=00:20:00 MaxTRES=cpu=4 GrpTRES=mem=6000
+modify user nobody account=dev set qos+=fast,slow,gpuq,tiny,grpq,minq
+modify user nobody account=course set qos=normal
+modify user root set qos+=fast,slow
+"""
+
+
+@contextlib.contextmanager
+def rich_cluster(*shares: Path) -> Iterator[SlurmCluster]:
+    """Boot the cluster, and take it down again."""
+    require_cluster()
+    box = Path(tempfile.mkdtemp(prefix="hpml-devcluster-test-", dir="/tmp"))
+    lines = box.parent / f"{box.name}.conf"
+    lines.write_text(CONFIGURATION)
+    try:
+        started = devcluster(
+            *("up", "--json", "--box", box, "--nodes", "4", "--slurm-conf", lines),
+            *(word for share in (*shares, DEVCLUSTER.parents[2]) for word in ("--share", share)),
+        )
+        if started.returncode != 0:
+            pytest.fail(f"the cluster does not boot:\n{started.stderr}", pytrace=False)
+        facts = json.loads(started.stdout)
+        cluster = SlurmCluster(
+            box=box,
+            slurm_conf=Path(facts["slurm_conf"]),
+            nodes=tuple(facts["nodes"]),
+            visible=tuple(Path(path) for path in facts["visible"]),
+            pids=facts["pids"],
+        )
+        for line in ACCOUNTS.splitlines():
+            cluster.run("sacctmgr", "-i", *line.split())
+        # The controller reads names of QOS in partitions only where they exist.
+        _reconfigure(cluster, "PartitionName=capped ", "PartitionName=capped QOS=cap ")
+        yield cluster
+    finally:
+        ended = devcluster("down", "--purge", "--box", box)
+        shutil.rmtree(box, ignore_errors=True)
+        lines.unlink(missing_ok=True)
+        assert ended.returncode == 0, ended.stderr
+
+
+def enforce(cluster: SlurmCluster, how: str) -> None:
+    """Set EnforcePartLimits, and have the controller read it."""
+    now = cluster.run("scontrol", "show", "config").stdout
+    is_so = re.search(r"^EnforcePartLimits\s+= (\w+)", now, re.MULTILINE)
+    assert is_so
+    _reconfigure(cluster, f"EnforcePartLimits={is_so[1]}", f"EnforcePartLimits={how}")
+
+
+def _reconfigure(cluster: SlurmCluster, old: str, new: str) -> None:
+    text = cluster.slurm_conf.read_text()
+    assert old in text
+    cluster.slurm_conf.write_text(text.replace(old, new))
+    cluster.run("scontrol", "reconfigure")
+
+
+def as_user(
+    cluster: SlurmCluster, *command: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as the user without rights."""
+    return subprocess.run(
+        command,
+        env={**clean_environment(), "SLURM_CONF": str(cluster.slurm_conf)},
+        cwd="/",
+        user=USER,
+        group="nogroup",
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
+    )

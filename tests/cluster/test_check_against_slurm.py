@@ -1,0 +1,134 @@
+"""What the check says of a job is what a real Slurm does with it, in both directions."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.batch import Capabilities, render
+from hpml_orchestrator.batch.check import check
+from hpml_orchestrator.batch.check_finding import errors_of
+from hpml_orchestrator.cluster import Cluster
+from hpml_orchestrator.scheduler.slurm_cluster import read_cluster
+from hpml_orchestrator.scheduler.slurm_groups import with_group_limits
+from hpml_orchestrator.spec import Job
+from tests.cluster.conftest import SlurmCluster
+from tests.cluster.hpml_on_slurm import eventually
+from tests.cluster.rich_cluster import USER, as_user, enforce, rich_cluster
+
+COUNT = 150
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A cluster with limits of every kind."""
+    with rich_cluster(tmp_path_factory.getbasetemp()) as cluster:
+        yield cluster
+
+
+def seen(site: SlurmCluster) -> Cluster:
+    """The cluster as the user without rights sees it."""
+    cluster = read_cluster(env=site.environment, user=USER)
+    return with_group_limits(cluster, env=site.environment)
+
+
+# Each field is left alone most of the time, so that about half of all jobs are right.
+CHOICES: dict[str, tuple[float, list[Any]]] = {
+    "partition": (
+        0.7,
+        "main long gpu whole vip nodev fast noslow capped broken off drained percpu rootonly games "
+        "booked nope main,long long,main gpu,main whole,main main,off off,long broken,long "
+        "main,vip vip,main fast,main main,broken long,gpu capped,main".split(),
+    ),
+    "nodes": (0.4, [1, 2, 2, 3, 4, 5]),
+    "cpus_per_rank": (0.4, [1, 2, 4, 8, 9, 12, 13, 16, 17]),
+    "ranks_per_node": (0.2, [1, 2, 3, 8, 600]),
+    "memory": (0.4, ["500M", "1500M", "4000M", "7900M", "8000M", "9000M", "16001M", "33000M"]),
+    "gpus": (
+        0.3,
+        "1 4 5 7 a100:2 a100:4 a100:5 h100:1 1g.10gb:4 1g.10gb:5 3g.20gb:1 "
+        "a100:2,1g.10gb:1".split(),
+    ),
+    "time": (0.5, ["00:10:00", "00:25:00", "00:45:00", "01:30:00", "03:00:00", "2-0", "8-0"]),
+    "account": (0.3, ["dev", "course", "vip", "nope"]),
+    "qos": (0.3, ["normal", "fast", "slow", "gpuq", "tiny", "grpq", "minq", "nope"]),
+    "constraint": (
+        0.25,
+        "cpu gpu avx512 rack1|rack2 avx512&gpu cpu&gpu nope cpu|nope (cpu|gpu)&avx512 [rack1|gpu] "
+        "[rack1*1&gpu*1] rack1*1 gpu|cpu&avx512".split(),
+    ),
+    "exclusive": (0.1, [True]),
+}
+
+
+def generated(seed: int) -> Iterator[Job]:
+    """Jobs of all sorts, the same for the same seed."""
+    dice = random.Random(seed)
+    for index in range(COUNT):
+        resources: dict[str, Any] = {"time": "00:10:00"}
+        # Some jobs are wrong in many ways, most in none or one.
+        eagerness = dice.choice([0.35, 0.6, 1.0])
+        for field, (chance, values) in CHOICES.items():
+            if dice.random() < chance * eagerness:
+                resources[field] = dice.choice(values)
+        if resources.get("constraint", "").startswith("[rack1*1"):
+            resources["nodes"] = 2  # else Slurm takes some and refuses others: nothing to agree on
+        launcher = dice.choice(["srun", "torchrun"])
+        yield Job.model_validate(
+            {"name": f"j{index}", "launcher": launcher, "command": ["true"], "resources": resources}
+        )
+
+
+def submit(site: SlurmCluster, job: Job) -> tuple[str, str]:
+    """Really submit a job's script: its id, or Slurm's words."""
+    script = render(job, Capabilities("/usr/bin/python3"))
+    done = as_user(site, "sbatch", "--parsable", "--output=/dev/null", "--chdir=/", input=script)
+    return (done.stdout.strip(), done.stderr) if done.returncode == 0 else ("", done.stderr)
+
+
+def states(site: SlurmCluster) -> dict[str, tuple[str, str]]:
+    """State and reason of each job that the controller knows."""
+    listed = site.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%r").stdout
+    rows = [line.split("|") for line in listed.splitlines()]
+    return {job_id: (state, reason) for job_id, state, reason in rows}
+
+
+@pytest.mark.parametrize("how", ["NO", "ALL", "ANY"])
+def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
+    """A job without an error is taken and starts; one with an error is refused or never starts."""
+    enforce(site, how)
+    cluster = seen(site)
+    assert cluster.limits.enforce_partition_limits == how
+    jobs = list(generated(seed=3))
+    found = [errors_of(check(job, cluster)) for job in jobs]
+    answers = [submit(site, job) for job in jobs]
+    good = [job_id for errors, (job_id, _) in zip(found, answers, strict=True) if not errors]
+
+    def all_started() -> bool:
+        now = states(site)
+        return all(not job_id or now[job_id][0] != "PENDING" for job_id in good)
+
+    with contextlib.suppress(AssertionError):  # told below, job by job
+        eventually(all_started, seconds=30)
+    now = states(site)
+    wrong = []
+    outcomes: Counter[str] = Counter()
+    for job, errors, (job_id, words) in zip(jobs, found, answers, strict=True):
+        state, reason = now[job_id] if job_id else ("REFUSED", words.strip())
+        starts = state not in ("REFUSED", "PENDING")
+        outcomes[state if state in ("REFUSED", "PENDING") else "STARTED"] += 1
+        if starts == bool(errors):
+            asked = job.resources.model_dump(exclude_defaults=True)
+            wrong.append(f"{asked} {job.launcher}: {state} {reason}; found {[*map(str, errors)]}")
+    site.run("scancel", f"--user={USER}")
+    assert wrong == []
+    # The comparison is worth nothing where all jobs are alike.
+    assert outcomes["STARTED"] >= 30
+    assert outcomes["REFUSED"] >= 30
+    if how == "NO":
+        assert outcomes["PENDING"] >= 10

@@ -1,0 +1,117 @@
+"""`hpml check` and the check before a submission, by their commands, on a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import SlurmCluster
+from tests.cluster.hpml_on_slurm import HPML, Desk
+
+SHORT = {"time": "00:01:00"}
+
+
+@pytest.fixture
+def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
+    """A user's desk on the shared cluster."""
+    return Desk(slurm_cluster, tmp_path)
+
+
+@pytest.fixture
+def standing_still(slurm_cluster: SlurmCluster) -> Iterator[int]:
+    """The controller stopped in its tracks, and going on at the end in any case."""
+    pid = slurm_cluster.pids["slurmctld"]
+    os.kill(pid, signal.SIGSTOP)
+    yield pid
+    os.kill(pid, signal.SIGCONT)
+    slurm_cluster.run("scontrol", "ping")
+
+
+def last_job_id(desk: Desk) -> int:
+    """The largest id that the controller has given."""
+    return max((int(job["job_id"]) for job in desk.cluster.jobs()), default=0)
+
+
+def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
+    """Refused with all that is wrong and status 2: no job, no id used up, no record."""
+    bad = {"partition": "mian", "gpus": "h100:3", **SHORT}
+    file = desk.job("bad", command=["true"], resources=bad)
+    before = last_job_id(desk)
+    for command in ("submit", "run"):
+        told = desk.hpml(command, file, code=2)
+        assert told.stdout == ""
+        assert "there is no partition mian" in told.stderr
+        assert "did you mean main?" in told.stderr
+        assert "no node has the type of GPU h100; per node there are a100:2" in told.stderr
+        assert "`--no-check` submits it as it is" in told.stderr
+    assert not (desk.records / "submissions").exists()
+    good = desk.json("submit", desk.job("good", command=["true"], resources=SHORT))
+    assert int(good["job_id"]) == before + 1
+
+
+def test_check_says_the_same_and_submits_nothing(desk: Desk) -> None:
+    """Status 2 and findings by field for programs; 0 for a job that would be taken."""
+    file = desk.job("wide", command=["true"], resources={"nodes": 9, **SHORT})
+    before = last_job_id(desk)
+    report = desk.json("check", file, code=2)
+    assert report["ok"] is False
+    (finding,) = report["findings"]
+    assert finding["code"] == "nodes.most"
+    assert (finding["field"], finding["value"], finding["limit"]) == ("resources.nodes", 9, 2)
+    fits = desk.hpml("check", file, "--set", "resources.nodes=2")
+    assert fits.stdout == "the cluster would take wide: no errors\n"
+    assert last_job_id(desk) == before
+    assert not desk.records.exists()
+
+
+def test_slurm_has_the_last_word(desk: Desk) -> None:
+    """With `--no-check` Slurm itself refuses, with its own status."""
+    file = desk.job("bad", command=["true"], resources={"partition": "mian", **SHORT})
+    told = desk.hpml("submit", "--no-check", file, code=4)
+    assert "Invalid partition name specified" in told.stderr
+
+
+def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still: int) -> None:
+    """`check` gives up within seconds; `submit` warns, goes on, and the job is there in the end."""
+    file = desk.job("late", command=["true"], resources=SHORT)
+    began = time.monotonic()
+    told = desk.hpml("check", file, code=5)
+    assert time.monotonic() - began < 20
+    assert "the cluster could not be asked: scontrol gave no answer in " in told.stdout
+    began = time.monotonic()
+    with subprocess.Popen(
+        [*HPML, "submit", str(file)],
+        env=desk.environment,
+        cwd=desk.directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        warning = process.stderr.readline()
+        assert time.monotonic() - began < 20
+        os.kill(standing_still, signal.SIGCONT)
+        assert warning.startswith("hpml: warning: not checked against the cluster: scontrol gave")
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out.startswith("submitted late-")
+
+
+def test_nodes_that_are_down_are_told_and_waited_for(desk: Desk) -> None:
+    """A warning with the node's reason: the job is submitted, and waits."""
+    node = desk.cluster.nodes[0]
+    desk.slurm("scontrol", "update", f"nodename={node}", "state=drain", "reason=fan broke")
+    try:
+        told = desk.hpml("check", desk.job("two", command=["true"], resources={"nodes": 2}))
+        assert "warning: resources.nodes" in told.stdout
+        assert f"{node} is " in told.stdout
+        assert "(fan broke)" in told.stdout
+    finally:
+        desk.slurm("scontrol", "update", f"nodename={node}", "state=resume")

@@ -1,0 +1,106 @@
+"""On a real Slurm: a job that waits runs the code that it was submitted with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.cluster.hpml_on_slurm import HPML, Desk
+
+if TYPE_CHECKING:
+    from tests.cluster.conftest import SlurmCluster
+
+IDENTITY = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
+
+
+def git(top: Path, *words: str) -> None:
+    """Call git in a repository."""
+    subprocess.run(["git", *IDENTITY, "-C", top, *words], check=True, timeout=60)
+
+
+def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Held, edited, moved away, released: both nodes run the old code, with its uncommitted change.
+
+    The script, and what Slurm holds, are to the byte what `hpml render` prints.
+    """
+    desk = Desk(slurm_cluster, tmp_path)
+    top = tmp_path / "my code"
+    (top / "tools").mkdir(parents=True)
+    script = top / "tools" / "train.py"
+    script.write_text("print('first')\n")
+    git(top, "init", "--quiet")
+    git(top, "add", "--all")
+    git(top, "commit", "--quiet", "--message", "x")
+    tried = "import os, helper\nprint('tried out', helper.WORD, os.getcwd(), flush=True)\n"
+    script.write_text(tried)
+    (top / "tools" / "helper.py").write_text("WORD = 'untracked'\n")
+    job = desk.job(
+        "held",
+        script="tools/train.py",
+        workdir=str(top),
+        snapshot=True,
+        environment={"python": sys.executable},
+        resources={"nodes": 2, "time": "5:00", "extra": ["--hold"]},
+    )
+    rendered = subprocess.run(
+        [*HPML, "render", job],
+        env=desk.environment,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    ).stdout
+    submitted = desk.json("submit", job)
+    submission = Path(submitted["submission"])
+    held = subprocess.run(
+        ["scontrol", "write", "batch_script", submitted["job_id"], "-"],
+        env=slurm_cluster.environment,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    ).stdout
+    assert rendered == (submission / "job.sh").read_bytes() == held
+    assert desk.json("status", submitted["id"])[0]["state"] == "PENDING"
+
+    script.write_text("print('edited')\n")
+    git(top, "checkout", "--quiet", "--orphan", "other")
+    git(top, "rm", "--quiet", "-r", "--force", ".")
+    top.rename(tmp_path / "moved")
+    desk.slurm("scontrol", "release", submitted["job_id"])
+
+    desk.hpml("wait", submitted["id"])
+    said = desk.hpml("logs", submitted["id"]).stdout
+    assert said.count(f"tried out untracked {submission}/code\n") == 2
+    assert "edited" not in said
+    assert " + changes (snapshot)\n" in desk.hpml("show", submitted["id"]).stdout
+
+
+def test_a_rendered_directory_runs_by_hand(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    """`render -o` puts the code beside the script, and sbatch in that directory is all it takes."""
+    desk = Desk(slurm_cluster, tmp_path)
+    top = tmp_path / "code"
+    top.mkdir()
+    (top / "train.py").write_text("print('by hand')\n")
+    git(top, "init", "--quiet")
+    job = desk.job(
+        "hand",
+        script="train.py",
+        workdir=str(top),
+        snapshot=True,
+        environment={"python": sys.executable},
+        resources={"time": "5:00"},
+    )
+    desk.hpml("render", job, "-o", "out")
+    (top / "train.py").unlink()
+    out = tmp_path / "out"
+    subprocess.run(
+        ["sbatch", "--wait", "--output=output", "job.sh"],
+        cwd=out,
+        env=desk.environment,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert (out / "output").read_text().count("by hand\n") == 1

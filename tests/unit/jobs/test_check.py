@@ -1,0 +1,276 @@
+"""What a job names on this machine is looked at; the cluster is asked with little patience."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.jobs.check import check_job, refusal
+from hpml_orchestrator.jobs.check_files import check_files, check_stages
+from hpml_orchestrator.jobs.check_local import check_local
+from hpml_orchestrator.jobs.check_modules import check_modules
+from hpml_orchestrator.jobs.check_records import check_records, one_machine
+from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
+from hpml_orchestrator.scheduler.local_resources import Machine
+from hpml_orchestrator.spec import Job
+from hpml_orchestrator.testing import FakeRunner
+
+PATH = {"PATH": "/usr/bin:/bin"}
+
+
+def job(root: Path, **fields: Any) -> Job:
+    """A job that is right, but for these fields."""
+    if not {"script", "module", "command"} & set(fields):
+        fields["command"] = ["true"]
+    return Job.model_validate({"name": "j", "workdir": str(root), **fields})
+
+
+def codes(root: Path, **fields: Any) -> dict[str, str]:
+    """Code and level of what is found of such a job's files."""
+    return {one.code: one.level for one in check_files(job(root, **fields), PATH)}
+
+
+def test_a_job_whose_files_are_there(tmp_path: Path) -> None:
+    """Script, interpreter, virtual environment and conda environment: nothing is said."""
+    (tmp_path / "t.py").write_text("")
+    for made in ("v/bin/activate", "v/bin/python", "c/conda-meta/history"):
+        (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / made).touch(0o755)
+    script = str(tmp_path / "t.py")
+    assert codes(tmp_path, script=script, environment={"venv": f"{tmp_path}/v"}) == {}
+    assert codes(tmp_path, script=script, environment={"conda": f"{tmp_path}/c"}) == {}
+    assert codes(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "level"),
+    [
+        ({"script": "/nope/t.py"}, "script.missing", "error"),
+        ({"script": "{root}"}, "script.kind", "error"),
+        ({"workdir": "{root}/none"}, "workdir.missing", "error"),
+        ({"command": ["no-such-program"]}, "program.missing", "warning"),
+        ({"command": ["./t.sh"]}, "program.missing", "warning"),
+        ({"command": ["./plain"]}, "program.mode", "warning"),
+        ({"module": "m", "environment": {"python": "py"}}, "program.missing", "warning"),
+        ({"environment": {"venv": "{root}"}}, "venv.missing", "error"),
+        ({"environment": {"conda": "{root}"}}, "conda.missing", "error"),
+    ],
+)
+def test_what_is_not_there_is_told(
+    tmp_path: Path, fields: dict[str, Any], code: str, level: str
+) -> None:
+    """Each with the field and the path; programs may come with the nodes, so they warn."""
+    (tmp_path / "plain").touch(0o644)
+
+    def here(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: here(one) for name, one in value.items()}
+        return value.replace("{root}", str(tmp_path)) if isinstance(value, str) else value
+
+    assert codes(tmp_path, **here(fields))[code] == level
+
+
+def test_a_container_has_its_own_files(tmp_path: Path) -> None:
+    """A script may be inside: a warning. An image has to be there; a reference is not looked at."""
+    container = {"engine": "apptainer", "image": f"{tmp_path}/i.sif", "mounts": ["/none:/x"]}
+    told = codes(tmp_path, script="/inside/t.py", environment={"container": container})
+    assert told == {
+        "script.missing": "warning",
+        "image.missing": "error",
+        "engine.missing": "warning",
+        "mount.missing": "warning",
+    }
+    container = {"engine": "apptainer", "image": "docker://x/y"}
+    assert codes(tmp_path, environment={"container": container}) == {"engine.missing": "warning"}
+
+
+def staged(root: Path, source: str, **fields: Any) -> Job:
+    return job(root, stage=[{"name": "d", "source": source, **fields}])
+
+
+def test_data_are_measured(tmp_path: Path) -> None:
+    """Sizes add up by target; a directory given by its path is nobody's disk that Slurm knows."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x").write_bytes(b"x" * (3 * 1024**2))
+    found, sizes = check_stages(staged(tmp_path, f"{tmp_path}/d"), seconds=9)
+    assert (found, sizes.disk_mib, sizes.shm_mib) == ([], 3, 0)
+    _, sizes = check_stages(staged(tmp_path, f"{tmp_path}/d", target="shm"), seconds=9)
+    assert (sizes.disk_mib, sizes.shm_mib) == (0, 3)
+    _, sizes = check_stages(staged(tmp_path, f"{tmp_path}/d", target="/scratch"), seconds=9)
+    assert (sizes.disk_mib, sizes.shm_mib) == (0, 0)
+    _, sizes = check_stages(staged(tmp_path, f"{tmp_path}/d", size="7M"), seconds=9)
+    assert sizes.disk_mib == 7
+
+
+def test_data_that_are_not_there(tmp_path: Path) -> None:
+    """An error, but a warning where the user gave a size: then only the nodes need them."""
+    (finding,), _ = check_stages(staged(tmp_path, "/none"), seconds=9)
+    assert (finding.code, finding.level) == ("stage.missing", "error")
+    assert "give its `size`" in finding.hint
+    (finding,), _ = check_stages(staged(tmp_path, "/none", size="1G"), seconds=9)
+    assert finding.level == "warning"
+
+
+def test_data_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and directories; access is faked by mode bits, since root may read everything."""
+    for name in ("ok/x", "shut/y"):
+        (tmp_path / "d" / name).parent.mkdir(parents=True)
+        (tmp_path / "d" / name).touch()
+    (tmp_path / "d" / "ok" / "z").touch(0)
+    (tmp_path / "d" / "shut").chmod(0)
+
+    def by_mode_bits(path: str, _: int) -> bool:
+        return bool(os.stat(path).st_mode & stat.S_IRUSR)
+
+    monkeypatch.setattr(os, "access", by_mode_bits)
+    (finding,), _ = check_stages(staged(tmp_path, f"{tmp_path}/d"), seconds=9)
+    assert (finding.code, finding.level) == ("stage.unreadable", "error")
+    assert f"{tmp_path}/d/shut" in finding.message
+    assert f"{tmp_path}/d/ok/z" in finding.message
+    assert "ok/x" not in finding.message
+    (tmp_path / "d" / "shut").chmod(0o700)
+
+
+def test_the_walk_through_data_ends(tmp_path: Path) -> None:
+    """After its time it says how far it came, and claims to know no size."""
+    for index in range(5):
+        (tmp_path / f"{index}").write_bytes(b"x" * 1024**2)
+    ticks = iter(range(100))
+    stage = staged(tmp_path, str(tmp_path))
+    (finding,), sizes = check_stages(stage, seconds=3, clock=lambda: float(next(ticks)))
+    assert (finding.code, finding.level) == ("stage.partly", "warning")
+    assert "only the first 3 entries" in finding.message
+    assert sizes.disk_mib == 0
+
+
+MODULE = """\
+module() {
+  case "$1 $2" in
+    "is-avail gcc/13") return 0;;
+    "is-avail mpi/5") [ -n "$LOADED" ];;
+    "load gcc/13") LOADED=1;;
+    "-t avail") [ -z "$3" ] && printf '/site:\\ngcc/13\\ncuda/12.4\\n' >&2; return 0;;
+    *) return 1;;
+  esac
+}
+"""
+
+
+def test_modules_that_are_not_there(tmp_path: Path) -> None:
+    """The nearest one is named; what shows only after another one is loaded is found."""
+    start = tmp_path / "modules.sh"
+    start.write_text(MODULE)
+    environment = {**PATH, "BASH_ENV": str(start)}
+    names = ["gcc/13", "mpi/5", "cuda/12.5"]
+    (finding,) = check_modules(names, SubprocessRunner(), environment, timeout=20)
+    assert finding.field == "environment.modules.2"
+    assert finding.level == "warning"
+    assert finding.hint == "did you mean cuda/12.4?"
+
+
+def test_no_module_system_no_words() -> None:
+    """Nothing is known then; nor where it hangs."""
+    silent = FakeRunner({"bash": [Completed(77)]})
+    assert check_modules(["x"], silent, PATH, timeout=1) == []
+    hanging = FakeRunner({"bash": [SchedulerUnavailable("bash gave no answer")]})
+    assert check_modules(["x"], hanging, PATH, timeout=1) == []
+
+
+def test_this_machine_has_what_it_has(tmp_path: Path) -> None:
+    """Nodes, GPUs, CPUs and memory are compared with the local backend's."""
+    machine = Machine((0, 1), ("0",), 4096)
+    fits = {"gpus": 1, "cpus_per_rank": 2, "memory": "4G"}
+    assert check_local(job(tmp_path, resources=fits), machine) == []
+    asks = {"nodes": 2, "gpus": 2, "cpus_per_rank": 3, "memory": "5G"}
+    found = check_local(job(tmp_path, resources=asks), machine)
+    assert [one.code for one in found] == [
+        "local.nodes",
+        "local.gpus",
+        "local.cpus",
+        "local.memory",
+    ]
+    assert [one.limit for one in found] == [1, 1, 2, "4G"]
+
+
+def test_records_have_to_be_written_and_seen(tmp_path: Path) -> None:
+    """A directory of this machine alone is a warning where the job runs on others."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/sda / ext4 rw 0 0\nnone /ram tmpfs rw 0 0\nnfs /home nfs rw 0 0\n")
+
+    def told(root: str, *, on_nodes: bool = True) -> list[str]:
+        found = check_records(Path(root), on_nodes=on_nodes, mounts=str(mounts))
+        return [one.code for one in found if one.code == "records.local"]
+
+    assert told("/home/ada/records") == []
+    assert told("/ram/records") == ["records.local"]
+    assert told("/dev/shm/records") == ["records.local"]
+    assert told("/tmp/records") == ["records.local"]
+    assert told("/tmp/records", on_nodes=False) == []
+    (tmp_path / "file").touch()
+    found = check_records(tmp_path / "file" / "records", on_nodes=False)
+    assert [one.code for one in found] == ["records.unwritable"]
+    assert check_records(tmp_path / "new" / "records", on_nodes=False) == []
+
+
+def test_a_cluster_of_one_machine(tmp_path: Path) -> None:
+    """Its controller is on loopback; where slurm.conf is not there nothing is assumed."""
+    conf = tmp_path / "slurm.conf"
+    environment = {"SLURM_CONF": str(conf)}
+    assert not one_machine(environment)
+    conf.write_text("ClusterName=x\nSlurmctldHost=head(127.0.0.1)\n")
+    assert one_machine(environment)
+    conf.write_text("ClusterName=x\nSlurmctldHost=head(10.0.0.1)\n")
+    assert not one_machine(environment)
+
+
+def test_a_controller_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    """The commands get what is left of the time; the report says why nothing was asked."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    (bin_dir / "scontrol").chmod(0o755)
+    began = time.monotonic()
+    report = check_job(
+        job(tmp_path, command=["nope"]),
+        backend="slurm",
+        records=tmp_path,
+        environment={"PATH": f"{bin_dir}:/usr/bin:/bin"},
+        run=SubprocessRunner(),
+        cluster_seconds=0.5,
+    )
+    assert time.monotonic() - began < 20
+    assert "scontrol gave no answer" in report.not_asked
+    assert report.errors == []
+    assert "program.missing" in [one.code for one in report.warnings]
+    assert report.to_json()["ok"] is False
+
+
+def test_an_answer_that_makes_no_sense_is_no_obstacle(tmp_path: Path) -> None:
+    """What is wrong with the check is not wrong with the job."""
+    run = FakeRunner({"scontrol": [ValueError("odd")]})
+    report = check_job(job(tmp_path), backend="slurm", records=tmp_path, environment=PATH, run=run)
+    assert "was not understood (ValueError: odd)" in report.not_asked
+
+
+def test_a_refusal_tells_everything_at_once(tmp_path: Path) -> None:
+    """Every finding with its hint in one error, whose hint says how to go on regardless."""
+    report = check_job(
+        job(tmp_path, resources={"nodes": 3, "memory": "100T"}),
+        backend="local",
+        records=tmp_path,
+        environment=PATH,
+    )
+    error = refusal(report.errors)
+    assert error.exit_code == 2
+    assert "asks for 3 nodes" in str(error)
+    assert "100T of memory" in str(error)
+    assert error.field == "resources.nodes"
+    assert "--no-check" in error.hint

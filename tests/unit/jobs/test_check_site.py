@@ -1,0 +1,105 @@
+"""The check and the site profile: Slurm is asked for what the site's rules leave, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.batch.site_rules import as_asked
+from hpml_orchestrator.jobs.check import check_job
+from hpml_orchestrator.scheduler.command import Completed
+from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.testing import FakeRunner
+
+DATA = Path(__file__).parents[1] / "scheduler" / "data" / "25.11.7"
+PARTITION = (
+    "PartitionName=main\n   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL\n"
+    "   Default=YES QoS=N/A\n   MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0\n"
+    "   Nodes=node1\n   State=UP TotalCPUs=16 TotalNodes=1\n"
+)
+NODE = (
+    "NodeName=node1 CoresPerSocket=8\n   CPUAlloc=0 CPUEfctv=16 CPUTot=16\n"
+    "   Gres=(null)\n   RealMemory=64000 Sockets=2\n   State=IDLE ThreadsPerCore=1\n"
+    "   Partitions=main\n"
+)
+
+
+def job(**resources: Any) -> Job:
+    return Job.model_validate(
+        {"name": "a", "command": ["true"], "workdir": "/", "resources": resources}
+    )
+
+
+def rules(**given: dict[str, Any]) -> Site:
+    named = {name.replace("_", "-"): rule for name, rule in given.items()}
+    return Site.model_validate({"directives": named})
+
+
+def found(tmp_path: Path, asked: Job, site: Site | None) -> dict[str, str]:
+    """Codes and levels of what a check finds on a cluster of one node, told by a fake runner."""
+    told = {
+        "scontrol --all show config": (DATA / "config.txt").read_text("utf-8"),
+        "scontrol --all show partition": PARTITION,
+        "scontrol --all show node": NODE,
+        "scontrol --all show reservation": "No reservations in the system\n",
+        "sacctmgr": "",
+    }
+    runner = FakeRunner({command: [Completed(0, text)] * 9 for command, text in told.items()})
+    report = check_job(
+        asked, backend="slurm", records=tmp_path, environment={}, run=runner, site=site
+    )
+    assert not report.not_asked, report.not_asked
+    # Records in /tmp are said to be this machine's own: true here, and not what this is about.
+    return {one.code: one.level for one in report.findings if one.code != "records.local"}
+
+
+def test_what_a_site_leaves_out_is_not_asked_for() -> None:
+    """The job as Slurm sees it, field by field."""
+    site = rules(
+        mem={"omit": True},
+        exclusive={"omit": True},
+        account={"default": "physics"},
+        qos={"default": "low"},
+        reservation={"default": "course"},
+        nice={"omit": True},
+        gpus_per_node={"rename": "--gres=gpu:{item}"},
+    )
+    asked = job(memory="4G", exclusive=True, qos="high", gpus=2, extra=["--nice=3", "--contiguous"])
+    seen = as_asked(asked, site.directives).resources
+    assert seen.memory is None
+    assert not seen.exclusive
+    assert (seen.account, seen.qos) == ("physics", "high")
+    assert seen.gpus == "2", "under another name it is asked for all the same"
+    assert seen.extra == ["--contiguous", "--reservation=course"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "rule"),
+    [
+        ({"memory": "1T"}, {"mem": {"omit": True}}),
+        ({"partition": "mane"}, {"partition": {"omit": True}}),
+    ],
+)
+def test_a_limit_on_what_the_site_leaves_out_does_not_matter(
+    tmp_path: Path, resources: dict[str, Any], rule: dict[str, dict[str, Any]]
+) -> None:
+    """The same job is wrong without the rule and right with it."""
+    without = found(tmp_path, job(**resources), None)
+    assert "error" in without.values()
+    assert "error" not in found(tmp_path, job(**resources), rules(**rule)).values()
+
+
+def test_a_default_of_the_site_is_checked(tmp_path: Path) -> None:
+    """A partition that a rule adds must be there."""
+    assert found(tmp_path, job(), rules(partition={"default": "mane"})) == {
+        "partition.unknown": "error"
+    }
+
+
+def test_a_profile_of_another_cluster_is_a_warning(tmp_path: Path) -> None:
+    """The captured cluster is called box."""
+    assert found(tmp_path, job(), Site(cluster="box")) == {}
+    assert found(tmp_path, job(), Site(cluster="elsewhere")) == {"site.cluster": "warning"}

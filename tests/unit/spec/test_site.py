@@ -1,0 +1,232 @@
+"""Site profiles: where they are found, how they lie over one another, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.spec import load_job, parse_setting
+from hpml_orchestrator.spec.site_find import find_profiles
+from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A project two directories deep, with a job file."""
+    (tmp_path / "home" / "project" / "deep").mkdir(parents=True)
+    job = tmp_path / "home" / "project" / "deep" / "job.yaml"
+    job.write_text("name: a\nscript: x.py\n", "utf-8")
+    return tmp_path
+
+
+def profile(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    return path
+
+
+def found(place: Path, **more: str) -> list[Path]:
+    return find_profiles(
+        place / "home" / "project" / "deep" / "job.yaml",
+        {"HOME": str(place / "home")},
+        system=str(place / "etc" / "site.toml"),
+        **more,
+    )
+
+
+def site(tmp_path: Path, *texts: str) -> ResolvedSite:
+    paths = [
+        profile(tmp_path / str(number) / "hpml.toml", text) for number, text in enumerate(texts)
+    ]
+    return load_site(paths)
+
+
+def test_the_projects_profile_is_over_the_users_and_the_systems(place: Path) -> None:
+    """Three places, the weakest first; the nearest directory with a profile is the project."""
+    assert found(place) == []
+    system = profile(place / "etc" / "site.toml", "")
+    user = profile(place / "home" / ".config" / "hpml" / "site.toml", "")
+    far = profile(place / "home" / "hpml.toml", "")
+    assert found(place) == [system, user, far]
+    near = profile(place / "home" / "project" / "hpml.toml", "")
+    assert found(place) == [system, user, near]
+
+
+def test_a_profile_chosen_by_name_counts_alone(place: Path) -> None:
+    """`--site FILE` is the only one, `--site none` is none."""
+    profile(place / "etc" / "site.toml", "")
+    assert found(place, chosen="none") == []
+    assert found(place, chosen="/x/mine.toml") == [Path("/x/mine.toml")]
+    with pytest.raises(NotFoundError, match="no such site profile: /x/mine.toml"):
+        load_site(found(place, chosen="/x/mine.toml"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_strangers_profile_is_refused(place: Path) -> None:
+    """A third person's hpml.toml above the job file could change what a job runs."""
+    stranger = profile(place / "home" / "hpml.toml", "")
+    os.chown(stranger, 12345, 12345)
+    with pytest.raises(InputError, match="belongs to somebody who is neither you") as caught:
+        found(place)
+    assert caught.value.field == "site profile"
+    assert "--site none" in caught.value.hint
+    os.chown(place / "home" / "project" / "deep" / "job.yaml", 12345, 12345)
+    assert found(place) == [stranger], "who wrote the job file may write its profile"
+
+
+def test_a_profile_that_everybody_can_write_is_refused(place: Path) -> None:
+    """Whoever changed it last is not known."""
+    loose = profile(place / "home" / "hpml.toml", "")
+    loose.chmod(0o666)
+    with pytest.raises(InputError, match="can be written by everybody"):
+        found(place)
+
+
+def test_profiles_lie_over_one_another(tmp_path: Path) -> None:
+    """Mappings are joined key by key, the later file wins, and each value knows its file."""
+    made = site(
+        tmp_path,
+        'cluster = "a"\n[defaults.resources]\npartition = "gpu"\naccount = "low"\n'
+        '[directives.mem]\nforbid = "no"\n[directives.hint]\ndefault = "nomultithread"\n',
+        '[defaults.resources]\naccount = "high"\n[directives.mem]\nomit = true\n'
+        "[directives.hint]\n",
+    )
+    assert made.site.defaults == {"resources": {"partition": "gpu", "account": "high"}}
+    assert made.site.directives["mem"].omit
+    assert made.site.directives["mem"].forbid is None, "a rule replaces a rule whole"
+    assert made.site.directives["hint"].default is None, "an empty rule takes one back"
+    first, second = made.sources
+    assert made.origin("defaults.resources.partition") == first
+    assert made.origin("defaults.resources.account") == second
+    assert made.origin("nothing") is None
+
+
+def test_defaults_lie_below_the_job_file(tmp_path: Path) -> None:
+    """Command line over job file over site profile over hpml's own defaults."""
+    made = site(
+        tmp_path,
+        '[defaults.resources]\npartition = "gpu"\ntime = "02:00:00"\nqos = "long"\n'
+        'account = "a"\n[defaults.environment.variables]\nA = "1"\nB = "1"\n',
+    )
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: a\nscript: x.py\nresources: {time: 10, qos: ~}\nenvironment: {variables: {B: 2}}\n",
+        "utf-8",
+    )
+    resolved = load_job(job, [parse_setting("resources.account=b")], made)
+    resources = resolved.job.resources
+    assert (resources.partition, resources.time, resources.account) == ("gpu", "00:10:00", "b")
+    assert resources.qos is None, "an empty field takes the site's default back"
+    assert resolved.job.environment.variables == {"A": "1", "B": "2"}
+    origins = resolved.origins
+    assert origins["resources.partition"] == f"site profile {made.sources[0]}"
+    assert origins["resources.time"] == "job file"
+    assert origins["resources.account"] == "command line"
+    assert origins["resources.nodes"] == "default"
+
+
+def test_a_job_with_conda_does_without_the_sites_venv(tmp_path: Path) -> None:
+    """Of two that exclude each other the job's choice counts."""
+    made = site(tmp_path, '[defaults.environment]\nvenv = "/opt/venv"\n')
+    job = tmp_path / "job.yaml"
+    job.write_text("name: a\nscript: x.py\nenvironment: {conda: torch}\n", "utf-8")
+    environment = load_job(job, None, made).job.environment
+    assert (environment.conda, environment.venv) == ("torch", None)
+
+
+def test_paths_are_relative_to_their_profile(tmp_path: Path) -> None:
+    """Wherever the job file is."""
+    made = site(
+        tmp_path,
+        'templates = "templates"\n[node_types.a]\ntopology = "a.xml"\n'
+        '[defaults.environment]\nvenv = "venv"\npython = "python3"\n',
+    )
+    here = tmp_path / "0"
+    assert made.site.templates == str(here / "templates")
+    assert made.site.node_types["a"].topology == str(here / "a.xml")
+    assert made.site.defaults["environment"] == {"venv": str(here / "venv"), "python": "python3"}
+
+
+def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
+    """Node types decide where they agree, else what is said of all nodes."""
+    made = site(
+        tmp_path,
+        '[paths]\nscratch = "/scratch"\n'
+        '[node_types.a]\nscratch = "/nvme"\ninterfaces = ["ib0"]\n[node_types.b]\n'
+        '[partitions.one]\nnode_types = ["a"]\n'
+        '[partitions.both]\nnode_types = ["a", "b"]\ndefault = true\n',
+    ).site
+    assert made.path("scratch", "one") == "/nvme"
+    assert made.path("scratch", "both") == "/scratch"
+    assert made.path("scratch", None) == "/scratch", "the default partition"
+    assert made.path("scratch", "unknown") == "/scratch"
+    assert made.path("ram", "one") is None
+    assert made.interfaces_of("one") == ["ib0"]
+    assert made.interfaces_of("both") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("clster = 'a'", "clster: there is no such field; did you mean cluster?"),
+        ("cluster = 5", "cluster: must be text: put it in quotes (got 5)"),
+        ("schema_version = 2", "schema_version: must be 1 (got 2)"),
+        ("partitions = 5", "partitions: must be a mapping of names and values (got 5)"),
+        (
+            "[partitions.gpu]\nmaxtime = 5",
+            "partitions.gpu.maxtime: there is no such field; did you mean partitions.gpu.max_time?",
+        ),
+        (
+            "[partitions.gpu]\nmax_time = '5 days'",
+            "partitions.gpu.max_time: must be a time limit: minutes, MM:SS",
+        ),
+        (
+            "[partitions.gpu]\nnode_types = ['a']",
+            "partitions.gpu.node_types: there is no node type a",
+        ),
+        ("[node_types.a]\nmemory = 'lots'", "node_types.a.memory: must be a size such as 500M"),
+        ("[node_types.a]\ncpus = -1", "node_types.a.cpus: must be at least 0 (got -1)"),
+        ("[node_types.a]\ngpus = '4x'", "node_types.a.gpus: must be a number of GPUs"),
+        ("[node_types.a]\nscratch = 'local'", "node_types.a.scratch: must be an absolute path, or"),
+        ("[paths]\nscratch = '$(id)/x'", "paths.scratch: must be an absolute path, or a variable"),
+        ("interfaces = ['eth0; reboot']", "interfaces.0: must be a network interface such as ib0"),
+        ("[directives.mem]\nforbid = true", "directives.mem.forbid: must be text"),
+        ("[directives.mem]\nforbid = 'x'\nomit = true", "give one of forbid, omit, rename and"),
+        ("[directives.--mem]\nomit = true", "must be a long sbatch option's name without dashes"),
+        ("[directives.chdir]\nomit = true", "--chdir is one that hpml cannot do without"),
+        ("[directives.gpus]\nrename = 'gres=gpu'", "must be one long sbatch option such as --gres"),
+        ("[directives.gpus]\nrename = '--gres=`id`'", "must be one long sbatch option such as"),
+        (
+            "[defaults.resources]\npartion = 'a'",
+            (
+                "defaults.resources.partion: there is no such field; "
+                "did you mean defaults.resources.partition?"
+            ),
+        ),
+        ("[defaults.resources]\ntime = -5", "defaults.resources.time: must be a time limit"),
+        ("[defaults]\nscript = 'x.py'", "script belongs to each job and has no default here"),
+        ("[defaults]\nlauncher = 'magic'", "defaults.launcher: must be 'torchrun' or 'srun'"),
+        ("cluster = ", "is not TOML: "),
+        ("cluster = 'a'\ncluster = 'b'", "is not TOML: "),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_field_and_file(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    """Each finding says what would be right, and in which file."""
+    with pytest.raises(InputError) as caught:
+        site(tmp_path, text + "\n")
+    told = f"{caught.value}\n{caught.value.hint}"
+    assert message in told
+    assert str(tmp_path / "0" / "hpml.toml") in told
+
+
+def test_the_file_of_a_finding_is_the_one_that_holds_it(tmp_path: Path) -> None:
+    """Of several profiles, the one with the wrong value is named."""
+    with pytest.raises(InputError) as caught:
+        site(tmp_path, "[defaults.resources]\nnodes = 0\n", "cluster = 'a'\n")
+    assert str(tmp_path / "0" / "hpml.toml") in caught.value.hint
+    assert str(tmp_path / "1" / "hpml.toml") not in caught.value.hint

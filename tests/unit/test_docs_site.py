@@ -1,0 +1,75 @@
+"""The documentation can be built as a site whose links and menu hold."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import skip_or_fail
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = "README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml".split()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the documentation as it lies in the repository."""
+    root = tmp_path / "copy"
+    shutil.copytree(ROOT / "docs", root / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in OUTSIDE:
+        shutil.copy(ROOT / name, root / name)
+    for name in ("training_jobs", "deploy/devcluster"):
+        (root / name).mkdir(parents=True)
+        shutil.copy(ROOT / name / "README.md", root / name / "README.md")
+    return root
+
+
+def build(root: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site with every warning an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(
+        [*command, "--site-dir", root.with_name("site")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "No module named mkdocs" in done.stderr:
+        skip_or_fail("NOT TESTED: mkdocs is not installed (the extra 'dev' has it)")
+    return done
+
+
+def test_the_site_builds_without_a_warning(copy: Path) -> None:
+    """Every page of docs/ is in the menu, and links to pages outside of docs/ lead to them."""
+    done = build(copy)
+    assert done.returncode == 0, done.stderr
+    site = copy.with_name("site")
+    pages = {path.stem for path in (copy / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+    assert 'href="training_jobs/' in (site / "tutorial.html").read_text("utf-8")
+    assert not list(site.rglob("*.1"))
+    menu = (copy / "mkdocs.yml").read_text("utf-8")
+    assert pages <= {Path(name).stem for name in re.findall(r": (\S+\.md)$", menu, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "named"),
+    [
+        ("docs/tutorial.md", "[a](nowhere.md)", "nowhere.md"),
+        ("README.md", "[a](docs/job-file.md#nothing)", "#nothing"),
+        ("docs/alone.md", "# Alone", "alone.md"),
+    ],
+)
+def test_what_leads_nowhere_is_noticed(copy: Path, page: str, text: str, named: str) -> None:
+    """A broken link, a missing heading, and a page that is not in the menu fail the build."""
+    with (copy / page).open("a", encoding="utf-8") as stream:
+        stream.write(f"\n{text}\n")
+    done = build(copy)
+    assert done.returncode == 1
+    assert named in done.stderr
