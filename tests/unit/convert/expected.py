@@ -30,6 +30,13 @@ class Expected:
     changed: set[tuple[int, str]] = field(default_factory=set)
 
 
+PARAMS = (
+    "LRS=(0.1 0.01 0.001)\n"
+    "PARAMS=params.txt\n"
+    "exec python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID-1]} "
+    '$(sed -n "${SLURM_ARRAY_TASK_ID}p" $PARAMS)'
+)
+
 EXPECTED = {
     "torchrun_two_nodes": Expected(
         {
@@ -210,14 +217,7 @@ EXPECTED = {
             "name": "params",
             **({"array": "1-3"} if ARRAYS else {}),
             "launcher": "srun",
-            "command": [
-                "bash",
-                "-c",
-                "LRS=(0.1 0.01 0.001)\n"
-                "PARAMS=params.txt\n"
-                "exec python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID-1]} "
-                '$(sed -n "${SLURM_ARRAY_TASK_ID}p" $PARAMS)',
-            ],
+            "command": ["bash", "-c", PARAMS],
             "resources": {"time": "00:10:00"},
         },
         (1, 1, 1, 0, None),

@@ -270,9 +270,9 @@ def test_a_file_that_is_not_there_or_no_file(tmp_path: Path) -> None:
 
 
 WORDS = st.sampled_from(
-    "python train.py srun torchrun --nproc_per_node=2 $X ${X:-1} \"$Y\" 'a' $(date) | && ; & ( ) { } "
-    "if then fi for in do done case esac << EOF > log A=1 export module load cp $TMPDIR/a tar -xf "
-    "#SBATCH --nodes=2 -n4 --mem=1G \\ \n \n \n \" ' ` $(( 1+1 )) [[ ]] cd bash -c "
+    "python train.py srun torchrun --nproc_per_node=2 $X ${X:-1} \"$Y\" 'a' $(date) | && ; & ( ) { "
+    "} if then fi for in do done case esac << EOF > log A=1 export module load cp $TMPDIR/a tar "
+    "-xf #SBATCH --nodes=2 -n4 --mem=1G \\ \n \n \n \" ' ` $(( 1+1 )) [[ ]] cd bash -c "
     "mpirun -np accelerate launch --num_processes deepspeed ${A[0]} A=(1 2) {1..3} *.py".split(" ")
 )
 
