@@ -77,6 +77,8 @@ class Walk:
         self._steps = 0
         self._loop = 0
         self.exports_all = False
+        self.start = expander.directory
+        self.on_node = False  # whether the script has gone to a directory of the node's own
 
     def script(self, script: Script) -> None:
         """Go through a list of commands."""
@@ -231,7 +233,7 @@ class Walk:
             self.found.quiet.setdefault(name, command.line)
         elif self.staging.take(words, command.line, command.source):
             pass
-        elif name in PREPARES:
+        elif name in PREPARES and words[:2] != ["uv", "run"]:
             why, todo = PREPARES[name]
             self.report.lost(command.line, command.source, why, todo)
         else:
@@ -333,6 +335,7 @@ class Walk:
         """Keep a launch with the environment that it would find."""
         if not launch.directory:
             launch.directory = self.expander.directory
+            launch.on_node = self.on_node
         launch.modules = tuple(self.found.modules)
         launch.conda, launch.venv = self.found.conda, self.found.venv
         for name, (line, source) in self.found.exported.items():

@@ -229,14 +229,17 @@ def _eval(walk: Walk, words: list[str], command: Command) -> bool:
 def _cd(walk: Walk, words: list[str], command: Command) -> bool:
     rest = [word for word in words[1:] if word not in ("--", "-P", "-L", "-e")]
     target = rest[0] if rest else walk.expander.environment.get("HOME", "~")
-    if is_local(target, walk.expander) or is_local(walk.expander.directory, walk.expander):
+    stays = walk.on_node and not has_hole(target) and not os.path.isabs(target)
+    below = target == walk.start or target.startswith(f"{walk.start}/")
+    walk.on_node = stays or (is_local(target, walk.expander) and not below)
+    if walk.on_node:
         walk.expander.directory = os.path.join(walk.expander.directory, target)
         return True
     if has_hole(target) or target == "-":
         walk.report.lost(
             command.line,
             command.source,
-            "the directory is known in the job only",
+            "the directory is known in the job only ($0 is a copy that Slurm makes)",
             "write workdir",
         )
         return True

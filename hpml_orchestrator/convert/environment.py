@@ -45,6 +45,9 @@ def put_environment(
         draft.put("environment.venv", place.path(path), line, f"source {path}/bin/activate")
     _put_export(draft, request, place, report)
     for name, (line, text, value) in launch.exported.items():
+        composed = re.search(rf"\$\{{?{name}\b", launch.source) is not None
+        if composed and value is not None and has_hole(value):
+            continue  # a part of the command line, carried with it
         _put_variable(draft, name, value, line, text, walk, wanted, report)
     for name, value in launch.variables.items():
         _put_variable(
@@ -183,6 +186,8 @@ def _without_itself(name: str, value: str, line: int, text: str, walk: Walk, rep
 
 def _placed(value: str, walk: Walk) -> str:
     """Return a value with a path that has the job's id told as the run's directory."""
+    if re.search(r"\s", value):
+        return value  # more than a path
     parts = value.split("/")
     jobs = [
         index

@@ -209,7 +209,7 @@ def _put_program(
     if launch.mpi:
         _put_new(draft, "mpi", "pmix", line, report)
     directory = launch.directory
-    if "\0" in directory:
+    if "\0" in directory or launch.on_node:
         report.lost(
             line,
             f"cd {walk.expander.source(directory)}",
@@ -221,8 +221,11 @@ def _put_program(
         draft.put("workdir", place.path(directory), line, text)
     placer = Placer(walk.expander, walk.staging, report, arrays="array" in Job.model_fields)
     made = program(launch, placer)
+    script = made.script
+    if script is not None and script.startswith(f"{directory}/"):
+        script = script.removeprefix(f"{directory}/")
     for field, value in (
-        ("script", made.script),
+        ("script", script),
         ("module", made.module),
         ("command", made.command),
         ("args", made.args or None),

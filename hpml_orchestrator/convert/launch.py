@@ -39,6 +39,7 @@ class Launch:
         helper: whether it is one of the small commands that prepare a training.
         standard_input: what the program is given to read, where that is known.
         directory: where the launcher starts it, if it says so.
+        on_node: whether that is a directory of the node's own.
         threads: what OMP_NUM_THREADS is to be, if the launcher says so.
         python: the interpreter that ran the launcher.
         looped: line of the loop that starts it, 0 for none.
@@ -63,6 +64,7 @@ class Launch:
     helper: bool = False
     standard_input: str | None = None
     directory: str = ""
+    on_node: bool = False
     threads: str | None = None
     python: str = ""
     looped: int = 0

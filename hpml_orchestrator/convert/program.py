@@ -18,6 +18,7 @@ __all__ = ["Placer", "Program", "program"]
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _HOLE = re.compile("\0(\\d+)\0")
+_PLACEHOLDER = re.compile(r"\{(?:stage|run|array)\.\w+\}")
 _PLACE = re.compile(
     r"(^|[-_])(out|dir|log|save|ckpt|checkpoint|path|run|result|work)", re.IGNORECASE
 )
@@ -57,6 +58,10 @@ class Placer:
             line: where it stands, for the report.
             before: the word before it, which may be its option.
         """
+        for found in _PLACEHOLDER.findall(value):
+            self.report.lost(
+                line, found, "hpml reads this as a place of its own", "name the file otherwise"
+            )
         value = self.staging.replaced(value)
         kinds = {hole.kind for hole in self.expander.holes_of(value)}
         if "job" in kinds:

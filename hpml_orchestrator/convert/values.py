@@ -341,6 +341,9 @@ class Expander:
             return self.directory
         if joined in ("whoami", "id -un"):
             return self.environment.get("USER")
+        found = re.fullmatch(r"(?:which|command -v|type -p) ([\w.+-]+)", joined)
+        if found is not None:
+            return found[1]  # it is looked up again where the program starts
         if words[:1] == ["nproc"]:
             return self.known.get("SLURM_CPUS_ON_NODE")
         if re.fullmatch(r"nvidia-smi (-L|--list-gpus) \| wc -l", joined):

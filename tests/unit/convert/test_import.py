@@ -233,6 +233,50 @@ def test_the_branch_of_an_if_that_is_taken_is_told() -> None:
     assert [one.line for one in told(made, "changed") if "if" in one.text] == [2]
 
 
+def test_a_command_line_that_is_put_together_is_taken_apart() -> None:
+    """Launcher and program in variables, started through `bash -c`, as large trainings do."""
+    made = imported(
+        "#SBATCH -N4 --ntasks-per-node=1 --gres=gpu:8 -c40 -t 60",
+        "cd $SLURM_SUBMIT_DIR",
+        "N=8",
+        'export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node $N \\',
+        '  --nnodes $SLURM_NNODES --rdzv_endpoint $(hostname):6000 --max_restarts 0"',
+        'export CMD=" $SLURM_SUBMIT_DIR/train.py --save runs/$SLURM_JOB_ID/last "',
+        'srun --jobid $SLURM_JOBID bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD"',
+    )
+    assert made.job == {
+        "name": "job",
+        "script": "train.py",
+        "args": ["--save", "{run.dir}/last"],
+        "resources": {"nodes": 4, "gpus": 8, "cpus_per_rank": 5},
+    }
+    assert told(made, "lost") == []
+
+
+def test_what_a_shell_reads_from_a_file_is_left_to_it() -> None:
+    """`read`, lists with names, tools that start Python: bash sets them again in the job."""
+    made = imported(
+        "CFG[1]='--x 1'",
+        'read LR BS <<< $(sed -n "3p" grid.csv)',
+        "uv run python train.py ${CFG[$SLURM_LOCALID]} --lr $LR",
+    )
+    assert made.job["command"][2] == (
+        "CFG[1]='--x 1'\n"
+        'read LR BS <<< $(sed -n "3p" grid.csv)\n'
+        "exec uv run python train.py ${CFG[$SLURM_LOCALID]} --lr $LR"
+    )
+
+
+def test_directories_that_only_the_job_knows_are_told() -> None:
+    """A node's own disk is no directory to run in, and `$0` is Slurm's copy."""
+    made = imported("cd $TMPDIR/work", "python train.py")
+    assert "workdir" not in made.job
+    assert "all nodes see" in told(made, "lost")[0].why
+    made = imported('cd "$(dirname "$0")"', "$(which python) train.py")
+    assert made.job["script"] == "train.py"
+    assert "$0" in told(made, "lost")[0].why
+
+
 def test_export_none_is_a_minimal_environment() -> None:
     """`--export` says what travels."""
     place = Place(directory="/d", base="/d", environment={"KEPT": "1"})
