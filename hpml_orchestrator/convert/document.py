@@ -91,4 +91,13 @@ def _scalar(value: Any, *, spelled: bool = False, flow: bool = False) -> str:
         and not (flow and re.search(r":(?=$|[\[\]{},])", text))
         and text not in ("-", "--", "---", "...")
     )
-    return text if plain else json.dumps(text)
+    return text if plain else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    """Return a text in double quotes; letters of any script stay readable."""
+    shown = json.dumps(text, ensure_ascii=False)
+    return "".join(
+        letter if letter.isprintable() and letter != "\ufeff" else f"\\U{ord(letter):08x}"
+        for letter in shown
+    )

@@ -52,8 +52,7 @@ class Draft:
             except ValidationError as error:
                 finding = error.errors(include_url=False)[0]
                 self._leave_out(fields, finding, report)
-        ordered = {name: fields[name] for name in ORDER if name in fields}
-        return {name: value for name, value in ordered.items() if value not in ({}, [])}
+        return _filled({name: fields[name] for name in ORDER if name in fields})
 
     def _leave_out(self, fields: dict[str, Any], finding: Any, report: Report) -> None:
         place = [part for part in finding["loc"] if part != "[key]"]
@@ -76,6 +75,14 @@ class Draft:
             )
         del here[place[depth]]
         report.lost(line, text, f"{name} {message}", "write the field by hand if you need it")
+
+
+def _filled(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields without lists and mappings that nothing is left in."""
+    found = {
+        name: _filled(value) if isinstance(value, dict) else value for name, value in fields.items()
+    }
+    return {name: value for name, value in found.items() if value not in ({}, [])}
 
 
 def _has(here: Any, part: Any) -> bool:

@@ -15,6 +15,8 @@ from hpml_orchestrator.convert.lexer import ShellError
 from hpml_orchestrator.convert.parser import parse
 from hpml_orchestrator.convert.script import MAX_BYTES, decode, read_script
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
+from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.document import parse_yaml
 
 PLACE = Place(directory="/home/ada/proj", base="/home/ada/proj", environment={"HOME": "/home/ada"})
 
@@ -267,6 +269,21 @@ def test_what_a_shell_reads_from_a_file_is_left_to_it() -> None:
     )
 
 
+def test_what_is_left_out_leaves_nothing_empty() -> None:
+    """A variable that may not be set is told, and no empty mapping stands for it."""
+    made = imported("export HPML_X=1", "python train.py")
+    assert "environment" not in made.job
+    assert [one.line for one in told(made, "lost")] == [2]
+
+
+def test_letters_of_any_script_are_written_as_they_are() -> None:
+    """Text stays readable in the job file, and what cannot be printed is escaped."""
+    made = imported("python train.py --name 'é 😀' $'\\x1b[0m'")
+    assert made.job["args"] == ["--name", "é 😀", "\x1b[0m"]
+    assert '"é 😀"' in made.text
+    assert "\x1b" not in made.text
+
+
 def test_directories_that_only_the_job_knows_are_told() -> None:
     """A node's own disk is no directory to run in, and `$0` is Slurm's copy."""
     made = imported("cd $TMPDIR/work", "python train.py")
@@ -324,13 +341,13 @@ WORDS = st.sampled_from(
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(WORDS, max_size=40).map(" ".join)))
 def test_any_text_is_imported_or_refused(body: str) -> None:
-    """Whatever stands in a script, there is a job file or one of hpml's own errors."""
+    """Whatever stands in a script, there is a job file that loads, or one of hpml's own errors."""
     try:
         made = import_script(f"#!/bin/bash\n{body}\n", name="job.sh", place=PLACE)
     except HpmlError:
         return
     assert made.text.endswith("\n")
-    assert {"script", "module", "command"} & set(made.job)
+    assert Job.model_validate(parse_yaml(made.text, "it")) == Job.model_validate(made.job)
 
 
 @settings(max_examples=200, deadline=None)
