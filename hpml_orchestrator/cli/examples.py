@@ -50,6 +50,10 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("For an editor's checks:", "hpml schema job"),
         ("The same for site profiles:", "hpml schema site"),
     ],
+    "import": [
+        ("Print the job file of a script:", "hpml import train.sh"),
+        ("Write it, over one that is there:", "hpml import train.sh -o train.yaml --force"),
+    ],
     "check": [
         ("Would the cluster take this job:", "hpml check job.yaml"),
         ("The same with four nodes:", "hpml check job.yaml --set resources.nodes=4"),

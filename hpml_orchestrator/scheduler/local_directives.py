@@ -1,12 +1,4 @@
-"""Read the `#SBATCH` header of a script the way sbatch does, for the local backend.
-
-    header    = line*            up to the first line that is neither blank nor a comment
-    directive = "#SBATCH" word*  at the very start of a line
-    word      = characters up to a blank; '...' and "..." keep blanks, a backslash keeps the next
-                character (not a blank), an unquoted # ends the line
-
-The rules are those of `_get_argument` and `_opt_batch_script` in Slurm's src/sbatch/opt.c.
-"""
+"""What a script's `#SBATCH` header asks for, for the local backend."""
 
 from __future__ import annotations
 
@@ -17,60 +9,24 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.scheduler.arrays import parse_tasks
+from hpml_orchestrator.scheduler.sbatch_options import (
+    SBATCH,
+    HeaderError,
+    header_words,
+    read_options,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
 __all__ = ["Directives", "StopSignal", "parse_memory_mb", "parse_time_limit", "read_directives"]
 
-_MAGIC = "#SBATCH"
 _MINUTE = 60
 _HOUR = 3600
 _DAY = 86400
 _MEMORY_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 _DEFAULT_WARNING_SECONDS = 60
 
-_SHORT = {
-    "N": "nodes",
-    "n": "ntasks",
-    "c": "cpus-per-task",
-    "t": "time",
-    "J": "job-name",
-    "o": "output",
-    "G": "gpus",
-    "a": "array",
-    "d": "dependency",
-}
-# Short options of sbatch that take no value; every other one takes the rest or the next word.
-_SHORT_FLAGS = frozenset("HIOQhksvVW")
-_LONG_FLAGS = frozenset(
-    {
-        "contiguous",
-        "disable-stdout-job-summary",
-        "exclusive",
-        "get-user-env",
-        "hold",
-        "ignore-pbs",
-        "immediate",
-        "kill-on-invalid-dep",
-        "nice",
-        "no-kill",
-        "no-requeue",
-        "overcommit",
-        "oversubscribe",
-        "parsable",
-        "propagate",
-        "quiet",
-        "reboot",
-        "requeue",
-        "spread-job",
-        "stepmgr",
-        "test-only",
-        "use-min-nodes",
-        "verbose",
-        "wait",
-    }
-)
 # What cannot be left out without changing what the job means.
 _REFUSED = {
     "dependency": "submit the second job when the first one is over",
@@ -141,7 +97,12 @@ def read_directives(script: str) -> Directives:
     values: dict[str, object] = {}
     written: dict[str, str] = {}
     ignored: list[str] = []
-    for name, value, shown in _options(list(_words(script))):
+    try:
+        options, _ = read_options(list(header_words(script)), SBATCH)
+    except HeaderError as error:
+        raise SchedulerError(f"job.sh line {error.line}: {error}", hint=error.hint) from error
+    for option in options:
+        name, value, shown = option.name, option.value, option.shown
         if name in _REFUSED:
             raise SchedulerError(
                 f"{shown}: the local backend has no job dependencies", hint=_REFUSED[name]
@@ -209,105 +170,6 @@ def parse_memory_mb(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no memory size: a number and K, M, G or T")
     return int(-(-int(match[1]) * _MEMORY_MB[match[2]] // 1))
-
-
-def _words(script: str) -> Iterator[str]:
-    for number, line in enumerate(script.split("\n"), start=1):
-        if line.startswith(_MAGIC):
-            yield from _split(line[len(_MAGIC) :], number)
-        elif line.strip(" \t\r\f\v") and not line.lstrip(" \t\r\f\v").startswith("#"):
-            return
-
-
-def _split(text: str, number: int) -> Iterator[str]:
-    position = 0
-    while True:
-        while position < len(text) and text[position] in " \t\r\f\v":
-            position += 1
-        if text.startswith(":", position):
-            raise SchedulerError(
-                f"job.sh line {number}: unexpected ':' in {text.strip()!r}",
-                hint="an #SBATCH option starts with - or --",
-            )
-        word, position = _word(text, position, number)
-        if not word:
-            return  # sbatch stops at an empty word as it does at the end of the line
-        yield word
-
-
-def _word(text: str, position: int, number: int) -> tuple[str, int]:
-    word: list[str] = []
-    quote = ""
-    escaped = False
-    while position < len(text) and (quote or text[position] not in " \t\r\f\v"):
-        character = text[position]
-        if not escaped:
-            if character == "\\":
-                escaped = True
-                position += 1
-                continue
-            if character == quote:
-                quote = ""
-                position += 1
-                continue
-            if not quote and character in "'\"":
-                quote = character
-                position += 1
-                continue
-            if not quote and character == "#":
-                return "".join(word), len(text)
-        escaped = False
-        word.append(character)
-        position += 1
-    if quote:
-        raise SchedulerError(
-            f"job.sh line {number}: unmatched {quote} in {text.strip()!r}",
-            hint="close the quote on the same #SBATCH line",
-        )
-    return "".join(word), position
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (long name, value, as written) of each option; what is no option is passed over."""
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            return
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            shown = word
-            if not equals and name not in _LONG_FLAGS:
-                value, shown = _take_value(rest, word, known=name in _READERS)
-            yield name, value, shown
-        elif word.startswith("-") and word != "-":
-            yield from _short_options(word[1:], rest)
-
-
-def _short_options(letters: str, rest: list[str]) -> Iterator[tuple[str, str, str]]:
-    while letters:
-        letter, letters = letters[0], letters[1:]
-        name = _SHORT.get(letter, letter)
-        if letter in _SHORT_FLAGS:
-            yield name, "", f"-{letter}"
-        elif letters:
-            yield name, letters, f"-{letter} {letters}"
-            return
-        else:
-            value, shown = _take_value(rest, f"-{letter}", known=letter in _SHORT)
-            yield name, value, shown
-            return
-
-
-def _take_value(rest: list[str], word: str, *, known: bool) -> tuple[str, str]:
-    if not rest or (not known and rest[0].startswith("-")):
-        if known:
-            raise SchedulerError(
-                f"{word}: a value is missing", hint="correct the #SBATCH line in job.sh"
-            )
-        return "", word
-    value = rest.pop(0)
-    return value, f"{word} {value}"
 
 
 def _count(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -125,7 +126,7 @@ class Resources(_Model):
     def _extra(cls, value: list[str]) -> list[str]:
         for option in value:
             name = option.partition("=")[0]
-            if name in _OWN_DIRECTIVES:
+            if name in _OWN_DIRECTIVES and not _GRES_WITHOUT_GPUS.fullmatch(option):
                 raise ValueError(f"{name} has a field of its own or is set by hpml: leave it out")
         return value
 
@@ -139,6 +140,9 @@ class Resources(_Model):
         """Ranks per node."""
         return self.ranks_per_node or self.gpu_count or 1
 
+
+# GPUs have a field of their own; licences of a file system and such are generic resources, too
+_GRES_WITHOUT_GPUS = re.compile(r"--gres=(?!(gres[:/])?gpu\b)[^,]+(,(?!(gres[:/])?gpu\b)[^,]+)*")
 
 _OWN_DIRECTIVES = frozenset(
     f"--{name}"

@@ -84,6 +84,8 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {mail: {to: a, on: [x]}}", "resources.mail.on.0: must be 'begin', 'end'"),
         ("resources: {extra: [-N 3]}", "resources.extra.0: must be one long sbatch option"),
         ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own or is"),
+        ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has a field"),
+        ("resources: {extra: [--gres=gpu]}", "resources.extra: --gres has a field"),
         ("resources: {extra: [--array=3]}", "resources.extra: --array has a field of its own"),
         ("environment: {modules: cuda}", "environment.modules: must be a list (got 'cuda')"),
         ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),

@@ -1,0 +1,346 @@
+"""Read the options of sbatch and srun as they do: the `#SBATCH` header, and their getopt tables.
+
+    header    = line*            up to the first line that is neither blank nor a comment
+    directive = "#SBATCH" word*  at the very start of a line
+    word      = characters up to a blank; '...' and "..." keep blanks, a backslash keeps the next
+                character (not a blank), an unquoted # ends the line
+
+The rules are those of `_get_argument` and `_opt_batch_script` in Slurm's src/sbatch/opt.c. The
+tables were read off sbatch and srun of Slurm 22.05, 24.11 and 26.05: their answers to `--=x`, which
+fits every option, and to each option with and without a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = [
+    "SBATCH",
+    "SRUN",
+    "HeaderError",
+    "Option",
+    "OptionTable",
+    "Word",
+    "header_words",
+    "read_options",
+]
+
+_MAGIC = "#SBATCH"
+_BLANKS = " \t\r\f\v"
+
+
+class HeaderError(ValueError):
+    """Sbatch would refuse the header.
+
+    Attributes:
+        line: number of the line in the script, from 1.
+        hint: what would be right.
+    """
+
+    def __init__(self, line: int, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.line = line
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of the header or of a command line, and the line of the script that it stands on."""
+
+    text: str
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as it was read.
+
+    Attributes:
+        name: its long name where it is known, else its spelling without dashes.
+        value: its value; empty where it has none.
+        shown: as written, for messages.
+        line: where it stands.
+        known: whether the program has this option; what it takes is a guess where it has not.
+    """
+
+    name: str
+    value: str
+    shown: str
+    line: int
+    known: bool
+
+
+@dataclass(frozen=True)
+class OptionTable:
+    """What a program's getopt knows.
+
+    Attributes:
+        short: letter -> long name.
+        values: long names that take a value.
+        optional: long names that take one only behind `=`.
+        flags: long names without a value.
+        aliases: other spelling -> long name.
+        short_flags: letters that take no value here, whatever the long name does.
+    """
+
+    short: Mapping[str, str]
+    values: frozenset[str]
+    optional: frozenset[str]
+    flags: frozenset[str]
+    aliases: Mapping[str, str]
+    short_flags: frozenset[str]
+
+    def resolve(self, name: str) -> str | None:
+        """Return the long name of a spelling or an unambiguous beginning; None where none fits."""
+        if name in self.aliases:
+            return self.aliases[name]
+        known = self.values | self.optional | self.flags
+        if name in known:
+            return name
+        fits = {one for one in known if one.startswith(name)}
+        fits |= {full for one, full in self.aliases.items() if one.startswith(name)}
+        return fits.pop() if len(fits) == 1 else None
+
+
+def header_words(script: str) -> Iterator[Word]:
+    """Yield the words of all directives, in order; sbatch reads them as one command line.
+
+    Raises:
+        HeaderError: a quote is not closed, or the magic word is followed by a colon.
+    """
+    for number, line in enumerate(script.split("\n"), start=1):
+        if line.startswith(_MAGIC):
+            yield from _split(line[len(_MAGIC) :], number)
+        elif line.strip(_BLANKS) and not line.lstrip(_BLANKS).startswith("#"):
+            return
+
+
+def read_options(
+    words: Sequence[Word], table: OptionTable, *, stop: bool = False
+) -> tuple[list[Option], list[Word]]:
+    """Return the options of a command line, and the words that are none.
+
+    Args:
+        words: the command line without the program.
+        table: what the program knows.
+        stop: end at the first word that is no option, as srun does, where its command begins;
+            else such words are collected.
+
+    Raises:
+        HeaderError: a value is missing.
+    """
+    rest = list(words)
+    rest.reverse()  # taken from the end: a long command line is read once
+    found: list[Option] = []
+    others: list[Word] = []
+    while rest:
+        word = rest.pop()
+        if word.text == "--":
+            break
+        if word.text.startswith("--"):
+            found.append(_long(word, rest, table))
+        elif word.text.startswith("-") and word.text != "-":
+            found += _short(word, rest, table)
+        elif stop:
+            rest.append(word)
+            break
+        else:
+            others.append(word)
+    return found, [*others, *reversed(rest)]
+
+
+def _long(word: Word, rest: list[Word], table: OptionTable) -> Option:
+    spelling, equals, value = word.text[2:].partition("=")
+    name = table.resolve(spelling)
+    shown = word.text
+    if not equals and (name is None or name in table.values):
+        value, shown = _take(rest, word.text, word.line, known=name is not None)
+    return Option(name or spelling, value, shown, word.line, name is not None)
+
+
+def _short(word: Word, rest: list[Word], table: OptionTable) -> Iterator[Option]:
+    letters = word.text[1:]
+    while letters:
+        letter, letters = letters[0], letters[1:]
+        name = table.short.get(letter)
+        if letter in table.short_flags or name in table.flags:
+            yield Option(name or letter, "", f"-{letter}", word.line, name is not None)
+            continue
+        if letters:
+            value, shown = letters, f"-{letter} {letters}"
+        else:
+            value, shown = _take(rest, f"-{letter}", word.line, known=name is not None)
+        yield Option(name or letter, value, shown, word.line, name is not None)
+        return
+
+
+def _take(rest: list[Word], shown: str, line: int, *, known: bool) -> tuple[str, str]:
+    if not rest or (not known and rest[-1].text.startswith("-")):
+        if known:
+            raise HeaderError(line, f"{shown}: a value is missing", "write it behind the option")
+        return "", shown
+    value = rest.pop().text
+    return value, f"{shown} {value}"
+
+
+def _split(text: str, number: int) -> Iterator[Word]:
+    position = 0
+    while True:
+        while position < len(text) and text[position] in _BLANKS:
+            position += 1
+        if text.startswith(":", position):
+            raise HeaderError(
+                number,
+                f"unexpected ':' in {text.strip()!r}",
+                "an #SBATCH option starts with - or --",
+            )
+        word, position = _word(text, position, number)
+        if not word:
+            return  # sbatch stops at an empty word as it does at the end of the line
+        yield Word(word, number)
+
+
+def _word(text: str, position: int, number: int) -> tuple[str, int]:
+    word: list[str] = []
+    quote = ""
+    escaped = False
+    while position < len(text) and (quote or text[position] not in _BLANKS):
+        character = text[position]
+        if not escaped:
+            if character == "\\":
+                escaped = True
+                position += 1
+                continue
+            if character == quote:
+                quote = ""
+                position += 1
+                continue
+            if not quote and character in "'\"":
+                quote = character
+                position += 1
+                continue
+            if not quote and character == "#":
+                return "".join(word), len(text)
+        escaped = False
+        word.append(character)
+        position += 1
+    if quote:
+        raise HeaderError(
+            number,
+            f"unmatched {quote} in {text.strip()!r}",
+            "close the quote on the same #SBATCH line",
+        )
+    return "".join(word), position
+
+
+_COMMON_VALUES = """
+    account acctg-freq array autocomplete batch bb bbf begin chdir cluster-constraint clusters
+    comment constraint container container-id container-type context core-spec cores-per-socket
+    cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
+    export extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
+    gpus-per-task gres gres-flags hint input job-name licenses mail-type mail-user mcs-label mem
+    mem-bind mem-per-cpu mem-per-gpu mem-update mincpus network nodefile nodelist nodes ntasks
+    ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres open-mode
+    output partition power prefer priority profile qos reservation resources segment signal
+    sockets-per-node switches thread-spec threads-per-core time time-min tmp tres-bind
+    tres-per-task uid wckey
+"""
+_COMMON_FLAGS = """
+    consolidate-segments contiguous help hold overcommit oversubscribe quiet reboot spread-job
+    spread-segments stepmgr test-only usage use-min-nodes verbose version
+"""
+_COMMON_SHORT = {
+    "A": "account",
+    "a": "array",
+    "B": "extra-node-info",
+    "b": "begin",
+    "C": "constraint",
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "d": "dependency",
+    "e": "error",
+    "F": "nodefile",
+    "G": "gpus",
+    "H": "hold",
+    "h": "help",
+    "i": "input",
+    "J": "job-name",
+    "k": "no-kill",
+    "L": "licenses",
+    "M": "clusters",
+    "m": "distribution",
+    "N": "nodes",
+    "n": "ntasks",
+    "O": "overcommit",
+    "o": "output",
+    "p": "partition",
+    "Q": "quiet",
+    "q": "qos",
+    "S": "core-spec",
+    "s": "oversubscribe",
+    "t": "time",
+    "V": "version",
+    "v": "verbose",
+    "W": "wait",
+    "w": "nodelist",
+    "x": "exclude",
+}
+_ALIASES = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node"}
+
+SBATCH = OptionTable(
+    short=_COMMON_SHORT,
+    values=frozenset(
+        f"{_COMMON_VALUES} export-file kill-on-invalid-dep wait-all-nodes wrap".split()
+    ),
+    optional=frozenset(
+        "exclusive get-user-env nice no-kill oom-kill-step propagate requeue resv-ports".split()
+    ),
+    flags=frozenset(
+        f"{_COMMON_FLAGS} disable-stdout-job-summary external ignore-pbs immediate no-requeue "
+        "parsable wait".split()
+    ),
+    aliases=_ALIASES,
+    # immediate is of older releases; k has an optional value, which only a long option can have
+    short_flags=frozenset("HIOQhksvVW"),
+)
+
+SRUN = OptionTable(
+    short={
+        **{letter: name for letter, name in _COMMON_SHORT.items() if letter not in "abF"},
+        "b": "begin",
+        "E": "preserve-env",
+        "I": "immediate",
+        "K": "kill-on-bad-exit",
+        "l": "label",
+        "r": "relative",
+        "T": "threads",
+        "u": "unbuffered",
+        "X": "disable-status",
+        "Z": "no-allocate",
+    },
+    values=frozenset(
+        f"{_COMMON_VALUES} accel-bind bcast-exclude cpu-bind epilog het-group ignore-signals "
+        "jobid mpi msg-timeout prolog relative slurmd-debug task-epilog task-prolog threads "
+        "treewidth wait "
+        # of the container plug-in pyxis
+        "container-image container-mounts container-workdir container-name container-save "
+        "container-env".split()
+    ),
+    optional=frozenset(
+        "bcast compress exclusive external-launcher immediate kill-on-bad-exit nice no-kill "
+        "oom-kill-step overlap propagate pty resv-ports send-libs x11".split()
+    ),
+    flags=frozenset(
+        f"{_COMMON_FLAGS} async debugger-test disable-status exact interactive label multi-prog "
+        "no-allocate preserve-env quit-on-interrupt unbuffered wait-for-children whole "
+        "container-mount-home no-container-mount-home container-remap-root "
+        "no-container-remap-root container-writable container-readonly "
+        "no-container-entrypoint container-entrypoint".split()
+    ),
+    aliases={**_ALIASES, "cpu_bind": "cpu-bind", "pack-group": "het-group"},
+    short_flags=frozenset("EHIKOQXZhklsuvV"),
+)
