@@ -27,7 +27,6 @@ from hpml_orchestrator.convert.resources import (
 )
 from hpml_orchestrator.convert.values import Expander
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.units import format_time
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def import_script(text: str, *, name: str, place: Place) -> Imported:
     draft = Draft()
     _put_name(draft, request, name, report)
     if request.array is not None:
-        _put_new(draft, "array", request.array, request.options["array"].line, report)
+        draft.put("array", request.array, request.options["array"].line, f"array: {request.array}")
     wanted = size(request, given, launch, report)
     _put_program(draft, launch, walk, place, start, report)
     _put_resources(draft, request, wanted, launch, place, report)
@@ -192,14 +191,6 @@ def _put_name(draft: Draft, request: Request, file: str, report: Report) -> None
     draft.put("name", made, line, shown)
 
 
-def _put_new(draft: Draft, field: str, value: str, line: int, report: Report) -> None:
-    """Set a field that job files of this release may not have yet."""
-    if field in Job.model_fields:
-        draft.put(field, value, line, f"{field}: {value}")
-    else:
-        report.lost(line, f"{field}: {value}", f"job files of this release have no field {field}")
-
-
 def _put_program(
     draft: Draft, launch: Launch, walk: Walk, place: Place, start: str, report: Report
 ) -> None:
@@ -207,7 +198,7 @@ def _put_program(
     if launch.launcher != "torchrun":
         draft.put("launcher", "srun", line, text)
     if launch.mpi:
-        _put_new(draft, "mpi", "pmix", line, report)
+        draft.put("mpi", "pmix", line, "mpi: pmix")
     directory = launch.directory
     if "\0" in directory or launch.on_node:
         report.lost(
@@ -219,7 +210,7 @@ def _put_program(
         directory = start
     if place.path(directory) != ".":
         draft.put("workdir", place.path(directory), line, text)
-    placer = Placer(walk.expander, walk.staging, report, arrays="array" in Job.model_fields)
+    placer = Placer(walk.expander, walk.staging, report)
     made = program(launch, placer)
     script = made.script
     if script is not None and script.startswith(f"{directory}/"):

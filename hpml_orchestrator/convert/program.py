@@ -36,19 +36,12 @@ class Program:
 
 
 class Placer:
-    """Tells values in the words of a job file.
+    """Tells values in the words of a job file."""
 
-    Args:
-        arrays: whether job files have arrays.
-    """
-
-    def __init__(
-        self, expander: Expander, staging: Staging, report: Report, *, arrays: bool
-    ) -> None:
+    def __init__(self, expander: Expander, staging: Staging, report: Report) -> None:
         self.expander = expander
         self.staging = staging
         self.report = report
-        self.arrays = arrays
 
     def place(self, value: str, line: int, before: str = "") -> str:
         """Return a value with staged paths, the run's directory and the array's index as such.
@@ -66,7 +59,7 @@ class Placer:
         kinds = {hole.kind for hole in self.expander.holes_of(value)}
         if "job" in kinds:
             value = self._run_directory(value, line, before)
-        if self.arrays and "array" in kinds:
+        if "array" in kinds:
             value = _HOLE.sub(
                 lambda match: (
                     "{array.index}"

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpml_orchestrator.spec import Job
-
-ARRAYS = "array" in Job.model_fields  # adapted when arrays and mpi are in the same branch
-MPI = "mpi" in Job.model_fields
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -147,7 +142,7 @@ EXPECTED = {
         {
             "name": "mpirun",
             "launcher": "srun",
-            **({"mpi": "pmix"} if MPI else {}),
+            "mpi": "pmix",
             "script": "solver.py",
             "args": ["--grid", "512"],
             "resources": {
@@ -168,21 +163,19 @@ EXPECTED = {
             (5, "--bind-to core"),
             (5, "--map-by socket"),
             (5, "--mca btl tcp,self"),
-        }
-        | (set() if MPI else {(5, "mpi: pmix")}),
+        },
     ),
     "horovodrun": Expected(
         {
             "name": "horovodrun",
             "launcher": "srun",
-            **({"mpi": "pmix"} if MPI else {}),
+            "mpi": "pmix",
             "script": "train_hvd.py",
             "args": ["--lr", "0.1"],
             "resources": {"gpus": "v100:4"},
         },
         (1, 4, 4, 4, None),
         "python /home/ada/proj/train_hvd.py --lr 0.1".split(),
-        lost=set() if MPI else {(3, "mpi: pmix")},
         changed={(3, "horovodrun -np 4")},
     ),
     "array_sweep": Expected(
@@ -193,36 +186,21 @@ EXPECTED = {
             "script": "train.py",
             "args": ["--seed", "{array.index}", "--tag=run{array.index}"],
             "resources": {"gpus": 1},
-        }
-        if ARRAYS
-        else {
-            "name": "sweep",
-            "launcher": "srun",
-            "command": [
-                "bash",
-                "-c",
-                "exec python train.py --seed $SLURM_ARRAY_TASK_ID --tag=run${SLURM_ARRAY_TASK_ID}",
-            ],
-            "resources": {"gpus": 1},
         },
         (1, 1, 1, 1, None),
-        "python /home/ada/proj/train.py --seed 2 --tag=run2".split()
-        if ARRAYS
-        else "python train.py --seed 2 --tag=run2".split(),
-        lost=set() if ARRAYS else {(2, "array: 0-9%2")},
-        changed={(4, "--output=logs/%A_%a.out")} | (set() if ARRAYS else {(7, "TASK_ID")}),
+        "python /home/ada/proj/train.py --seed 2 --tag=run2".split(),
+        changed={(4, "--output=logs/%A_%a.out")},
     ),
     "array_params": Expected(
         {
             "name": "params",
-            **({"array": "1-3"} if ARRAYS else {}),
+            "array": "1-3",
             "launcher": "srun",
             "command": ["bash", "-c", PARAMS],
             "resources": {"time": "00:10:00"},
         },
         (1, 1, 1, 0, None),
         "python train.py --lr 0.01 second line".split(),
-        lost=set() if ARRAYS else {(2, "array: 1-3")},
         changed={(6, "${LRS[$SLURM_ARRAY_TASK_ID-1]}, $(sed")},
     ),
     "apptainer": Expected(
