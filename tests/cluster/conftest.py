@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
 # The programs a cluster needs, as they are found with the system folders on the path.
@@ -121,21 +122,19 @@ def skip_or_fail(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
-def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Boots 2 nodes of 4 CPUs and 2 GPUs with accounting; all of pytest's tmp_path is on them.
+@contextlib.contextmanager
+def booted(*options: str | Path, shares: Sequence[Path] = ()) -> Iterator[SlurmCluster]:
+    """Boots a cluster and takes it down again; what is shared, and this checkout, is on its nodes.
 
-    The tests' own environment stays as it is: SLURM_CONF is set by `run` alone, so a test of
-    code that starts sbatch itself sets it with monkeypatch (`environment` has it).
+    Its box is not in pytest's folder: that is closed to other users, of which MariaDB's is one.
     """
     require_cluster()
-    # Not in pytest's folder: that is closed to other users, of which MariaDB's is one.
     box = Path(tempfile.mkdtemp(prefix="hpml-devcluster-test-", dir="/tmp"))
     try:
         started = devcluster(
-            *("up", "--json", "--box", box, "--share", tmp_path_factory.getbasetemp()),
-            *("--share", DEVCLUSTER.parents[2]),  # a checkout may itself lie below /tmp
-            *("--nodes", "2", "--cpus", "4", "--gpus", "2"),
+            *("up", "--json", "--box", box, *options),
+            # a checkout may itself lie below /tmp
+            *(word for share in (*shares, DEVCLUSTER.parents[2]) for word in ("--share", share)),
         )
         if started.returncode != 0:
             pytest.fail(f"the cluster does not boot:\n{started.stderr}", pytrace=False)
@@ -151,3 +150,23 @@ def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
         ended = devcluster("down", "--purge", "--box", box)
         shutil.rmtree(box, ignore_errors=True)
         assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Boots 2 nodes of 4 CPUs and 2 GPUs with accounting; all of pytest's tmp_path is on them.
+
+    The tests' own environment stays as it is: SLURM_CONF is set by `run` alone, so a test of
+    code that starts sbatch itself sets it with monkeypatch (`environment` has it).
+    """
+    options = ("--nodes", "2", "--cpus", "4", "--gpus", "2")
+    with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def bare_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Boots one node without accounting."""
+    options = ("--nodes", "1", "--no-accounting")
+    with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
+        yield cluster

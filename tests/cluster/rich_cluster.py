@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.cluster.conftest import (
-    DEVCLUSTER,
-    SlurmCluster,
-    clean_environment,
-    devcluster,
-    require_cluster,
-)
+from tests.cluster.conftest import SlurmCluster, booted, clean_environment
 
 USER = "nobody"
 # Two kinds of nodes, and a MIG profile beside whole GPUs on one of them.
@@ -75,35 +65,16 @@ modify user root set qos+=fast,slow
 @contextlib.contextmanager
 def rich_cluster(*shares: Path) -> Iterator[SlurmCluster]:
     """Boot the cluster, and take it down again."""
-    require_cluster()
-    box = Path(tempfile.mkdtemp(prefix="hpml-devcluster-test-", dir="/tmp"))
-    lines = box.parent / f"{box.name}.conf"
-    lines.write_text(CONFIGURATION)
-    try:
-        started = devcluster(
-            *("up", "--json", "--box", box, "--nodes", "4", "--slurm-conf", lines),
-            *(word for share in (*shares, DEVCLUSTER.parents[2]) for word in ("--share", share)),
-        )
-        if started.returncode != 0:
-            pytest.fail(f"the cluster does not boot:\n{started.stderr}", pytrace=False)
-        facts = json.loads(started.stdout)
-        cluster = SlurmCluster(
-            box=box,
-            slurm_conf=Path(facts["slurm_conf"]),
-            nodes=tuple(facts["nodes"]),
-            visible=tuple(Path(path) for path in facts["visible"]),
-            pids=facts["pids"],
-        )
-        for line in ACCOUNTS.splitlines():
-            cluster.run("sacctmgr", "-i", *line.split())
-        # The controller reads names of QOS in partitions only where they exist.
-        _reconfigure(cluster, "PartitionName=capped ", "PartitionName=capped QOS=cap ")
-        yield cluster
-    finally:
-        ended = devcluster("down", "--purge", "--box", box)
-        shutil.rmtree(box, ignore_errors=True)
-        lines.unlink(missing_ok=True)
-        assert ended.returncode == 0, ended.stderr
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as lines:
+        lines.write(CONFIGURATION)
+        lines.flush()
+        options = ("--nodes", "4", "--slurm-conf", lines.name)
+        with booted(*options, shares=shares) as cluster:
+            for line in ACCOUNTS.splitlines():
+                cluster.run("sacctmgr", "-i", *line.split())
+            # The controller reads names of QOS in partitions only where they exist.
+            _reconfigure(cluster, "PartitionName=capped ", "PartitionName=capped QOS=cap ")
+            yield cluster
 
 
 def enforce(cluster: SlurmCluster, how: str) -> None:

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.conftest import DEVCLUSTER, SlurmCluster, devcluster, require_cluster
+from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk, eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture
-def desk(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def desk(bare_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     """A desk in front of a one-node cluster of its own, without accounting."""
-    require_cluster()
-    box = Path(tempfile.mkdtemp(prefix="hpml-devcluster-bare-", dir="/tmp"))
-    try:
-        started = devcluster(
-            *("up", "--json", "--box", box, "--nodes", "1", "--no-accounting"),
-            *("--share", tmp_path_factory.getbasetemp(), "--share", DEVCLUSTER.parents[2]),
-        )
-        assert started.returncode == 0, started.stderr
-        facts = json.loads(started.stdout)
-        yield Desk(
-            SlurmCluster(
-                box=box,
-                slurm_conf=Path(facts["slurm_conf"]),
-                nodes=tuple(facts["nodes"]),
-                visible=tuple(Path(path) for path in facts["visible"]),
-                pids=facts["pids"],
-            ),
-            tmp_path,
-        )
-    finally:
-        devcluster("down", "--purge", "--box", box)
-        shutil.rmtree(box, ignore_errors=True)
+    return Desk(bare_cluster, tmp_path)
 
 
 def test_jobs_run_and_their_ends_are_known(desk: Desk) -> None:
