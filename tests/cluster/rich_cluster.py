@@ -29,10 +29,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=2:00:00
 PartitionName=long Nodes=node[1-2] MaxTime=7-0 MaxNodes=1
 PartitionName=gpu Nodes=node[3-4] MaxTime=1-0 MaxMemPerNode=16000 MaxCPUsPerNode=12
 PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE MaxTime=1-0 MinNodes=2
-PartitionName=vip Nodes=ALL AllowAccounts=vip MaxTime=1-0
-PartitionName=nodev Nodes=ALL DenyAccounts=dev MaxTime=1-0
-PartitionName=fast Nodes=ALL AllowQos=fast MaxTime=1-0
-PartitionName=noslow Nodes=ALL DenyQos=slow MaxTime=1-0
+PartitionName=vip Nodes=ALL MaxTime=1-0
+PartitionName=nodev Nodes=ALL MaxTime=1-0
+PartitionName=fast Nodes=ALL MaxTime=1-0
+PartitionName=noslow Nodes=ALL MaxTime=1-0
 PartitionName=capped Nodes=ALL MaxTime=1-0
 PartitionName=broken Nodes=ALL State=DOWN
 PartitionName=off Nodes=ALL State=INACTIVE
@@ -42,6 +42,14 @@ PartitionName=rootonly Nodes=ALL RootOnly=YES
 PartitionName=games Nodes=ALL AllowGroups=games
 PartitionName=booked Nodes=ALL ReqResv=YES
 """
+# Added once these accounts and QOS exist: newer controllers do not boot before.
+NAMING = {
+    "vip": "AllowAccounts=vip",
+    "nodev": "DenyAccounts=dev",
+    "fast": "AllowQos=fast",
+    "noslow": "DenyQos=slow",
+    "capped": "QOS=cap",
+}
 # The words after `sacctmgr -i`, in order.
 ACCOUNTS = """\
 add account vip,course Description=x Organization=x
@@ -72,8 +80,10 @@ def rich_cluster(*shares: Path) -> Iterator[SlurmCluster]:
         with booted(*options, shares=shares) as cluster:
             for line in ACCOUNTS.splitlines():
                 cluster.run("sacctmgr", "-i", *line.split())
-            # The controller reads names of QOS in partitions only where they exist.
-            _reconfigure(cluster, "PartitionName=capped ", "PartitionName=capped QOS=cap ")
+            for partition, words in NAMING.items():
+                name = f"PartitionName={partition} "
+                _edit(cluster, name, f"{name}{words} ")
+            cluster.run("scontrol", "reconfigure")
             yield cluster
 
 
@@ -82,14 +92,14 @@ def enforce(cluster: SlurmCluster, how: str) -> None:
     now = cluster.run("scontrol", "show", "config").stdout
     is_so = re.search(r"^EnforcePartLimits\s+= (\w+)", now, re.MULTILINE)
     assert is_so
-    _reconfigure(cluster, f"EnforcePartLimits={is_so[1]}", f"EnforcePartLimits={how}")
+    _edit(cluster, f"EnforcePartLimits={is_so[1]}", f"EnforcePartLimits={how}")
+    cluster.run("scontrol", "reconfigure")
 
 
-def _reconfigure(cluster: SlurmCluster, old: str, new: str) -> None:
+def _edit(cluster: SlurmCluster, old: str, new: str) -> None:
     text = cluster.slurm_conf.read_text()
     assert old in text
     cluster.slurm_conf.write_text(text.replace(old, new))
-    cluster.run("scontrol", "reconfigure")
 
 
 def as_user(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -32,6 +33,10 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
 def bare(bare_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     """A desk in front of a one-node cluster of its own, without accounting."""
     return Desk(bare_cluster, tmp_path)
+
+
+def says(output: Path, words: str) -> bool:
+    return output.exists() and words in output.read_text()
 
 
 def array(desk: Desk, tasks: str) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def test_without_accounting_ends_are_kept(bare: Desk) -> None:
     eventually(ended.exists)
     for index in (1, 3):  # a controller that reads its settings anew may refuse a step just then
         output = bare.records / "runs" / f"{sid}.{index}" / "output.log"
-        eventually(lambda output=output: "staged hello" in output.read_text())
+        eventually(functools.partial(says, output, "staged hello"))
     conf = bare.cluster.slurm_conf
     conf.write_text(re.sub(r"MinJobAge=\d+", "MinJobAge=2", conf.read_text()))
     bare.slurm("scontrol", "reconfigure")

@@ -125,7 +125,7 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
         if starts == bool(errors):
             asked = job.resources.model_dump(exclude_defaults=True)
             wrong.append(f"{asked} {job.launcher}: {state} {reason}; found {[*map(str, errors)]}")
-    site.run("scancel", f"--user={USER}")
+    site.run("scancel", f"--user={USER}", check=False)  # 1 where none is left, from 24.11 on
     assert wrong == []
     # The comparison is worth nothing where all jobs are alike.
     assert outcomes["STARTED"] >= 30

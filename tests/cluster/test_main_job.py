@@ -307,12 +307,13 @@ def test_a_rendered_script_runs_when_given_to_sbatch_by_hand(desk: Desk, data: P
 def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> None:
     """A partition that is not there: exit 4, Slurm's words, a hint, REFUSED in the list, no job."""
     file = desk.job("refused", command=["true"], resources={"partition": "nowhere"})
-    before = desk.slurm("squeue", "--noheader", "--states=all", "--format=%A")
+    before = sorted(desk.slurm("squeue", "--noheader", "--states=all", "--format=%A").split())
     done = desk.hpml("submit", "--no-check", file, code=4)
     assert "invalid partition" in done.stderr.lower()
     (listed,) = desk.json("list")
     assert (listed["state"], listed["job_id"]) == ("REFUSED", "")
-    assert desk.slurm("squeue", "--noheader", "--states=all", "--format=%A") == before
+    after = sorted(desk.slurm("squeue", "--noheader", "--states=all", "--format=%A").split())
+    assert after == before
 
 
 def test_gpus_are_asked_for_and_seen_by_every_rank(desk: Desk) -> None:
