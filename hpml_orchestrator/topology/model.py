@@ -114,6 +114,14 @@ class Topology:
         """All CPUs."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """What ranks run on: MIG instances, and GPUs that are not divided into such."""
+        divided = {one.parent for one in self.gpus if one.parent}
+        return tuple(
+            one for one in self.gpus if not divided & {one.uuid, one.address} or one.parent
+        )
+
     def domain(self, number: int) -> Domain | None:
         """The domain of that number."""
         return next((one for one in self.domains if one.number == number), None)
