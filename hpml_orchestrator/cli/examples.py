@@ -46,6 +46,11 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "wait": [("In a script, go on when the run is over:", "hpml wait last")],
     "show": [("All that is known of the newest run:", "hpml show")],
     "doctor": [("Look at this machine:", "hpml doctor")],
+    "topo": [
+        ("This node:", "hpml topo"),
+        ("Another one, from what it printed, with a picture:", "hpml topo topo.txt --svg node.svg"),
+        ("Of a file, for programs:", "hpml topo machine.xml --json"),
+    ],
     "schema": [("For an editor's checks:", "hpml schema job")],
     "man": [
         ("Read about a command:", "hpml man submit"),

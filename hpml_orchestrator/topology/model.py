@@ -99,6 +99,7 @@ class Topology:
         links: `(GPU's name, NIC's name, level)`, where level is how far apart they are on PCI, in
             nvidia-smi's words: PIX, PXB, PHB, NODE, SYS; what is not told is left out.
         warnings: what was missing or guessed, one sentence each.
+        sockets_told: whether the source tells sockets; else each domain counts as one.
     """
 
     source: str
@@ -108,6 +109,7 @@ class Topology:
     nics: tuple[Nic, ...] = ()
     links: tuple[tuple[str, str, str], ...] = ()
     warnings: tuple[str, ...] = ()
+    sockets_told: bool = True
 
     @property
     def cpus(self) -> frozenset[int]:

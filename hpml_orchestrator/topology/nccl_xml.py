@@ -92,7 +92,9 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
     told_links = links(made, cards, paths)
     # Behind one <cpu> there may be several host bridges: NODE is what is certain.
     weakened = tuple((a, b, "NODE" if level == "PHB" else level) for a, b, level in told_links)
-    return Topology(_SOURCE, cores, domains, made, cards, weakened, tuple(warnings))
+    return Topology(
+        _SOURCE, cores, domains, made, cards, weakened, tuple(warnings), sockets_told=False
+    )
 
 
 def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, ...]:
@@ -121,7 +123,7 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
     missing = sorted(set(range(max(cpus_of, default=0))) - set(cpus_of))
     if missing:
         warnings.append(
-            f"NUMA domains {format_list(missing)} are not told: NCCL lists only those with devices."
+            f"Not told are the NUMA domains {format_list(missing)}: NCCL lists those with devices."
         )
     return tuple(Domain(number, cpus_of[number]) for number in sorted(cpus_of))
 

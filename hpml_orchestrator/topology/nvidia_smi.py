@@ -182,7 +182,16 @@ def _topology(
             if (g, n) == (gpu.name, name) and level in _WITHIN
         }  # fmt: skip
         nics.append(Nic(name, domain=near.pop() if len(near) == 1 else None))
-    return Topology(_SOURCE, cores, tuple(domains), gpus, tuple(nics), found, tuple(warnings))
+    return Topology(
+        source=_SOURCE,
+        cores=cores,
+        domains=tuple(domains),
+        gpus=gpus,
+        nics=tuple(nics),
+        links=found,
+        warnings=tuple(warnings),
+        sockets_told=False,
+    )
 
 
 def _counted(
