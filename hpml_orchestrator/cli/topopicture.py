@@ -79,17 +79,22 @@ def picture(topology: Topology, *, title: str) -> str:
     inner = left + _PAD
     y = _MARGIN + 34
     shown: set[int] = set()
-    for socket in sorted({core.socket for core in topology.cores}):
+    sockets = {core.socket if topology.sockets_told else None for core in topology.cores}
+    for socket in sorted(sockets, key=lambda one: one or 0):
         top = y
         y += _SOCKET_HEAD
         for domain in topology.domains:
-            cores = [c for c in topology.cores if (c.socket, c.domain) == (socket, domain.number)]
+            cores = [
+                core
+                for core in topology.cores
+                if core.domain == domain.number and socket in {core.socket, None}
+            ]
             if cores:
                 first = domain.number not in shown
                 shown.add(domain.number)
                 gpus, nics = _devices_of(topology, domain.number) if first else ([], [])
                 y += _domain(sheet, topology, inner, y, domain, cores, gpus, nics) + _GAP
-        label = f"socket {socket}" if topology.sockets_told else "socket not told"
+        label = "sockets are not told" if socket is None else f"socket {socket}"
         sheet.parts.insert(0, _socket(left, top, y - top, label))
         y += _GAP
     for domain in topology.domains:
@@ -104,9 +109,9 @@ def picture(topology: Topology, *, title: str) -> str:
         words = "domain not told: these may be near to any"
         sheet.text(inner + _PAD, y + 22, words, size=11, room=_DOMAIN_W - 2 * _PAD)
         y += max(_DOMAIN_HEAD, _devices(sheet, topology, inner, y, gpus, nics)) + _GAP
-    width = inner + _DOMAIN_W + _PAD + _WIRE + _MARGIN
+    width = inner + _DOMAIN_W + _PAD + _MARGIN
     if topology.gpus or topology.nics:
-        width += _DEVICE_COLUMNS * (_DEVICE_W + _DEVICE_GAP)
+        width += _WIRE - _DEVICE_GAP + _device_columns(topology) * (_DEVICE_W + _DEVICE_GAP)
     return _document(sheet, width, y + _MARGIN - _GAP, title)
 
 
@@ -146,6 +151,13 @@ def _socket(x: int, y: int, height: int, label: str) -> str:
 def _devices_of(topology: Topology, domain: int | None) -> tuple[list[Gpu], list[Nic]]:
     gpus = [one for one in topology.gpus if one.domain == domain]
     return gpus, [one for one in topology.nics if one.domain == domain]
+
+
+def _device_columns(topology: Topology) -> int:
+    """Return how many devices stand side by side at most."""
+    places = [one.number for one in topology.domains] + [None]
+    groups = [group for place in places for group in _devices_of(topology, place)]
+    return min(_DEVICE_COLUMNS, max(len(group) for group in groups))
 
 
 def _domain(
