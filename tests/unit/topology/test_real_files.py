@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +31,10 @@ class Machine:
     cores: int
     sockets: int
     domains: dict[int, str]
-    gpus: list[int | None]
+    gpus: Sequence[int | None]
     first: tuple[str, str] = ("", "")
     near: dict[int, tuple[str, str]] | None = None
-    nics: dict[str, int | None] | None = None
+    nics: Mapping[str, int | None] | None = None
 
 
 POWER8 = {0: "0-1,8-9,16-17,24-25", 1: "80-81,88-89,96-97,104-105"}
@@ -102,7 +103,7 @@ MACHINES = {
         ("GPU0", "0000:c1:00.0"),
         nics={
             "bond0": None
-        },  # without PCI device: NCCL puts it below the first CPU, whatever that is
+        },  # no PCI device: NCCL puts it below some CPU
     ),
     "nccl/topo_8p_940.xml": Machine(
         112,
