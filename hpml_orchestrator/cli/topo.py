@@ -248,7 +248,7 @@ def names(words: Iterable[str]) -> str:
 
     runs: list[list[str]] = []  # a word, its number and the last number of its run
     for word in words:
-        match = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})", word)
+        match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", word)
         stem, number = (match[1], match[2]) if match else (word, "")
         last = runs[-1] if runs else ["", "", ""]
         if number and last[2] and last[0] == stem and int(number) == int(last[2]) + 1:

@@ -50,7 +50,7 @@ class _Sheet:
     def box(self, kind: str, x: int, y: int, width: int, height: int, hover: str = "") -> None:
         """Draw a box, with a text for those who point at it."""
         shape = f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"'
-        told = f"><title>{html.escape(hover)}</title></rect>" if hover else "/>"
+        told = f"><title>{html.escape(_drawable(hover))}</title></rect>" if hover else "/>"
         self.parts.append(shape + told)
 
     def text(self, x: int, y: int, words: str, *, size: int, room: int, look: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.topology.build import domain_of_cpus, name_key, nearest_with_cpus
@@ -177,15 +177,16 @@ def _mig(gpus: list[Gpu], proc_root: str, gpu_listing: str, warnings: list[str])
     """Return the MIG instances, by the listing, else by the driver's directory of capabilities."""
     found: list[tuple[Gpu, str, str]] = []
     parent: Optional[Gpu] = None  # noqa: UP045
+    # Without any UUID of /proc, the listing's order is that of the addresses.
+    listed_gpus = sum(bool(_LISTED_GPU.match(line)) for line in gpu_listing.splitlines())
+    by_number = listed_gpus == len(gpus) and not any(one.uuid for one in gpus)
     for line in gpu_listing.splitlines():
         listed, instance = _LISTED_GPU.match(line), _LISTED_MIG.match(line)
         if listed:
             number, uuid = int(listed[1]), listed[2]
-            by_uuid = next((one for one in gpus if one.uuid == uuid), None)
-            nvidia = [one for one in gpus if not one.uuid]
-            parent = by_uuid or (nvidia[number] if number < len(nvidia) == len(gpus) else None)
-            if parent is not None and not parent.uuid:
-                parent = _with_uuid(gpus, parent, uuid)
+            if by_number and number < len(gpus):
+                gpus[number] = replace(gpus[number], uuid=uuid)
+            parent = next((one for one in gpus if one.uuid == uuid), None)
             if parent is None:
                 warnings.append(f"GPU {uuid} of `nvidia-smi -L` is not among those found here.")
         elif instance and parent is not None:
@@ -206,12 +207,6 @@ def _mig(gpus: list[Gpu], proc_root: str, gpu_listing: str, warnings: list[str])
         )
         for place, (of, name, uuid) in enumerate(found)
     )
-
-
-def _with_uuid(gpus: list[Gpu], gpu: Gpu, uuid: str) -> Gpu:
-    made = Gpu(gpu.index, gpu.name, gpu.address, uuid, "", gpu.domain, gpu.cpus)
-    gpus[gpus.index(gpu)] = made
-    return made
 
 
 def _mig_of_driver(gpus: Sequence[Gpu], proc_root: str) -> list[tuple[Gpu, str, str]]:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
-COMMANDS = sorted("render submit run list status logs cancel wait show doctor topo schema man".split())
+COMMANDS = sorted(
+    "render submit run list status logs cancel wait show doctor topo schema man".split()
+)
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),
     *("grafana", "grafana_foundation_sdk", "grafanalib", "prometheus_client", "sklearn", "PIL"),

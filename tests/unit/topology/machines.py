@@ -168,11 +168,8 @@ def hwloc_mask(cpus: Sequence[int]) -> str:
 
 def hwloc_device(device: Device) -> list[str]:
     kind, vendor = device.pci_class >> 8, device.vendor
-    lines = [
-        '<object type="Bridge" bridge_type="0-1" '
-        f'bridge_pci="{device.bridges[0].removeprefix("pci").split(":")[0]}:'
-        f'[{device.bridges[0].split(":")[1]}-ff]">'
-    ]
+    domain, bus = device.bridges[0].removeprefix("pci").split(":")
+    lines = [f'<object type="Bridge" bridge_type="0-1" bridge_pci="{domain}:[{bus}-ff]">']
     lines += [
         f'<object type="Bridge" bridge_type="1-1" pci_busid="{bridge}">'
         for bridge in device.bridges[1:]

@@ -101,9 +101,7 @@ MACHINES = {
         {0: "0-15,64-79", 1: "16-31,80-95", 3: "48-63,112-127"},
         [3, 3, 1, 1, 0, 0, 0, 0],
         ("GPU0", "0000:c1:00.0"),
-        nics={
-            "bond0": None
-        },  # no PCI device: NCCL puts it below some CPU
+        nics={"bond0": None},  # no PCI device: NCCL puts it below some CPU
     ),
     "nccl/topo_8p_940.xml": Machine(
         112,
