@@ -20,11 +20,11 @@ __all__ = ["picture"]
 _MARGIN, _GAP, _PAD = 20, 12, 10
 _CORE_COLUMNS, _CORE_W, _CORE_H, _CORE_GAP = 16, 24, 15, 3
 _DOMAIN_W = _CORE_COLUMNS * (_CORE_W + _CORE_GAP) - _CORE_GAP + 2 * _PAD
-_DOMAIN_HEAD = 36
+_DOMAIN_HEAD, _LINE = 36, 13
 _SOCKET_HEAD = 24
-_DEVICE_COLUMNS, _DEVICE_W, _DEVICE_H, _DEVICE_GAP = 4, 136, 44, 8
+_DEVICE_COLUMNS, _DEVICE_W, _DEVICE_H, _DEVICE_GAP = 4, 156, 44, 8
 _WIRE = 34
-_CHARACTER = 0.63
+_CHARACTER, _CHARACTER_BOLD = 0.63, 0.73
 """Width of a character in parts of the font's size: generous, for fonts differ."""
 
 _STYLE = """
@@ -55,7 +55,8 @@ class _Sheet:
 
     def text(self, x: int, y: int, words: str, *, size: int, room: int, look: str = "") -> None:
         """Draw a line of text, cut to its room."""
-        most = max(1, int(room / (size * _CHARACTER)))
+        wide = _CHARACTER_BOLD if "bold" in look else _CHARACTER
+        most = max(1, int(room / (size * wide)))
         shown = words if len(words) <= most else f"{words[: most - 1]}…"
         self.parts.append(
             f'<text x="{x}" y="{y}" font-size="{size}"{look}>{html.escape(_drawable(shown))}</text>'
@@ -172,21 +173,24 @@ def _domain(
 ) -> int:
     """Draw a domain with its cores and devices; return how high that is."""
     rows = -(-len(cores) // _CORE_COLUMNS)
-    height = _DOMAIN_HEAD + rows * (_CORE_H + _CORE_GAP) + (_PAD if rows else 0)
+    head = _DOMAIN_HEAD + (_LINE if domain.distances and cores else 0)
+    height = head + rows * (_CORE_H + _CORE_GAP) + (_PAD if rows else 0)
     whole = max(height, _devices(sheet, topology, x, y, gpus, nics))
     sheet.box("domain" if cores else "domain apart", x, y, _DOMAIN_W, whole)
     room = _DOMAIN_W - 2 * _PAD
     sheet.text(x + _PAD, y + 15, _headline(domain, cores), size=11, room=room)
-    away = " ".join(f"{other}:{distance}" for other, distance in domain.distances)
+    soft = ' class="soft"'
     cpus = format_list(cpu for core in cores for cpu in core.cpus)
-    second = [f"CPUs {cpus}" if cores else "", f"distances {away}" if away else ""]
-    sheet.text(
-        x + _PAD, y + 29, " · ".join(filter(None, second)), size=9, room=room, look=' class="soft"'
-    )
+    away = " ".join(str(distance) for _, distance in domain.distances)
+    others = format_list(other for other, _ in domain.distances)
+    second = [f"CPUs {cpus}"] if cores else []
+    second += [f"distances to {others}: {away}"] if away else []
+    for line, words in enumerate(second):
+        sheet.text(x + _PAD, y + 29 + line * _LINE, words, size=9, room=room, look=soft)
     for place, core in enumerate(cores):
         row, column = divmod(place, _CORE_COLUMNS)
         left = x + _PAD + column * (_CORE_W + _CORE_GAP)
-        top = y + _DOMAIN_HEAD + row * (_CORE_H + _CORE_GAP)
+        top = y + head + row * (_CORE_H + _CORE_GAP)
         hover = f"core {core.number}: CPUs {format_list(core.cpus)}"
         sheet.box("core", left, top, _CORE_W, _CORE_H, hover)
         middle = ' text-anchor="middle"'
