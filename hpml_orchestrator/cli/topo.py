@@ -50,6 +50,19 @@ def topo(
         _print(topology, _title(file, topology))
     for warning in topology.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    if not file:
+        _tell_restriction(topology)
+
+
+def _tell_restriction(topology: Topology) -> None:
+    """Say which of the node's CPUs this process may use, where these are not all."""
+    import os  # noqa: PLC0415
+
+    from hpml_orchestrator.topology import format_list  # noqa: PLC0415
+
+    allowed = os.sched_getaffinity(0)
+    if topology.cpus - allowed:
+        typer.echo(f"note: this process may use the CPUs {format_list(allowed)} alone", err=True)
 
 
 def _topology(file: str) -> Topology:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,23 @@ def test_this_node(hpml: Hpml) -> None:
     )
     assert count == os.sysconf("SC_NPROCESSORS_ONLN")
     assert hpml("topo").out.startswith(os.uname().nodename)
+
+
+def test_a_process_that_is_bound_is_told(shell: Shell) -> None:
+    """The node is shown whole; which CPUs may be used is a note, where these are not all."""
+    mine = sorted(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "--cpu-list", str(mine[0]), HPML, "topo", "--json"],
+        env=shell.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    online = os.sysconf("SC_NPROCESSORS_ONLN")
+    note = f"note: this process may use the CPUs {mine[0]} alone\n"
+    assert (note in done.stderr) == (online > 1)
+    assert len(json.loads(done.stdout)["cores"]) >= 1
 
 
 def test_a_pipe_is_read(shell: Shell) -> None:
