@@ -27,22 +27,22 @@ def register(app: typer.Typer) -> None:
 
 def topo(
     file: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="FILE",
             help="Topology file of any known format, or - for standard input.",
             show_default="this node",
         ),
-    ] = "",
+    ] = None,
     as_json_: JsonOption = False,
     svg: Annotated[
-        str,
+        str | None,
         typer.Option("--svg", metavar="FILE", help="Write a picture (SVG).", show_default=False),
-    ] = "",
+    ] = None,
 ) -> None:
     """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other."""
     topology = _topology(file)
-    if svg:
+    if svg is not None:
         _write_picture(topology, svg, title=_title(file, topology))
     if as_json_:
         print_json(as_json(topology))
@@ -50,7 +50,7 @@ def topo(
         _print(topology, _title(file, topology))
     for warning in topology.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    if not file:
+    if file is None:
         _tell_restriction(topology)
 
 
@@ -65,12 +65,18 @@ def _tell_restriction(topology: Topology) -> None:
         typer.echo(f"note: this process may use the CPUs {format_list(allowed)} alone", err=True)
 
 
-def _topology(file: str) -> Topology:
+def _topology(file: str | None) -> Topology:
     """Return the topology of a file, of standard input, or of this node."""
-    if not file:
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+    if file is None:
         from hpml_orchestrator.topology import read_sysfs  # noqa: PLC0415
 
         return read_sysfs(gpu_listing=_gpu_listing())
+    if not file:
+        raise InputError(
+            "must name a file", field="FILE", value=file, hint="this node: `hpml topo`"
+        )
     from hpml_orchestrator.topology.recognise import read_topology, topology_of_text  # noqa: PLC0415
 
     if file != "-":
@@ -79,7 +85,6 @@ def _topology(file: str) -> Topology:
         return read_topology(Path(file))
     import sys  # noqa: PLC0415
 
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.topology.xml_guard import BYTES_MAX  # noqa: PLC0415
 
     try:
@@ -105,7 +110,7 @@ def _gpu_listing() -> str:
     return result.stdout if result.returncode == 0 and "MIG " in result.stdout else ""
 
 
-def _title(file: str, topology: Topology) -> str:
+def _title(file: str | None, topology: Topology) -> str:
     import os  # noqa: PLC0415
 
     if file:

@@ -116,6 +116,8 @@ def test_a_pipe_is_read(shell: Shell) -> None:
     ("words", "code", "message"),
     [
         (["none.xml"], 3, "no such file: none.xml"),
+        ([""], 2, "FILE: must name a file (got '')"),
+        ([str(H100), "--svg", ""], 2, "--svg: cannot be written"),
         (["."], 2, ".: cannot be read: Is a directory"),
         (["notes.txt"], 2, "notes.txt: describes no machine in a format that hpml knows"),
         (["cut.xml"], 2, "cut.xml: the XML is cut off"),
