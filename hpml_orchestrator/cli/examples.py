@@ -68,6 +68,11 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("Begin a template of your own:", "hpml template eject torchrun"),
         ("A copy of all that hpml has:", "hpml template eject base --whole"),
     ],
+    "topo": [
+        ("This node:", "hpml topo"),
+        ("Another one, from what it printed, with a picture:", "hpml topo topo.txt --svg node.svg"),
+        ("Of a file, for programs:", "hpml topo machine.xml --json"),
+    ],
     "man": [
         ("Read about a command:", "hpml man submit"),
         ("Install all pages:", "hpml man --output /usr/local/share/man"),

@@ -1,0 +1,278 @@
+"""Command about a node's inside: topo."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from hpml_orchestrator.topology import Topology
+
+__all__ = ["as_json", "names", "nearest_nics", "register"]
+
+_LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+_GIB = 1024**3
+_NO_VALUE = "-"
+
+
+def register(app: typer.Typer) -> None:
+    """Add this group's commands to the application."""
+    app.command()(topo)
+
+
+def topo(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Topology file of any known format, or - for standard input.",
+            show_default="this node",
+        ),
+    ] = None,
+    as_json_: JsonOption = False,
+    svg: Annotated[
+        str | None,
+        typer.Option("--svg", metavar="FILE", help="Write a picture (SVG).", show_default=False),
+    ] = None,
+) -> None:
+    """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other."""
+    topology = _topology(file)
+    if svg is not None:
+        _write_picture(topology, svg, title=_title(file, topology))
+    if as_json_:
+        print_json(as_json(topology))
+    else:
+        _print(topology, _title(file, topology))
+    for warning in topology.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if file is None:
+        _tell_restriction(topology)
+
+
+def _tell_restriction(topology: Topology) -> None:
+    """Say which of the node's CPUs this process may use, where these are not all."""
+    import os  # noqa: PLC0415
+
+    from hpml_orchestrator.topology import format_list  # noqa: PLC0415
+
+    allowed = os.sched_getaffinity(0)
+    if topology.cpus - allowed:
+        typer.echo(f"note: this process may use the CPUs {format_list(allowed)} alone", err=True)
+
+
+def _topology(file: str | None) -> Topology:
+    """Return the topology of a file, of standard input, or of this node."""
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+    if file is None:
+        from hpml_orchestrator.topology import read_sysfs  # noqa: PLC0415
+
+        return read_sysfs(gpu_listing=_gpu_listing())
+    if not file:
+        raise InputError(
+            "must name a file", field="FILE", value=file, hint="this node: `hpml topo`"
+        )
+    from hpml_orchestrator.topology.recognise import read_topology, topology_of_text  # noqa: PLC0415
+
+    if file != "-":
+        from pathlib import Path  # noqa: PLC0415
+
+        return read_topology(Path(file))
+    import sys  # noqa: PLC0415
+
+    from hpml_orchestrator.topology.xml_guard import BYTES_MAX  # noqa: PLC0415
+
+    try:
+        text = sys.stdin.buffer.read(BYTES_MAX + 1).decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError("standard input: is no text in UTF-8") from None
+    return topology_of_text(text, name="standard input")
+
+
+def _gpu_listing() -> str:
+    """Return what `nvidia-smi -L` says of MIG instances; nothing where there is none of them."""
+    import os  # noqa: PLC0415
+
+    if not os.path.isdir("/proc/driver/nvidia/capabilities"):
+        return ""
+    from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.command import SubprocessRunner  # noqa: PLC0415
+
+    try:
+        result = SubprocessRunner().run(["nvidia-smi", "-L"], env=os.environ, timeout=20)
+    except (HpmlError, OSError):
+        return ""
+    return result.stdout if result.returncode == 0 and "MIG " in result.stdout else ""
+
+
+def _title(file: str | None, topology: Topology) -> str:
+    import os  # noqa: PLC0415
+
+    if file:
+        return f"{'standard input' if file == '-' else os.path.basename(file)} ({topology.source})"
+    return f"{os.uname().nodename} ({topology.source})"
+
+
+def _write_picture(topology: Topology, path: str, *, title: str) -> None:
+    from hpml_orchestrator.cli.topopicture import picture  # noqa: PLC0415
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(picture(topology, title=title))
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}", field="--svg", value=path
+        ) from None
+
+
+def as_json(topology: Topology) -> dict[str, Any]:
+    """Return a topology for programs; sets of CPUs are lists in the kernel's format."""
+    from hpml_orchestrator.topology import format_list  # noqa: PLC0415
+
+    return {
+        "source": topology.source,
+        "domains": [
+            {
+                "number": one.number,
+                "cpus": format_list(one.cpus),
+                "memory_bytes": one.memory_bytes,
+                "distances": {str(other): away for other, away in one.distances},
+            }
+            for one in topology.domains
+        ],
+        "cores": [
+            {
+                "number": one.number,
+                "socket": one.socket,
+                "domain": one.domain,
+                "cpus": format_list(one.cpus),
+            }
+            for one in topology.cores
+        ],
+        "sockets_told": topology.sockets_told,
+        "gpus": [
+            {
+                "index": one.index,
+                "name": one.name,
+                "address": one.address,
+                "uuid": one.uuid,
+                "parent": one.parent,
+                "domain": one.domain,
+                "cpus": format_list(one.cpus),
+            }
+            for one in topology.gpus
+        ],
+        "nics": [
+            {
+                "name": one.name,
+                "address": one.address,
+                "domain": one.domain,
+                "cpus": format_list(one.cpus),
+            }
+            for one in topology.nics
+        ],
+        "links": [{"gpu": gpu, "nic": nic, "level": level} for gpu, nic, level in topology.links],
+        "warnings": list(topology.warnings),
+    }
+
+
+def _print(topology: Topology, title: str) -> None:
+    from hpml_orchestrator.topology import format_list  # noqa: PLC0415
+
+    counts = (
+        (len({core.socket for core in topology.cores}), "socket"),
+        (len(topology.domains), "NUMA domain"),
+        (len(topology.cores), "core"),
+        (len(topology.cpus), "CPU"),
+        (len(topology.devices), "GPU"),
+        (len(topology.nics), "network card"),
+    )
+    told = ", ".join(
+        f"{count} {word}{'' if count == 1 else 's'}"
+        for count, word in counts
+        if word != "socket" or topology.sockets_told
+    )
+    typer.echo(f"{title}: {told}\n")
+    print_table(
+        ("DOMAIN", "SOCKET", "CORES", "CPUS", "MEMORY", "GPUS", "NICS", "DISTANCES"),
+        list(_domain_rows(topology)),
+    )
+    if topology.gpus:
+        typer.echo()
+        rows = [
+            (
+                one.name,
+                one.address or _NO_VALUE,
+                _number(one.domain),
+                format_list(one.cpus) or _NO_VALUE,
+                nearest_nics(topology, one.name) or _NO_VALUE,
+            )
+            for one in topology.gpus
+        ]
+        print_table(("GPU", "ADDRESS", "DOMAIN", "LOCAL CPUS", "NEAREST NICS"), rows)
+    if topology.nics:
+        typer.echo()
+        print_table(
+            ("NIC", "ADDRESS", "DOMAIN"),
+            [(one.name, one.address or _NO_VALUE, _number(one.domain)) for one in topology.nics],
+        )
+
+
+def _domain_rows(topology: Topology) -> Iterator[Sequence[str]]:
+    from hpml_orchestrator.topology import format_list  # noqa: PLC0415
+
+    for one in topology.domains:
+        cores = [core for core in topology.cores if core.domain == one.number]
+        sockets = {core.socket for core in cores} if topology.sockets_told else set()
+        yield (
+            str(one.number),
+            ",".join(str(socket) for socket in sorted(sockets)) or _NO_VALUE,
+            str(len(cores)),
+            format_list(one.cpus) or _NO_VALUE,
+            f"{one.memory_bytes / _GIB:.0f} GiB" if one.memory_bytes else _NO_VALUE,
+            names(gpu.name for gpu in topology.gpus if gpu.domain == one.number) or _NO_VALUE,
+            names(nic.name for nic in topology.nics if nic.domain == one.number) or _NO_VALUE,
+            " ".join(f"{other}:{away}" for other, away in one.distances) or _NO_VALUE,
+        )
+
+
+def _number(domain: int | None) -> str:
+    return _NO_VALUE if domain is None else str(domain)
+
+
+def nearest_nics(topology: Topology, gpu: str) -> str:
+    """Return the level and the names of the cards that are nearest to a GPU; SYS is not near."""
+    found = [(level, nic) for name, nic, level in topology.links if name == gpu]
+    for level in _LEVELS[:-1]:
+        near = [nic for one, nic in found if one == level]
+        if near:
+            return f"{level} {names(near)}"
+    return ""
+
+
+def names(words: Iterable[str]) -> str:
+    """Return names as one text, rows of numbers drawn together.
+
+    >>> names(["GPU0", "GPU1", "GPU2", "mlx5_0"])
+    'GPU0-2 mlx5_0'
+    """
+    import re  # noqa: PLC0415
+
+    runs: list[list[str]] = []  # a word, its number and the last number of its run
+    for word in words:
+        match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", word)
+        stem, number = (match[1], match[2]) if match else (word, "")
+        last = runs[-1] if runs else ["", "", ""]
+        if number and last[2] and last[0] == stem and int(number) == int(last[2]) + 1:
+            last[2] = number
+        else:
+            runs.append([stem, number, number])
+    return " ".join(
+        f"{stem}{first}" + (f"-{last}" if last != first else "") for stem, first, last in runs
+    )

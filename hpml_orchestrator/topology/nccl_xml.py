@@ -1,0 +1,190 @@
+"""NCCL's and RCCL's topology file (`NCCL_TOPO_DUMP_FILE`) as a `Topology`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.topology.build import cores_without_siblings, name_key
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_mask
+from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
+from hpml_orchestrator.topology.pci import (
+    PciPath,
+    address_key,
+    full_address,
+    is_gpu,
+    is_nic,
+    links,
+)
+from hpml_orchestrator.topology.xml_guard import parse_xml
+
+if TYPE_CHECKING:
+    import xml.etree.ElementTree as ET
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["read_nccl_xml"]
+
+_SOURCE = "NCCL XML"
+_BRIDGE, _DISPLAY, _ACCELERATOR = 0x0604, 0x03, 0x12
+_AMD_VENDORS = {0x1002, 0x1022}
+_UNNUMBERED = CPUS_MAX
+
+
+def read_nccl_xml(text: str) -> Topology:
+    """Return the node that a NCCL or RCCL topology file describes.
+
+    Raises:
+        InputError: it is no such file, is cut off, or describes several nodes.
+    """
+    root = parse_xml(text)
+    parts = root.findall("cpu")
+    if root.tag != "system" or not parts:
+        raise InputError("is no NCCL topology: <system> with a <cpu> is missing")
+    if len({part.get("host_hash") for part in parts}) > 1:
+        raise InputError(
+            "describes several nodes", hint="dump it from a job on one node: NCCL_TOPO_DUMP_FILE"
+        )
+    try:
+        return _topology(parts)
+    except ValueError as error:
+        raise InputError(f"is no NCCL topology that hpml understands: {error}") from None
+
+
+def _topology(parts: Sequence[ET.Element]) -> Topology:
+    warnings: list[str] = []
+    domains = _domains(parts, warnings)
+    cores, note = cores_without_siblings(domains)
+    warnings.append(note)
+    gpus: list[tuple[int, Gpu]] = []
+    nics: dict[str, Nic] = {}
+    paths: dict[str, PciPath] = {}
+    for part in parts:
+        number = _domain_number(part)
+        cpus = parse_mask(part.get("affinity") or "0") if number is not None else ()
+        home = number if cpus else None
+        for device, above in _pci_devices(part):
+            address = full_address(device.get("busid", "")) or device.get("busid", "")
+            vendor, kind = _hex(device, "vendor"), _hex(device, "class") >> 8
+            own = frozenset(
+                one.get("busid", "")
+                for one in above
+                if _hex(one, "vendor") in _AMD_VENDORS and len(one.findall("pci")) == 1
+            )
+            # NCCL's tree has one entry per switch, and no host bridges.
+            bridges = (f"domain {part.get('numaid')}", *(one.get("busid", "") for one in above))
+            paths[address] = PciPath(bridges, own, hops=0, root=True)
+            told = device.find("gpu")
+            if told is not None or is_gpu(vendor, kind) or _is_display(kind):
+                index = _number(told.get("dev", "")) if told is not None else _UNNUMBERED
+                gpus.append((index, Gpu(index, "", address, domain=home, cpus=cpus)))
+            names = [one.get("name", "") for one in device.findall("nic/net")]
+            if not names and device.find("nic") is None and is_nic(kind):
+                names = [address]
+            for name in names:
+                nics[name] = Nic(name, address, home, cpus)
+        for net in part.findall("nic/net"):
+            # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
+            name = net.get("name", "")
+            nics[name] = Nic(name)
+            warnings.append(f"The place of the network card {name} is not told.")
+    made = _in_order(gpus, warnings)
+    cards = tuple(nics[name] for name in sorted(nics, key=name_key))
+    told_links = links(made, cards, paths)
+    # Behind one <cpu> there may be several host bridges: NODE is what is certain.
+    weakened = tuple((a, b, "NODE" if level == "PHB" else level) for a, b, level in told_links)
+    return Topology(
+        _SOURCE, cores, domains, made, cards, weakened, tuple(warnings), sockets_told=False
+    )
+
+
+def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, ...]:
+    """Return the domains that are told, each CPU in one of them."""
+    cpus_of: dict[int, tuple[int, ...]] = {}
+    taken: set[int] = set()
+    for part in parts:
+        number = _domain_number(part)
+        cpus = parse_mask(part.get("affinity") or "0")
+        if number is None:
+            warnings.append(
+                "NCCL knew no NUMA domain (numaid -1): the domain of the devices there is not told."
+            )
+            if len(parts) > 1:
+                continue
+            number = 0
+        if number in cpus_of:
+            raise ValueError(f"domain {number} is told twice")
+        if taken & set(cpus):
+            both = format_list(taken & set(cpus))
+            warnings.append(f"The CPUs {both} are told for two domains: the first has them.")
+        cpus_of[number] = tuple(cpu for cpu in cpus if cpu not in taken)
+        taken.update(cpus)
+    if not taken:
+        warnings.append("The file tells no CPUs.")
+    missing = sorted(set(range(max(cpus_of, default=0))) - set(cpus_of))
+    if missing:
+        warnings.append(
+            f"Not told are the NUMA domains {format_list(missing)}: NCCL lists those with devices."
+        )
+    return tuple(Domain(number, cpus_of[number]) for number in sorted(cpus_of))
+
+
+def _pci_devices(part: ET.Element) -> Iterator[tuple[ET.Element, tuple[ET.Element, ...]]]:
+    """Yield the devices behind a CPU, in order, each with the bridges above it."""
+    pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [
+        (one, ()) for one in reversed(part.findall("pci"))
+    ]
+    while pending:
+        device, above = pending.pop()
+        children = device.findall("pci")
+        if not children and _hex(device, "class") >> 8 != _BRIDGE:
+            yield device, above
+        pending.extend((child, (*above, device)) for child in reversed(children))
+
+
+def _in_order(gpus: list[tuple[int, Gpu]], warnings: list[str]) -> tuple[Gpu, ...]:
+    """Return the GPUs by the library's numbers; without numbers by address, as drivers count."""
+    if any(number == _UNNUMBERED for number, _ in gpus):
+        warnings.append("GPUs have no numbers in the file: they are counted by PCI address.")
+        gpus = [(_UNNUMBERED, gpu) for _, gpu in gpus]
+    numbers = [number for number, _ in gpus if number != _UNNUMBERED]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError("two GPUs have one number")
+    ordered = sorted(gpus, key=lambda pair: (pair[0], _key(pair[1].address)))
+    return tuple(
+        Gpu(
+            index,
+            f"GPU{index if number == _UNNUMBERED else number}",
+            gpu.address,
+            domain=gpu.domain,
+            cpus=gpu.cpus,
+        )
+        for index, (number, gpu) in enumerate(ordered)
+    )
+
+
+def _key(address: str) -> tuple[int, ...]:
+    return address_key(address) if full_address(address) else (CPUS_MAX,)
+
+
+def _is_display(kind: int) -> bool:
+    """Tell whether a class is a display or an accelerator: old files tell no vendors."""
+    return kind >> 8 in {_DISPLAY, _ACCELERATOR}
+
+
+def _domain_number(part: ET.Element) -> Optional[int]:  # noqa: UP045
+    text = part.get("numaid", "-1").strip()
+    return None if text.startswith("-") else _number(text)
+
+
+def _number(text: str) -> int:
+    if not (text.isdecimal() and text.isascii() and len(text) < 10 and int(text) < CPUS_MAX):  # noqa: PLR2004
+        raise ValueError(f"{text[:40]!r} is no number of a device or domain")
+    return int(text)
+
+
+def _hex(element: ET.Element, name: str) -> int:
+    text = element.get(name, "0x0")
+    try:
+        return int(text[:12], 16)
+    except ValueError:
+        raise ValueError(f"{name}={text[:40]!r} is no number in hexadecimal") from None

@@ -1,0 +1,90 @@
+"""Reads a node's topology out of a file of any known format, recognised by what is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from typing import Union
+
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.topology.hwloc_xml import read_hwloc_xml
+from hpml_orchestrator.topology.model import Topology
+from hpml_orchestrator.topology.nccl_xml import read_nccl_xml
+from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
+from hpml_orchestrator.topology.xml_guard import BYTES_MAX, parse_xml
+
+__all__ = ["read_topology", "topology_of_text"]
+
+_HINT = (
+    "known are: hwloc's XML (`lstopo machine.xml`), NCCL's topology file (NCCL_TOPO_DUMP_FILE), "
+    "and the output of `nvidia-smi topo -m`"
+)
+_FIRST_TAG = re.compile(r"<([A-Za-z_][\w.-]*)")
+_COMMENTS = re.compile(r"<!--.*?-->|<\?.*?\?>|<!DOCTYPE[^>\[]*>", re.DOTALL)
+
+
+def read_topology(source: Union[str, os.PathLike[str]]) -> Topology:
+    """Return the topology in a file, or in a text: one that has line ends or begins with `<`.
+
+    Raises:
+        InputError: the format is none that is known, or the file is damaged; names the file.
+        NotFoundError: there is no such file.
+    """
+    if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("<")):
+        return topology_of_text(source)
+    path = os.fspath(source)
+    return topology_of_text(_read(path), name=path)
+
+
+def topology_of_text(text: str, *, name: str = "") -> Topology:
+    """Return the topology that a text describes.
+
+    Args:
+        text: the whole text of the file.
+        name: what to call it in errors.
+
+    Raises:
+        InputError: the format is none that is known, or the text is damaged.
+    """
+    try:
+        return _read_by_content(text)
+    except InputError as error:
+        raise InputError(f"{name or 'topology'}: {error.message}", hint=error.hint) from None
+
+
+def _read_by_content(text: str) -> Topology:
+    if not text.strip():
+        raise InputError("is empty", hint=_HINT)
+    body = text.lstrip("\ufeff \t\r\n")
+    if not body.startswith("<"):
+        if looks_like_nvidia_smi(text):
+            return read_nvidia_smi(text)
+        raise InputError("describes no machine in a format that hpml knows", hint=_HINT)
+    first = _FIRST_TAG.match(_COMMENTS.sub("", body).lstrip())
+    if first and first[1] == "topology":
+        return read_hwloc_xml(body)
+    if first and first[1] == "system":
+        return read_nccl_xml(body)
+    root = parse_xml(body)  # tells what is wrong with damaged XML
+    raise InputError(f"is XML that describes no machine: <{root.tag[:40]}>", hint=_HINT)
+
+
+def _read(path: str) -> str:
+    """Return the text of a file or pipe of bounded size."""
+    try:
+        with open(path, "rb") as stream:
+            if stat.S_ISDIR(os.fstat(stream.fileno()).st_mode):
+                raise IsADirectoryError(21, "Is a directory", path)
+            data = stream.read(BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"no such file: {path}", hint=_HINT) from None
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path}: cannot be read: {told}") from None
+    if len(data) > BYTES_MAX:
+        raise InputError(f"{path}: is larger than {BYTES_MAX // 1024**2} MiB", hint=_HINT)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is no text in UTF-8", hint=_HINT) from None

@@ -1,0 +1,243 @@
+"""`hpml topo`: tables, JSON and a picture of this node or of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.cli.topo import names
+from hpml_orchestrator.cli.topopicture import picture
+from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology
+from hpml_orchestrator.topology.recognise import read_topology
+from hpml_orchestrator.topology.xml_guard import parse_xml
+from tests.unit.cli.test_words import HPML
+
+if TYPE_CHECKING:
+    import xml.etree.ElementTree as ET
+
+    from tests.unit.cli.conftest import Result, Shell
+
+Hpml = Callable[..., "Result"]
+DATA = Path(__file__).parents[1] / "topology" / "data"
+H100 = DATA / "nvidia-smi/h100-hgx-8gpu-2socket.txt"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_file_as_tables(hpml: Hpml) -> None:
+    """Domains, GPUs and cards in a table each, separated by tabs where no terminal is."""
+    told = hpml("topo", str(H100))
+    assert told.code == 0
+    lines = told.out.splitlines()
+    assert lines[0] == (
+        "h100-hgx-8gpu-2socket.txt (nvidia-smi topo -m): 2 NUMA domains, 112 cores, 224 CPUs, "
+        "8 GPUs, 12 network cards"
+    )
+    assert "1\t-\t56\t56-111,168-223\t-\tGPU4-7\tNIC6-11\t-" in lines
+    assert "GPU5\t-\t1\t56-111,168-223\tPXB NIC9" in lines
+    assert "NIC11\t-\t1" in lines
+    assert "warning: Sockets and hardware threads are not told" in told.err
+
+
+def test_a_file_as_json(hpml: Hpml) -> None:
+    """Everything that is known, sets of CPUs in the kernel's format."""
+    told = hpml("topo", str(DATA / "hwloc/nvidiaDGX2.xml"), "--json").json()
+    assert told["source"] == "hwloc XML"
+    assert told["domains"][1] == {
+        "number": 1,
+        "cpus": "24-25",
+        "memory_bytes": 811737923584,
+        "distances": {"0": 21, "1": 10},
+    }
+    assert told["gpus"][15] == {
+        "index": 15,
+        "name": "nvml15",
+        "address": "0000:e7:00.0",
+        "uuid": "GPU-bb4648d3-e72b-4bac-a32f-4c9f3e4eb547",
+        "parent": "",
+        "domain": 1,
+        "cpus": "24-25",
+    }
+    assert told["cores"][2] == {"number": 2, "socket": 1, "domain": 1, "cpus": "24"}
+    assert (told["nics"], told["links"], told["warnings"]) == ([], [], [])
+
+
+def test_this_node(hpml: Hpml) -> None:
+    """Without a file the CPUs are those that the kernel has online."""
+    told = hpml("topo", "--json").json()
+    assert told["source"] == "sysfs"
+    count = sum(
+        int(part.split("-")[-1]) - int(part.split("-")[0]) + 1
+        for domain in told["domains"]
+        for part in domain["cpus"].split(",")
+    )
+    assert count == os.sysconf("SC_NPROCESSORS_ONLN")
+    assert hpml("topo").out.startswith(os.uname().nodename)
+
+
+def test_a_process_that_is_bound_is_told(shell: Shell) -> None:
+    """The node is shown whole; which CPUs may be used is a note, where these are not all."""
+    mine = sorted(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "--cpu-list", str(mine[0]), HPML, "topo", "--json"],
+        env=shell.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    online = os.sysconf("SC_NPROCESSORS_ONLN")
+    note = f"note: this process may use the CPUs {mine[0]} alone\n"
+    assert (note in done.stderr) == (online > 1)
+    assert len(json.loads(done.stdout)["cores"]) >= 1
+
+
+def test_a_pipe_is_read(shell: Shell) -> None:
+    """`nvidia-smi topo -m | hpml topo -` needs no file."""
+    done = subprocess.run(
+        [HPML, "topo", "-", "--json"],
+        input=H100.read_bytes(),
+        env=shell.environment(),
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert b'"nvidia-smi topo -m"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["none.xml"], 3, "no such file: none.xml"),
+        ([""], 2, "FILE: must name a file (got '')"),
+        ([str(H100), "--svg", ""], 2, "--svg: cannot be written"),
+        (["."], 2, ".: cannot be read: Is a directory"),
+        (["notes.txt"], 2, "notes.txt: describes no machine in a format that hpml knows"),
+        (["cut.xml"], 2, "cut.xml: the XML is cut off"),
+        ([str(H100), "--svg", "notes.txt/x.svg"], 2, "--svg: cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    shell: Shell, hpml: Hpml, words: list[str], code: int, message: str
+) -> None:
+    """One line and an exit status; nothing on standard output."""
+    (shell.root / "notes.txt").write_text("Remember the milk.\n")
+    (shell.root / "cut.xml").write_text("<topology><object type='Machine'>\n")
+    told = hpml("topo", *words)
+    assert (told.code, told.out) == (code, "")
+    assert message in told.err
+    assert "Traceback" not in told.err
+
+
+def test_a_picture_is_written(shell: Shell, hpml: Hpml) -> None:
+    """Beside the table; its file is XML with a box per core, GPU and card."""
+    told = hpml("topo", str(DATA / "nccl/topo_16p1h.xml"), "--svg", "node.svg")
+    assert told.code == 0
+    root = parse_xml((shell.root / "node.svg").read_text())
+    kinds = [box.get("class") for box in root.iter(f"{SVG}rect")]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "page": 1,
+        "socket": 1,
+        "domain": 4,
+        "core": 128,
+        "gpu": 16,
+        "nic": 8,
+    }
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert "GPU15" in words
+    assert "PIX mlx5_8" in words
+
+
+def odd_machine() -> Topology:
+    """Sixteen domains of 9 cores in two sockets, memory alone, and devices of no domain."""
+    cores = [
+        Core(n, n // 72, n // 9, tuple(n + 144 * thread for thread in range(4))) for n in range(144)
+    ]
+    domains = [
+        Domain(
+            number,
+            tuple(cpu for core in cores if core.domain == number for cpu in core.cpus),
+            2**40,
+            tuple((other, 10 if other == number else 32) for other in range(17)),
+        )
+        for number in range(16)
+    ]
+    gpus = [Gpu(n, f"GPU{n} MIG 1g.10gb+me 0<&>", f"0000:{n:02x}:00.0", domain=n) for n in range(6)]
+    gpus += [Gpu(6, "GPU6", "0000:f0:00.0"), Gpu(7, "GPU7", domain=3)]
+    nics = [Nic(f"mlx5_bond_with_a_long_name_{n}", "", n or None) for n in range(3)]
+    return Topology(
+        "sysfs", tuple(cores), (*domains, Domain(16, (), 2**36)), tuple(gpus), tuple(nics)
+    )
+
+
+def boxes(root: ET.Element, kinds: set[str]) -> Iterator[tuple[float, float, float, float]]:
+    for box in root.iter(f"{SVG}rect"):
+        if box.get("class", "").split()[0] in kinds:
+            x, y = float(box.get("x", "")), float(box.get("y", ""))
+            yield x, y, x + float(box.get("width", "")), y + float(box.get("height", ""))
+
+
+def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [odd_machine(), *(read_topology(path) for path in sorted(DATA.glob("*/*.*")))],
+    ids=["odd", *(path.name for path in sorted(DATA.glob("*/*.*")))],
+)
+def test_nothing_in_a_picture_overlaps(machine: Topology) -> None:
+    """Boxes of a kind lie apart and on the sheet, texts are apart, by a font wider than usual."""
+    root = parse_xml(picture(machine, title="a machine"))
+    width, height = float(root.get("width", "")), float(root.get("height", ""))
+    for kinds in ({"core", "gpu", "nic"}, {"domain", "gpu", "nic"}, {"socket", "gpu", "nic"}):
+        found = list(boxes(root, kinds))
+        for index, one in enumerate(found):
+            assert one[0] >= 0 <= one[1] and one[2] <= width and one[3] <= height  # noqa: PT018
+            assert not any(overlap(one, other) for other in found[index + 1 :])
+    texts = []
+    for text in root.iter(f"{SVG}text"):
+        size, x, y = (float(text.get(name, "")) for name in ("font-size", "x", "y"))
+        long = 0.6 * size * len(text.text or "")
+        x -= long / 2 if text.get("text-anchor") == "middle" else 0
+        texts.append((x, y - size * 0.8, x + long, y + size * 0.2))
+    for index, one in enumerate(texts):
+        assert one[2] <= width
+        assert not any(overlap(one, other) for other in texts[index + 1 :]), one
+    homes = list(boxes(root, {"domain"}))
+    for one in boxes(root, {"core"}):
+        assert any(
+            home[0] <= one[0] and one[2] <= home[2] and home[1] <= one[1] and one[3] <= home[3]
+            for home in homes
+        )
+
+
+def test_names_in_a_picture_are_text() -> None:
+    """Whatever a file calls its devices, the picture stays XML."""
+    machine = dataclasses.replace(odd_machine(), gpus=(Gpu(0, "<script>\x01&", domain=0),))
+    root = parse_xml(picture(machine, title="]]>&\x00"))
+    assert any("<script>\ufffd&" in (text.text or "") for text in root.iter(f"{SVG}text"))
+
+
+def test_rows_of_names_are_drawn_together() -> None:
+    """Numbers that follow one another; others stand alone."""
+    assert names(["GPU0", "GPU1", "GPU3", "a", "mlx5_9", "mlx5_10"]) == "GPU0-1 GPU3 a mlx5_9-10"
+    assert names(["GPU01", "GPU02", "GPU2", "GPU2"]) == "GPU01 GPU02 GPU2 GPU2"
+    assert names([]) == ""
+
+
+def test_help_reads_no_file() -> None:
+    """Parsers and pictures are imported where they are needed."""
+    code = (
+        "import sys; from hpml_orchestrator.cli.main import app; "
+        "print([m for m in sys.modules if 'topology' in m or 'topopicture' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

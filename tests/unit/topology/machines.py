@@ -1,0 +1,254 @@
+"""Machines described plainly, and written as the kernel, hwloc, NCCL and nvidia-smi tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GPU_CLASS, NIC_CLASS, BRIDGE_CLASS = 0x030200, 0x020700, 0x060400
+NVIDIA, AMD, MELLANOX, PLX = 0x10DE, 0x1002, 0x15B3, 0x10B5
+
+
+@dataclass(frozen=True)
+class Device:
+    """A PCI device: its kind (`gpu` or `nic`), and the bridges above it from the host bridge on."""
+
+    kind: str
+    name: str
+    address: str
+    bridges: tuple[str, ...]
+    domain: int
+    uuid: str = ""
+    vendor: int = NVIDIA
+
+    @property
+    def pci_class(self) -> int:
+        return GPU_CLASS if self.kind == "gpu" else NIC_CLASS
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores as (socket, domain, CPUs), distances by domain, devices; 64 GiB in each domain."""
+
+    cores: Sequence[tuple[int, int, tuple[int, ...]]]
+    distances: dict[int, list[int]]
+    devices: Sequence[Device] = ()
+    memory_kib: int = 64 * 1024**2
+
+    def cpus(self, domain: int) -> list[int]:
+        return sorted(cpu for _, home, cpus in self.cores for cpu in cpus if home == domain)
+
+    @property
+    def gpus(self) -> list[Device]:
+        return [one for one in self.devices if one.kind == "gpu"]
+
+    @property
+    def nics(self) -> list[Device]:
+        return [one for one in self.devices if one.kind == "nic"]
+
+
+def mask(cpus: Sequence[int], words: int = 4) -> str:
+    """A mask in words of 32 bits, the highest first, as the kernel writes it."""
+    value = sum(1 << cpu for cpu in cpus)
+    return ",".join(f"{value >> 32 * n & 0xFFFFFFFF:08x}" for n in reversed(range(words)))
+
+
+def numbers(cpus: Sequence[int]) -> str:
+    """A list without ranges: legal, and not what the code under test writes."""
+    return ",".join(str(cpu) for cpu in cpus)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def write_sysfs(root: Path, machine: Machine) -> tuple[str, str]:
+    """Write /sys and /proc below a directory; return both."""
+    sys_root, proc_root = root / "sys", root / "proc"
+    cpu_root = sys_root / "devices/system/cpu"
+    everything = sorted(cpu for _, _, cpus in machine.cores for cpu in cpus)
+    write(cpu_root / "online", numbers(everything))
+    for socket, _, cpus in machine.cores:
+        for cpu in cpus:
+            write(cpu_root / f"cpu{cpu}/topology/thread_siblings_list", numbers(cpus))
+            write(cpu_root / f"cpu{cpu}/topology/core_cpus_list", numbers(cpus))
+            write(cpu_root / f"cpu{cpu}/topology/physical_package_id", str(socket))
+    for number, row in machine.distances.items():
+        node = sys_root / f"devices/system/node/node{number}"
+        write(node / "cpulist", numbers(machine.cpus(number)))
+        write(node / "distance", " ".join(map(str, row)))
+        write(node / "meminfo", f"Node {number} MemTotal:       {machine.memory_kib} kB")
+    (sys_root / "bus/pci/devices").mkdir(parents=True)
+    for device in machine.devices:
+        place = sys_root / "devices"
+        for bridge in device.bridges:
+            place /= bridge
+            if not bridge.startswith("pci"):
+                pci(sys_root, place, BRIDGE_CLASS, PLX)
+        place /= device.address
+        pci(sys_root, place, device.pci_class, device.vendor)
+        write(place / "numa_node", str(device.domain))
+        write(place / "local_cpulist", numbers(machine.cpus(device.domain)))
+        write(place / "local_cpus", mask(machine.cpus(device.domain)))
+        if device.kind == "nic":
+            link = sys_root / "class/infiniband" / device.name
+            link.mkdir(parents=True)
+            (link / "device").symlink_to(place)
+        elif device.vendor == NVIDIA:
+            write(
+                proc_root / f"driver/nvidia/gpus/{device.address}/information",
+                f"Model: \t\t NVIDIA A100\nIRQ:   \t\t 1\nGPU UUID: \t {device.uuid}\n"
+                f"Bus Location: \t {device.address}\nDevice Minor: \t {device.name[3:]}",
+            )
+    return str(sys_root), str(proc_root)
+
+
+def pci(sys_root: Path, place: Path, kind: int, vendor: int) -> None:
+    write(place / "class", f"0x{kind:06x}")
+    write(place / "vendor", f"0x{vendor:04x}")
+    link = sys_root / "bus/pci/devices" / place.name
+    if not link.is_symlink():
+        link.symlink_to(place)
+
+
+def hwloc_xml(machine: Machine, version: int = 3) -> str:
+    """What lstopo exports: hwloc 1 nests sockets in domains, 2 and 3 hang domains into sockets."""
+    lines = ['<?xml version="1.0" encoding="UTF-8"?>', '<!DOCTYPE topology SYSTEM "hwloc2.dtd">']
+    lines.append(f'<topology version="{version}.0">' if version > 1 else "<topology>")
+    everything = [cpu for _, _, cpus in machine.cores for cpu in cpus]
+    lines.append(f'<object type="Machine" os_index="0" cpuset="{hwloc_mask(everything)}">')
+    rows = [str(value) for row in machine.distances.values() for value in row]
+    if version == 1:
+        count = len(machine.distances)
+        lines.append(f'<distances nbobjs="{count}" relative_depth="1" latency_base="10.000000">')
+        lines += [f'<latency value="{int(value) / 10:f}"/>' for value in rows]
+        lines.append("</distances>")
+    for number in machine.distances:
+        home = [(socket, cpus) for socket, domain, cpus in machine.cores if domain == number]
+        cpuset = hwloc_mask(machine.cpus(number))
+        node = (
+            f'<object type="NUMANode" os_index="{number}" cpuset="{cpuset}" '
+            f'local_memory="{machine.memory_kib * 1024}"'
+        )
+        socket = home[0][0] if home else 0
+        if not home:
+            lines.append(f'{node} subtype="GPUMemory"/>')
+            continue
+        package = "Package" if version > 1 else "Socket"
+        opened = f'<object type="{package}" os_index="{socket}" cpuset="{cpuset}">'
+        lines += [opened, f"{node}/>"] if version > 1 else [f"{node}>", opened]
+        for index, (_, cpus) in enumerate(home):
+            core = f'<object type="Core" os_index="{index}" cpuset="{hwloc_mask(cpus)}">'
+            units = [
+                f'<object type="PU" os_index="{cpu}" cpuset="{hwloc_mask([cpu])}"/>' for cpu in cpus
+            ]
+            lines += [core, *units, "</object>"]
+        for device in machine.devices:
+            if device.domain == number:
+                lines += hwloc_device(device)
+        lines += ["</object>"] * (1 if version > 1 else 2)
+    lines.append("</object>")
+    if version > 1:
+        indexes = " ".join(map(str, machine.distances))
+        count = len(machine.distances)
+        lines += [
+            f'<distances2 type="NUMANode" nbobjs="{count}" kind="5" indexing="os">',
+            f'<indexes length="{len(indexes)}">{indexes} </indexes>',
+            *(f'<u64values length="3">{value} </u64values>' for value in rows),
+            "</distances2>",
+        ]
+    return "\n".join([*lines, "</topology>", ""])
+
+
+def hwloc_mask(cpus: Sequence[int]) -> str:
+    return ",".join(f"0x{word}" for word in mask(cpus).split(","))
+
+
+def hwloc_device(device: Device) -> list[str]:
+    kind, vendor = device.pci_class >> 8, device.vendor
+    domain, bus = device.bridges[0].removeprefix("pci").split(":")
+    lines = [f'<object type="Bridge" bridge_type="0-1" bridge_pci="{domain}:[{bus}-ff]">']
+    lines += [
+        f'<object type="Bridge" bridge_type="1-1" pci_busid="{bridge}">'
+        for bridge in device.bridges[1:]
+    ]
+    lines.append(
+        f'<object type="PCIDev" pci_busid="{device.address}" '
+        f'pci_type="{kind:04x} [{vendor:04x}:1db8] [0000:0000] a1 00">'
+    )
+    if device.kind == "gpu":
+        lines += [
+            f'<object type="OSDev" name="nvml{device.name[3:]}" osdev_type="12">',
+            f'<info name="NVIDIAUUID" value="{device.uuid}"/></object>',
+        ]
+    else:
+        lines.append(f'<object type="OSDev" name="{device.name}" osdev_type="3"/>')
+    return [*lines, *["</object>"] * (len(device.bridges) + 1)]
+
+
+def nccl_xml(machine: Machine) -> str:
+    """What NCCL dumps: one entry per switch, not per port; domains with devices alone."""
+    lines = ['<system version="1">']
+    for number in dict.fromkeys(device.domain for device in machine.devices):
+        lines.append(f'<cpu numaid="{number}" affinity="{mask(machine.cpus(number))}" arch="x">')
+        for device in machine.devices:
+            if device.domain == number:
+                # bridges: host bridge, root port, then the two ports of each switch
+                switches = device.bridges[2::2]
+                lines += [f'<pci busid="{one}" class="0x060400">' for one in switches]
+                lines.append(
+                    f'<pci busid="{device.address}" class="0x{device.pci_class:06x}" '
+                    f'vendor="0x{device.vendor:04x}">'
+                )
+                lines.append(
+                    f'<gpu dev="{device.name[3:]}" sm="80" rank="0"/>'
+                    if device.kind == "gpu"
+                    else f'<nic><net name="{device.name}" dev="0"/></nic>'
+                )
+                lines += ["</pci>"] * (len(switches) + 1)
+        lines.append("</cpu>")
+    return "\n".join([*lines, "</system>", ""])
+
+
+def nvidia_smi(machine: Machine, levels: dict[tuple[str, str], str], *, tabs: bool = True) -> str:
+    """What `nvidia-smi topo -m` prints, with cards behind a legend, tabs expanded where asked."""
+    columns = [one.name for one in machine.gpus] + [f"NIC{n}" for n in range(len(machine.nics))]
+    tails = ["CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]
+    lines = ["\x1b[4m\t" + "\t".join([*columns, *tails]) + "\x1b[0m"]
+    for gpu in machine.gpus:
+        row = ["NV12"] * len(machine.gpus)
+        row[machine.gpus.index(gpu)] = " X "
+        row += [levels[gpu.name, nic.name] for nic in machine.nics]
+        cpus = numbers(machine.cpus(gpu.domain))
+        lines.append("\t".join([gpu.name, *row, cpus, str(gpu.domain), "", "N/A"]))
+    for index, nic in enumerate(machine.nics):
+        row = [levels[gpu.name, nic.name] for gpu in machine.gpus]
+        row += [" X " if one is nic else "SYS" for one in machine.nics]
+        lines.append("\t".join([f"NIC{index}", *row, "", "", "", ""]))
+    lines += ["", "Legend:", "", "  X    = Self", "", "NIC Legend:", ""]
+    lines += [f"  NIC{index}: {nic.name}" for index, nic in enumerate(machine.nics)]
+    text = "\n".join(lines) + "\n"
+    return text if tabs else text.expandtabs(8)
+
+
+def two_sockets() -> tuple[Machine, dict[tuple[str, str], str]]:
+    """Two domains of 4 cores with 2 threads, a card behind the switch of GPU 1; and their links.
+
+    GPU 0 and 1 are on domain 1, GPU 2 on domain 0: the order is reversed and the load uneven.
+    """
+    cores = [(n // 4, n // 4, (n, n + 8)) for n in range(8)]
+    left = ("pci0000:40", "0000:40:01.1", "0000:41:00.0")
+    devices = [
+        Device("gpu", "GPU0", "0000:43:00.0", (*left, "0000:42:00.0"), 1, "GPU-000000aa"),
+        Device("gpu", "GPU1", "0000:83:00.0", ("pci0000:80", "0000:80:01.1"), 1, "GPU-000000bb"),
+        Device("gpu", "GPU2", "0000:c3:00.0", ("pci0000:c0", "0000:c0:01.1"), 0, "GPU-000000cc"),
+        Device("nic", "mlx5_0", "0000:44:00.0", (*left, "0000:42:04.0"), 1, vendor=MELLANOX),
+    ]
+    links = {
+        ("GPU0", "mlx5_0"): "PIX",
+        ("GPU1", "mlx5_0"): "NODE",
+        ("GPU2", "mlx5_0"): "SYS",
+    }
+    return Machine(cores, {0: [10, 21], 1: [21, 10]}, devices), links

@@ -1,0 +1,261 @@
+"""Real machines' files are read as somebody reads them who looks at them; figures are by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.topology import Topology, format_list
+from hpml_orchestrator.topology.recognise import read_topology
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a file says, worked out by hand.
+
+    Attributes:
+        cores: number of cores.
+        sockets: number of sockets; 0 where the file does not tell.
+        domains: domain -> its CPUs.
+        gpus: domain of each GPU, in order.
+        first: name and address of GPU 0.
+        near: GPU -> level and names of the cards nearest to it, for some GPUs.
+        nics: card -> domain.
+    """
+
+    cores: int
+    sockets: int
+    domains: dict[int, str]
+    gpus: Sequence[int | None]
+    first: tuple[str, str] = ("", "")
+    near: dict[int, tuple[str, str]] | None = None
+    nics: Mapping[str, int | None] | None = None
+
+
+POWER8 = {0: "0-1,8-9,16-17,24-25", 1: "80-81,88-89,96-97,104-105"}
+H100_NICS = {f"NIC{i}": int(i >= 6) for i in range(12)}
+MACHINES = {
+    "hwloc/AMD-19h-Zen3-2xEpyc-7763.xml": Machine(128, 2, {0: "0-127"}, []),
+    "hwloc/Intel-SapphireRapids-2xXeonMax9460.xml": Machine(80, 2, {0: "0-159"}, []),
+    "hwloc/nvidiaDGX2.xml": Machine(
+        4, 2, {0: "0-1", 1: "24-25"}, [0] * 8 + [1] * 8, ("nvml0", "0000:34:00.0")
+    ),
+    "hwloc/power8gpudistances.xml": Machine(8, 2, POWER8, [0, 0, 1, 1], ("nvml0", "0002:01:00.0")),
+    "nccl/azure-ndv4-topo.xml": Machine(
+        96,
+        0,
+        {0: "0-23", 1: "24-47", 2: "48-71", 3: "72-95"},
+        [1, 1, 0, 0, 3, 3, 2, 2],  # by PCI address, as the driver counts; the file begins with 0003
+        ("GPU0", "0001:00:00.0"),
+        {0: ("PIX", "0101:00:00.0 0102:00:00.0"), 7: ("PIX", "0107:00:00.0 0108:00:00.0")},
+        {
+            f"010{n}:00:00.0": {1: 1, 2: 1, 3: 0, 4: 0, 5: 3, 6: 3, 7: 2, 8: 2}[n]
+            for n in range(1, 9)
+        },
+    ),
+    "nccl/topo_16p1h.xml": Machine(
+        128,
+        0,
+        {0: "0-31,128-159", 1: "32-63,160-191", 2: "64-95,192-223", 3: "96-127,224-255"},
+        [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4,
+        ("GPU0", "0000:4e:00.0"),
+        {0: ("PIX", "mlx5_0"), 2: ("PIX", "mlx5_1"), 12: ("PIX", "mlx5_7"), 15: ("PIX", "mlx5_8")},
+        {"mlx5_0": 0, "mlx5_1": 0, "mlx5_2": 1, "mlx5_3": 1, "mlx5_4": 2, "mlx5_5": 2, "mlx5_7": 3}
+        | {"mlx5_8": 3},
+    ),
+    "nccl/topo_3p_pcie.xml": Machine(
+        32,
+        0,
+        {0: "0-15,32-47", 1: "16-31,48-63"},
+        [0, 1, 1],
+        ("GPU0", "0000:23:00.0"),
+        {0: ("NODE", "mlx5_0"), 1: ("SYS", "mlx5_0"), 2: ("SYS", "mlx5_0")},
+        {"mlx5_0": 0},
+    ),
+    "nccl/topo_4p_940.xml": Machine(
+        96,
+        0,
+        {0: "0-23,96-119", 1: "24-47,120-143", 2: "48-71,144-167", 3: "72-95,168-191"},
+        [2, 3, 0, 1],
+        ("GPU0", "0000:82:00.0"),
+        {n: ("NODE", f"cxi{n}") for n in range(4)},
+        {"cxi0": 2, "cxi1": 3, "cxi2": 0, "cxi3": 1},
+    ),
+    "nccl/topo_8p1h_3.xml": Machine(
+        64,
+        0,
+        {0: "0-15,64-79", 1: "16-31,80-95", 2: "32-47,96-111", 3: "48-63,112-127"},
+        [3, 3, 1, 1, 0, 0, 2, 2],
+        ("GPU0", "0000:c1:00.0"),
+        {n: ("NODE", f"net{n // 2}") for n in range(8)},
+        {"net0": 3, "net1": 1, "net2": 0, "net3": 2},
+    ),
+    "nccl/topo_8p_90a_1.xml": Machine(
+        48,
+        0,
+        {0: "0-15,64-79", 1: "16-31,80-95", 3: "48-63,112-127"},
+        [3, 3, 1, 1, 0, 0, 0, 0],
+        ("GPU0", "0000:c1:00.0"),
+        nics={"bond0": None},  # no PCI device: NCCL puts it below some CPU
+    ),
+    "nccl/topo_8p_940.xml": Machine(
+        112,
+        0,
+        {0: "0-55,112-167", 1: "56-111,168-223"},
+        [0] * 4 + [1] * 4,
+        ("GPU0", "0000:0c:00.0"),
+        {n: ("PXB", f"mlx5_{n}") for n in range(8)},  # each GPU behind a second switch
+        {f"mlx5_{n}": int(n >= 4) for n in range(8)},
+    ),
+    "nccl/topo_8p_rome_n4.xml": Machine(
+        112,
+        0,
+        {n: f"{16 * n}-{16 * n + 15}" for n in range(1, 8)},
+        [1, 2, 2, 3, 5, 5, 6, 7],
+        ("GPU0", "0000:43:00.0"),
+        dict.fromkeys(range(8), ("SYS", "mlx5_0")),
+        {"mlx5_0": 4},
+    ),
+    "nvidia-smi/1gpu-numa1.txt": Machine(
+        32,
+        0,
+        {1: "32-63,96-127"},
+        [1],
+        ("GPU0", ""),
+        {0: ("NODE", "mlx5_0 mlx5_1")},
+        {"mlx5_0": 1, "mlx5_1": 1},
+    ),
+    "nvidia-smi/h100-hgx-8gpu-2socket.txt": Machine(
+        112,
+        0,
+        {0: "0-55,112-167", 1: "56-111,168-223"},
+        [0] * 4 + [1] * 4,
+        ("GPU0", ""),
+        {n: ("PXB", f"NIC{(0, 3, 4, 5, 6, 9, 10, 11)[n]}") for n in range(8)},
+        H100_NICS,
+    ),
+    "nvidia-smi/rtx4090-8gpu-2socket.txt": Machine(
+        128, 0, {0: "0-63,128-191", 1: "64-127,192-255"}, [0] * 4 + [1] * 4, ("GPU0", "")
+    ),
+    "nvidia-smi/titanx-4gpu-2socket.txt": Machine(
+        12,
+        0,
+        {0: "0-5", 1: "6-11"},
+        [0, 0, 1, 1],
+        ("GPU0", ""),
+        {0: ("PHB", "mlx4_0"), 1: ("PHB", "mlx4_0"), 2: ("PHB", "mlx4_1"), 3: ("PHB", "mlx4_1")},
+        {"mlx4_0": 0, "mlx4_1": 1},
+    ),
+    "nvidia-smi/v100-sxm2-8gpu-2socket.txt": Machine(
+        48,
+        0,
+        {0: "0-23,48-71", 1: "24-47,72-95"},
+        [0] * 4 + [1] * 4,
+        ("GPU0", ""),
+        {0: ("NODE", "mlx5_0"), 2: ("PIX", "mlx5_0"), 4: ("NODE", "mlx5_1"), 7: ("PIX", "mlx5_1")},
+        {"mlx5_0": 0, "mlx5_1": 1},
+    ),
+}
+
+
+def nearest(topology: Topology, gpu: int) -> tuple[str, str]:
+    """The level of the nearest cards of a GPU, and their names."""
+    ranks = ["PIX", "PXB", "PHB", "NODE", "SYS"]
+    mine = [link for link in topology.links if link[0] == topology.gpus[gpu].name]
+    best = min((level for _, _, level in mine), key=ranks.index)
+    return best, " ".join(nic for _, nic, level in mine if level == best)
+
+
+def test_every_file_has_an_expectation() -> None:
+    """A file that is added is looked at by hand first."""
+    there = {str(path.relative_to(DATA)) for path in DATA.glob("*/*")}
+    assert there == set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_real_machine_is_read_right(name: str) -> None:
+    """Domains with their CPUs, cores, GPUs on their domains, cards and who is near to whom."""
+    wanted, got = MACHINES[name], read_topology(DATA / name)
+    assert {one.number: format_list(one.cpus) for one in got.domains} == wanted.domains
+    assert len(got.cores) == wanted.cores
+    assert got.sockets_told == bool(wanted.sockets)
+    if wanted.sockets:
+        assert len({core.socket for core in got.cores}) == wanted.sockets
+    assert [gpu.domain for gpu in got.gpus] == wanted.gpus
+    assert [gpu.index for gpu in got.gpus] == list(range(len(wanted.gpus)))
+    if wanted.gpus:
+        assert (got.gpus[0].name, got.gpus[0].address) == wanted.first
+    for gpu in got.gpus:
+        assert gpu.domain is not None
+        assert format_list(gpu.cpus) == wanted.domains[gpu.domain]
+    assert {nic.name: nic.domain for nic in got.nics} == (wanted.nics or {})
+    for number, near in (wanted.near or {}).items():
+        assert nearest(got, number) == near
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_topology_holds_together(name: str) -> None:
+    """Each CPU is in one core and one domain, cores are numbered by their CPUs."""
+    got = read_topology(DATA / name)
+    cpus = [cpu for core in got.cores for cpu in core.cpus]
+    assert len(cpus) == len(set(cpus))
+    assert sorted(cpus) == sorted(cpu for one in got.domains for cpu in one.cpus)
+    assert [core.number for core in got.cores] == list(range(len(got.cores)))
+    assert [core.cpus[0] for core in got.cores] == sorted(core.cpus[0] for core in got.cores)
+    for core in got.cores:
+        home = got.domain(core.domain)
+        assert home is not None
+        assert set(core.cpus) <= set(home.cpus)
+
+
+def test_threads_of_a_core() -> None:
+    """POWER8's neighbours and Intel's halves are told; NCCL's and nvidia-smi's follow by shape."""
+    power = read_topology(DATA / "hwloc/power8gpudistances.xml")
+    assert [core.cpus for core in power.cores][:3] == [(0, 1), (8, 9), (16, 17)]
+    xeon = read_topology(DATA / "hwloc/Intel-SapphireRapids-2xXeonMax9460.xml")
+    assert xeon.cores[3].cpus == (3, 83)
+    h100 = read_topology(DATA / "nvidia-smi/h100-hgx-8gpu-2socket.txt")
+    assert h100.cores[56].cpus == (56, 168)
+    titan = read_topology(DATA / "nvidia-smi/titanx-4gpu-2socket.txt")
+    assert {len(core.cpus) for core in titan.cores} == {1}
+
+
+def test_memory_and_distances() -> None:
+    """Bytes and the kernel's distances come out of hwloc's file."""
+    got = read_topology(DATA / "hwloc/power8gpudistances.xml")
+    assert [one.memory_bytes for one in got.domains] == [68556816384, 68450713600]
+    assert (got.distance(0, 0), got.distance(0, 1), got.distance(1, 0)) == (10, 40, 40)
+    assert read_topology(DATA / "hwloc/nvidiaDGX2.xml").distance(1, 0) == 21
+
+
+def test_uuids() -> None:
+    """NVML's UUIDs are read; NVSwitches of a DGX-2 are no GPUs."""
+    got = read_topology(DATA / "hwloc/nvidiaDGX2.xml")
+    assert got.gpus[0].uuid == "GPU-d3977428-7a30-086b-2e20-5c1eeed647c6"
+    assert got.gpus[15].address == "0000:e7:00.0"
+    assert len({gpu.uuid for gpu in got.gpus}) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hwloc/AMD-19h-Zen3-2xEpyc-7763.xml", ["2 sockets and one NUMA domain"]),
+        ("hwloc/nvidiaDGX2.xml", []),
+        ("hwloc/power8gpudistances.xml", []),
+        ("nccl/azure-ndv4-topo.xml", ["each CPU counts as a core", "counted by PCI address"]),
+        ("nccl/topo_8p_90a_1.xml", ["domains 2", "n and n+64", "bond0"]),
+        ("nccl/topo_8p_rome_n4.xml", ["domains 0:", "each CPU counts as a core"]),
+        ("nvidia-smi/1gpu-numa1.txt", ["n and n+64", "without a GPU are not told"]),
+    ],
+)
+def test_what_is_missing_is_told(name: str, words: list[str]) -> None:
+    """One warning for each thing that was missing or guessed."""
+    got = read_topology(DATA / name)
+    assert len(got.warnings) == len(words)
+    for word, warning in zip(words, got.warnings, strict=True):
+        assert word in warning

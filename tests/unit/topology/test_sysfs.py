@@ -1,0 +1,335 @@
+"""The kernel's description is read right where it is odd, incomplete, or missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.topology import Core, Domain, Topology, read_sysfs
+from tests.unit.topology.machines import (
+    AMD,
+    MELLANOX,
+    Device,
+    Machine,
+    mask,
+    pci,
+    two_sockets,
+    write,
+    write_sysfs,
+)
+
+MACHINE, _ = two_sockets()
+GPU0 = "devices/pci0000:40/0000:40:01.1/0000:41:00.0/0000:42:00.0/0000:43:00.0"
+
+
+class Tree:
+    """A /sys and a /proc of the machine with two sockets, to be damaged."""
+
+    def __init__(self, root: Path, machine: Machine = MACHINE) -> None:
+        self.roots = write_sysfs(root, machine)
+        self.sys, self.proc = (Path(one) for one in self.roots)
+
+    def read(self, **more: str) -> Topology:
+        return read_sysfs(*self.roots, **more)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_this_machine_is_as_lscpu_says() -> None:
+    """Util-linux reads the same /sys on its own: CPUs, cores, sockets and domains are equal."""
+    lscpu = shutil.which("lscpu")
+    assert lscpu, "util-linux is part of every Linux"
+    text = subprocess.run(
+        [lscpu, "--parse=CPU,CORE,SOCKET,NODE"], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split(",") for line in text.splitlines() if line and not line.startswith("#")]
+    got = read_sysfs()
+    homes = {cpu: core for core in got.cores for cpu in core.cpus}
+    assert sorted(homes) == sorted(int(row[0]) for row in rows)
+    together: dict[str, set[int]] = {}
+    for cpu, core, socket, node in rows:
+        together.setdefault(core, set()).add(int(cpu))
+        assert homes[int(cpu)].socket == int(socket or 0)
+        assert homes[int(cpu)].domain == int(node or 0)
+    assert sorted(map(sorted, together.values())) == [list(core.cpus) for core in got.cores]
+
+
+def test_offline_cpus_and_holes_are_left_out(tree: Tree) -> None:
+    """A core whose second thread is offline has one; a core that is offline is none."""
+    write(tree.sys / "devices/system/cpu/online", "0-2,4-10,12,14-15")
+    got = tree.read()
+    assert got.cpus == frozenset({0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15})
+    assert got.cores[3] == Core(3, 1, 1, (4, 12))
+    assert got.cores[4] == Core(4, 1, 1, (5,))
+    assert got.domains[1].cpus == (4, 5, 6, 7, 12, 14, 15)
+    assert got.gpus[0].cpus == (4, 5, 6, 7, 12, 14, 15)
+
+
+def test_without_a_list_of_online_cpus_each_cpu_says_so(tree: Tree) -> None:
+    """The directories of the CPUs count, but for those that are offline."""
+    (tree.sys / "devices/system/cpu/online").unlink()
+    write(tree.sys / "devices/system/cpu/cpu9/online", "0")
+    assert tree.read().cpus == frozenset(range(16)) - {9}
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+def test_kernels_differ_in_names(tree: Tree, name: str) -> None:
+    """Siblings are found by the new name and by the old one, older kernels have."""
+    for path in tree.sys.glob(f"devices/system/cpu/cpu*/topology/{name}"):
+        path.unlink()
+    assert [core.cpus for core in tree.read().cores] == [(n, n + 8) for n in range(8)]
+
+
+def test_siblings_as_masks(tree: Tree) -> None:
+    """Masks serve where there are no lists."""
+    for path in tree.sys.glob("devices/system/cpu/cpu*/topology"):
+        cpu = int(path.parent.name[3:]) % 8
+        (path / "core_cpus_list").unlink()
+        (path / "thread_siblings_list").unlink()
+        write(path / "thread_siblings", mask([cpu, cpu + 8]))
+    assert [core.cpus for core in tree.read().cores] == [(n, n + 8) for n in range(8)]
+
+
+def test_without_siblings_each_cpu_is_a_core(tree: Tree) -> None:
+    """A container that hides the topology: told as a warning."""
+    for path in tree.sys.glob("devices/system/cpu/cpu*/topology"):
+        shutil.rmtree(path)
+    got = tree.read()
+    assert [core.cpus for core in got.cores] == [(n,) for n in range(16)]
+    assert {core.socket for core in got.cores} == {0}
+    assert "hardware threads of the CPUs 0-15" in got.warnings[0]
+
+
+def test_a_kernel_without_numa(tree: Tree) -> None:
+    """All CPUs are domain 0, with the memory of /proc/meminfo; GPUs are near to none."""
+    shutil.rmtree(tree.sys / "devices/system/node")
+    write(tree.proc / "meminfo", "MemTotal:       1024 kB\nMemFree: 1 kB")
+    for path in tree.sys.rglob("numa_node"):
+        path.unlink()
+    for path in tree.sys.rglob("local_cpulist"):
+        write(path, "0-15")
+    got = tree.read()
+    assert got.domains == (Domain(0, tuple(range(16)), 1024**2, ((0, 10),)),)
+    assert [gpu.domain for gpu in got.gpus] == [None, None, None]
+    assert "no NUMA domains" in got.warnings[0]
+
+
+def test_a_domain_of_memory_alone(tmp_path: Path) -> None:
+    """GPU memory as a domain has no CPUs; a GPU that is there counts to the nearest with CPUs."""
+    distances = {0: [10, 40, 80], 1: [40, 10, 20], 8: [80, 20, 10]}
+    gpu = Device("gpu", "GPU0", "0004:04:00.0", ("pci0004:00", "0004:00:00.0"), 8, "GPU-000000aa")
+    got = Tree(tmp_path, Machine(MACHINE.cores, distances, [gpu])).read()
+    assert got.domains[2] == Domain(8, (), 64 * 1024**3, ((0, 80), (1, 20), (8, 10)))
+    assert got.gpus[0].domain == 1
+    assert got.gpus[0].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert got.warnings == ()
+
+
+def test_an_unknown_domain_is_never_domain_0(tree: Tree) -> None:
+    """A numa_node of -1, with all CPUs as local ones, says nothing: a warning, no guess."""
+    write(tree.sys / GPU0 / "numa_node", "-1")
+    write(tree.sys / GPU0 / "local_cpulist", "0-15")
+    got = tree.read()
+    assert (got.gpus[0].domain, got.gpus[0].cpus) == (None, ())
+    assert got.warnings == ("The NUMA domain of GPU0 0000:43:00.0 is not told.",)
+    assert ("GPU0", "mlx5_0", "PIX") in got.links  # PCI tells that still
+
+
+@pytest.mark.parametrize("kept", ["numa_node", "local_cpulist", "local_cpus"])
+def test_one_of_three_files_is_enough(tree: Tree, kept: str) -> None:
+    """A domain's number, a list, or a mask alone: each leads to domain and CPUs."""
+    for name in {"numa_node", "local_cpulist", "local_cpus"} - {kept}:
+        (tree.sys / GPU0 / name).unlink()
+    got = tree.read()
+    assert got.gpus[0].domain == 1
+    assert got.gpus[0].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert got.warnings == ()
+
+
+def test_without_nvidias_proc_pci_tells(tree: Tree) -> None:
+    """GPUs are found by vendor and class, in the order of addresses, without UUIDs."""
+    shutil.rmtree(tree.proc)
+    got = tree.read()
+    assert [gpu.address for gpu in got.gpus] == ["0000:43:00.0", "0000:83:00.0", "0000:c3:00.0"]
+    assert {gpu.uuid for gpu in got.gpus} == {""}
+
+
+def test_a_card_that_the_driver_does_not_have_is_left_out(tree: Tree) -> None:
+    """Where NVIDIA's driver lists GPUs, others of NVIDIA belong to somebody else."""
+    shutil.rmtree(tree.proc / "driver/nvidia/gpus/0000:83:00.0")
+    assert [gpu.address for gpu in tree.read().gpus] == ["0000:43:00.0", "0000:c3:00.0"]
+
+
+def test_a_uuid_that_the_driver_hides_is_none(tree: Tree) -> None:
+    """Question marks stand there until the device was opened once."""
+    hidden = "GPU UUID: \t GPU-????????-????-????-????-????????????"
+    write(tree.proc / "driver/nvidia/gpus/0000:83:00.0/information", hidden)
+    assert [gpu.uuid for gpu in tree.read().gpus] == ["GPU-000000aa", "", "GPU-000000cc"]
+
+
+def test_what_is_no_gpu_is_none(tree: Tree) -> None:
+    """A server's VGA chip, an NVSwitch, and a virtual function of a card are not counted."""
+    shutil.rmtree(tree.proc)
+    host = tree.sys / "devices/pci0000:00"
+    pci(tree.sys, host / "0000:00:02.0", 0x030000, 0x1A03)
+    pci(tree.sys, host / "0000:00:03.0", 0x068000, 0x10DE)
+    pci(tree.sys, host / "0000:00:04.0", 0x030200, 0x10DE)
+    (host / "0000:00:04.0/physfn").symlink_to(host)
+    assert len(tree.read().gpus) == 3
+
+
+def test_several_pci_domains_sort_as_numbers(tmp_path: Path) -> None:
+    """Addresses such as 000a:… and 10000:… are kept whole, and counted in their order."""
+    gpus = [
+        Device("gpu", f"GPU{n}", address, (f"pci{address[:-5]}", f"{address[:-7]}00:01.0"), 0, uuid)
+        for n, (address, uuid) in enumerate(
+            [("10000:01:00.0", "GPU-000000aa"), ("000a:01:00.0", "GPU-000000bb")]
+        )
+    ]
+    got = Tree(tmp_path, dataclasses.replace(MACHINE, devices=gpus)).read()
+    assert [gpu.address for gpu in got.gpus] == ["000a:01:00.0", "10000:01:00.0"]
+    assert [gpu.uuid for gpu in got.gpus] == ["GPU-000000bb", "GPU-000000aa"]
+
+
+def test_amd_gpus(tmp_path: Path) -> None:
+    """They are found by class, have the UUID of their unique_id, and bridges of their own."""
+    switch = ("pci0000:40", "0000:40:01.1", "0000:41:00.0")
+    gpu = Device(
+        "gpu",
+        "GPU0",
+        "0000:4e:00.0",
+        (*switch, "0000:42:00.0", "0000:4c:00.0", "0000:4d:00.0"),
+        1,
+        vendor=AMD,
+    )
+    nic = Device("nic", "mlx5_0", "0000:4b:00.0", (*switch, "0000:42:04.0"), 1, vendor=MELLANOX)
+    tree = Tree(tmp_path, dataclasses.replace(MACHINE, devices=[gpu, nic]))
+    place = next(tree.sys.glob("devices/**/0000:4e:00.0"))
+    write(place / "class", "0x038000")
+    write(place / "unique_id", "18f4a33d8fa0ba5c")
+    assert [level for _, _, level in tree.read().links] == ["PXB"]
+    for bridge in (place.parent, place.parent.parent):
+        write(bridge / "vendor", "0x1022")
+    got = tree.read()
+    assert got.gpus[0].uuid == "GPU-18f4a33d8fa0ba5c"
+    assert got.links == (("GPU0", "mlx5_0", "PIX"),)
+
+
+def test_how_far_cards_are(tmp_path: Path) -> None:
+    """PIX, PXB, PHB, NODE and SYS follow from the paths of both."""
+    left = ("pci0000:40", "0000:40:01.1", "0000:41:00.0")
+    below = (*left, "0000:42:08.0", "0000:50:00.0")
+    devices = [
+        Device("gpu", "GPU0", "0000:43:00.0", (*left, "0000:42:00.0"), 1, "GPU-000000aa"),
+        Device("nic", "mlx5_0", "0000:44:00.0", (*left, "0000:42:04.0"), 1),
+        Device("nic", "mlx5_1", "0000:52:00.0", (*below, "0000:51:00.0"), 1),
+        Device("nic", "mlx5_2", "0000:60:00.0", ("pci0000:40", "0000:40:03.1"), 1),
+        Device("nic", "mlx5_3", "0000:a1:00.0", ("pci0000:a0", "0000:a0:01.1"), 1),
+        Device("nic", "mlx5_10", "0000:c1:00.0", ("pci0000:c0", "0000:c0:01.1"), 0),
+    ]
+    got = Tree(tmp_path, dataclasses.replace(MACHINE, devices=devices)).read()
+    assert [(nic, level) for _, nic, level in got.links] == [
+        ("mlx5_0", "PIX"),
+        ("mlx5_1", "PXB"),
+        ("mlx5_2", "PHB"),
+        ("mlx5_3", "NODE"),
+        ("mlx5_10", "SYS"),
+    ]
+
+
+def test_without_infiniband_network_interfaces_on_pci_count(tree: Tree) -> None:
+    """Such as eth0 behind virtio; lo and bridges are none."""
+    shutil.rmtree(tree.sys / "class/infiniband")
+    place = tree.sys / "devices/pci0000:00/0000:00:03.0"
+    pci(tree.sys, place, 0x020000, 0x1AF4)
+    write(place / "numa_node", "0")
+    (place / "virtio2").mkdir()
+    for name in ("eth0", "lo"):
+        (tree.sys / "class/net" / name).mkdir(parents=True)
+    (tree.sys / "class/net/eth0/device").symlink_to(place / "virtio2")
+    got = tree.read()
+    assert [(nic.name, nic.address, nic.domain) for nic in got.nics] == [
+        ("eth0", "0000:00:03.0", 0)
+    ]
+
+
+LISTING = """GPU 0: NVIDIA A100 (UUID: GPU-000000aa)
+  MIG 3g.20gb     Device  0: (UUID: MIG-11111111-0000-0000-0000-000000000000)
+  MIG 2g.10gb     Device  1: (UUID: MIG-22222222-0000-0000-0000-000000000000)
+GPU 1: NVIDIA A100 (UUID: GPU-000000bb)
+GPU 2: NVIDIA A100 (UUID: GPU-000000cc)
+"""
+
+
+def test_mig_instances_of_a_listing(tree: Tree) -> None:
+    """They stand behind the GPUs, know their parent and share its place; ranks run on them."""
+    got = tree.read(gpu_listing=LISTING)
+    assert [gpu.name for gpu in got.gpus[3:]] == ["GPU0 MIG 3g.20gb 0", "GPU0 MIG 2g.10gb 1"]
+    first = got.gpus[3]
+    assert (first.index, first.address, first.domain) == (3, "0000:43:00.0", 1)
+    assert first.uuid == "MIG-11111111-0000-0000-0000-000000000000"
+    assert first.parent == "GPU-000000aa"
+    assert [gpu.index for gpu in got.devices] == [1, 2, 3, 4]
+    assert ("GPU0 MIG 2g.10gb 1", "mlx5_0", "PIX") in got.links
+
+
+def test_mig_instances_of_the_driver(tree: Tree) -> None:
+    """Without a listing the driver's directory tells that they are there, not their UUIDs."""
+    for instance in ("gi1/ci0", "gi2/ci0"):
+        write(tree.proc / f"driver/nvidia/capabilities/gpu1/mig/{instance}/access", "x")
+    write(tree.proc / "driver/nvidia/capabilities/gpu1/mig/gi1/access", "x")
+    got = tree.read()
+    assert [(gpu.name, gpu.parent) for gpu in got.gpus[3:]] == [
+        ("GPU1 MIG gi1/ci0", "GPU-000000bb"),
+        ("GPU1 MIG gi2/ci0", "GPU-000000bb"),
+    ]
+    assert "nvidia-smi -L" in got.warnings[0]
+
+
+def test_a_listing_gives_uuids_that_the_driver_hides(tree: Tree) -> None:
+    """Where /proc has no GPU, those of the listing are those of PCI in their order."""
+    shutil.rmtree(tree.proc)
+    got = tree.read(gpu_listing=LISTING)
+    assert [gpu.uuid for gpu in got.gpus[:3]] == ["GPU-000000aa", "GPU-000000bb", "GPU-000000cc"]
+    assert len(got.gpus) == 5
+
+
+def test_cpus_of_proc_alone(tmp_path: Path) -> None:
+    """A container without /sys: CPUs of /proc/cpuinfo, each a core, and the warnings say so."""
+    write(tmp_path / "proc/cpuinfo", "processor\t: 0\nmodel name: x\n\nprocessor\t: 3\n")
+    got = read_sysfs(str(tmp_path / "sys"), str(tmp_path / "proc"))
+    assert [core.cpus for core in got.cores] == [(0,), (3,)]
+    assert len(got.warnings) == 2
+
+
+def test_nothing_at_all_is_an_error(tmp_path: Path) -> None:
+    """It names the place that was looked at, and what else can be done."""
+    with pytest.raises(InputError, match=r"sys/devices/system/cpu: no CPUs") as caught:
+        read_sysfs(str(tmp_path / "sys"), str(tmp_path / "proc"))
+    assert "hpml topo FILE" in caught.value.hint
+
+
+def test_garbage_in_files_is_no_crash(tree: Tree) -> None:
+    """Each file that holds nonsense counts as if it were not there."""
+    for path in tree.sys.rglob("*"):
+        if path.is_file() and path.name != "online":
+            path.write_bytes(b"\xff\x00nonsense 4-1,,")
+    got = tree.read()
+    assert len(got.cores) == 16
+    assert [gpu.domain for gpu in got.gpus] == [None, None, None]
+
+
+def test_cpus_that_no_domain_has(tree: Tree) -> None:
+    """They count to the first domain, and a warning names them."""
+    write(tree.sys / "devices/system/node/node1/cpulist", "4-6,12-14")
+    got = tree.read()
+    assert got.domains[0].cpus == (0, 1, 2, 3, 7, 8, 9, 10, 11, 15)
+    assert "CPUs 7,15 is not told" in got.warnings[0]

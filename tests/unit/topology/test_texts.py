@@ -1,0 +1,276 @@
+"""Files by other hands: recognised by content, odd ones read right, damaged ones refused."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.topology import Topology, format_list, parse_list, parse_mask
+from hpml_orchestrator.topology.recognise import read_topology, topology_of_text
+from tests.unit.topology.machines import hwloc_xml, nccl_xml, two_sockets
+
+DATA = Path(__file__).parent / "data"
+FILES = sorted(DATA.glob("*/*"))
+MACHINE, LINKS = two_sockets()
+
+
+def smi(*lines: str) -> Topology:
+    return topology_of_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*/*.xml")), ids=lambda path: path.name)
+def test_xml_cut_anywhere_is_refused(path: Path) -> None:
+    """Wherever a copy ended too early, it is told as such."""
+    text = path.read_text()
+    for part in range(1, 40):
+        with pytest.raises(InputError, match="cut off"):
+            topology_of_text(text[: len(text.rstrip()) * part // 40])
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*/*.txt")), ids=lambda path: path.name)
+def test_a_matrix_without_its_last_rows_is_refused(path: Path) -> None:
+    """The header says how many GPUs there must be; the first that is missing is named."""
+    lines = path.read_text().splitlines(keepends=True)
+    for rows in range(sum(line.startswith("GPU") for line in lines)):
+        with pytest.raises(InputError, match=rf"cut off: there is no row for GPU{rows}\b"):
+            topology_of_text("".join(lines[: rows + 1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("\n \n", "is empty"),
+        ("hello\n", "no machine in a format"),
+        ("<html><body/></html>", "is XML that describes no machine: <html>"),
+        ("<topology/>", "<object> is missing"),
+        ("<system/>", "<cpu> is missing"),
+        ("<system><cpu numaid='0' affinity='xyz'/></system>", "no mask of CPUs"),
+        ("<system><cpu host_hash='1'/><cpu host_hash='2'/></system>", "several nodes"),
+        ("<topology><object type='Machine' cpuset='0x1'", "cut off: it ends at line 1"),
+        ("<topology><object type='Machine'></topology>", "no valid XML: mismatched tag"),
+        ("<topology><object type='Machine' os_index='0'/></topology>", "it has no CPUs"),
+        ("<topology><object type='PU' os_index='9999999'/></topology>", "too large"),
+        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t0-3\n", "no row for GPU1"),
+        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \n", "must have 2 cells"),
+        ("\tGPU0\tCPU Affinity\nGPU0\t?\t0-3\n", "not '?'"),
+        ("\tGPU0\tCPU Affinity\nGPU0\t X \t3-0\n", "no range of CPUs: '3-0'"),
+        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0\nGPU0\t X \t0\n", "a second row for GPU0"),
+        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-4000000000\n", "no list of CPUs"),
+    ],
+)
+def test_what_is_wrong_is_told(text: str, message: str) -> None:
+    """One message per fault."""
+    with pytest.raises(InputError) as caught:
+        topology_of_text(text, name="node.txt")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("node.txt: ")
+
+
+def test_entities_are_refused() -> None:
+    """The laughs that grow a file to gigabytes are not read, nor are files of this machine."""
+    bomb = (
+        '<!DOCTYPE topology [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;">]>'
+        "<topology><object>&b;</object></topology>"
+    )
+    outside = '<!DOCTYPE topology [<!ENTITY a SYSTEM "/etc/passwd">]><topology>&a;</topology>'
+    for text in (bomb, outside):
+        with pytest.raises(InputError, match="entities"):
+            topology_of_text(text)
+
+
+def test_depth_is_bounded() -> None:
+    """A million levels do not exhaust the stack."""
+    with pytest.raises(InputError, match="levels deep"):
+        topology_of_text("<topology>" + "<object type='Group'>" * 1_000_000)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """A missing one, a directory, and one that is no text; each is named."""
+    with pytest.raises(NotFoundError, match="no such file: .*none.xml"):
+        read_topology(tmp_path / "none.xml")
+    with pytest.raises(InputError, match="Is a directory"):
+        read_topology(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="bytes: is no text in UTF-8"):
+        read_topology(str(tmp_path / "bytes"))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_topology("a\0b")
+
+
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    """More than 64 MiB is not even parsed."""
+    path = tmp_path / "large.xml"
+    with path.open("wb") as stream:
+        stream.truncate(64 * 1024**2 + 1)
+    with pytest.raises(InputError, match="larger than 64 MiB"):
+        read_topology(path)
+
+
+def test_comments_and_a_byte_order_mark_in_front() -> None:
+    """The format is that of the first element, whatever stands before it."""
+    text = "\ufeff<?xml version='1.0'?>\n<!-- <system> of somebody -->\n"
+    body = hwloc_xml(MACHINE).split("\n", 1)[1]
+    assert topology_of_text(text + body).source == "hwloc XML"
+    assert topology_of_text("<!-- <topology> -->" + nccl_xml(MACHINE)).source == "NCCL XML"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "numa", "domain"),
+    [
+        ("N/A", "N/A", None),
+        ("", "", None),
+        ("0-3", "", None),
+        ("0-3", "0-1", None),
+        ("0-3", "0", 0),
+    ],
+)
+def test_affinities_that_are_not_told(cpu: str, numa: str, domain: int | None) -> None:
+    """N/A, a blank, and several domains are no domain, in tabs as in spaces."""
+    header = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
+    rows = [f"GPU0\t X \tSYS\t{cpu}\t{numa}\t\tN/A", "GPU1\tSYS\t X \t4-7\t1\t\tN/A"]
+    for text in ("\n".join([header, *rows]), "\n".join([header, *rows]).expandtabs(8)):
+        got = topology_of_text(text + "\n")
+        assert got.gpus[0].domain == domain
+        assert got.gpus[1].domain == 1
+        assert bool([one for one in got.warnings if "GPU0" in one]) == (domain is None)
+
+
+def test_a_blank_cpu_affinity_between_spaces() -> None:
+    """What stands too far right to be the CPUs is the domain."""
+    got = smi(
+        "        GPU0    GPU1    CPU Affinity    NUMA Affinity",
+        "GPU0     X      SYS                     0",
+        "GPU1    SYS      X      4-7     1",
+    )
+    assert [(gpu.cpus, gpu.domain) for gpu in got.gpus] == [((), None), ((4, 5, 6, 7), 1)]
+
+
+def test_no_affinity_at_all() -> None:
+    """GPUs are there; CPUs and cores are not, and a warning says why."""
+    got = smi("\tGPU0\tCPU Affinity\tNUMA Affinity", "GPU0\t X \tN/A\tN/A")
+    assert (got.cores, got.domains, len(got.gpus)) == ((), (), 1)
+    assert "CPUs are not told" in got.warnings[0]
+
+
+def test_an_old_nvidia_smi_without_domains() -> None:
+    """Before R450 there is no NUMA column, and SOC stands for SYS: domains are counted by CPUs."""
+    got = smi(
+        "\tGPU0\tGPU1\tmlx5_0\tCPU Affinity",
+        "GPU0\t X \tSOC\tSOC\t8-15",
+        "GPU1\tSOC\t X \tPHB\t0-7",
+        "mlx5_0\tSOC\tPHB\t X \t",
+    )
+    assert [gpu.domain for gpu in got.gpus] == [1, 0]
+    assert got.links == (("GPU0", "mlx5_0", "SYS"), ("GPU1", "mlx5_0", "PHB"))
+    assert got.nics[0].domain == 0
+    assert "counted by their lowest CPU" in got.warnings[0]
+
+
+def test_gpus_with_memory_domains_of_their_own() -> None:
+    """The last column names domains without CPUs, as on Grace Hopper."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "GPU0\t X \tNV6\t0-71\t0\t\t4",
+        "GPU1\tNV6\t X \t72-143\t1\t\t12",
+    )
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [
+        (0, 72),
+        (1, 72),
+        (4, 0),
+        (12, 0),
+    ]
+    assert [gpu.domain for gpu in got.gpus] == [0, 1]
+
+
+def test_interleaved_cpus_are_no_proof_of_threads() -> None:
+    """`0,2,4,6` has 4 cores with second threads off, and 2 with them on: nothing is guessed."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        "GPU0\t X \tSYS\t0,2,4,6\t0",
+        "GPU1\tSYS\t X \t1,3,5,7\t1",
+    )
+    assert [core.cpus for core in got.cores] == [(n,) for n in range(8)]
+
+
+def test_nccl_in_a_virtual_machine_without_domains() -> None:
+    """A numaid of -1 leaves GPUs without domain and CPUs in domain 0."""
+    got = topology_of_text(
+        '<system version="1"><cpu numaid="-1" affinity="ff" arch="x86_64">'
+        '<pci busid="0000:00:05.0" class="0x030200"><gpu dev="0"/></pci></cpu></system>'
+    )
+    assert (got.gpus[0].domain, got.gpus[0].cpus) == (None, ())
+    assert [(one.number, one.cpus) for one in got.domains] == [(0, tuple(range(8)))]
+    assert "numaid -1" in got.warnings[0]
+
+
+def test_hwloc_memory_that_is_not_main_memory() -> None:
+    """HBM and GPU memory have no CPUs, though hwloc shows them near to some."""
+    text = hwloc_xml(MACHINE).replace(
+        '<object type="Core"',
+        '<object type="NUMANode" os_index="7" cpuset="0x0000ffff" subtype="HBM" '
+        'local_memory="1024"/><object type="Core"',
+        1,
+    )
+    got = topology_of_text(text)
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 8), (1, 8), (7, 0)]
+
+
+def test_hwloc_devices_at_the_machine() -> None:
+    """A GPU that hangs from no domain is near to none in particular, and a warning says so."""
+    text = hwloc_xml(MACHINE)
+    gpu = '<object type="OSDev" name="cuda0" osdev_type="12"/>'
+    machine = re.sub(r'<object type="Bridge".*?(?=</object>\n<object type="P|$)', "", text)
+    got = topology_of_text(
+        machine.replace("</object>\n<distances2", f"{gpu}</object>\n<distances2")
+    )
+    alone = [one for one in got.gpus if one.name == "cuda0"]
+    assert [(one.domain, one.address) for one in alone] == [(None, "")]
+
+
+WORDS = [
+    *("<topology", "<object type='", "Machine'", "PU'", "NUMANode'", "OSDev'", "os_index='", "1'"),
+    *(">", "/>", "</object>", "</topology>", "<system", "<cpu numaid='", "affinity='", "ff", ",,"),
+    *("<pci busid='", "0000:00:00.0", "class='", "0x030200", "'", "<gpu dev='", "</cpu>", "</pci>"),
+    *("GPU0", "GPU1", "NIC0", "\t", " X ", "SYS", "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"),
+    *("0-3", "N/A", "\n", "-1", "cpuset='", "0xf...f", "<distances2 type='NUMANode' kind='5'>"),
+    *("<indexes>", "<u64values>", "99999999999999999999", "NIC0: mlx5_0", "\x1b[4m", "²", "\0"),
+]
+
+
+@given(st.one_of(st.text(), st.lists(st.sampled_from(WORDS)).map("".join)))
+@example("<topology><object os_index='²'/></topology>")
+@settings(max_examples=400, deadline=None)
+def test_no_text_crashes_the_reader(text: str) -> None:
+    """Whatever somebody gives: a topology, or an InputError."""
+    with contextlib.suppress(InputError):
+        assert isinstance(topology_of_text(text), Topology)
+
+
+@given(st.sampled_from(FILES), st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_damaged_file_crashes_the_reader(path: Path, data: st.DataObject) -> None:
+    """Real files with a piece replaced by another piece or by nonsense."""
+    text = path.read_text()
+    start = data.draw(st.integers(0, len(text)))
+    end = start + data.draw(st.integers(0, 60))
+    instead = data.draw(st.one_of(st.text(max_size=20), st.sampled_from(WORDS)))
+    with contextlib.suppress(InputError):
+        assert isinstance(topology_of_text(text[:start] + instead + text[end:]), Topology)
+
+
+@given(st.frozensets(st.integers(0, 4000)))
+def test_lists_and_masks_of_cpus(cpus: frozenset[int]) -> None:
+    """What is written is read again, and a mask says the same as a list."""
+    assert parse_list(format_list(cpus)) == tuple(sorted(cpus))
+    value = f"{sum(1 << cpu for cpu in cpus):x}"
+    padded = value.zfill(-(-len(value) // 8) * 8)
+    words = ",".join(padded[n : n + 8] for n in range(0, len(padded), 8))
+    assert parse_mask(words) == tuple(sorted(cpus))
+    assert parse_mask(value) == tuple(sorted(cpus))
