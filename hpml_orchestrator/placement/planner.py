@@ -120,7 +120,8 @@ def _share(
         return [[] for _ in places]
     if policy == "none":
         return [list(machine.cores) for _ in places]
-    if len(machine.cores) < len(places):
+    scarce = len(machine.cores) < len(places)
+    if scarce:
         warnings.append(
             f"{len(places)} ranks on {len(machine.cores)} cores: some share a core with another"
         )
@@ -128,20 +129,17 @@ def _share(
         return chunks([machine.cores], len(places))
     if not any(seat.near for seat in places):
         _warn_of_unknown(places, warnings)
-        return chunks(_units(machine, policy), len(places))
+        return chunks([machine.cores] if scarce else _units(machine, policy), len(places))
     homes = _homes(machine, places, warnings)
-    if len(machine.cores) < len(places):
+    if scarce:
         return share_short(machine, homes)
     groups = _groups(machine, homes, policy)
-    for short, other in merge(machine, groups):
-        warnings.append(
-            f"NUMA {_domains(short.homes)} has too few allowed cores for {_ranks(short.ranks)}: "
-            f"they share those of {_domains(other.domains)}"
-        )
+    merge(machine, groups)
     given: dict[int, list[int]] = {}
     for group in groups:
         if group.homes:
             given.update(share_group(machine, group))
+    _warn_of_crowded(machine, homes, given, warnings)
     return [given[seat.rank] for seat in places]
 
 
@@ -237,6 +235,21 @@ def _warn_of_unknown(places: Sequence[Seat], warnings: list[str]) -> None:
             f"no NUMA domain is known for GPU {names}: {_ranks([one.rank for one in unknown])} "
             "spread evenly, perhaps far from the GPU"
         )
+
+
+def _warn_of_crowded(
+    machine: Machine, homes: Sequence[int], given: dict[int, list[int]], warnings: list[str]
+) -> None:
+    """Tell of ranks that found no core left in their domain."""
+    for domain in sorted(set(homes)):
+        ranks = [rank for rank, home in enumerate(homes) if home == domain]
+        out = [one for one in ranks if domain not in {machine.domain_of[c] for c in given[one]}]
+        if out:
+            others = {machine.domain_of[core] for rank in out for core in given[rank]}
+            warnings.append(
+                f"NUMA {_domains([domain])} has too few allowed cores for {_ranks(ranks)}: "
+                f"{_ranks(out)} on {_domains(others)}"
+            )
 
 
 def _warn_of_few_cores(

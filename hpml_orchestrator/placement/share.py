@@ -125,17 +125,15 @@ def lend(machine: Machine, groups: dict[int, Group]) -> None:
                 quota[to], cores = max(0, quota[to] - len(cores)), cores[quota[to] :]
 
 
-def merge(machine: Machine, groups: list[Group]) -> list[tuple[Group, Group]]:
+def merge(machine: Machine, groups: list[Group]) -> None:
     """Join every group that has fewer cores than ranks with the nearest that has some to spare.
 
-    The node must have a core for each rank. Returns the pairs that were joined, the first of each
-    being the one that was short.
+    The node must have a core for each rank.
     """
-    joined: list[tuple[Group, Group]] = []
     while True:
         short = next((one for one in groups if one.cores(machine) < len(one.ranks)), None)
         if short is None:
-            return joined
+            return
         spare = [one for one in groups if one.cores(machine) > len(one.ranks)]
 
         def cost(other: Group, short: Group = short) -> tuple[tuple[int, int], float, int]:
@@ -149,7 +147,6 @@ def merge(machine: Machine, groups: list[Group]) -> list[tuple[Group, Group]]:
         whole = Group(short.domains + other.domains, {**short.homes, **other.homes})
         whole.lent = short.lent + other.lent
         groups.append(whole)
-        joined.append((short, other))
 
 
 def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:

@@ -227,7 +227,7 @@ def test_a_domain_with_too_few_cores_borrows() -> None:
     assert all(one.cores for one in made.ranks)
     assert made.ranks[0].cores == (0,)
     assert made.warnings == (
-        "NUMA domain 0 has too few allowed cores for ranks 0-2: they share those of domain 1",
+        "NUMA domain 0 has too few allowed cores for ranks 0-2: ranks 1-2 on domain 1",
     )
 
 
