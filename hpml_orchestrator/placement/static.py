@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _NOT_BOUND = "the plan binds nothing"
+_PARTIAL = ("NCCL XML", "nvidia-smi topo -m")  # tell of CPUs next to GPUs, and not of cores
 _NOT_WHOLE = (
     "not all CPUs of the node are the job's, and the launcher may count only those that are"
 )
@@ -95,7 +96,8 @@ def slurm_cores(topology: Topology, plan: Plan) -> Form:
         return Form("cores", None, reason)
     order = _in_order(topology)
     size = len(cores[0])
-    if cores != [order[rank * size : (rank + 1) * size] for rank in range(len(cores))]:
+    blocks = [order[rank * size : (rank + 1) * size] for rank in range(len(cores))]
+    if cores != blocks or len(cores[-1]) < size:
         return Form("cores", None, "the ranks' cores are not equal blocks in order")
     threads = {len(core.cpus) for core in topology.cores}
     if len(threads) > 1:
@@ -142,27 +144,28 @@ def openmpi_map_by(topology: Topology, plan: Plan) -> Form:
     cores, reason = _whole_cores(topology, plan)
     if reason:
         return Form("map-by", None, reason)
+    by_number = {core.number: core for core in topology.cores}
     kinds: list[tuple[str, Callable[[Core], int]]] = [("socket", lambda core: core.socket)]
     if all(one.cpus for one in topology.domains):  # Open MPI would count those without CPUs
         kinds.append(("numa", lambda core: core.domain))
+    size = len(cores[0])
+    divided = ""
     for kind, key in kinds:
         objects: dict[int, list[int]] = {}
-        by_number = {core.number: core for core in topology.cores}
         for number in _in_order(topology):
             objects.setdefault(key(by_number[number]), []).append(number)
-        per, rest = divmod(len(cores), len(objects))
-        if rest or not per:
-            continue
-        if per == 1 and cores == list(objects.values()):
+        if cores == list(objects.values()):
             return Form("map-by", f"--map-by ppr:1:{kind} --bind-to {kind}")
-        size = len(cores[0])
+        per = len(cores) // len(objects)
         parts = [
             held[rank * size : (rank + 1) * size]
             for held in objects.values()
             for rank in range(per)
         ]
-        if cores == parts:
-            return Form("map-by", f"--map-by ppr:{per}:{kind}:pe={size} --bind-to core")
+        if cores == parts and {len(part) for part in parts} == {size}:
+            divided = divided or f"--map-by ppr:{per}:{kind}:pe={size} --bind-to core"
+    if divided:
+        return Form("map-by", divided)
     return Form("map-by", None, "the ranks are not equal parts, in order, of sockets or domains")
 
 
@@ -191,6 +194,8 @@ def _whole_cores(topology: Topology, plan: Plan) -> tuple[list[list[int]], str]:
     """Return each rank's cores in order, or the reason why whole cores do not say the plan."""
     if not _bound(plan):
         return [], _NOT_BOUND
+    if topology.source in _PARTIAL:
+        return [], f"{topology.source} does not tell of all cores, so that they cannot be counted"
     if not plan.whole:
         return [], _NOT_WHOLE
     threads = {core.number: core.cpus for core in topology.cores}

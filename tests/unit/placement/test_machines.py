@@ -124,7 +124,7 @@ def test_dgx_a100_without_lent_cores() -> None:
 
 
 def test_mi250x_has_the_masks_of_the_table() -> None:
-    """Seven of eight cores of each cache are usable; the masks are those that the site publishes."""
+    """Seven of eight cores of each cache are usable; the masks are the published ones."""
     usable = [cpu for cpu in range(64) if cpu % 8]
     made = plan(mi250x(), 8, allowed_cpus=usable)
     assert slurm_masks(made).value == (
@@ -156,7 +156,7 @@ def test_cpu_only_ranks_on_sockets_of_several_domains() -> None:
     assert lists(plan(four, 2, policy="numa")) == ["0-3", "8-11"]
     assert lists(plan(four, 4, policy="numa")) == ["0-3", "4-7", "8-11", "12-15"]
     by = openmpi_map_by(four, plan(four, 4, policy="numa"))
-    assert by.value == "--map-by ppr:2:socket:pe=4 --bind-to core"
+    assert by.value == "--map-by ppr:1:numa --bind-to numa"
 
 
 def test_masks_mean_the_cpus_of_the_plan() -> None:

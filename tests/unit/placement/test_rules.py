@@ -128,22 +128,18 @@ def test_a_partial_allocation() -> None:
 
 def test_a_gpu_whose_domain_has_no_allowed_cpu() -> None:
     """Its rank runs on the nearest allowed cores, and the plan says so."""
+    no_cpu = "GPU 0000:0{}:00.0 is next to NUMA domain {}, where no CPU is allowed"
     made = plan(quad((0, 1, 3)), 3, allowed_cpus=range(16, 32))
     assert lists(made) == ["16-19", "20-23", "24-31"]
     assert [one.distance for one in made.ranks] == [32, 32, 10]
     assert made.warnings == (
-        "GPU 0000:01:00.0 is next to NUMA domain 0, where no CPU is allowed: rank 0 runs on "
-        "domain 2",
-        "GPU 0000:02:00.0 is next to NUMA domain 1, where no CPU is allowed: rank 1 runs on "
-        "domain 2",
+        f"{no_cpu.format(1, 0)}: rank 0 runs on domain 2",
+        f"{no_cpu.format(2, 1)}: rank 1 runs on domain 2",
     )
     near = plan(quad((0, 1)), 2, allowed_cpus=range(8, 16))
     assert lists(near) == ["8-11", "12-15"]
     assert [one.distance for one in near.ranks] == [12, 10]
-    assert near.warnings == (
-        "GPU 0000:01:00.0 is next to NUMA domain 0, where no CPU is allowed: rank 0 runs on "
-        "domain 1",
-    )
+    assert near.warnings == (f"{no_cpu.format(1, 0)}: rank 0 runs on domain 1",)
 
 
 def test_gpus_of_unknown_domain_are_spread_not_put_on_domain_0() -> None:
@@ -151,9 +147,10 @@ def test_gpus_of_unknown_domain_are_spread_not_put_on_domain_0() -> None:
     made = plan(quad((0, None, 1, None)), 4)
     assert [one.numa for one in made.ranks] == [(0,), (2,), (1,), (3,)]
     assert [one.distance for one in made.ranks] == [10, None, 10, None]
-    assert made.warnings == (
+    (told,) = made.warnings
+    assert told == (
         "no NUMA domain is known for GPU 0000:02:00.0, 0000:04:00.0: ranks 1,3 spread evenly, "
-        "perhaps far from the GPU",
+        "perhaps far from the GPU"
     )
 
 
