@@ -113,7 +113,8 @@ def cases(draw: st.DrawFn, policy: str | None = None, gpus: int | None = None) -
         )
         for number in range(len(sizes))
     )
-    places = st.one_of(st.none(), st.integers(0, len(sizes) - 1))
+    known = st.integers(0, len(sizes) - 1)
+    places = st.none() | known if draw(st.booleans()) else known
     wanted: list[int | None] = draw(
         st.lists(places, min_size=gpus or 0, max_size=16 if gpus is None else gpus)
     )

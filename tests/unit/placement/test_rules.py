@@ -11,7 +11,7 @@ from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.model import Plan
 from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
-from tests.unit.placement.machines import dgx_a100, intel, milan, node, threads
+from tests.unit.placement.machines import dgx_a100, intel, milan, node, threads, two_by_twelve
 
 
 def lists(made: Plan) -> list[str]:
@@ -111,10 +111,24 @@ def test_idle_domains_lend_to_their_own_socket() -> None:
     assert [one.cores[:4] for one in made.ranks] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
 
 
+def test_lending_goes_by_distance_before_need() -> None:
+    """Three ranks on the other socket get nothing of a domain that is nearer to a single one."""
+    made = plan(quad((0, 2, 3, 3)), 4)
+    assert lists(made) == ["0-15", "16-23", "24-27", "28-31"]
+
+
+def test_the_nearest_lent_cores_go_out_first() -> None:
+    """A rank takes of the near domain before the far ones, whatever their numbers."""
+    made = plan(quad((3, 3)), 2)
+    assert lists(made) == ["0-3,16-27", "4-15,28-31"]
+
+
 def test_without_distances_the_own_socket_is_nearer() -> None:
     """A source that tells no distances still tells sockets."""
-    flat = node([(number // 2, threads(8 * number, 8)) for number in range(4)], (3, 0))
-    assert lists(plan(flat, 2)) == ["16-31", "0-15"]
+    flat = node(
+        [(socket, threads(8 * number, 8)) for number, socket in enumerate((0, 1, 1, 0))], (0, 1)
+    )
+    assert lists(plan(flat, 2)) == ["0-7,24-31", "8-23"]
 
 
 def test_a_partial_allocation() -> None:
@@ -216,6 +230,18 @@ def test_more_ranks_than_cores_share() -> None:
     assert lists(cpu_only) == ["0", "0", "8", "8"]
 
 
+def test_no_core_is_idle_while_ranks_share() -> None:
+    """Beside two cores for four ranks there is a far third one: it is used before a third share."""
+    made = plan(intel((0,)), 4, allowed_cpus=[0, 1, 8], ranks_per_gpu=4)
+    assert lists(made) == ["0", "1", "0", "8"]
+
+
+def test_cpu_only_ranks_leave_a_socket_that_is_full() -> None:
+    """With one core allowed on the first socket, three of four ranks go to the second."""
+    made = plan(two_by_twelve(), 4, policy="socket", allowed_cpus=[0, *range(12, 24)])
+    assert lists(made) == ["0", "12-15", "16-19", "20-23"]
+
+
 def test_a_domain_with_too_few_cores_borrows() -> None:
     """No core belongs to two ranks while the node has one for each."""
     made = plan(intel((0, 0, 0, 1)), 4, allowed_cpus=[0, 8, 9, 10, 11])
@@ -225,6 +251,15 @@ def test_a_domain_with_too_few_cores_borrows() -> None:
     assert made.ranks[0].cores == (0,)
     assert made.warnings == (
         "NUMA domain 0 has too few allowed cores for ranks 0-2: ranks 1-2 on domain 1",
+    )
+
+
+def test_a_domain_borrows_of_the_nearest() -> None:
+    """Of two domains with cores to spare it is the nearer one that gives, though it has fewer."""
+    made = plan(quad((3, 3, 2, 0)), 4, policy="numa", allowed_cpus=[*range(8), 16, 17, 18, 24])
+    assert lists(made) == ["24", "18", "16-17", "0-7"]
+    assert made.warnings == (
+        "NUMA domain 3 has too few allowed cores for ranks 0-1: rank 1 on domain 2",
     )
 
 
@@ -339,6 +374,18 @@ def test_equally_near_nics_are_used_equally_often() -> None:
     assert names == ["mlx5_0", "mlx5_1"] * 3
     topology = node([(0, threads(0, 12))], (0,) * 6, nics=(0,))
     assert {one.nic for one in plan(topology, 6).ranks} == {"mlx5_0"}
+
+
+def test_ranks_with_a_choice_of_nics_leave_the_only_one_to_others() -> None:
+    """A rank next to both cards takes the one that nobody else needs."""
+    links = (
+        ("GPU0", "mlx5_0", "NODE"),
+        ("GPU0", "mlx5_1", "NODE"),
+        ("GPU1", "mlx5_0", "PIX"),
+        ("GPU1", "mlx5_1", "NODE"),
+    )
+    topology = node([(0, threads(0, 8))], (0, 0), nics=(0, 0), links=links)
+    assert [one.nic for one in plan(topology, 2).ranks] == ["mlx5_1", "mlx5_0"]
 
 
 def test_nics_of_cpu_only_ranks_and_by_distance() -> None:
