@@ -112,7 +112,7 @@ def _row(line: str, header: _Header, number: int) -> _Row:
         )
     levels = {
         device: _OLD_LEVELS.get(cell, cell)
-        for device, cell in zip(header.devices, matrix)  # noqa: B905 - runs on Python 3.9
+        for device, cell in zip(header.devices, matrix)
         if device != cells[0]
     }
     tails = cells[count + 1 :]
@@ -122,7 +122,7 @@ def _row(line: str, header: _Header, number: int) -> _Row:
             tails = [*tails[:2], tails[-1]]
     else:
         tails = _aligned(line, header, tails)
-    return _Row(levels, dict(zip(header.tails, tails)))  # noqa: B905 - runs on Python 3.9
+    return _Row(levels, dict(zip(header.tails, tails)))
 
 
 def _aligned(line: str, header: _Header, tails: list[str]) -> list[str]:

@@ -81,7 +81,7 @@ def level(one: PciPath, other: PciPath, *, same_domain: bool) -> str:
     NUMA domain, SYS two domains.
     """
     shared = 0
-    for mine, theirs in zip(one.bridges, other.bridges):  # noqa: B905 - runs on Python 3.9
+    for mine, theirs in zip(one.bridges, other.bridges):
         if mine != theirs:
             break
         shared += 1

@@ -148,7 +148,7 @@ def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]
     words = text.split()
     if len(words) != len(numbers) or not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         return ()
-    return tuple((number, int(word)) for number, word in zip(numbers, words))  # noqa: B905 - runs on Python 3.9
+    return tuple((number, int(word)) for number, word in zip(numbers, words))
 
 
 def _cores(

@@ -1,0 +1,102 @@
+"""A topology as the planner needs it: the cores that may be used, and how far domains are apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hpml_orchestrator.topology.model import Topology
+
+__all__ = ["UNKNOWN_DISTANCE", "Machine"]
+
+UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
+_LOCAL, _REMOTE = 10, 20  # what Topology.distance assumes where nothing is told
+
+
+class Machine:
+    """The usable part of a node.
+
+    Args:
+        topology: the node.
+        allowed: the CPUs that may be used; None for all.
+        smt: whether all hardware threads of a core are used, or its first usable one alone.
+
+    Attributes:
+        pool: NUMA domain to its usable cores, both by socket and number; none is empty.
+        cpus_of: core to its usable CPUs.
+        domain_of: core to its NUMA domain.
+        socket_of: core to its socket.
+        home_of: CPU to its domain, for all CPUs that are online.
+        whole: whether all CPUs that are online are usable.
+    """
+
+    def __init__(self, topology: Topology, allowed: Iterable[int] | None, *, smt: bool) -> None:
+        wanted = None if allowed is None else frozenset(allowed)
+        self.cpus_of: dict[int, tuple[int, ...]] = {}
+        self.domain_of: dict[int, int] = {}
+        self.socket_of: dict[int, int] = {}
+        self.home_of: dict[int, int] = {}
+        self.whole = True
+        self._sockets: dict[int, set[int]] = {}
+        found: dict[int, list[int]] = {}
+        for core in sorted(topology.cores, key=lambda one: (one.socket, one.domain, one.number)):
+            self.home_of.update(dict.fromkeys(core.cpus, core.domain))
+            self._sockets.setdefault(core.domain, set()).add(core.socket)
+            cpus = core.cpus
+            if wanted is not None:
+                cpus = tuple(cpu for cpu in cpus if cpu in wanted)
+                self.whole = self.whole and cpus == core.cpus
+            if not cpus:
+                continue
+            self.cpus_of[core.number] = cpus if smt else cpus[:1]
+            self.domain_of[core.number] = core.domain
+            self.socket_of[core.number] = core.socket
+            found.setdefault(core.domain, []).append(core.number)
+        self.pool = {domain: tuple(cores) for domain, cores in found.items()}
+        self.place = {domain: number for number, domain in enumerate(self.pool)}
+        self._distances = {one.number: dict(one.distances) for one in topology.domains}
+        self._memory = {one.number: one.memory_bytes for one in topology.domains}
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """All usable cores, by socket, domain and number."""
+        return tuple(self.cpus_of)
+
+    @property
+    def domains_with_cpus(self) -> tuple[int, ...]:
+        """All domains that have CPUs, usable or not."""
+        return tuple(sorted(self._sockets))
+
+    def distance(self, one: int, other: int) -> int:
+        """Return how far a domain is from another: as told, else 10 within and 20 between."""
+        told = self._distances.get(one, {})
+        return told.get(other, _LOCAL if one == other else _REMOTE)
+
+    def gap(self, one: int, other: int) -> tuple[int, int]:
+        """Return the distance, and 1 where no socket is common: for sources without distances."""
+        sockets, others = self._sockets.get(one, set()), self._sockets.get(other, set())
+        return self.distance(one, other), int(sockets.isdisjoint(others))
+
+    def nearest(self, domain: int, among: Iterable[int]) -> tuple[int, ...]:
+        """Return those of some domains that are nearest to one, all of them when they tie."""
+        gaps = {other: self.gap(domain, other) for other in among}
+        least = min(gaps.values(), default=None)
+        return tuple(other for other, gap in gaps.items() if gap == least)
+
+    def domains_of_cpus(self, cpus: Iterable[int]) -> tuple[int, ...]:
+        """Return the domains that some CPUs are in."""
+        return tuple(sorted({self.home_of[cpu] for cpu in cpus if cpu in self.home_of}))
+
+    def memory_for(self, domain: int) -> int:
+        """Return the domain whose memory serves another: itself, unless it is seen to have none."""
+        with_memory = [
+            other for other in self._sockets if self._memory.get(other, 0) > 0 or other == domain
+        ]
+        if self._memory.get(domain, 0) > 0 or len(with_memory) == 1:
+            return domain
+        return min(
+            (other for other in with_memory if other != domain),
+            key=lambda other: (self.gap(domain, other), other),
+        )

@@ -1,0 +1,68 @@
+"""The plan of one node: for every local rank its GPU, cores, memory and network card.
+
+Standard library only, Python 3.9 or newer: it travels to the nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpml_orchestrator.placement.cpulist import cpu_list
+
+__all__ = ["Plan", "RankPlan"]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Where one rank runs.
+
+    Attributes:
+        local_rank: number among the ranks of its node, from 0.
+        gpu: PCI address of its GPU, or the name that the source gives it; None without a GPU, and
+            where the topology does not know it.
+        gpu_index: the GPU's index in the topology.
+        gpu_uuid: UUID of the GPU or MIG instance; empty where it is not told.
+        cpus: CPUs that it may run on, ascending.
+        cores: numbers of the physical cores that those are in, ascending.
+        numa: NUMA domains that those are in, ascending.
+        memory: the NUMA domain whose memory to prefer; None for no preference.
+        nic: name of its network card; None without one.
+        threads: OpenMP threads: its cores less its loader workers, at least 1.
+        loader_workers: processes that load data for it, on its cores.
+        distance: the largest NUMA distance from its GPU to one of its cores (10 is local); None
+            without a GPU, and where the GPU's domain is not known.
+    """
+
+    local_rank: int
+    gpu: str | None = None
+    gpu_index: int | None = None
+    gpu_uuid: str = ""
+    cpus: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    numa: tuple[int, ...] = ()
+    memory: int | None = None
+    nic: str | None = None
+    threads: int = 1
+    loader_workers: int = 0
+    distance: int | None = None
+
+    def cpu_list(self) -> str:
+        """Return its CPUs in the kernel's list format."""
+        return cpu_list(self.cpus)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranks of one node.
+
+    Attributes:
+        ranks: by local rank, from 0 without a gap.
+        policy: the policy that it was made with; `none` means that nothing is to be bound.
+        whole: whether every CPU of the node was allowed, which static forms may need.
+        warnings: what could not be done as it should, one sentence each.
+    """
+
+    ranks: tuple[RankPlan, ...]
+    policy: str = "gpu-local"
+    whole: bool = True
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,201 @@
+"""How cores are shared out: homes for ranks, idle domains' cores for the nearest, equal parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hpml_orchestrator.placement.machine import Machine
+
+__all__ = ["Group", "choose_homes", "chunks", "even", "lend", "merge", "share_group", "share_short"]
+
+
+class Group:
+    """Ranks that share the cores of some domains.
+
+    Attributes:
+        domains: the domains whose cores are all for this group.
+        homes: domain to the ranks whose GPU is next to it, in order.
+        lent: cores of other domains.
+    """
+
+    def __init__(self, domains: Iterable[int], homes: dict[int, list[int]]) -> None:
+        self.domains = list(domains)
+        self.homes = homes
+        self.lent: list[int] = []
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its ranks, in order."""
+        return sorted(rank for ranks in self.homes.values() for rank in ranks)
+
+    def cores(self, machine: Machine) -> int:
+        """Return how many cores it has."""
+        return sum(len(machine.pool[one]) for one in self.domains) + len(self.lent)
+
+
+def even(total: int, parts: int) -> list[int]:
+    """Return sizes of equal parts, those that are larger by one first.
+
+    >>> even(7, 3)
+    [3, 2, 2]
+    """
+    size, more = divmod(total, parts)
+    return [size + (part < more) for part in range(parts)]
+
+
+def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """Share units (sockets, domains or the whole node) out to ranks in order, as equally as can be.
+
+    With fewer ranks than units each rank gets one unit, and they are spread over all. No unit takes
+    more ranks than it has cores while another has cores to spare.
+    """
+    count = [0] * len(units)
+    for rank in range(ranks):
+        count[rank * len(units) // ranks] += 1
+    full = sum(len(unit) for unit in units) < ranks
+    while not full and any(held > len(unit) for held, unit in zip(count, units)):
+        short = next(n for n, unit in enumerate(units) if count[n] > len(unit))
+        spare = [n for n, unit in enumerate(units) if count[n] < len(unit)]
+        to = max(spare, key=lambda n: (len(units[n]) / (count[n] + 1), -abs(n - short), -n))
+        count[short] -= 1
+        count[to] += 1
+    found: list[list[int]] = []
+    for held, unit in zip(count, units):
+        if held > len(unit):
+            found += [[unit[part * len(unit) // held]] for part in range(held)]
+            continue
+        begin = 0
+        for size in even(len(unit), held) if held else ():
+            found.append(list(unit[begin : begin + size]))
+            begin += size
+    return found
+
+
+def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
+    """Return each rank's home among the domains that would do for it, where most cores are left.
+
+    Ranks with the least choice come first. Ranks with the same choice are handed their homes in
+    order, so that neighbours stay together.
+    """
+    counts = dict.fromkeys(machine.pool, 0)
+    homes = [0] * len(near)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(range(len(near)), key=lambda one: (len(near[one]), one)):
+        homes[rank] = max(
+            near[rank],
+            key=lambda one: (len(machine.pool[one]) / (counts[one] + 1), -machine.place[one]),
+        )
+        counts[homes[rank]] += 1
+        alike.setdefault(tuple(near[rank]), []).append(rank)
+    for ranks in alike.values():
+        ordered = sorted((homes[rank] for rank in ranks), key=machine.place.__getitem__)
+        for rank, home in zip(ranks, ordered):
+            homes[rank] = home
+    return homes
+
+
+def lend(machine: Machine, groups: dict[int, Group]) -> None:
+    """Give the cores of domains without ranks to the nearest groups, whoever has fewest per rank.
+
+    Args:
+        machine: the node.
+        groups: a domain with ranks to its group, which gets the cores.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for idle in machine.pool:
+        if idle not in groups:
+            alike.setdefault(machine.nearest(idle, groups), []).append(idle)
+    holds = {domain: group.cores(machine) for domain, group in groups.items()}
+    heads = {domain: len(group.ranks) for domain, group in groups.items()}
+    for takers, lenders in sorted(alike.items(), key=lambda one: (len(one[0]), one[0])):
+        quota = dict.fromkeys(takers, 0)
+        for _ in range(sum(len(machine.pool[one]) for one in lenders)):
+            to = min(takers, key=lambda one: (holds[one] / heads[one], machine.place[one]))
+            holds[to] += 1
+            quota[to] += 1
+        # Whole domains first: a rank with cores in two domains is better off than one with three.
+        for lender in sorted(lenders, key=lambda one: (-len(machine.pool[one]), one)):
+            cores = machine.pool[lender]
+            while cores:
+                to = max(takers, key=lambda one: (quota[one], -machine.place[one]))
+                groups[to].lent += cores[: quota[to]]
+                quota[to], cores = max(0, quota[to] - len(cores)), cores[quota[to] :]
+
+
+def merge(machine: Machine, groups: list[Group]) -> None:
+    """Join every group that has fewer cores than ranks with the nearest that has some to spare.
+
+    The node must have a core for each rank.
+    """
+    while True:
+        short = next((one for one in groups if one.cores(machine) < len(one.ranks)), None)
+        if short is None:
+            return
+        spare = [one for one in groups if one.cores(machine) > len(one.ranks)]
+
+        def cost(other: Group, short: Group = short) -> tuple[tuple[int, int], float, int]:
+            gap = min(machine.gap(a, b) for a in short.homes for b in other.domains)
+            per_rank = other.cores(machine) / (len(other.ranks) or 0.5)
+            return gap, -per_rank, machine.place[other.domains[0]]
+
+        other = min(spare, key=cost)
+        groups.remove(short)
+        groups.remove(other)
+        whole = Group(short.domains + other.domains, {**short.homes, **other.homes})
+        whole.lent = short.lent + other.lent
+        groups.append(whole)
+
+
+def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
+    """Share a group's cores out: equal parts, and of these as many as can be from the own domain.
+
+    The group must have a core for each rank. Cores stay in order, so that a rank's are neighbours.
+    """
+    local: dict[int, int] = {}
+    for domain, ranks in group.homes.items():
+        local.update(zip(ranks, even(len(machine.pool[domain]), len(ranks))))
+    size, more = divmod(group.cores(machine), len(local))
+    part = {}
+    for place, rank in enumerate(sorted(local, key=lambda one: (-local[one], one))):
+        part[rank] = size + (place < more)
+    given: dict[int, list[int]] = {}
+    left: dict[int, list[int]] = {}
+    for domain in group.domains:
+        begin = 0
+        for rank in group.homes.get(domain, ()):
+            end = begin + min(local[rank], part[rank])
+            given[rank] = list(machine.pool[domain][begin:end])
+            begin = end
+        left[domain] = list(machine.pool[domain][begin:])
+    for core in group.lent:
+        left.setdefault(machine.domain_of[core], []).append(core)
+    for domain, ranks in group.homes.items():
+        near = sorted(left, key=lambda one: (machine.gap(domain, one), machine.place[one]))
+        for rank in ranks:
+            for other in near:
+                need = part[rank] - len(given[rank])
+                given[rank] += left[other][:need]
+                left[other] = left[other][need:]
+    return given
+
+
+def share_short(machine: Machine, homes: Sequence[int]) -> list[list[int]]:
+    """Give one core to each rank where there are fewer cores than ranks: the same number on each.
+
+    A rank gets a core of its own domain while that has a place left, else the nearest.
+    """
+    places, more = divmod(len(homes), len(machine.cores))
+    load = dict.fromkeys(machine.cores, 0)
+    found: list[list[int]] = []
+    for home in homes:
+        core = min(
+            (one for one in load if load[one] < places + (more > 0)),
+            key=lambda one: (machine.gap(home, machine.domain_of[one]), load[one], one),
+        )
+        more -= load[core] == places
+        load[core] += 1
+        found.append([core])
+    return found

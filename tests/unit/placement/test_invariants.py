@@ -1,0 +1,394 @@
+"""What holds for the plan of any machine: random topologies, masks and orders of GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.placement.model import Plan
+from hpml_orchestrator.placement.planfile import KEYS, find, read, write
+from hpml_orchestrator.placement.planner import POLICIES, plan
+from hpml_orchestrator.placement.show import PLAN_COLUMNS, plan_json, plan_rows
+from hpml_orchestrator.placement.static import forms
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
+from tests.unit.placement.machines import dgx_a100
+
+MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BORROWS, SHARES = "too few allowed cores", "some share a core"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node and what is asked of the planner."""
+
+    topology: Topology
+    ranks: int
+    policy: str
+    ranks_per_gpu: int
+    allowed: tuple[int, ...] | None
+    visible: tuple[int, ...] | None
+    workers: int
+
+    def plan(self) -> Plan:
+        return plan(
+            self.topology,
+            self.ranks,
+            policy=self.policy,
+            ranks_per_gpu=self.ranks_per_gpu,
+            allowed_cpus=self.allowed,
+            visible_gpus=self.visible,
+            loader_workers=self.workers,
+        )
+
+    def usable(self) -> dict[int, tuple[int, ...]]:
+        """Usable cores and their usable CPUs."""
+        wanted = self.topology.cpus if self.allowed is None else set(self.allowed)
+        found = {
+            core.number: tuple(cpu for cpu in core.cpus if cpu in wanted)
+            for core in self.topology.cores
+        }
+        return {number: cpus for number, cpus in found.items() if cpus}
+
+    def gpus(self) -> list[Gpu]:
+        """The visible GPUs in order."""
+        if self.visible is None:
+            return list(self.topology.gpus)
+        return [self.topology.gpus[index] for index in self.visible]
+
+    def near(self) -> list[int | None]:
+        """Each rank's GPU's domain with CPUs; None where there is no GPU or it is not told."""
+        held = {core.domain for core in self.topology.cores}
+        gpus = self.gpus()
+        if not gpus:
+            return [None] * self.ranks
+        domains = [gpus[rank % len(gpus)].domain for rank in range(self.ranks)]
+        return [one if one in held else None for one in domains]
+
+
+@st.composite
+def cases(draw: st.DrawFn, policy: str | None = None, gpus: int | None = None) -> Case:
+    """Nodes of 1-16 domains, some without CPUs, with holes and any numbering of the CPUs."""
+    sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=16))
+    sizes[draw(st.integers(0, len(sizes) - 1))] += 1  # at least one core
+    smt = draw(st.integers(1, 4))
+    per_socket = draw(st.integers(1, len(sizes)))
+    total = sum(sizes) * smt
+    numbers = draw(st.permutations(range(total + draw(st.integers(0, 8)))))[:total]
+    if draw(st.booleans()):
+        numbers = sorted(numbers)
+    offline = draw(st.sets(st.sampled_from(numbers), max_size=3)) if draw(st.booleans()) else set()
+    found: list[tuple[tuple[int, ...], int]] = []
+    begin = 0
+    for domain, size in enumerate(sizes):
+        for _ in range(size):
+            cpus = tuple(sorted(set(numbers[begin : begin + smt]) - offline))
+            begin += smt
+            found += [(cpus, domain)] if cpus else []
+    if not found:
+        found = [((numbers[0],), next(one for one, size in enumerate(sizes) if size))]
+    cores = tuple(
+        Core(number, domain // per_socket, domain, cpus)
+        for number, (cpus, domain) in enumerate(sorted(found))
+    )
+    told = draw(st.booleans())
+    domains = tuple(
+        Domain(
+            number,
+            tuple(sorted(cpu for core in cores if core.domain == number for cpu in core.cpus)),
+            2**34,
+            tuple(
+                (
+                    other,
+                    10
+                    if other == number
+                    else 12 + 20 * (other // per_socket != number // per_socket),
+                )
+                for other in range(len(sizes))
+            )
+            if told
+            else (),
+        )
+        for number in range(len(sizes))
+    )
+    known = st.integers(0, len(sizes) - 1)
+    places = st.none() | known if draw(st.booleans()) else known
+    wanted: list[int | None] = draw(
+        st.lists(places, min_size=gpus or 0, max_size=16 if gpus is None else gpus)
+    )
+    cards = draw(st.lists(places, max_size=6))
+    topology = Topology(
+        "random",
+        cores,
+        domains,
+        tuple(Gpu(n, f"GPU{n}", f"0000:{n:02x}:00.0", domain=one) for n, one in enumerate(wanted)),
+        tuple(Nic(f"mlx5_{n}", domain=one) for n, one in enumerate(cards)),
+    )
+    online = sorted(topology.cpus)
+    masks = st.lists(st.sampled_from(online), min_size=1, unique=True)
+    allowed = tuple(draw(masks)) if draw(st.booleans()) else None
+    visible = None
+    hides = draw(st.booleans())
+    if wanted and hides:
+        order = draw(st.permutations(range(len(wanted))))
+        visible = tuple(order[: draw(st.integers(1, len(wanted)))])
+    return Case(
+        topology,
+        draw(st.integers(1, 24)),
+        policy or draw(st.sampled_from(list(POLICIES))),
+        draw(st.integers(1, 3)),
+        allowed,
+        visible,
+        draw(st.integers(0, 3)),
+    )
+
+
+DGX = Case(dgx_a100(), 8, "gpu-local", 1, None, None, 2)
+
+
+def within_one(counts: list[int]) -> bool:
+    return max(counts, default=0) - min(counts, default=0) <= 1
+
+
+@MANY
+@given(cases())
+@example(DGX)
+def test_every_rank_is_served_with_what_is_its_own(case: Case) -> None:
+    """All ranks, in order, on usable CPUs, whole cores, own cores, real domains, right threads."""
+    made = case.plan()
+    usable = case.usable()
+    home = {core.number: core.domain for core in case.topology.cores}
+    assert [one.local_rank for one in made.ranks] == list(range(case.ranks))
+    held = Counter(core for one in made.ranks for core in one.cores)
+    if case.policy != "none" and len(usable) >= case.ranks:
+        assert max(held.values()) == 1
+        assert not any(SHARES in one for one in made.warnings)
+    elif case.policy != "none":
+        event("fewer cores than ranks")
+        assert any(SHARES in one for one in made.warnings)
+        assert within_one([held[core] for core in usable])
+    for one in made.ranks:
+        assert one.cores
+        assert one.cores == tuple(sorted(one.cores))
+        assert one.cpus == tuple(sorted(cpu for core in one.cores for cpu in usable[core]))
+        assert one.numa == tuple(sorted({home[core] for core in one.cores}))
+        assert one.memory in set(home.values())
+        assert one.loader_workers == case.workers
+        cores = len(one.cores) if case.policy != "none" else len(usable) // case.ranks
+        assert one.threads == max(1, cores - case.workers)
+    assert made.whole == (case.allowed is None or set(case.allowed) >= case.topology.cpus)
+
+
+@MANY
+@given(cases(policy="gpu-local"))
+@example(DGX)
+def test_gpu_local_cores_come_first_and_in_balance(case: Case) -> None:
+    """Own domain before others, nobody else's domain, no core idle, one core's difference."""
+    made = case.plan()
+    usable = case.usable()
+    if len(usable) < case.ranks:
+        return
+    home = {core.number: core.domain for core in case.topology.cores}
+    near = case.near()
+    with_cores = {home[core] for core in usable}
+    borrowed = any(BORROWS in one for one in made.warnings)
+    assert {core for one in made.ranks for core in one.cores} == set(usable)  # none is idle
+    ranks_of: dict[int, list[int]] = {}
+    for rank, domain in enumerate(near):
+        if domain in with_cores:
+            assert domain is not None
+            ranks_of.setdefault(domain, []).append(rank)
+    owner = {core: one.local_rank for one in made.ranks for core in one.cores}
+    alone = all(one in with_cores for one in near)  # every rank's GPU is next to usable cores
+    event(f"every GPU next to usable cores: {alone}")
+    for domain, ranks in ranks_of.items():
+        local = [sum(home[core] == domain for core in made.ranks[rank].cores) for rank in ranks]
+        assert within_one([len(made.ranks[rank].cores) for rank in ranks])
+        if borrowed:
+            continue
+        assert within_one(local)
+        assert min(local) >= 1
+        if alone:  # nobody else has a core of this domain
+            assert {owner[core] for core in usable if home[core] == domain} <= set(ranks)
+
+
+@MANY
+@given(cases(policy="gpu-local"))
+def test_a_domain_without_ranks_lends_to_the_nearest(case: Case) -> None:
+    """A lent core's new owner is next to no farther a domain than any other rank is."""
+    made = case.plan()
+    near = case.near()
+    usable = case.usable()
+    home = {core.number: core.domain for core in case.topology.cores}
+    with_cores = {home[core] for core in usable}
+    known = {one for one in near if one is not None}
+    if known - with_cores or None in near or not known or made.warnings:
+        return
+    for one in made.ranks:
+        own = near[one.local_rank]
+        assert own is not None
+        for core in one.cores:
+            lender = home[core]
+            if lender != own:
+                event("a core was lent")
+                least = min(case.topology.distance(lender, other) for other in known)
+                assert case.topology.distance(lender, own) == least
+
+
+@MANY
+@given(cases(policy="numa", gpus=4))
+def test_policy_numa_never_leaves_the_domain_unasked(case: Case) -> None:
+    """A rank has cores of its GPU's domain alone, unless the plan says why not."""
+    made = case.plan()
+    for one, domain in zip(made.ranks, case.near(), strict=True):
+        if domain is not None and not made.warnings:
+            assert one.numa == (domain,)
+            assert one.distance == case.topology.distance(domain, domain)
+
+
+@MANY
+@given(cases(gpus=0))
+def test_cpu_only_ranks_are_served_evenly(case: Case) -> None:
+    """Equal parts of the node, or of their socket or domain."""
+    made = case.plan()
+    if case.policy in ("gpu-local", "spread") and len(case.usable()) >= case.ranks:
+        assert within_one([len(one.cores) for one in made.ranks])
+    assert all(one.gpu is None and one.distance is None for one in made.ranks)
+
+
+@MANY
+@given(cases(gpus=8))
+def test_the_gpus_are_never_reordered(case: Case) -> None:
+    """Local rank r has the visible device r, beginning anew after the last."""
+    gpus = case.gpus()
+    for one in case.plan().ranks:
+        gpu = gpus[one.local_rank % len(gpus)]
+        assert (one.gpu_index, one.gpu) == (gpu.index, gpu.address)
+
+
+@MANY
+@given(cases())
+def test_unknown_and_unreachable_gpus_are_told(case: Case) -> None:
+    """No GPU's place is assumed in silence."""
+    made = case.plan()
+    if case.policy in ("none", "spread") or not case.gpus():
+        return
+    domains = {core.domain for core in case.topology.cores}
+    used = [case.gpus()[rank % len(case.gpus())] for rank in range(case.ranks)]
+    unknown = [gpu for gpu in used if gpu.domain is None]
+    if unknown and len(domains) > 1:
+        told = next(one for one in made.warnings if one.startswith("no NUMA domain is known"))
+        assert all(gpu.address in told for gpu in unknown)
+    home = {core.number: core.domain for core in case.topology.cores}
+    usable = {home[core] for core in case.usable()}
+    for rank, domain in enumerate(case.near()):
+        if domain is not None and domain not in usable:
+            address = used[rank].address
+            assert any(
+                one.startswith(f"GPU {address} is next to NUMA domain {domain}")
+                for one in made.warnings
+            )
+
+
+@MANY
+@given(cases(gpus=8))
+def test_a_nic_of_the_own_domain_is_taken(case: Case) -> None:
+    """A card next to the GPU's domain is used before any other, equal ones equally often."""
+    made = case.plan()
+    cards = {nic.name: nic.domain for nic in case.topology.nics}
+    if case.policy == "none" or not cards:
+        assert all(one.nic is None for one in made.ranks)
+        return
+    assert all(one.nic in cards for one in made.ranks)
+    for domain in {one for one in case.near() if one is not None}:
+        own = [name for name, place in cards.items() if place == domain]
+        used = Counter(
+            one.nic for one, near in zip(made.ranks, case.near(), strict=True) if near == domain
+        )
+        assert not own or set(used) <= set(own)
+    if len(set(cards.values())) == 1 and len(set(case.near())) == 1:
+        every = Counter(one.nic for one in made.ranks)
+        assert within_one([every[name] for name in cards])
+
+
+@MANY
+@given(cases(), st.randoms(use_true_random=False))
+def test_equal_input_gives_an_equal_plan(case: Case, random: object) -> None:
+    """Neither the order of the mask nor the call before changes anything."""
+    made = case.plan()
+    assert case.plan() == made
+    if case.allowed is not None:
+        mixed = list(case.allowed)
+        random.shuffle(mixed)  # type: ignore[attr-defined]
+        again = plan(
+            case.topology,
+            case.ranks,
+            policy=case.policy,
+            ranks_per_gpu=case.ranks_per_gpu,
+            allowed_cpus=mixed,
+            visible_gpus=case.visible,
+            loader_workers=case.workers,
+        )
+        assert again == made
+
+
+@MANY
+@given(cases())
+@example(DGX)
+def test_the_plan_file_holds_the_plan(case: Case) -> None:
+    """Written and read it is the same, and every rank's line is found alone."""
+    made = case.plan()
+    text = write(made)
+    assert read(text) == made
+    assert text.count("\n") == 1 + case.ranks + len(made.warnings)
+    for one in made.ranks:
+        line = find(text, one.local_rank)
+        assert line["cpus"] == one.cpu_list()
+        assert line["bind"] == ("no" if case.policy == "none" else "yes")
+        assert set(line) <= set(KEYS)
+
+
+@MANY
+@given(cases())
+@example(DGX)
+def test_a_form_is_exact_or_says_why_not(case: Case) -> None:
+    """A static form is a text or a reason; one of domains means just the plan's CPUs."""
+    made = case.plan()
+    found = {one.name: one for one in forms(case.topology, made)}
+    for one in found.values():
+        assert (one.value is None) == bool(one.reason)
+    assert (found["mask_cpu"].value is None) == (case.policy == "none")
+    ldoms = found["map_ldom"].value
+    if ldoms is not None:
+        event("map_ldom")
+        domains = [int(one) for one in ldoms.rpartition(":")[2].split(",")]
+        cpus = {one.number: one.cpus for one in case.topology.domains}
+        assert [cpus[one] for one in domains] == [one.cpus for one in made.ranks]
+    if found["cores"].value is not None:
+        event("cores")
+        threads = int(found["cores"].value.rpartition("=")[2])
+        assert {len(one.cpus) for one in made.ranks} == {threads}
+    if found["map-by"].value is not None:
+        event("map-by")
+        parts = found["map-by"].value.partition("pe=")[2].split(" ")[0]
+        assert not parts or {len(one.cores) for one in made.ranks} == {int(parts)}
+    if found["rankfile"].value is not None:
+        lines = found["rankfile"].value.splitlines()
+        assert len(lines) == case.ranks
+
+
+@MANY
+@given(cases())
+def test_what_is_shown_has_every_rank(case: Case) -> None:
+    """The JSON has the keys that the command promises, the table a cell for each column."""
+    made = case.plan()
+    data = plan_json(made)
+    assert list(data["warnings"]) == list(made.warnings)
+    for one, row, rank in zip(data["ranks"], plan_rows(made), made.ranks, strict=True):
+        assert {"local_rank", "gpu", "cpus", "cores", "numa", "nic"} <= set(one)
+        assert one["cpus"] == rank.cpu_list()
+        assert one["cores"] == list(rank.cores)
+        assert len(row) == len(PLAN_COLUMNS)
+        assert all(row)

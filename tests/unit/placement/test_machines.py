@@ -1,0 +1,173 @@
+"""Expected plans of the binding table's machines, written by hand from the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpml_orchestrator.placement.cpulist import cpu_numbers
+from hpml_orchestrator.placement.model import Plan
+from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.placement.static import (
+    openmpi_map_by,
+    openmpi_rankfile,
+    slurm_cores,
+    slurm_ldoms,
+    slurm_masks,
+    slurm_memory,
+)
+from tests.unit.placement.machines import (
+    dgx_a100,
+    intel,
+    mi250x,
+    milan,
+    node,
+    threads,
+    two_by_twelve,
+)
+
+
+def lists(made: Plan) -> list[str]:
+    return [one.cpu_list() for one in made.ranks]
+
+
+def test_two_sockets_with_four_gpus() -> None:
+    """The first half of the GPUs gets the first socket, the second half the second."""
+    made = plan(intel((0, 0, 1, 1)), 4)
+    assert lists(made) == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
+    assert [one.cores for one in made.ranks] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (8, 9, 10, 11),
+        (12, 13, 14, 15),
+    ]
+    assert [one.numa for one in made.ranks] == [(0,), (0,), (1,), (1,)]
+    assert [one.memory for one in made.ranks] == [0, 0, 1, 1]
+    assert [one.threads for one in made.ranks] == [4, 4, 4, 4]
+    assert [one.distance for one in made.ranks] == [10, 10, 10, 10]
+    assert [one.gpu for one in made.ranks] == [f"0000:0{bus}:00.0" for bus in (1, 2, 3, 4)]
+    assert made.warnings == ()
+    blocks = "--cpu-bind=cores --distribution=block:block --cpus-per-task=8"
+    assert slurm_cores(intel((0, 0, 1, 1)), made).value == blocks
+    by = openmpi_map_by(intel((0, 0, 1, 1)), made)
+    assert by.value == "--map-by ppr:2:socket:pe=4 --bind-to core"
+
+
+def test_two_sockets_whose_cpu_numbers_alternate() -> None:
+    """Even CPUs on the first socket, odd ones on the second, as many Intel machines have it."""
+    even_odd = node(
+        [(0, [(cpu,) for cpu in range(0, 32, 2)]), (1, [(cpu,) for cpu in range(1, 32, 2)])],
+        (0, 0, 0, 0, 1, 1, 1, 1),
+    )
+    made = plan(even_odd, 8)
+    assert lists(made) == [
+        "0,2,4,6",
+        "8,10,12,14",
+        "16,18,20,22",
+        "24,26,28,30",
+        "1,3,5,7",
+        "9,11,13,15",
+        "17,19,21,23",
+        "25,27,29,31",
+    ]
+    # hwloc counts the second socket's cores after all of the first's.
+    assert openmpi_rankfile(even_odd, made, ["n1"]).value == (
+        "rank 0=n1 slot=0-3\nrank 1=n1 slot=4-7\nrank 2=n1 slot=8-11\nrank 3=n1 slot=12-15\n"
+        "rank 4=n1 slot=16-19\nrank 5=n1 slot=20-23\nrank 6=n1 slot=24-27\nrank 7=n1 slot=28-31\n"
+    )
+    assert slurm_masks(made).value == (
+        "--cpu-bind=mask_cpu:55,5500,550000,55000000,aa,aa00,aa0000,aa000000"
+    )
+
+
+def test_milan_with_reversed_gpus() -> None:
+    """Each rank has the whole domain of its GPU, in reversed order: the table's map of domains."""
+    made = plan(milan(), 4)
+    assert lists(made) == ["48-63,112-127", "32-47,96-111", "16-31,80-95", "0-15,64-79"]
+    assert slurm_ldoms(milan(), made).value == "--cpu-bind=map_ldom:3,2,1,0"
+    assert slurm_memory(made).value == "--mem-bind=prefer,map_mem:3,2,1,0"
+    assert openmpi_map_by(milan(), made).value is None
+    assert slurm_cores(milan(), made).value is None
+
+
+def test_dgx_a100() -> None:
+    """Half of each GPU domain, and half of the idle domain of the same socket that lends to it."""
+    made = plan(dgx_a100(), 8)
+    assert lists(made) == [
+        "32-39,48-55,160-167,176-183",
+        "40-47,56-63,168-175,184-191",
+        "0-7,16-23,128-135,144-151",
+        "8-15,24-31,136-143,152-159",
+        "96-103,112-119,224-231,240-247",
+        "104-111,120-127,232-239,248-255",
+        "64-71,80-87,192-199,208-215",
+        "72-79,88-95,200-207,216-223",
+    ]
+    assert [one.memory for one in made.ranks] == [3, 3, 1, 1, 7, 7, 5, 5]
+    assert {one.distance for one in made.ranks} == {12}
+    assert [one.nic for one in made.ranks] == [f"mlx5_{number}" for number in range(8)]
+    assert slurm_ldoms(dgx_a100(), made).value is None
+
+
+def test_dgx_a100_without_lent_cores() -> None:
+    """With the policy `numa` two ranks share their domain and the idle ones stay idle."""
+    made = plan(dgx_a100(), 8, policy="numa")
+    assert lists(made) == [
+        "48-55,176-183",
+        "56-63,184-191",
+        "16-23,144-151",
+        "24-31,152-159",
+        "112-119,240-247",
+        "120-127,248-255",
+        "80-87,208-215",
+        "88-95,216-223",
+    ]
+
+
+def test_mi250x_has_the_masks_of_the_table() -> None:
+    """Seven of eight cores of each cache are usable; the masks are the published ones."""
+    usable = [cpu for cpu in range(64) if cpu % 8]
+    made = plan(mi250x(), 8, allowed_cpus=usable)
+    assert slurm_masks(made).value == (
+        "--cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,"
+        "fe00000000,fe0000000000"
+    )
+    assert [one.threads for one in made.ranks] == [7] * 8
+    assert openmpi_rankfile(mi250x(), made, ["n1"]).value is None
+    assert "not all CPUs" in openmpi_rankfile(mi250x(), made, ["n1"]).reason
+
+
+@pytest.mark.parametrize("policy", ["gpu-local", "socket", "numa", "spread"])
+def test_one_worker_per_socket(policy: str) -> None:
+    """Two CPU-only ranks on two sockets of 12 cores: a socket and 12 threads for each."""
+    made = plan(two_by_twelve(), 2, policy=policy)
+    assert lists(made) == ["0-11", "12-23"]
+    assert [one.threads for one in made.ranks] == [12, 12]
+    assert [one.memory for one in made.ranks] == [0, 1]
+    assert [one.gpu for one in made.ranks] == [None, None]
+    by = openmpi_map_by(two_by_twelve(), made)
+    assert by.value == "--map-by ppr:1:socket --bind-to socket"
+
+
+def test_cpu_only_ranks_on_sockets_of_several_domains() -> None:
+    """One rank per socket has all of the socket's domains; one per domain stays within it."""
+    four = node([(number // 2, threads(4 * number, 4)) for number in range(4)])
+    assert lists(plan(four, 2, policy="socket")) == ["0-7", "8-15"]
+    assert lists(plan(four, 2)) == ["0-7", "8-15"]
+    assert lists(plan(four, 2, policy="numa")) == ["0-3", "8-11"]
+    assert lists(plan(four, 4, policy="numa")) == ["0-3", "4-7", "8-11", "12-15"]
+    by = openmpi_map_by(four, plan(four, 4, policy="numa"))
+    assert by.value == "--map-by ppr:1:numa --bind-to numa"
+
+
+def test_masks_mean_the_cpus_of_the_plan() -> None:
+    """A mask's bits are the rank's CPUs, for more CPUs than one word has."""
+    made = plan(dgx_a100(), 8)
+    form = slurm_masks(made).value
+    assert form is not None
+    masks = form.removeprefix("--cpu-bind=mask_cpu:").split(",")
+    bits = [
+        tuple(place for place, bit in enumerate(reversed(f"{int(mask, 16):b}")) if bit == "1")
+        for mask in masks
+    ]
+    assert bits[0] == cpu_numbers("32-39,48-55,160-167,176-183")
+    assert bits[7] == cpu_numbers("72-79,88-95,200-207,216-223")
