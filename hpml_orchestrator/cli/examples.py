@@ -72,6 +72,7 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("This node:", "hpml topo"),
         ("Another one, from what it printed, with a picture:", "hpml topo topo.txt --svg node.svg"),
         ("Of a file, for programs:", "hpml topo machine.xml --json"),
+        ("Where four ranks would run there:", "hpml topo machine.xml --ranks 4"),
     ],
     "man": [
         ("Read about a command:", "hpml man submit"),

@@ -39,9 +39,47 @@ def topo(
         str | None,
         typer.Option("--svg", metavar="FILE", help="Write a picture (SVG).", show_default=False),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            min=1,
+            max=10_000,
+            help="Say instead where so many ranks would run, each next to its GPU.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="With --ranks: gpu-local, socket, numa, spread or none.",
+            show_default="gpu-local",
+        ),
+    ] = "",
+    allowed_cpus: Annotated[
+        str,
+        typer.Option(
+            "--allowed-cpus",
+            metavar="LIST",
+            help="With --ranks: the only CPUs to use, such as 0-15,64-79.",
+            show_default="all",
+        ),
+    ] = "",
 ) -> None:
-    """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other."""
+    """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other.
+
+    With `--ranks` it says which GPU, cores and network card each rank would get there. Jobs are not
+    bound so yet: where their ranks ran is in `hpml show`.
+    """
+    _check_options(ranks, {"--policy": policy, "--allowed-cpus": allowed_cpus}, svg)
     topology = _topology(file)
+    if ranks is not None:
+        from hpml_orchestrator.cli.topoplan import tell_plan  # noqa: PLC0415
+
+        tell_plan(topology, ranks, policy or "gpu-local", allowed_cpus, as_json=as_json_)
+        return
     if svg is not None:
         _write_picture(topology, svg, title=_title(file, topology))
     if as_json_:
@@ -52,6 +90,19 @@ def topo(
         typer.echo(f"warning: {warning}", err=True)
     if file is None:
         _tell_restriction(topology)
+
+
+def _check_options(ranks: int | None, of_ranks: dict[str, str], svg: str | None) -> None:
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+    if ranks is None:
+        for name, value in of_ranks.items():
+            if value:
+                raise InputError(
+                    "needs --ranks N", field=name, value=value, hint="hpml topo --ranks 4"
+                )
+    elif svg is not None:
+        raise InputError("cannot be given together with --ranks", field="--svg", value=svg)
 
 
 def _tell_restriction(topology: Topology) -> None:

@@ -42,6 +42,7 @@ ARROWS: dict[str, set[str]] = {
         "sweeps",
         "diagnosis",
         "topology",
+        "placement",
     },
 }
 PLAIN = ("topology", "placement", "records", "staging", "node")
