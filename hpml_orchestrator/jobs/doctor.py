@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.batch.render import own_interpreter
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
 from hpml_orchestrator.jobs.show import bytes_text
 from hpml_orchestrator.jobs.site import site_for
+from hpml_orchestrator.scheduler.command import SubprocessRunner
+from hpml_orchestrator.scheduler.slurm_version import slurm_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "examine"]
 
 _TIMEOUT_SECONDS = 15
+_OLDEST_SLURM = (22, 5)
 _SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
@@ -149,7 +152,7 @@ def _slurm() -> list[Finding]:
                 "`scontrol ping` says more; is SLURM_CONF right?",
             )
         ]
-    found = [Finding("Slurm", "ok", f"{version}, controller is up")]
+    found = [_supported(version)]
     accounting = _output(["sacct", "-n", "-X", "-S", "now", "-o", "jobid"])
     found.append(
         Finding("accounting", "ok", "sacct answers")
@@ -159,6 +162,18 @@ def _slurm() -> list[Finding]:
         )
     )
     return found
+
+
+def _supported(version: str) -> Finding:
+    """Return the finding about a cluster that answers: whether hpml is made for its version."""
+    try:
+        numbers = slurm_version(SubprocessRunner(), fresh=True)
+    except SchedulerUnavailable:
+        numbers = ()
+    if numbers and numbers[:2] < _OLDEST_SLURM:
+        hint = "hpml is made for Slurm 22.05 and newer; look at what `hpml render` prints"
+        return Finding("Slurm", "missing", f"{version} is too old", hint)
+    return Finding("Slurm", "ok", f"{version}, controller is up")
 
 
 def _room(check: str, path: str) -> Finding:

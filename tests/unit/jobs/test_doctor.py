@@ -68,6 +68,10 @@ def test_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["GPUs of this machine"].found == "2"
     put(tmp_path / "bin", sacct="exit 0")
     assert found(Store(tmp_path / "records"))["accounting"].result == "ok"
+    put(tmp_path / "bin", sbatch="echo slurm-wlm 21.08.8")
+    old = found(Store(tmp_path / "records"))["Slurm"]
+    assert (old.result, old.found) == ("missing", "slurm-wlm 21.08.8 is too old")
+    assert "22.05" in old.hint
     put(tmp_path / "bin", scontrol="echo is DOWN; exit 1")
     assert found(Store(tmp_path / "records"))["Slurm"].result == "missing"
     (tmp_path / "bin" / "scancel").unlink()
