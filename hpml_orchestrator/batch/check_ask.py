@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ def ask_of(
         memory_mib=memory if resources.memory else None,
         staged_mib=memory - own,
         gpus=units.parse_gpus(resources.gpus).kinds,
-        minutes=-(-units.parse_time(resources.time) // 60),
+        minutes=-(-_least_seconds(resources.time, options) // 60),
         partitions=tuple(filter(None, (resources.partition or "").split(","))),
         options=options,
         required=required,
@@ -89,6 +90,15 @@ def ask_of(
         disk_mib=disk_mib,
         shm_mib=shm_mib,
     )
+
+
+def _least_seconds(limit: str, options: dict[str, str | None]) -> int:
+    """Return the shortest time limit that will do: `--time-min` lets Slurm shorten it."""
+    least = options.get("time-min")
+    if least is not None:
+        with contextlib.suppress(ValueError):
+            return min(units.parse_time(least), units.parse_time(limit))
+    return units.parse_time(limit)
 
 
 def memory_needed(ask: Ask, partition: Partition, limits: Limits) -> int:

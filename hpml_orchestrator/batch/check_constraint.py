@@ -26,7 +26,12 @@ def features_of(constraint: str) -> list[str]:
     >>> features_of("[(rack1|rack2)*1&(rack3)*2]")
     ['rack1', 'rack2', 'rack3']
     """
-    return list(dict.fromkeys(_NAME.findall(_COUNT.sub("", constraint))))
+    return list(dict.fromkeys(_NAME.findall(_COUNT.sub("", _plain(constraint)))))
+
+
+def _plain(constraint: str) -> str:
+    """Return it with `&` for the comma, which means the same."""
+    return constraint.replace(",", "&")
 
 
 def malformed(constraint: str) -> str:
@@ -46,6 +51,7 @@ def malformed(constraint: str) -> str:
 
 def per_node(constraint: str) -> Callable[[Features], bool] | None:
     """Return whether a node's features will do, where that can be told of each node alone."""
+    constraint = _plain(constraint)
     if any(letter in constraint for letter in "[]*"):
         return None
     parts = re.findall(r"[()&|]|[^()&|]+", constraint)
@@ -54,6 +60,7 @@ def per_node(constraint: str) -> Callable[[Features], bool] | None:
 
 def matches(constraint: str, nodes: Sequence[Features], wanted: int) -> bool | None:
     """Return whether `wanted` of these nodes satisfy it together; None where only Slurm knows."""
+    constraint = _plain(constraint)
     alone = per_node(constraint)
     if alone is not None:
         return sum(map(alone, nodes)) >= wanted

@@ -27,6 +27,8 @@ from hpml_orchestrator.convert.syntax import (
 from hpml_orchestrator.convert.values import Expander, Variable, has_hole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpml_orchestrator.convert.findings import Report
 
 __all__ = ["Walk"]
@@ -38,6 +40,7 @@ _TEES = frozenset("tee ts cat grep sed awk unbuffer sort tail head rotatelogs".s
 _OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 _DECLARES = frozenset("export declare typeset local readonly".split())
 _SHELLS = frozenset({"bash", "sh"})
+_TESTS = frozenset("[ test grep command type which true false".split())
 
 
 @dataclass
@@ -83,10 +86,35 @@ class Walk:
     def script(self, script: Script) -> None:
         """Go through a list of commands."""
         directory = self.expander.directory
-        for item in script.items:
-            self._item(item)
+        for chain in _chains(script.items):
+            if len(chain) > 1 and _decides(chain[0].pipeline):
+                self.guarded(chain)
+            else:
+                for item in chain:
+                    self._item(item)
         if script.subshell:
             self.expander.directory = directory
+
+    def guarded(self, chain: list[Item]) -> None:
+        """Go through what a test decides: what it sets is known in the job only."""
+        source = _joined(chain)
+        before, values = self._state(), dict(self.expander.variables)
+        for item in chain:
+            self._item(item)
+        self._leave_open(values, source, chain[0].pipeline.line)
+        if self._state() != before:
+            self.report.changed(
+                chain[0].pipeline.line,
+                source,
+                "what the test decides is known in the job only: read as if it were true",
+                "look whether that is what you want",
+            )
+
+    def _leave_open(self, values: dict[str, Variable], source: str, line: int) -> None:
+        """Leave variables that were set since to the job."""
+        for name, variable in list(self.expander.variables.items()):
+            if values.get(name) is not variable:
+                self.expander.variables[name] = Variable(None, source, line)
 
     def _item(self, item: Item) -> None:
         if item.join == "||" and not self._launches(item.pipeline):
@@ -154,9 +182,7 @@ class Walk:
         values = dict(self.expander.variables)
         if node.bodies:
             self.script(node.bodies[0])
-        for name, variable in list(self.expander.variables.items()):
-            if values.get(name) is not variable:
-                self.expander.variables[name] = Variable(None, node.source, node.line)
+        self._leave_open(values, node.source, node.line)
         launches = len(self.found.launches)
         for body in node.bodies[1:]:
             if any(self._launches(item.pipeline) for item in body.items):
@@ -229,6 +255,16 @@ class Walk:
             for word in words[1:]:
                 if word.isidentifier():
                     self.expander.variables[word] = Variable(None, command.source, command.line)
+        elif name == "shift" and self.expander.positional is not None:
+            count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+            self.expander.positional = self.expander.positional[count:]
+        elif name in EFFECTLESS and _writes(command):
+            self.report.lost(
+                command.line,
+                command.source.split("\n")[0],
+                "writes a file that a program may read",
+                "write it once by hand, or let the program write it",
+            )
         elif name in EFFECTLESS:
             self.found.quiet.setdefault(name, command.line)
         elif self.staging.take(words, command.line, command.source):
@@ -408,6 +444,38 @@ class Walk:
     def _text(self, value: str) -> str:
         """Return the text of `bash -c` with what the outer shell left to the job written back."""
         return self.expander.source(value)
+
+
+def _chains(items: Sequence[Item]) -> list[list[Item]]:
+    """Return commands that `&&` and `||` join, list by list."""
+    chains: list[list[Item]] = []
+    for item in items:
+        if chains and item.join in ("&&", "||"):
+            chains[-1].append(item)
+        else:
+            chains.append([item])
+    return chains
+
+
+def _joined(chain: Sequence[Item]) -> str:
+    first, *others = chain
+    return first.pipeline.source + "".join(f" {one.join} {one.pipeline.source}" for one in others)
+
+
+def _decides(pipeline: Pipeline) -> bool:
+    """Whether a pipeline is there for its exit status."""
+    names = [_name(node) for node in pipeline.nodes]
+    return pipeline.source.startswith(("[[", "((")) or names[-1] in _TESTS
+
+
+def _writes(command: Command) -> bool:
+    """Whether a command's output goes to a file."""
+    return any(
+        ">" in one.operator
+        and "&" not in one.operator.removeprefix("&")
+        and not one.target.source.startswith("/dev/")
+        for one in command.redirects
+    )
 
 
 def _name(node: Node) -> str:

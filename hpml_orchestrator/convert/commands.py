@@ -20,14 +20,19 @@ __all__ = ["EFFECTLESS", "HANDLERS", "PREPARES"]
 EFFECTLESS = frozenset(
     "echo printf set shopt nvidia-smi rocm-smi date hostname wait exit true false : pwd ls which "
     "type df du free lscpu printenv uname id whoami sleep deactivate [ test sync uptime "
-    "lsb_release return shift break continue trap jobs cat head tail squeue sinfo scontrol sacct "
+    "lsb_release return shift break continue jobs cat head tail squeue sinfo scontrol sacct "
     "nproc "
-    "lsmem lspci ibstat ifconfig ip numastat unset umask let hash times top ps seq wc "
+    "lsmem lspci ibstat ifconfig ip numastat unset let hash times top ps seq wc "
     "sstat seff tput clear module-info alias".split()
 )
 """Commands that print, test or wait: a job file has no place for them and needs none."""
 
 PREPARES = {
+    "trap": (
+        "the job's script is hpml's: ranks get SIGTERM when it ends early",
+        "handle the signal in the program",
+    ),
+    "umask": ("files are made with the mask of a login", "set it in the program"),
     "pip": ("installs software", "do it once, before the job: every job would do it again"),
     "pip3": ("installs software", "do it once, before the job: every job would do it again"),
     "uv": ("installs software", "do it once, before the job, or write `command: [uv, run, …]`"),

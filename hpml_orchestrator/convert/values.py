@@ -225,13 +225,19 @@ class Expander:
             return home + text[1:]
         return text
 
-    def _parameter(self, part: Parameter) -> list[str]:  # noqa: C901 - one branch per operator
+    def _parameter(  # noqa: C901, PLR0912 - one branch per operator
+        self, part: Parameter
+    ) -> list[str]:
         found = self._lookup(part.name, part)
         if found is not None:
             found = tuple(self._requoted(one, quoted=part.quoted) for one in found)
         if part.operator in ("", "[@]", "[*]"):
             if found is not None:
-                return list(found if part.operator else found[:1])
+                return list(found if part.operator or part.name in ("@", "*") else found[:1])
+            return [self._runtime(part)]
+        if part.operator == ":" and part.name == "@" and self.positional is not None:
+            if part.argument.isdigit() and part.argument != "0":
+                return list(self.positional[int(part.argument) - 1 :])
             return [self._runtime(part)]
         if part.operator in (":-", "-", ":=", "="):
             if found is not None and (found[:1] != ("",) or ":" not in part.operator):

@@ -52,7 +52,7 @@ def find_profiles(
     if chosen:
         return [] if chosen == _NONE else [Path(os.path.abspath(os.path.expanduser(chosen)))]
     own = user_path(environment)
-    found = [path for path in (Path(system), own) if path is not None and path.is_file()]
+    found = [path for path in (Path(system), own) if path is not None and _is_there(path)]
     if job_file:
         project = _project_profile(Path(os.path.abspath(job_file)))
         if project is not None and project not in found:
@@ -64,9 +64,27 @@ def find_profiles(
 def _project_profile(job_file: Path) -> Path | None:
     for directory in job_file.parents:
         candidate = directory / PROJECT_NAME
-        if candidate.is_file():
+        if _is_there(candidate):
             return candidate
     return None
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether there is a profile; one that cannot be one is not passed over in silence.
+
+    Raises:
+        InputError: there is something else of that name, or a link that leads nowhere.
+    """
+    if path.is_file():
+        return True
+    if not os.path.lexists(path):
+        return False
+    raise InputError(
+        "is no regular file" if path.exists() else "is a link that leads nowhere",
+        field="site profile",
+        value=str(path),
+        hint="mend or remove it; `--site none` does without a profile",
+    )
 
 
 def _check_trusted(profile: Path, job_file: Path) -> None:

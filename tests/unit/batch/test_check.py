@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.batch import check_constraint
 from hpml_orchestrator.batch.check import check, check_array
+from hpml_orchestrator.batch.check_ask import ask_of
 from hpml_orchestrator.batch.check_finding import Finding, errors_of
 from hpml_orchestrator.cluster import (
     Association,
@@ -367,6 +369,21 @@ def test_arrays_and_long_scripts() -> None:
     assert [one.code for one in check(array, cluster)] == ["array.index"]
     assert check(job(), cluster, script_bytes=100) == []
     assert check(job(), cluster, script_bytes=101)[0].code == "script.size"
+
+
+def test_a_comma_in_a_constraint_is_an_and() -> None:
+    """As Slurm has it."""
+    both = check_constraint.matches("a,b", [frozenset("ab"), frozenset("a")], 1)
+    assert both is True
+    assert check_constraint.matches("a,b", [frozenset("a"), frozenset("b")], 1) is False
+    assert check_constraint.features_of("a,b|c") == ["a", "b", "c"]
+
+
+def test_time_min_lets_slurm_shorten_the_time() -> None:
+    """The shorter one is compared with the limits."""
+    asked = job(time="5-0", extra=["--time-min=0:05:00"])
+    assert ask_of(asked).minutes == 5
+    assert ask_of(job(time="5-0")).minutes == 5 * 24 * 60
 
 
 def test_a_finding_is_one_thing() -> None:

@@ -85,6 +85,20 @@ def test_a_profile_that_everybody_can_write_is_refused(place: Path) -> None:
         found(place)
 
 
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_a_profile_that_is_none_is_not_passed_over(place: Path, kind: str) -> None:
+    """A site whose shared profile is gone would lose its rules unnoticed."""
+    path = place / "home" / "hpml.toml"
+    if kind == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.mkdir()
+    words = "is a link that leads nowhere" if kind == "link" else "is no regular file"
+    with pytest.raises(InputError, match=words) as caught:
+        found(place)
+    assert caught.value.field == "site profile"
+
+
 def test_profiles_lie_over_one_another(tmp_path: Path) -> None:
     """Mappings are joined key by key, the later file wins, and each value knows its file."""
     made = site(
