@@ -344,7 +344,11 @@ EXPECTED = {
         },
         (1, 1, 1, 1, None),
         "python /home/ada/proj/train.py --lr 0.1 --epochs 10".split(),
-        lost={(10, 'python train.py --lr "$lr"'), (21, "python evaluate.py")},
+        lost={
+            (3, "cat <<EOF > notes.txt"),
+            (10, 'python train.py --lr "$lr"'),
+            (21, "python evaluate.py"),
+        },
     ),
     "cpu_only": Expected(
         {
