@@ -104,6 +104,10 @@ class DirectiveRule(_Model):
             for name in ("forbid", "omit", "rename", "default")
             if getattr(self, name) not in (None, False)
         ]
+        if self.rename is not None:
+            name = self.rename.removeprefix("--").partition("=")[0]
+            if name in NEEDED_DIRECTIVES:
+                raise ValueError(f"rename: --{name} is set by hpml for every job: choose another")
         if len(given) <= 1 or given == ["rename", "default"]:
             return self
         raise ValueError(f"give one of forbid, omit, rename and default, not {' and '.join(given)}")

@@ -212,6 +212,7 @@ def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
         ("[directives.--mem]\nomit = true", "must be a long sbatch option's name without dashes"),
         ("[directives.chdir]\nomit = true", "--chdir is one that hpml cannot do without"),
         ("[directives.gpus]\nrename = 'gres=gpu'", "must be one long sbatch option such as --gres"),
+        ("[directives.nodes]\nrename = '--output={value}'", "--output is set by hpml for every"),
         ("[directives.gpus]\nrename = '--gres=`id`'", "must be one long sbatch option such as"),
         (
             "[defaults.resources]\npartion = 'a'",
