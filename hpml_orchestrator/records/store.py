@@ -405,7 +405,7 @@ def _named(everything: list[Submission], word: str) -> Submission | None:
         InputError: more than one fits.
     """
     if word == "last":
-        return everything[0]
+        return everything[0] if everything else None
     fits = [one for one in everything if one.sid == word]
     if not fits and word.isdecimal():  # before parts of ids: many of those end in a digit
         fits = [one for one in everything if one.has_job(word)]

@@ -123,6 +123,7 @@ LINES: list[tuple[list[str], int, str]] = [
     (["cancel", "last", "nothing"], 3, "no run 'nothing' under "),
     (["wait", "99999"], 3, "no run '99999' under "),
     (["--records", "nowhere", "show", "last"], 3, "no runs under "),
+    (["--records", "nowhere", "show", "last.3"], 3, "no run 'last.3' under "),
     (["--records", "good.yaml", "list"], 7, "cannot read "),
     (
         ["--records", "sealed", "submit", "--no-check", "good.yaml"],
