@@ -25,6 +25,7 @@ __all__ = [
     "RunWords",
     "SetOption",
     "backend_name",
+    "chosen_site",
     "not_written",
     "print_json",
     "print_table",
@@ -94,6 +95,11 @@ def store_of(context: typer.Context) -> Store:
     return Store(default_root(environment))
 
 
+def chosen_site(context: typer.Context) -> str:
+    """Return what `--site` or `HPML_SITE` says: a file, `none`, or nothing."""
+    return (context.find_root().obj or {}).get("site") or ""
+
+
 def rendered_of(
     context: typer.Context, job_file: str, settings: list[str], backend: str
 ) -> Rendered:
@@ -102,9 +108,8 @@ def rendered_of(
     from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
     from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
 
-    chosen = (context.obj or {}).get("site") or ""
     given = [parse_setting(setting) for setting in settings]
-    site = site_for(job_file, os.environ, chosen=chosen, backend=backend)
+    site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
     return render_job(load_job(job_file, given, site), site=site)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, store_of
+from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table, store_of
 
 __all__ = ["register"]
 
@@ -21,7 +21,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     """Check what hpml finds here; the exit status is 1 when something that it needs is missing."""
     from hpml_orchestrator.jobs.doctor import examine  # noqa: PLC0415
 
-    findings = examine(store_of(context), site=(context.obj or {}).get("site") or "")
+    findings = examine(store_of(context), site=chosen_site(context))
     if as_json:
         print_json([finding.to_json() for finding in findings])
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, print_json, print_table
+from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
 
 __all__ = ["register"]
 
@@ -28,7 +28,7 @@ def list_(context: typer.Context, as_json: JsonOption = False) -> None:
     from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
     from hpml_orchestrator.jobs.templates import templates  # noqa: PLC0415
 
-    chosen = (context.find_root().obj or {}).get("site") or ""
+    chosen = chosen_site(context)
     site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
     directory = site.site.templates if site else None
     found = templates([directory] if directory else [])

@@ -30,13 +30,13 @@ def tell_plan(
     Raises:
         InputError: there is no such policy, or the CPUs are no list.
     """
-    from hpml_orchestrator.placement.cpulist import cpu_numbers  # noqa: PLC0415
     from hpml_orchestrator.placement.planner import POLICIES, plan  # noqa: PLC0415
     from hpml_orchestrator.placement.show import (  # noqa: PLC0415
         PLAN_COLUMNS,
         plan_json,
         plan_rows,
     )
+    from hpml_orchestrator.topology import parse_list  # noqa: PLC0415
 
     if policy not in POLICIES:
         raise InputError(
@@ -48,7 +48,7 @@ def tell_plan(
     allowed = None
     if allowed_cpus:
         try:
-            allowed = cpu_numbers(allowed_cpus)
+            allowed = parse_list(allowed_cpus)
         except ValueError:
             raise InputError(
                 "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=allowed_cpus
