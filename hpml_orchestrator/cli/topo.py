@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["as_json", "names", "nearest_nics", "register"]
+__all__ = ["names", "nearest_nics", "register"]
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _GIB = 1024**3
@@ -34,7 +34,7 @@ def topo(
             show_default="this node",
         ),
     ] = None,
-    as_json_: JsonOption = False,
+    as_json: JsonOption = False,
     svg: Annotated[
         str | None,
         typer.Option("--svg", metavar="FILE", help="Write a picture (SVG).", show_default=False),
@@ -78,12 +78,14 @@ def topo(
     if ranks is not None:
         from hpml_orchestrator.cli.topoplan import tell_plan  # noqa: PLC0415
 
-        tell_plan(topology, ranks, policy or "gpu-local", allowed_cpus, as_json=as_json_)
+        tell_plan(topology, ranks, policy or "gpu-local", allowed_cpus, as_json=as_json)
         return
     if svg is not None:
         _write_picture(topology, svg, title=_title(file, topology))
-    if as_json_:
-        print_json(as_json(topology))
+    if as_json:
+        from hpml_orchestrator.topology.record import topology_json  # noqa: PLC0415
+
+        print_json(topology_json(topology))
     else:
         _print(topology, _title(file, topology))
     for warning in topology.warnings:
@@ -180,57 +182,6 @@ def _write_picture(topology: Topology, path: str, *, title: str) -> None:
         raise InputError(
             f"cannot be written: {error.strerror}", field="--svg", value=path
         ) from None
-
-
-def as_json(topology: Topology) -> dict[str, Any]:
-    """Return a topology for programs; sets of CPUs are lists in the kernel's format."""
-    from hpml_orchestrator.topology import format_list  # noqa: PLC0415
-
-    return {
-        "source": topology.source,
-        "domains": [
-            {
-                "number": one.number,
-                "cpus": format_list(one.cpus),
-                "memory_bytes": one.memory_bytes,
-                "distances": {str(other): away for other, away in one.distances},
-            }
-            for one in topology.domains
-        ],
-        "cores": [
-            {
-                "number": one.number,
-                "socket": one.socket,
-                "domain": one.domain,
-                "cpus": format_list(one.cpus),
-            }
-            for one in topology.cores
-        ],
-        "sockets_told": topology.sockets_told,
-        "gpus": [
-            {
-                "index": one.index,
-                "name": one.name,
-                "address": one.address,
-                "uuid": one.uuid,
-                "parent": one.parent,
-                "domain": one.domain,
-                "cpus": format_list(one.cpus),
-            }
-            for one in topology.gpus
-        ],
-        "nics": [
-            {
-                "name": one.name,
-                "address": one.address,
-                "domain": one.domain,
-                "cpus": format_list(one.cpus),
-            }
-            for one in topology.nics
-        ],
-        "links": [{"gpu": gpu, "nic": nic, "level": level} for gpu, nic, level in topology.links],
-        "warnings": list(topology.warnings),
-    }
 
 
 def _print(topology: Topology, title: str) -> None:

@@ -54,7 +54,7 @@ def claim(submission: str) -> int:
         if _claimant(earlier) not in ("", job_id):
             return _duplicate(earlier, job_id)
     attempt = Attempt(run.directory / "attempts" / str(number))
-    for name in ("nodes", "events", "binding"):
+    for name in ("nodes", "events", "binding", "plan"):
         (attempt.directory / name).mkdir(parents=True, exist_ok=True)
     started = attempt.directory / "started"
     try:

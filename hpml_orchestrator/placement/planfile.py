@@ -1,7 +1,8 @@
 """The plan file: one line for each local rank, which hpml-bind finds and reads at little cost.
 
     file    = header, rank lines, warnings
-    header  = "hpml-plan 1 ranks=" N " policy=" TEXT " whole=" ("yes" | "no") NEWLINE
+    header  = "hpml-plan 1 ranks=" N " policy=" TEXT " whole=" ("yes" | "no") { " " KEY "=" VALUE }
+              NEWLINE
     rank    = "rank " N { " " KEY "=" VALUE } NEWLINE
     warning = "warning " TEXT NEWLINE
 
@@ -9,7 +10,8 @@ Rank lines stand in order from 0 and have the keys of `KEYS`; readers pass over 
 not know, so that one may be added without a new version. A value is text without white space, in
 which `%` and two hexadecimal digits stand for a byte of UTF-8; `-` alone means that there is none.
 CPUs, cores and domains are in the kernel's list format; `bind=no` means that no affinity and no
-memory policy is to be set. The number after `hpml-plan` is the version of this grammar.
+memory policy is to be set. What else the header holds is what the agent tells hpml-bind (`verify`,
+`allowed`, `visible`, `omp`, `channel`). The number after `hpml-plan` is this grammar's version.
 
 Importing this module imports nothing but `cpulist`; only `read` needs the plan's own classes.
 """
@@ -20,9 +22,12 @@ from hpml_orchestrator.placement.cpulist import cpu_list, cpu_numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Optional
+
     from hpml_orchestrator.placement.model import Plan
 
-__all__ = ["KEYS", "VERSION", "find", "read", "write"]
+__all__ = ["KEYS", "VERSION", "find", "header", "read", "write"]
 
 VERSION = "1"
 KEYS = (
@@ -41,12 +46,17 @@ KEYS = (
 )
 
 
-def write(plan: Plan) -> str:
-    """Return the text of a plan's file."""
+def write(plan: Plan, more: Optional[Mapping[str, str]] = None) -> str:  # noqa: UP045
+    """Return the text of a plan's file.
+
+    Args:
+        plan: the node's plan.
+        more: what else the header tells, by key; an empty value is written as `-`.
+    """
     whole = "yes" if plan.whole else "no"
-    lines = [
-        f"hpml-plan {VERSION} ranks={len(plan.ranks)} policy={_text(plan.policy)} whole={whole}"
-    ]
+    told = "".join(f" {key}={_text(value or None)}" for key, value in (more or {}).items())
+    head = f"hpml-plan {VERSION} ranks={len(plan.ranks)} policy={_text(plan.policy)} whole={whole}"
+    lines = [head + told]
     for one in plan.ranks:
         values = (
             "no" if plan.policy == "none" or not one.cpus else "yes",
@@ -74,7 +84,7 @@ def find(text: str, local_rank: int) -> dict[str, str]:
     Raises:
         ValueError: when this is no plan file of this version, or the rank is not in it.
     """
-    _header(text)
+    header(text)
     begin = text.find(f"\nrank {local_rank} ")
     end = text.find("\n", begin + 1)
     if begin < 0 or end < 0:
@@ -95,9 +105,9 @@ def read(text: str) -> Plan:
     """
     from hpml_orchestrator.placement.model import Plan, RankPlan  # noqa: PLC0415 - see above
 
-    header = _header(text)
+    head = header(text)
     ranks = []
-    for rank in range(int(header["ranks"])):
+    for rank in range(int(head["ranks"])):
         held = find(text, rank)
         ranks.append(
             RankPlan(
@@ -118,11 +128,15 @@ def read(text: str) -> Plan:
     warnings = tuple(
         _plain(line.partition(" ")[2]) for line in text.split("\n") if line.startswith("warning ")
     )
-    return Plan(tuple(ranks), _plain(header["policy"]), header["whole"] == "yes", warnings)
+    return Plan(tuple(ranks), head["policy"], head["whole"] == "yes", warnings)
 
 
-def _header(text: str) -> dict[str, str]:
-    """The first line's values; refuses what is no plan file, and newer versions."""
+def header(text: str) -> dict[str, str]:
+    """Return the values of the first line by key; those that are `-` are left out.
+
+    Raises:
+        ValueError: when this is no plan file of this version.
+    """
     words = text.partition("\n")[0].split(" ")
     if words[0] != "hpml-plan":
         raise ValueError("not a plan file of hpml")
@@ -131,7 +145,7 @@ def _header(text: str) -> dict[str, str]:
     found = dict(pair.partition("=")[::2] for pair in words[2:])
     if not {"ranks", "policy", "whole"} <= set(found) or not found["ranks"].isdecimal():
         raise ValueError("the plan file's first line is damaged")
-    return found
+    return {key: _plain(value) for key, value in found.items() if value != "-"}
 
 
 def _number(value: int | None) -> str:

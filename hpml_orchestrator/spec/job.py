@@ -18,6 +18,7 @@ from pydantic import (
 
 from hpml_orchestrator.spec import text, units
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
+from hpml_orchestrator.spec.binding import Binding, policy_alone
 
 __all__ = [
     "LATER",
@@ -77,7 +78,11 @@ class Resources(_Model):
         "such as 1g.10gb:2.",
     )
     ranks_per_node: Annotated[StrictInt, Field(ge=1, le=10_000)] | None = Field(
-        default=None, description="Ranks per node; one per GPU when left out, 1 without GPUs."
+        default=None,
+        description="Ranks per node; ranks_per_gpu for each GPU when left out, 1 without GPUs.",
+    )
+    ranks_per_gpu: Annotated[StrictInt, Field(ge=1, le=100)] = Field(
+        default=1, description="Ranks that share one GPU, and the cores next to it."
     )
     cpus_per_rank: Annotated[StrictInt, Field(ge=1, le=100_000)] = Field(
         default=1, description="CPUs for each rank, its loader workers included."
@@ -138,7 +143,7 @@ class Resources(_Model):
     @property
     def ranks(self) -> int:
         """Ranks per node."""
-        return self.ranks_per_node or self.gpu_count or 1
+        return self.ranks_per_node or self.gpu_count * self.ranks_per_gpu or 1
 
 
 # GPUs have a field of their own; licences of a file system and such are generic resources, too
@@ -347,10 +352,9 @@ class Job(_Model):
     stage: list[Stage] = Field(
         default=[], max_length=64, description="Data to bring to every node first."
     )
-    binding: Literal["none"] = Field(
-        default="none",
-        description="Where ranks run on a node. none: nothing is bound; where each rank ran is "
-        "recorded.",
+    binding: Annotated[Binding, BeforeValidator(policy_alone)] = Field(
+        default=Binding(),
+        description="Where ranks run on a node: a policy, or a mapping of the fields below.",
     )
 
     @model_validator(mode="before")

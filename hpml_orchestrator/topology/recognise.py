@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -12,13 +13,14 @@ from hpml_orchestrator.topology.hwloc_xml import read_hwloc_xml
 from hpml_orchestrator.topology.model import Topology
 from hpml_orchestrator.topology.nccl_xml import read_nccl_xml
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
+from hpml_orchestrator.topology.record import topology_of_json
 from hpml_orchestrator.topology.xml_guard import BYTES_MAX, parse_xml
 
 __all__ = ["read_topology", "topology_of_text"]
 
 _HINT = (
     "known are: hwloc's XML (`lstopo machine.xml`), NCCL's topology file (NCCL_TOPO_DUMP_FILE), "
-    "and the output of `nvidia-smi topo -m`"
+    "the output of `nvidia-smi topo -m`, and of `hpml topo --json`"
 )
 _FIRST_TAG = re.compile(r"<([A-Za-z_][\w.-]*)")
 _COMMENTS = re.compile(r"<!--.*?-->|<\?.*?\?>|<!DOCTYPE[^>\[]*>", re.DOTALL)
@@ -57,6 +59,8 @@ def _read_by_content(text: str) -> Topology:
     if not text.strip():
         raise InputError("is empty", hint=_HINT)
     body = text.lstrip("\ufeff \t\r\n")
+    if body.startswith("{"):
+        return _read_json(body)
     if not body.startswith("<"):
         if looks_like_nvidia_smi(text):
             return read_nvidia_smi(text)
@@ -68,6 +72,14 @@ def _read_by_content(text: str) -> Topology:
         return read_nccl_xml(body)
     root = parse_xml(body)  # tells what is wrong with damaged XML
     raise InputError(f"is XML that describes no machine: <{root.tag[:40]}>", hint=_HINT)
+
+
+def _read_json(body: str) -> Topology:
+    """Return the topology that `hpml topo --json` printed, or the node agent wrote down."""
+    try:
+        return topology_of_json(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is no JSON: {error}", hint=_HINT) from None
 
 
 def _read(path: str) -> str:

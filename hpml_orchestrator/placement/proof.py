@@ -1,0 +1,147 @@
+"""What the live ranks of one node were seen to do, and what of it is wrong: plain records.
+
+Standard library only, Python 3.9 or newer: it travels to the nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Optional
+
+__all__ = ["NodeProof", "RankProof", "Seen", "proof_json", "proof_of_json"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank as it was seen, nothing of it taken from the plan.
+
+    Attributes:
+        local_rank: number among the ranks of its node.
+        rank: number among all ranks.
+        pid: its process.
+        inherited: CPUs that it was allowed when hpml-bind started; None where that is not known.
+        cpus: CPUs that the rank, its threads and its descendants may run on, all together.
+        child_cpus: CPUs that a child forked by hpml-bind was allowed; None where none was forked.
+        narrowed: CPU lists of threads or descendants that may not use all of `cpus`.
+        visible: CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its process; None where not set.
+        memory: its memory policy as the kernel told it, such as `prefer:3`; empty where unknown.
+        threads: OMP_NUM_THREADS; None where not set.
+        nic: network card that it was told of; empty without one.
+        live: whether the process itself was looked at, or only hpml-bind's own record of it.
+        error: what hpml-bind could not do; empty when it could do everything.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+    inherited: Optional[tuple[int, ...]] = None  # noqa: UP045 - runs on Python 3.9
+    cpus: tuple[int, ...] = ()
+    child_cpus: Optional[tuple[int, ...]] = None  # noqa: UP045
+    narrowed: tuple[str, ...] = ()
+    visible: Optional[str] = None  # noqa: UP045
+    memory: str = ""
+    threads: Optional[int] = None  # noqa: UP045
+    nic: str = ""
+    live: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RankProof:
+    """Where one rank ran, and what is wrong with that.
+
+    Attributes:
+        rank: number among all ranks.
+        local_rank: number among the ranks of its node.
+        pid: its process.
+        gpu: PCI address (or name) of the device it really has; None without one.
+        uuid: UUID of that device; empty where it is not told.
+        cpus: CPUs that it may run on, in the kernel's list format.
+        cores: how many physical cores those are in.
+        numa: NUMA domains that those are in.
+        memory: memory policy, such as `prefer:3`; empty where unknown.
+        nic: its network card; empty without one.
+        distance: largest NUMA distance from its device to one of its CPUs; None where unknown.
+        threads: OMP_NUM_THREADS; None where not set.
+        live: whether the process itself was looked at.
+        wrong: what is wrong, one sentence each; empty when the rank is where it should be.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int = 0
+    gpu: Optional[str] = None  # noqa: UP045
+    uuid: str = ""
+    cpus: str = ""
+    cores: int = 0
+    numa: tuple[int, ...] = ()
+    memory: str = ""
+    nic: str = ""
+    distance: Optional[int] = None  # noqa: UP045
+    threads: Optional[int] = None  # noqa: UP045
+    live: bool = False
+    wrong: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeProof:
+    """What was seen on one node.
+
+    Attributes:
+        node: Slurm's name of it.
+        policy: the plan's.
+        verify: `strict`, `warn` or `off`.
+        expected: ranks that the plan has.
+        ranks: those that were seen, by local rank.
+        wrong: what is wrong with the node as a whole, one sentence each.
+        warnings: the plan's and the topology's.
+        looks: how often the live processes were looked at.
+        time: seconds since the epoch of the last change.
+    """
+
+    node: str
+    policy: str
+    verify: str
+    expected: int
+    ranks: tuple[RankProof, ...] = ()
+    wrong: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    looks: int = 0
+    time: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.wrong and not any(one.wrong for one in self.ranks)
+
+
+def proof_json(proof: NodeProof) -> dict[str, Any]:
+    """Return a proof as plain data, ready for `json.dumps`."""
+    return {"schema_version": SCHEMA_VERSION, **asdict(proof)}
+
+
+def proof_of_json(data: dict[str, Any]) -> NodeProof:
+    """Return the proof that plain data hold; fields that are not known are passed over.
+
+    Raises:
+        ValueError: it is no proof.
+    """
+    try:
+        ranks = tuple(_made(RankProof, one) for one in data.get("ranks", ()))
+        proof: NodeProof = _made(NodeProof, {**data, "ranks": ranks})
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"no proof of a node's binding: {error}") from None
+    return proof
+
+
+def _made(kind: Any, data: dict[str, Any]) -> Any:
+    known = {one.name for one in fields(kind)}
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in data.items()
+            if name in known
+        }
+    )

@@ -1,0 +1,119 @@
+"""A topology as plain data: what `hpml topo --json` prints and the node agent writes down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
+
+__all__ = ["topology_json", "topology_of_json"]
+
+
+def topology_json(topology: Topology) -> dict[str, Any]:
+    """Return a topology ready for `json.dumps`; sets of CPUs are lists in the kernel's format."""
+    return {
+        "source": topology.source,
+        "domains": [
+            {
+                "number": one.number,
+                "cpus": format_list(one.cpus),
+                "memory_bytes": one.memory_bytes,
+                "distances": {str(other): away for other, away in one.distances},
+            }
+            for one in topology.domains
+        ],
+        "cores": [
+            {
+                "number": one.number,
+                "socket": one.socket,
+                "domain": one.domain,
+                "cpus": format_list(one.cpus),
+            }
+            for one in topology.cores
+        ],
+        "sockets_told": topology.sockets_told,
+        "gpus": [
+            {
+                "index": one.index,
+                "name": one.name,
+                "address": one.address,
+                "uuid": one.uuid,
+                "parent": one.parent,
+                "domain": one.domain,
+                "cpus": format_list(one.cpus),
+            }
+            for one in topology.gpus
+        ],
+        "nics": [
+            {
+                "name": one.name,
+                "address": one.address,
+                "domain": one.domain,
+                "cpus": format_list(one.cpus),
+            }
+            for one in topology.nics
+        ],
+        "links": [{"gpu": gpu, "nic": nic, "level": level} for gpu, nic, level in topology.links],
+        "warnings": list(topology.warnings),
+    }
+
+
+def topology_of_json(data: Any) -> Topology:
+    """Return the topology that such data hold.
+
+    Raises:
+        InputError: it is not what `topology_json` makes.
+    """
+    try:
+        return Topology(
+            source=str(data["source"]),
+            cores=tuple(
+                Core(
+                    int(one["number"]),
+                    int(one["socket"]),
+                    int(one["domain"]),
+                    parse_list(one["cpus"]),
+                )
+                for one in data["cores"]
+            ),
+            domains=tuple(
+                Domain(
+                    int(one["number"]),
+                    parse_list(one["cpus"]),
+                    int(one["memory_bytes"]),
+                    tuple((int(other), int(away)) for other, away in one["distances"].items()),
+                )
+                for one in data["domains"]
+            ),
+            gpus=tuple(
+                Gpu(
+                    int(one["index"]),
+                    str(one["name"]),
+                    str(one["address"]),
+                    str(one["uuid"]),
+                    str(one["parent"]),
+                    None if one["domain"] is None else int(one["domain"]),
+                    parse_list(one["cpus"]),
+                )
+                for one in data["gpus"]
+            ),
+            nics=tuple(
+                Nic(
+                    str(one["name"]),
+                    str(one["address"]),
+                    None if one["domain"] is None else int(one["domain"]),
+                    parse_list(one["cpus"]),
+                )
+                for one in data["nics"]
+            ),
+            links=tuple(
+                (str(one["gpu"]), str(one["nic"]), str(one["level"])) for one in data["links"]
+            ),
+            warnings=tuple(str(one) for one in data["warnings"]),
+            sockets_told=bool(data["sockets_told"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        told = f"{type(error).__name__} {error}".strip()
+        raise InputError(f"is no topology as `hpml topo --json` writes it: {told}") from None
