@@ -8,7 +8,8 @@
     │   └── SchedulerUnavailable  exit 5   the scheduler gave no usable answer: try again
     ├── JobFailedError            exit 6   the job ended, and not well
     ├── RecordError               exit 7   a record cannot be read or written
-    └── StagingError              exit 8   data could not be brought to the node
+    ├── StagingError              exit 8   data could not be brought to the node
+    └── BindingError              exit 79  ranks do not run where they should
 
 Each class carries an exit code with its meaning, and may carry a hint: what the user can do next.
 Standard library only: it travels to the nodes in `hpml-node.pyz`.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "BindingError",
     "CapacityError",
     "HpmlError",
     "InputError",
@@ -134,6 +136,13 @@ class StagingError(HpmlError):
 
     exit_code = 8
     meaning = "data could not be brought to the node"
+
+
+class BindingError(HpmlError):
+    """Ranks do not run where they should, or cannot be put there, and the job wants proof."""
+
+    exit_code = 79
+    meaning = "ranks do not run where they should"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["build"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_ROOMS = ("records", "staging", "node")
+_ROOMS = ("records", "staging", "topology", "placement", "node")
 _MAIN = "import sys\nfrom hpml_orchestrator.node.main import main\n\nsys.exit(main(sys.argv[1:]))\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 

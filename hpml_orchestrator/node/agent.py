@@ -1,7 +1,8 @@
 """The node agent: one per node, for as long as the job.
 
-It stages the data, says when the node is ready, listens to the ranks, and removes what it staged
-when it is told to end: SIGUSR1 at the normal end, SIGTERM on cancel and at the time limit.
+It plans where the ranks will run, stages the data, says when the node is ready, listens to the
+ranks and watches them, and removes what it staged when it is told to end: SIGUSR1 at the normal
+end, SIGTERM on cancel and at the time limit.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Optional
 
-from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, RecordError
+from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
+from hpml_orchestrator.node.arguments import Wish, parse_arguments
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.claim import node_name
 from hpml_orchestrator.node.names import attempt_channel, job_key
@@ -28,45 +30,27 @@ from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.staging import CopyStager, StageRequest, StageResult
 
-__all__ = ["Agent", "main", "parse_arguments"]
+if TYPE_CHECKING:
+    from hpml_orchestrator.node.watch import Watch
+
+__all__ = ["Agent", "main"]
 
 _POLL_SECONDS = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _OVER_MARKER = "over"
-_STAGE_WORDS = 4
+_WARNINGS = 8  # of a plan, told in the job's output; its file has all
 
 
 def main(argv: list[str]) -> int:
     """Run the agent of this node until it is told to end; see `Agent.run`."""
-    attempt, requests = parse_arguments(argv)
-    agent = Agent(attempt, requests)
+    attempt, requests, wish = parse_arguments(argv)
+    agent = Agent(attempt, requests, wish)
     for number in _SIGNALS:
         signal.signal(number, agent.on_signal)
     status = agent.run()
     for number in _SIGNALS:  # Python gives its own handlers up before it exits
         signal.signal(number, signal.SIG_IGN)
     return status
-
-
-def parse_arguments(argv: list[str]) -> tuple[Path, list[StageRequest]]:
-    """Return the attempt's directory and the requests of `ATTEMPT [--stage N KIND SOURCE BASE]…`.
-
-    Raises:
-        InputError: the words are not of that form.
-    """
-    if not argv:
-        raise InputError("must be the attempt's directory", field="ATTEMPT", value="")
-    requests = []
-    rest = argv[1:]
-    while rest:
-        if rest[0] != "--stage" or len(rest) <= _STAGE_WORDS:
-            raise InputError(
-                "must be --stage NAME KIND SOURCE BASE", field="agent", value=" ".join(rest)
-            )
-        name, kind, source, base = rest[1 : _STAGE_WORDS + 1]
-        requests.append(StageRequest(name=name, source=source, kind=kind, target=base))
-        rest = rest[_STAGE_WORDS + 1 :]
-    return Path(argv[0]), requests
 
 
 @dataclass
@@ -76,13 +60,16 @@ class Agent:
     Attributes:
         attempt: the attempt's directory, on the shared file system.
         requests: what to stage; `target` is an absolute base directory.
+        wish: how to bind the ranks; None leaves them alone.
         node: Slurm's name of this node.
     """
 
     attempt: Path
     requests: list[StageRequest]
+    wish: Optional[Wish] = None  # noqa: UP045 - runs on Python 3.9
     node: str = field(default_factory=node_name)
     _told: str = ""
+    _watch: Optional[Watch] = None  # noqa: UP045
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -99,7 +86,7 @@ class Agent:
         return bool(self._told)
 
     def run(self) -> int:
-        """Stage, report, listen, wait for the end, clean up.
+        """Plan, stage, report, listen, watch, wait for the end, clean up.
 
         Returns:
             0 when the node was ready and was told to end, 1 when it could not be made ready.
@@ -112,27 +99,37 @@ class Agent:
         try:
             reader.start()
             try:
-                failure = self._make_ready(stager, log)
+                failure = self._make_ready(stager, log, reader.name)
                 if not failure:
                     self._wait()
             finally:
                 reader.stop()
+                if self._watch is not None:
+                    self._watch.close()
         finally:
             self._clean(stager)
         return 1 if failure else 0
 
-    def _make_ready(self, stager: CopyStager, log: Path) -> bool:
-        """Stage everything and publish the node's marker; returns whether that failed."""
+    def _make_ready(self, stager: CopyStager, log: Path, channel: str) -> bool:
+        """Plan, stage everything and publish the node's marker; returns whether that failed."""
         if (self.attempt / _OVER_MARKER).exists():
             return False  # the script failed before this node's agent could hear its signal
         began = time.monotonic()
         try:
+            if self.wish is not None:
+                self._plan(self.wish, channel)
+                began = time.monotonic()
             results = [self._stage(stager, request, log) for request in self.requests]
         except (HpmlError, OSError) as error:
             if self._is_ending():
                 return False
             message = str(error) or type(error).__name__
-            self._mark("failed", message=message, hint=getattr(error, "hint", ""))
+            self._mark(
+                "failed",
+                message=message,
+                hint=getattr(error, "hint", ""),
+                exit_code=getattr(error, "exit_code", 0),
+            )
             return True
         seconds = time.monotonic() - began
         figures: dict[str, Any] = {
@@ -144,6 +141,38 @@ class Agent:
         events.append(log, "ready", node=self.node, **figures)
         self._mark("ready", resolves=resolve(self._head_names()), **figures)
         return False
+
+    def _plan(self, wish: Wish, channel: str) -> None:
+        """Plan the node's ranks and publish that; a node that cannot be planned binds nothing.
+
+        Raises:
+            BindingError: it cannot, and the job wants proof.
+            RecordError: the plan cannot be written.
+        """
+        from hpml_orchestrator.node import planning  # noqa: PLC0415 - for jobs that bind alone
+        from hpml_orchestrator.node.watch import Watch  # noqa: PLC0415
+
+        allowed = os.sched_getaffinity(0)
+        try:
+            made = planning.prepare(
+                wish,
+                os.environ,
+                node=self.node,
+                allowed=allowed,
+                listing=lambda: planning.list_instances(self._is_ending),
+            )
+        except (HpmlError, OSError, ValueError) as error:
+            why = f"the ranks cannot be placed: {error}"
+            if wish.verify == "strict":
+                raise BindingError(why, hint=getattr(error, "hint", "")) from error
+            made = planning.unbound(
+                wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
+            )
+        planning.publish(self.attempt, wish, made, channel=channel)
+        told = [f"hpml: {self.node}: warning: {one}\n" for one in made.plan.warnings[:_WARNINGS]]
+        sys.stderr.write("".join(told))
+        if wish.verify != "off":
+            self._watch = Watch(self.attempt, made)
 
     def _stage(self, stager: CopyStager, request: StageRequest, log: Path) -> StageResult:
         events.append(
@@ -177,8 +206,27 @@ class Agent:
     def _wait(self) -> None:
         """Wait for a signal; the marker of the script's end counts as one that was lost."""
         over = self.attempt / _OVER_MARKER
-        while not self._is_ending() and not over.exists():
-            select.select([self._wake[0]], [], [], _POLL_SECONDS)
+        look_at = 0.0
+        while not self._is_ending():
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _POLL_SECONDS
+                if over.exists():
+                    return
+            pause = look_at - now
+            if self._watch is not None:
+                pause = min(pause, self._look(self._watch, now))
+            select.select([self._wake[0]], [], [], pause)
+
+    def _look(self, watch: Watch, now: float) -> float:
+        """Let the watch do what is due; should it fail, the ranks and their data stay as they are."""
+        try:
+            return watch.act(now)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+            told = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"hpml: {self.node}: the ranks are not watched any more: {told}\n")
+            self._watch = None
+            return _POLL_SECONDS
 
     def _clean(self, stager: CopyStager, write: Callable[[str], object] = sys.stderr.write) -> None:
         try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.errors import BindingError, InputError, NotFoundError
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
 from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
@@ -95,16 +95,24 @@ def claim(submission: str) -> int:
 
 
 def finish(attempt: str, code: str, reason: str = "") -> int:
-    """Write down how the attempt ended: `ended.json` and the event.
+    """Say whether the ranks ran where they should, and write down how the attempt ended.
+
+    What is written are `ended.json` and the event.
 
     Args:
         attempt: the attempt's directory.
         code: exit status of the script.
         reason: why, where the script knows better than its status.
+
+    Returns:
+        0, or 79 in place of the script's status: the job wants proof, and there is none.
     """
     directory = Path(attempt)
     status = int(code)
+    failed = _tell_bindings(Attempt(directory), completed=status == 0)
     words = reason or ("completed" if status == 0 else "failed")
+    if not reason and (failed or status == BindingError.exit_code):
+        status, words = BindingError.exit_code, "binding"
     now = time.time()
     write_json(
         directory / "ended.json", {"exit_code": status, "reason": words, "time": round(now, 6)}
@@ -117,7 +125,19 @@ def finish(attempt: str, code: str, reason: str = "") -> int:
         exit_code=status,
         reason=words,
     )
-    return 0
+    return status if words == "binding" else 0
+
+
+def _tell_bindings(attempt: Attempt, *, completed: bool) -> bool:
+    """Tell where the ranks of all nodes ran; returns whether the job fails for it."""
+    plans = attempt.plans()
+    if not plans:
+        return False
+    from hpml_orchestrator.node.verdict import verdict  # noqa: PLC0415 - for jobs that bind alone
+
+    found = verdict(plans, attempt.proofs(), completed=completed)
+    sys.stderr.write("".join(f"hpml: {line}\n" for line in found.lines))
+    return found.failed
 
 
 def _claimant(attempt: Attempt) -> str:
@@ -137,7 +157,12 @@ def _claimant(attempt: Attempt) -> str:
 
 def _forget(attempt: Attempt) -> None:
     """Remove the markers of an earlier start of the same attempt."""
-    markers = [*(attempt.directory / "nodes").glob("*.json")]
+    markers = [
+        path
+        for name in ("nodes", "plan", "binding")
+        for path in (attempt.directory / name).glob("*")
+        if path.is_file()
+    ]
     for path in (*markers, attempt.directory / "over", attempt.directory / "ended.json"):
         path.unlink(missing_ok=True)
 

@@ -9,11 +9,14 @@ __all__ = ["main"]
 USAGE = """\
 usage: hpml-node.pyz COMMAND …
   claim SUBMISSION                    claim this attempt of the run; prints its directory
-  agent ATTEMPT [--stage N KIND SOURCE BASE]…   one per node, for as long as the job
+  agent ATTEMPT [--ranks N --policy P --verify V [--ranks-per-gpu N] [--loader-workers N]
+        [--one-thread] [--keep-threads]] [--stage N KIND SOURCE BASE]…
+                                      one per node, for as long as the job
   wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or say why not
   rendezvous ATTEMPT                  print the address and a free port of the head node
   bind ATTEMPT -- COMMAND …           become one rank
-  finish ATTEMPT CODE REASON          write down how the attempt ended
+  finish ATTEMPT CODE REASON          write down how the attempt ended; 79 where ranks ran elsewhere
+                                      than they should, and the job is strict about that
   srun …                              the local backend's srun
 """
 

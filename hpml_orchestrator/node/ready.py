@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpml_orchestrator.errors import HpmlError, StagingError
+from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
 from hpml_orchestrator.records.store import Attempt
 
 __all__ = ["wait_ready"]
@@ -38,6 +38,7 @@ def wait_ready(
 
     Raises:
         StagingError: a node failed; its reason is in the message.
+        BindingError: a node cannot place its ranks, and the job wants proof.
         HpmlError: the agents ended without a word.
     """
     directory = Path(attempt)
@@ -50,7 +51,9 @@ def wait_ready(
         if failed:
             told = [f"{one.get('node')}: {one.get('message')}" for one in failed]
             hint = next((str(one["hint"]) for one in failed if one.get("hint")), "")
-            raise StagingError("; ".join(told), hint=hint)
+            codes = {one.get("exit_code") for one in failed}
+            kind = BindingError if codes == {BindingError.exit_code} else StagingError
+            raise kind("; ".join(told), hint=hint)
         ready = Attempt(directory).markers("ready")
         if len(ready) >= wanted:
             _tell(ready)

@@ -8,9 +8,31 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Optional
 
-__all__ = ["NodeProof", "RankProof", "Seen", "proof_json", "proof_of_json"]
+__all__ = ["NodeProof", "Process", "RankProof", "Seen", "proof_json", "proof_of_json"]
 
 SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a rank as it was seen.
+
+    Attributes:
+        pid: its number.
+        name: what the kernel calls it.
+        cpus: CPUs that its threads may run on, all together.
+        first: CPUs of its first thread, which are those of what it forks.
+        seconds: CPU time that it has used.
+        openmp: a variable of its environment that has OpenMP bind threads, such as
+            `OMP_PROC_BIND=close`; empty where there is none.
+    """
+
+    pid: int
+    name: str
+    cpus: tuple[int, ...]
+    first: tuple[int, ...] = ()
+    seconds: float = 0.0
+    openmp: str = ""
 
 
 @dataclass(frozen=True)
@@ -22,10 +44,13 @@ class Seen:
         rank: number among all ranks.
         pid: its process.
         inherited: CPUs that it was allowed when hpml-bind started; None where that is not known.
-        cpus: CPUs that the rank, its threads and its descendants may run on, all together.
+        cpus: CPUs that hpml-bind read back after it had set them.
         child_cpus: CPUs that a child forked by hpml-bind was allowed; None where none was forked.
-        narrowed: CPU lists of threads or descendants that may not use all of `cpus`.
-        visible: CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its process; None where not set.
+        main: the process that does the rank's work, which a wrapper may have started; None where
+            no process could be looked at.
+        others: its other processes: wrappers, loader workers and what else it started.
+        visible: CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its main process; None where not
+            set.
         memory: its memory policy as the kernel told it, such as `prefer:3`; empty where unknown.
         threads: OMP_NUM_THREADS; None where not set.
         nic: network card that it was told of; empty without one.
@@ -39,7 +64,8 @@ class Seen:
     inherited: Optional[tuple[int, ...]] = None  # noqa: UP045 - runs on Python 3.9
     cpus: tuple[int, ...] = ()
     child_cpus: Optional[tuple[int, ...]] = None  # noqa: UP045
-    narrowed: tuple[str, ...] = ()
+    main: Optional[Process] = None  # noqa: UP045
+    others: tuple[Process, ...] = ()
     visible: Optional[str] = None  # noqa: UP045
     memory: str = ""
     threads: Optional[int] = None  # noqa: UP045

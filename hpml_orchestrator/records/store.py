@@ -103,6 +103,26 @@ class Attempt:
                 continue
         return found
 
+    def proofs(self) -> list[dict[str, Any]]:
+        """What the agents saw of the ranks and judged, by node."""
+        found = []
+        for path in sorted((self.directory / "binding").glob("*.proof.json")):
+            try:
+                found.append(read_json(path))
+            except (NotFoundError, RecordError):
+                continue
+        return found
+
+    def plans(self) -> dict[str, str]:
+        """The text of each node's plan, by node."""
+        found = {}
+        for path in sorted((self.directory / "plan").glob("*.txt")):
+            try:
+                found[path.name[: -len(".txt")]] = read_text(path)
+            except (NotFoundError, RecordError):
+                continue
+        return found
+
     def bindings(self) -> list[dict[str, Any]]:
         """Where each rank ran, by rank; one that started twice counts as it started last."""
         found: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,215 @@
+"""The live processes of a node's ranks, out of /proc: their families, and where they run."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
+
+from hpml_orchestrator.placement.cpulist import cpu_numbers
+from hpml_orchestrator.placement.proof import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = ["THREADS_MAX", "Entry", "Look", "entry_of", "openmp_of", "visible_of"]
+
+THREADS_MAX = 64
+"""Threads that are read of one process, beside its first."""
+
+_PROCESSES_MAX = 256
+_READ_BYTES = 16_384
+_ENVIRONMENT_BYTES = 4 * 1024**2
+_CPUS = b"\nCpus_allowed_list:\t"
+# Fields of /proc/PID/stat behind the name: state, parent, CPU time of user and kernel, start.
+_STATE, _PARENT, _USER, _KERNEL, _START = 0, 1, 11, 12, 19
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One process in the kernel's table.
+
+    Attributes:
+        pid: its number.
+        parent: its parent's.
+        start_ticks: when it began, in clock ticks after boot: tells a number used again.
+        busy_ticks: CPU time that it has used, in clock ticks.
+        name: what the kernel calls it.
+    """
+
+    pid: int
+    parent: int
+    start_ticks: int
+    busy_ticks: int
+    name: str
+
+
+class Look:
+    """One look at all processes; what has ended since is left out as if it had never been there.
+
+    Args:
+        proc_root: where /proc is.
+    """
+
+    def __init__(self, proc_root: str = "/proc") -> None:
+        self._root = proc_root
+        self._user = os.getuid()
+        self.entries: dict[int, Entry] = {}
+        self._children: dict[int, list[int]] = {}
+        for name in os.listdir(proc_root):
+            if name.isdecimal():
+                one = entry_of(int(name), proc_root)
+                if one is not None:
+                    self.entries[one.pid] = one
+                    self._children.setdefault(one.parent, []).append(one.pid)
+
+    def find(self, pid: int, start_ticks: int) -> Optional[Entry]:  # noqa: UP045
+        """Return the process of that number and start; None for another that uses its number."""
+        one = self.entries.get(pid)
+        return one if one is not None and one.start_ticks == start_ticks else None
+
+    def family(self, pid: int, strangers: Collection[int] = ()) -> list[Entry]:
+        """Return a process and those that descend from it, parents first.
+
+        Processes of other users are left out, and so are `strangers` with all that descends from
+        them: other ranks.
+        """
+        found: list[Entry] = []
+        pending = [pid]
+        while pending and len(found) < _PROCESSES_MAX:
+            number = pending.pop(0)
+            one = self.entries.get(number)
+            if one is None or not self._is_ours(number):
+                continue
+            found.append(one)
+            pending += [child for child in self._children.get(number, ()) if child not in strangers]
+        return found
+
+    def main_of(self, family: list[Entry]) -> Entry:
+        """Return the process that does the work: the busiest one, or which has forked that.
+
+        A wrapper (a shell, numactl, a profiler) is none: it starts another program, and waits.
+        What was forked without a program of its own, as loader workers are, belongs to the one
+        that did so, which is asked for by its command line.
+        """
+        known = {one.pid: one for one in family}
+        main = max(family, key=lambda one: (one.busy_ticks, -family.index(one)))
+        while main is not family[0] and main.parent in known:
+            command = self._read(main.pid, "cmdline")
+            above = known[main.parent]
+            helper = b"multiprocessing" in command or command == self._read(above.pid, "cmdline")
+            if not helper:
+                break
+            main = above
+        return main
+
+    def process(self, one: Entry) -> Optional[Process]:  # noqa: UP045
+        """Return where a process runs; None where it has ended or may not be looked at."""
+        cpus: set[str] = set()
+        first = ""
+        for thread in self._threads(one.pid):
+            text = _cpus_of(self._read(one.pid, "task", str(thread), "status"))
+            if text:
+                cpus.add(text)
+                first = text if thread == one.pid else first
+        if not cpus:
+            return None
+        return Process(
+            pid=one.pid,
+            name=one.name,
+            cpus=tuple(sorted(frozenset().union(*(_numbers(text) for text in cpus)))),
+            first=tuple(sorted(_numbers(first))),
+            seconds=one.busy_ticks / os.sysconf("SC_CLK_TCK"),
+        )
+
+    def environment(self, pid: int) -> dict[str, str]:
+        """Return the variables that a process began with; empty where they cannot be read."""
+        found: dict[str, str] = {}
+        for pair in self._read(pid, "environ", limit=_ENVIRONMENT_BYTES).split(b"\0"):
+            name, equals, value = pair.partition(b"=")
+            if equals:
+                found.setdefault(os.fsdecode(name), os.fsdecode(value))
+        return found
+
+    def _threads(self, pid: int) -> Iterable[int]:
+        """The first thread and others, evenly over all: OpenMP's come late, the driver's early."""
+        try:
+            threads = sorted(map(int, os.listdir(f"{self._root}/{pid}/task")))
+        except OSError:
+            return ()
+        others = [one for one in threads if one != pid]
+        count = min(len(others), THREADS_MAX)
+        return [pid, *(others[place * len(others) // count] for place in range(count))]
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            return os.stat(f"{self._root}/{pid}").st_uid == self._user
+        except OSError:
+            return False
+
+    def _read(self, pid: int, *names: str, limit: int = _READ_BYTES) -> bytes:
+        return _read("/".join((self._root, str(pid), *names)), limit)
+
+
+def entry_of(pid: int, proc_root: str = "/proc") -> Optional[Entry]:  # noqa: UP045
+    """Return one process of the kernel's table; None when it has ended, a zombie too."""
+    text = _read(f"{proc_root}/{pid}/stat")
+    begin, end = text.find(b"("), text.rfind(b")")
+    fields = text[end + 2 :].split()
+    if len(fields) <= _START or fields[_STATE] in (b"Z", b"X"):
+        return None
+    return Entry(
+        pid,
+        int(fields[_PARENT]),
+        int(fields[_START]),
+        int(fields[_USER]) + int(fields[_KERNEL]),
+        os.fsdecode(text[begin + 1 : end]),
+    )
+
+
+def visible_of(environment: dict[str, str]) -> Optional[str]:  # noqa: UP045
+    """Return the list of visible devices in an environment; None where it is not set."""
+    return next((environment[name] for name in _VISIBLE if name in environment), None)
+
+
+def openmp_of(environment: dict[str, str]) -> str:
+    """Return the variable that has OpenMP bind its threads; empty where there is none."""
+    for name in _OPENMP:
+        value = environment.get(name, "")
+        if value and not {"false", "none", "disabled"} & set(value.lower().split(",")):
+            return f"{name}={value}"
+    return ""
+
+
+def _read(path: str, limit: int = _READ_BYTES) -> bytes:
+    """Return a file of /proc, up to a limit in bytes; empty where it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, limit)  # the kernel gives such a file in one piece
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _cpus_of(status: bytes) -> str:
+    begin = status.find(_CPUS)
+    if begin < 0:
+        return ""
+    begin += len(_CPUS)
+    return status[begin : status.find(b"\n", begin)].decode("ascii", "replace")
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers(text: str) -> frozenset[int]:
+    """The CPUs of a list; most threads of a node have one of a few."""
+    try:
+        return frozenset(cpu_numbers(text))
+    except ValueError:
+        return frozenset()

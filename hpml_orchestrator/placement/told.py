@@ -1,0 +1,78 @@
+"""What people are told of proofs: one line where all is right, else the table of who is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.placement.cpulist import cpu_list
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hpml_orchestrator.placement.proof import NodeProof, RankProof
+
+__all__ = ["COLUMNS", "node_line", "table", "wrong_rows"]
+
+COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG")
+_ROWS_MAX = 64
+_CELL_CHARS = 40
+
+
+def node_line(proof: NodeProof) -> str:
+    """Return the line about a node whose ranks have begun."""
+    ranks = proof.ranks
+    count = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
+    if len(ranks) != proof.expected:
+        count = f"{len(ranks)} of {proof.expected} ranks"
+    if proof.policy == "none":
+        return f"{proof.node}: {count}, not bound"
+    wrong = sum(bool(one.wrong) for one in ranks)
+    cores = _span([one.cores for one in ranks], "core")
+    threads = _span([one.threads or 0 for one in ranks], "thread")
+    each = f"{cores} and {threads}" if all(one.threads for one in ranks) else cores
+    return f"{proof.node}: {count} bound ({proof.policy}), {each} each, {wrong} wrong"
+
+
+def wrong_rows(proof: NodeProof) -> list[tuple[str, ...]]:
+    """Return a row per fault of a node, its cells as in `COLUMNS`; a rank is named once."""
+    rows: list[tuple[str, ...]] = []
+    for one in proof.ranks:
+        for place, sentence in enumerate(one.wrong):
+            cells = _cells(proof.node, one) if place == 0 else ("",) * 5
+            rows.append((*cells, sentence))
+    rows += [("-", proof.node, "-", "-", "-", sentence) for sentence in proof.wrong]
+    return rows
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of the table of who is wrong."""
+    shown = rows[:_ROWS_MAX]
+    full = [COLUMNS, *shown]
+    widths = [max(len(row[place]) for row in full) for place in range(len(COLUMNS) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]])
+        for row in full
+    ]
+    if len(rows) > len(shown):
+        lines.append(f"… and {len(rows) - len(shown)} more")
+    return lines
+
+
+def _cells(node: str, one: RankProof) -> tuple[str, ...]:
+    return (
+        str(one.rank),
+        node,
+        one.gpu or "-",
+        _short(one.cpus) or "-",
+        cpu_list(one.numa) or "-",
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _CELL_CHARS else f"{text[: _CELL_CHARS - 1]}…"
+
+
+def _span(numbers: Iterable[int], word: str) -> str:
+    found = sorted(set(numbers)) or [0]
+    span = str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+    return f"{span} {word}{'' if found == [1] else 's'}"
