@@ -104,8 +104,7 @@ class Agent:
                     self._wait()
             finally:
                 reader.stop()
-                if self._watch is not None:
-                    self._watch.close()
+                self._watched(lambda watch: watch.close())
         finally:
             self._clean(stager)
         return 1 if failure else 0
@@ -213,20 +212,23 @@ class Agent:
                 look_at = now + _POLL_SECONDS
                 if over.exists():
                     return
-            pause = look_at - now
-            if self._watch is not None:
-                pause = min(pause, self._look(self._watch, now))
-            select.select([self._wake[0]], [], [], pause)
+            pause = self._watched(lambda watch: watch.act(time.monotonic()))
+            select.select([self._wake[0]], [], [], min(pause, look_at - now))
 
-    def _look(self, watch: Watch, now: float) -> float:
-        """Let the watch do what is due; should it fail, the ranks and their data stay as they are."""
-        try:
-            return watch.act(now)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-            told = f"{type(error).__name__}: {error}"
-            sys.stderr.write(f"hpml: {self.node}: the ranks are not watched any more: {told}\n")
-            self._watch = None
-            return _POLL_SECONDS
+    def _watched(self, step: Callable[[Watch], float | None]) -> float:
+        """Let the watch do a step; should it fail, the ranks and their data stay as they are.
+
+        Returns:
+            seconds until its next one.
+        """
+        if self._watch is not None:
+            try:
+                return step(self._watch) or 0.0
+            except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+                told = f"{type(error).__name__}: {error}"
+                sys.stderr.write(f"hpml: {self.node}: the ranks are not watched any more: {told}\n")
+                self._watch = None
+        return _POLL_SECONDS
 
     def _clean(self, stager: CopyStager, write: Callable[[str], object] = sys.stderr.write) -> None:
         try:

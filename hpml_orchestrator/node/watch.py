@@ -72,7 +72,7 @@ class Watch:
         self._looks = 0
         self._proof: Optional[NodeProof] = None  # noqa: UP045 - runs on Python 3.9
         self._suspected = self._told = self._counted = self._unwritten = False
-        self._kill_at = math.inf
+        self._kill_at, self._now = math.inf, 0.0
         self._doomed: dict[tuple[int, int], None] = {}
 
     def act(self, now: float) -> float:
@@ -81,6 +81,7 @@ class Watch:
         Args:
             now: seconds on a monotonic clock.
         """
+        self._now = now
         if now >= self._poll_at:
             self._poll(now)
         if now >= self._look_at:
@@ -193,7 +194,7 @@ class Watch:
             if proof.verify == "strict":
                 self._say(f"{proof.node}: binding.verify is strict: its ranks are ended")
                 self._end_ranks(signal.SIGTERM)
-                self._kill_at = time.monotonic() + _KILL_SECONDS
+                self._kill_at = self._now + _KILL_SECONDS
         elif proof.right and len(self._ranks) >= proof.expected:
             self._count()
 

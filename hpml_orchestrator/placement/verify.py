@@ -265,10 +265,11 @@ def _gpu_faults(node: _Node, case: _Case) -> list[str]:
     value = "not set" if seen.visible is None else _shown(repr(seen.visible))
     told = f"(its list of visible devices is {value})"
     # Of several MIG instances a process sees one alone, whatever its list is.
-    divided = all(one is None or one.parent for one in node.devices)
+    known = [one for one in node.devices if one]
+    divided = bool(known) and all(one.parent for one in known)
     if node.devices and not case.devices:
         found.append(f"sees no GPU {told}")
-    elif given - shown and len(case.devices) < len(node.devices) and not divided:
+    elif len(case.devices) < len(node.devices) and not divided:
         found.append(
             f"sees {len(case.devices)} of the job's {len(node.devices)} GPUs {told}: the others' "
             "memory is out of its reach"

@@ -61,13 +61,13 @@ def test_equal_sources_give_equal_bytes() -> None:
 
 
 def test_it_holds_the_rooms_of_the_nodes_and_no_other() -> None:
-    """Records, staging and node travel; nothing that needs more than the standard library does."""
+    """What stands on the ground, placement, staging and node travel; nothing that needs more than the standard library does."""
     with zipfile.ZipFile(io.BytesIO(archive.build())) as opened:
         names = opened.namelist()
         assert opened.testzip() is None
         assert {info.compress_type for info in opened.infolist()} == {zipfile.ZIP_STORED}
     rooms = {name.split("/")[1] for name in names if name.count("/") > 1}
-    assert rooms == {"records", "staging", "node"}
+    assert rooms == {"records", "staging", "topology", "placement", "node"}
     assert {"__main__.py", "hpml_orchestrator/errors.py", "hpml_orchestrator/node/main.py"} <= set(
         names
     )
@@ -144,7 +144,7 @@ def test_the_sources_keep_to_python_3_9() -> None:
     config = vermin.Config()
     config.set_eval_annotations(False)
     sources = [PACKAGE / "errors.py", PACKAGE / "__init__.py"]
-    for room in ("records", "staging", "node"):
+    for room in ("records", "staging", "topology", "placement", "node"):
         sources += (PACKAGE / room).rglob("*.py")
     assert len(sources) > 20
     newer = {}
@@ -164,7 +164,7 @@ def test_vermin_would_notice() -> None:
 
 def test_no_annotation_is_evaluated_early() -> None:
     """Newer spellings such as `int | None` stand where nothing evaluates them on Python 3.9."""
-    for room in ("records", "staging", "node"):
+    for room in ("records", "staging", "topology", "placement", "node"):
         for source in (PACKAGE / room).rglob("*.py"):
             text = source.read_text("utf-8")
             if re.search(r"^(class|def) ", text, re.MULTILINE):

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.node.agent import parse_arguments
-
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
 
@@ -185,18 +182,3 @@ def test_told_to_end_while_it_stages(
     assert not running.marker.exists()
     assert not (running.attempt / "nodes" / "n1.failed.json").exists()
     assert list(target.iterdir()) == []
-
-
-def test_the_words_of_the_script() -> None:
-    """ATTEMPT, then --stage NAME KIND SOURCE BASE any number of times; values may begin with -."""
-    attempt, requests = parse_arguments(
-        ["/a/0", "--stage", "x", "tar", "/s", "/t", "--stage", "y", "auto", "/-", "/u"]
-    )
-    assert attempt == Path("/a/0")
-    found = [(one.name, one.kind, one.source, one.target) for one in requests]
-    assert found == [("x", "tar", "/s", "/t"), ("y", "auto", "/-", "/u")]
-    for wrong in (["/a", "x"], ["/a", "--stage", "x"], ["/a", "--stage", "x", "tar", "/s"]):
-        with pytest.raises(InputError, match="must be --stage NAME KIND SOURCE BASE"):
-            parse_arguments(wrong)
-    with pytest.raises(InputError, match="source"):
-        parse_arguments(["/a", "--stage", "x", "tar", "relative", "/t"])

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.node.claim import EXIT_DUPLICATE
+from hpml_orchestrator.placement import planfile
+from hpml_orchestrator.placement.model import Plan, RankPlan
+from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json, write_text
 
 if TYPE_CHECKING:
@@ -57,11 +60,14 @@ def test_the_same_job_started_again_forgets_its_markers(node: Node) -> None:
     """Without a requeue it is the same attempt: who was ready then need not be ready now."""
     node.claim("17")
     write_json(node.attempt / "nodes" / "n1.ready.json", {"node": "n1"})
+    for name in ("plan/n1.txt", "binding/n1.jsonl", "binding/n1.proof.json"):
+        write_text(node.attempt / name, "{}")
     write_text(node.attempt / "over", "")
     write_json(node.attempt / "ended.json", {"exit_code": 1})
     status, out, _ = node.claim("17")
     assert (status, out) == (0, f"{node.attempt}\n")
-    assert list((node.attempt / "nodes").iterdir()) == []
+    for name in ("nodes", "plan", "binding"):
+        assert list((node.attempt / name).iterdir()) == []
     assert not (node.attempt / "over").exists()
     assert not (node.attempt / "ended.json").exists()
 
@@ -155,3 +161,50 @@ def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) 
     assert (attempt.ended["exit_code"], attempt.ended["reason"]) == (int(code), told)
     ended = attempt.events()[-1]
     assert (ended.event, dict(ended.data)) == ("ended", {"exit_code": int(code), "reason": told})
+
+
+def planned(node: Node, verify: str, wrong: tuple[str, ...]) -> None:
+    """A node with two ranks, of which the second has faults."""
+    plans = tuple(RankPlan(rank, cpus=(rank,)) for rank in range(2))
+    write_text(node.attempt / "plan/n1.txt", planfile.write(Plan(plans), {"verify": verify}))
+    ranks = (RankProof(0, 0, cpus="0"), RankProof(1, 1, cpus="0", wrong=wrong))
+    proof = NodeProof("n1", "gpu-local", verify, 2, ranks)
+    write_json(node.attempt / "binding/n1.proof.json", proof_json(proof))
+
+
+@pytest.mark.parametrize(
+    ("verify", "wrong", "code", "reason", "ends"),
+    [
+        ("warn", (), "0", "", (0, 0, "completed")),
+        ("strict", (), "0", "", (0, 0, "completed")),
+        ("warn", ("is elsewhere",), "0", "", (0, 0, "completed")),
+        ("strict", ("is elsewhere",), "0", "", (79, 79, "binding")),
+        ("strict", ("is elsewhere",), "143", "", (79, 79, "binding")),
+        ("strict", ("is elsewhere",), "143", "terminated", (0, 143, "terminated")),
+        ("strict", (), "3", "", (0, 3, "failed")),
+        ("strict", (), "79", "", (79, 79, "binding")),
+    ],
+)
+def test_the_end_says_where_the_ranks_ran(
+    node: Node, verify: str, wrong: tuple[str, ...], code: str, reason: str, ends: tuple[int, ...]
+) -> None:
+    """A job that wants proof and has none fails with 79, unless somebody told it to end."""
+    node.claim("17")
+    planned(node, verify, wrong)
+    status, _, err = node.call("finish", str(node.attempt), code, reason)
+    (attempt,) = node.store.run(node.run_directory.name).attempts()
+    assert attempt.ended is not None
+    assert (status, attempt.ended["exit_code"], attempt.ended["reason"]) == ends
+    lines = err.splitlines()
+    assert lines[0] == f"hpml: binding: {2 - len(wrong)} of 2 ranks where they should be"
+    assert [line.split()[-2:] for line in lines[2:]] == [["is", "elsewhere"]] * len(wrong)
+
+
+def test_a_fault_of_the_records_does_not_hide_the_end(node: Node) -> None:
+    """Whatever stands in plan/ and binding/, the end is written down."""
+    node.claim("17")
+    write_text(node.attempt / "plan/n1.txt", "x")
+    (node.attempt / "plan/n2.txt").mkdir()
+    write_text(node.attempt / "binding/n1.proof.json", "[")
+    assert node.call("finish", str(node.attempt), "0", "") == (0, "", "")
+    assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "completed"

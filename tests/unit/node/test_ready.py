@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.errors import HpmlError, StagingError
+from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
 from hpml_orchestrator.node.ready import wait_ready
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Attempt
@@ -105,3 +105,14 @@ def test_half_written_markers_do_not_count(attempt: Path) -> None:
     write_text(attempt / "nodes" / ".n2.ready.json.abcd", '{"node": "n2"}')
     mark(attempt, "n3", "ready")
     assert [one["node"] for one in Attempt(attempt).markers("ready")] == ["n3"]
+
+
+def test_a_node_that_cannot_place_its_ranks(attempt: Path) -> None:
+    """The job's status says which kind of failure it was; with both kinds it is the data's."""
+    mark(attempt, "n1", "failed", message="no CPUs are told", hint="is /sys there?", exit_code=79)
+    with pytest.raises(BindingError, match="n1: no CPUs are told") as caught:
+        wait(attempt, 2, os.getpid())
+    assert (caught.value.exit_code, caught.value.hint) == (79, "is /sys there?")
+    mark(attempt, "n2", "failed", message="disk full", exit_code=8)
+    with pytest.raises(StagingError, match="n1: no CPUs are told; n2: disk full"):
+        wait(attempt, 2, os.getpid())

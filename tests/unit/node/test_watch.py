@@ -1,0 +1,479 @@
+"""Live ranks are looked at, judged, told of, and ended where the job is strict: real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.node.planning import Prepared, prepare
+from hpml_orchestrator.node.processes import THREADS_MAX, Look
+from hpml_orchestrator.node.watch import Watch
+from hpml_orchestrator.placement.cpulist import cpu_list
+from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
+
+Until = Callable[[Callable[[], object]], None]
+CPUS = sorted(os.sched_getaffinity(0))
+FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
+BOTH = cpu_list(CPUS)
+needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+BUSY = "import time; began = time.time()\nwhile time.time() - began < 60: pass"
+THREADS = """
+import os, sys, threading
+begun = threading.Barrier(int(sys.argv[1]) + 1)
+def wait(number):
+    if number == int(sys.argv[2]):
+        os.sched_setaffinity(0, {int(sys.argv[3])})
+    begun.wait()
+    threading.Event().wait()
+for number in range(int(sys.argv[1])):
+    threading.Thread(target=wait, args=(number,), daemon=True).start()
+begun.wait()
+print("begun", flush=True)
+sys.stdin.read()
+"""
+FORKS = """
+import os, sys, time
+if os.fork() == 0:
+    os.sched_setaffinity(0, {int(sys.argv[1])})
+    began = time.process_time()
+    while time.process_time() - began < 0.2: pass
+    print("begun", flush=True)
+    time.sleep(60)
+sys.stdin.read()
+"""
+DEAF = "import signal, sys\nfor n in (15, 1, 2): signal.signal(n, signal.SIG_IGN)\n"
+DEAF += "print('begun', flush=True); sys.stdin.read()"
+
+
+def start_ticks(pid: int) -> int:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Ranks:
+    """Real processes, bound by taskset, with the records that hpml-bind would write."""
+
+    def __init__(self, attempt: Path) -> None:
+        self.attempt = attempt
+        self.file = attempt / "binding" / "n1.jsonl"
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, rank: int, cpus: str, *command: str, ready: str = "", **env: str
+    ) -> subprocess.Popen[str]:
+        """Start a rank on CPUs (a cat that waits, or a command) and record it."""
+        process = self.process(cpus, *command, ready=ready, **env)
+        self.record(rank, process.pid, cpus=cpus, visible=env.get("CUDA_VISIBLE_DEVICES"))
+        return process
+
+    def process(
+        self, cpus: str, *command: str, ready: str = "", **env: str
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            ["taskset", "-c", cpus, *(command or ("cat",))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+        self.started.append(process)
+        deadline = time.monotonic() + 20
+        while process.poll() is None and not self._began(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        if ready:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == ready
+        return process
+
+    @staticmethod
+    def _began(pid: int) -> bool:
+        return b"taskset" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+
+    def record(self, rank: int, pid: int, **fields: Any) -> None:
+        """Append what hpml-bind tells of a rank."""
+        try:
+            ticks = start_ticks(pid)
+        except FileNotFoundError:
+            ticks = 1
+        cpus = fields.get("cpus", BOTH)
+        line = {
+            "schema_version": 2,
+            "rank": rank,
+            "local_rank": rank,
+            "world_size": 2,
+            "node": "n1",
+            "host": "h",
+            "pid": pid,
+            "start_ticks": ticks,
+            "time": time.time(),
+            "inherited": BOTH,
+            "cpus": cpus,
+            "child_cpus": cpus,
+            "memory": "prefer:0",
+            "visible": None,
+            "threads": 1,
+            "nic": None,
+            "bound": True,
+            "error": "",
+            "program": "train.py",
+            **fields,
+        }
+        with self.file.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def end(self) -> None:
+        for process in self.started:
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    """An attempt's directory as the claim makes it."""
+    for name in ("nodes", "events", "binding", "plan"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def ranks(attempt: Path) -> Iterator[Ranks]:
+    """Ranks of node n1, ended at the end."""
+    made = Ranks(attempt)
+    yield made
+    made.end()
+
+
+class Watching:
+    """A watch of this machine whose clock the test turns."""
+
+    def __init__(self, attempt: Path, ranks: int, verify: str = "warn", **env: str) -> None:
+        self.made: Prepared = prepare(
+            Wish(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
+        )
+        self.said = ""
+        self.now = 1000.0
+        self.watch = Watch(attempt, self.made, self.write)
+        self.file = attempt / "binding" / "n1.proof.json"
+
+    def write(self, text: str) -> None:
+        self.said += text
+
+    def turn(self, seconds: float) -> None:
+        """Let time pass, and the watch do all that is due in it."""
+        until = self.now + seconds
+        while True:
+            self.now += min(self.watch.act(self.now), until - self.now)
+            if self.now >= until:
+                self.watch.act(self.now)
+                return
+
+    def proof(self) -> NodeProof:
+        return proof_of_json(json.loads(self.file.read_text()))
+
+
+@needs_two
+def test_ranks_where_they_should_be(attempt: Path, ranks: Ranks) -> None:
+    """One line about the node, and a proof of live processes."""
+    watching = Watching(attempt, 2)
+    watching.turn(5)
+    assert (watching.said, watching.file.exists()) == ("", False), "nobody has recorded yet"
+    ranks.start(0, FIRST)
+    watching.turn(5)
+    assert watching.said == "", "one of two"
+    ranks.start(1, SECOND)
+    watching.turn(90)
+    assert watching.said == (
+        "hpml: n1: 2 ranks bound (gpu-local), 1 core and 1 thread each, 0 wrong\n"
+    )
+    proof = watching.proof()
+    assert (proof.right, [one.live for one in proof.ranks]) == (True, [True, True])
+    assert [one.cpus for one in proof.ranks] == [FIRST, SECOND]
+
+
+def test_the_proof_is_written_when_it_changes(attempt: Path, ranks: Ranks) -> None:
+    """A look that finds the same leaves the file alone."""
+    watching = Watching(attempt, 1)
+    ranks.start(0, BOTH)
+    watching.turn(1)
+    first = watching.file.stat()
+    watching.turn(600)
+    watching.watch.close()
+    assert watching.file.stat().st_mtime_ns == first.st_mtime_ns
+    assert watching.file.stat().st_ino == first.st_ino
+
+
+@needs_two
+def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
+    """hpml-bind gave it both CPUs, and its command took one away."""
+    watching = Watching(attempt, 1)
+    process = ranks.process(FIRST)
+    ranks.record(0, process.pid, cpus=BOTH)
+    watching.turn(0.3)
+    assert watching.said == "", "one look may be wrong by chance"
+    watching.turn(3)
+    lines = watching.said.splitlines()
+    assert lines[0].startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 w")
+    assert lines[1].split() == ["hpml:", "RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG"]
+    assert lines[2].endswith(f"runs on CPUs {FIRST} alone, not on its own {BOTH}")
+    assert len(lines) == 3
+    watching.turn(200)
+    assert watching.said.splitlines() == lines, "told once"
+    assert lives(process.pid), "warn tells, and no more"
+    assert watching.proof().ranks[0].cpus == FIRST
+
+
+@needs_two
+def test_a_shell_whose_program_is_narrowed(attempt: Path, ranks: Ranks) -> None:
+    """The shell itself is where it should be: the process that works is judged."""
+    watching = Watching(attempt, 1)
+    command = f'taskset -c {FIRST} "$0" -c "$1" & wait'
+    shell = ranks.start(0, BOTH, "bash", "-c", command, sys.executable, BUSY)
+    busy_child(shell.pid)
+    watching.turn(3)
+    (told,) = watching.proof().ranks[0].wrong
+    assert told.endswith(f"runs on CPUs {FIRST} alone, not on its own {BOTH}")
+    assert "its process" in told
+    assert watching.proof().ranks[0].pid == shell.pid
+
+
+def busy_child(pid: int) -> None:
+    """Wait until a child of a process has used more CPU time than that itself."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        family = Look().family(pid)
+        if len(family) > 1 and family[1].busy_ticks > family[0].busy_ticks:
+            return
+        time.sleep(0.02)
+    raise AssertionError("no busy child")
+
+
+@needs_two
+def test_a_worker_on_a_core_of_its_own_is_right(attempt: Path, ranks: Ranks) -> None:
+    """A forked process that holds itself on one of the rank's CPUs, busy as it is, is no fault."""
+    watching = Watching(attempt, 1)
+    ranks.start(0, BOTH, sys.executable, "-c", FORKS, FIRST, ready="begun")
+    watching.turn(5)
+    assert watching.proof().ranks[0].wrong == ()
+    assert watching.proof().ranks[0].cpus == BOTH
+
+
+@needs_two
+def test_a_child_outside(attempt: Path, ranks: Ranks) -> None:
+    """A forked process on the neighbour's CPU."""
+    watching = Watching(attempt, 2)
+    ranks.start(0, FIRST, sys.executable, "-c", FORKS, SECOND, ready="begun")
+    ranks.start(1, SECOND)
+    watching.turn(5)
+    told = watching.proof().ranks[0].wrong
+    assert f"runs on CPUs {SECOND}, outside of its own {FIRST}" in told[0]
+    assert told[1] == "shares physical cores with rank 1"
+    assert watching.proof().ranks[1].wrong == ()
+
+
+@needs_two
+def test_a_thread_outside(attempt: Path, ranks: Ranks) -> None:
+    """One of many threads has gone to the neighbour's CPU."""
+    watching = Watching(attempt, 2)
+    ranks.start(0, FIRST, sys.executable, "-c", THREADS, "40", "30", SECOND, ready="begun")
+    ranks.start(1, SECOND)
+    watching.turn(5)
+    told = watching.proof().ranks[0].wrong[0]
+    assert told == f"runs on CPUs {BOTH} (NUMA 0), not on its own {FIRST}"
+
+
+@needs_two
+def test_many_threads_are_no_fault(attempt: Path, ranks: Ranks) -> None:
+    """Of 200 threads a part is read; one that holds itself on fewer CPUs is right."""
+    watching = Watching(attempt, 1)
+    process = ranks.start(
+        0, BOTH, sys.executable, "-c", THREADS, "200", "100", FIRST, ready="begun"
+    )
+    watching.turn(5)
+    assert watching.proof().right
+    look = Look()
+    assert len(os.listdir(f"/proc/{process.pid}/task")) > 200
+    threads = list(look._threads(process.pid))
+    assert len(threads) == len(set(threads)) == THREADS_MAX + 1
+    assert threads[0] == process.pid
+
+
+def test_changed_devices(attempt: Path, ranks: Ranks) -> None:
+    """The program's environment counts, not the one that hpml-bind had."""
+    watching = Watching(attempt, 1, CUDA_VISIBLE_DEVICES="0,1")
+    process = ranks.process(BOTH, CUDA_VISIBLE_DEVICES="1")
+    ranks.record(0, process.pid, visible="0,1")
+    watching.turn(3)
+    (told,) = watching.proof().ranks[0].wrong
+    assert told.startswith("sees 1 of the job's 2 GPUs (its list of visible devices is '1')")
+    assert "1 wrong" in watching.said
+
+
+def test_a_process_that_ended_at_once(attempt: Path, ranks: Ranks) -> None:
+    """It is judged by its own record, which may be right or wrong."""
+    watching = Watching(attempt, 1)
+    process = ranks.process(BOTH, "true")
+    process.wait()
+    ranks.record(0, process.pid, inherited="7", cpus=BOTH)
+    watching.turn(1)
+    (rank,) = watching.proof().ranks
+    assert (rank.live, rank.cpus) == (False, BOTH)
+    assert "was bound twice" in rank.wrong[0]
+    assert "was bound twice" in watching.said, "nobody lives: there is no second look"
+
+
+def test_what_was_seen_of_a_live_rank_stays(attempt: Path, ranks: Ranks) -> None:
+    """After its end the proof is that of its last look."""
+    watching = Watching(attempt, 1)
+    process = ranks.start(0, BOTH)
+    watching.turn(1)
+    process.communicate()
+    watching.turn(100)
+    assert watching.proof().ranks[0].live
+    assert watching.watch._look_at == float("inf"), "nobody is left to look at"
+
+
+def test_a_number_that_is_another_s_by_now(attempt: Path, ranks: Ranks) -> None:
+    """A fake record of a process that began before this one: that is not the rank."""
+    watching = Watching(attempt, 1, "strict")
+    stranger = ranks.process(FIRST)
+    ranks.record(0, stranger.pid, start_ticks=start_ticks(stranger.pid) - 1, inherited="7")
+    watching.turn(60)
+    assert watching.proof().ranks[0].live is False
+    assert "its ranks are ended" in watching.said
+    assert lives(stranger.pid), "a stranger gets no signal"
+
+
+@needs_two
+def test_a_fault_that_is_gone_at_the_next_look(attempt: Path, ranks: Ranks) -> None:
+    """Programs bind themselves while they start: nothing is told."""
+    watching = Watching(attempt, 1, "strict")
+    process = ranks.process(FIRST)
+    ranks.record(0, process.pid)
+    watching.turn(0.5)
+    assert watching.proof().right is False
+    os.sched_setaffinity(process.pid, CPUS)
+    watching.turn(100)
+    assert watching.proof().right
+    assert watching.said.endswith("0 wrong\n")
+    assert lives(process.pid)
+
+
+@needs_two
+def test_a_fault_in_the_middle_of_the_job(attempt: Path, ranks: Ranks) -> None:
+    """Ranks are looked at every minute, as long as they live."""
+    watching = Watching(attempt, 1)
+    process = ranks.start(0, BOTH)
+    watching.turn(1000)
+    assert watching.said.endswith("0 wrong\n")
+    os.sched_setaffinity(process.pid, {CPUS[0]})
+    watching.turn(125)
+    assert f"runs on CPUs {FIRST} alone" in watching.said
+
+
+@needs_two
+def test_strict_ends_the_ranks_with_all_they_started(attempt: Path, ranks: Ranks) -> None:
+    """SIGTERM to the whole family; after ten seconds SIGKILL to who does not listen."""
+    watching = Watching(attempt, 2, "strict")
+    command = f'"$0" -c "$1" & echo $!; taskset -pc {FIRST} $! >/dev/null; wait'
+    shell = ranks.start(0, FIRST, "bash", "-c", command, sys.executable, BUSY)
+    assert shell.stdout is not None
+    child = int(shell.stdout.readline())
+    deaf = ranks.start(1, FIRST, sys.executable, "-c", DEAF, ready="begun")
+    watching.turn(3)
+    assert "n1: binding.verify is strict: its ranks are ended" in watching.said
+    shell.wait(20)
+    gone(child)
+    assert lives(deaf.pid)
+    watching.turn(8)
+    assert lives(deaf.pid)
+    watching.turn(3)
+    deaf.wait(20)
+    assert deaf.returncode == -signal.SIGKILL
+
+
+def gone(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rank_that_starts_again(attempt: Path, ranks: Ranks) -> None:
+    """Torchrun's restart makes new processes: the last record of a local rank counts."""
+    watching = Watching(attempt, 1)
+    ranks.start(0, BOTH).communicate()
+    watching.turn(50)
+    again = ranks.start(0, BOTH)
+    watching.turn(50)
+    (rank,) = watching.proof().ranks
+    assert (rank.pid, rank.live) == (again.pid, True)
+
+
+def test_the_end_takes_in_what_came_last(attempt: Path, ranks: Ranks) -> None:
+    """A rank that recorded between two looks, and a line that was torn, which does not count."""
+    watching = Watching(attempt, 2)
+    watching.turn(1)
+    ranks.record(0, 1, cpus="7", child_cpus="7")
+    with ranks.file.open("a") as stream:
+        stream.write('{"rank": 1, "local_rank": 1')
+    watching.watch.close()
+    proof = watching.proof()
+    assert [one.rank for one in proof.ranks] == [0]
+    assert "runs on CPUs 7" in watching.said
+    assert "1 of 2 ranks bound" in watching.said
+
+
+def test_records_that_are_none_are_passed_over(attempt: Path, ranks: Ranks) -> None:
+    """Whoever writes there: a line that names no rank is not one."""
+    watching = Watching(attempt, 1)
+    ranks.file.write_text('[]\n{"rank": "0"}\n{"rank": 0, "local_rank": true, "pid": 1}\nnull\n\n')
+    ranks.record(0, os.getpid(), cpus=[*CPUS], inherited={}, threads="many", start_ticks=None)
+    watching.turn(2)
+    (rank,) = watching.proof().ranks
+    assert (rank.cpus, rank.threads) == (BOTH, None)
+
+
+def test_a_proof_that_cannot_be_written_is_told_once(attempt: Path, ranks: Ranks) -> None:
+    """The ranks go on, and so does the watch."""
+    watching = Watching(attempt, 1)
+    ranks.start(0, BOTH)
+    watching.file.mkdir()
+    watching.turn(20)
+    assert watching.said.count("cannot write") == 1
+    watching.file.rmdir()
+    watching.turn(20)
+    assert watching.proof().right
+
+
+def test_ranks_of_others_are_not_in_the_family(attempt: Path, ranks: Ranks) -> None:
+    """A rank that another started, as a launcher on the node does, is judged by itself."""
+    shell = ranks.process(BOTH, "bash", "-c", "cat & echo $!; wait")
+    assert shell.stdout is not None
+    child = int(shell.stdout.readline())
+    look = Look()
+    assert {one.pid for one in look.family(shell.pid)} == {shell.pid, child}
+    assert [one.pid for one in look.family(shell.pid, {child})] == [shell.pid]
