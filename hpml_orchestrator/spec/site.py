@@ -45,6 +45,13 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+def _version(value: Any) -> Any:
+    """Take no `true` for the number 1, to which it is equal in Python."""
+    if isinstance(value, bool):
+        raise ValueError("must be 1")  # noqa: TRY004 - pydantic wants ValueError
+    return value
+
+
 def _duration(value: Any) -> Any:
     """Take a time limit in one of Slurm's forms, or the word `unlimited`."""
     if isinstance(value, str) and value.lower() in _UNLIMITED:
@@ -184,7 +191,9 @@ class Limits(_Model):
 class Site(_Model):
     """What is known of a cluster, and what its jobs get by default."""
 
-    schema_version: Literal[1] = Field(default=1, description="Version of this file's form.")
+    schema_version: Annotated[Literal[1], BeforeValidator(_version)] = Field(
+        default=1, description="Version of this file's form."
+    )
     cluster: text.PlainWord | None = Field(
         default=None, description="ClusterName of the Slurm that this is about."
     )
