@@ -34,6 +34,11 @@ _POLL_SECONDS = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _OVER_MARKER = "over"
 _STAGE_WORDS = 4
+# What the plan is made by, with the number of values.
+_PLAN_WORDS = {
+    **dict.fromkeys(("--ranks", "--policy", "--verify", "--ranks-per-gpu", "--loader-workers"), 1),
+    **dict.fromkeys(("--one-thread", "--keep-threads"), 0),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -59,6 +64,9 @@ def parse_arguments(argv: list[str]) -> tuple[Path, list[StageRequest]]:
     requests = []
     rest = argv[1:]
     while rest:
+        if rest[0] in _PLAN_WORDS and len(rest) > _PLAN_WORDS[rest[0]]:
+            rest = rest[1 + _PLAN_WORDS[rest[0]] :]
+            continue
         if rest[0] != "--stage" or len(rest) <= _STAGE_WORDS:
             raise InputError(
                 "must be --stage NAME KIND SOURCE BASE", field="agent", value=" ".join(rest)
