@@ -71,11 +71,19 @@ def render_job(
     capabilities: Capabilities | None = None,
     *,
     site: ResolvedSite | None = None,
+    here: bool = False,
 ) -> Rendered:
-    """Complete a job with what must be measured and render its script."""
+    """Complete a job with what must be measured and render its script.
+
+    Args:
+        resolved: the job.
+        capabilities: what was found out about this installation; looked for when left out.
+        site: the site profile, if there is one.
+        here: whether it is for this machine, of which the profile's topologies tell nothing.
+    """
     complete = measured(resolved)
     snapshot = find(complete.job) if complete.job.snapshot else None
-    topologies = topologies_of(complete.job, site)
+    topologies = {} if here else topologies_of(complete.job, site)
     script = render(
         complete.job,
         capabilities or Capabilities(),
