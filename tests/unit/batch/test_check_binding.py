@@ -54,8 +54,8 @@ def test_what_fits_is_not_spoken_of() -> None:
             {"gpus": 2, "cpus_per_rank": 8, "binding": {"loader_workers": 4}},
             "binding.cores",
             (
-                "each rank gets 4 cores on node type cpu and needs 5: its own and those of 4 loader "
-                "workers; Slurm counts 2 CPUs for each there"
+                "each rank gets 4 cores on node type cpu and needs 5: its own and those of 4 "
+                "loader workers; Slurm counts 2 CPUs for each there"
             ),
             "`cpus_per_rank: 10`",
         ),
@@ -63,8 +63,8 @@ def test_what_fits_is_not_spoken_of() -> None:
             {"ranks_per_node": 4},
             "binding.cores",
             (
-                "4 ranks get 2 cores on node type cpu, so that some share one; Slurm counts 2 CPUs for "
-                "each there"
+                "4 ranks get 2 cores on node type cpu, so that some share one; Slurm counts "
+                "2 CPUs for each there"
             ),
             "`cpus_per_rank: 2`",
         ),
