@@ -77,7 +77,7 @@ def ask_of(
     return Ask(
         job=job,
         nodes=resources.nodes,
-        tasks=resources.ranks if job.launcher == "srun" else 1,
+        tasks=1 if job.launcher == "torchrun" else resources.ranks,
         cpus=1 if "overcommit" in options else resources.ranks * resources.cpus_per_rank,
         memory_mib=memory if resources.memory else None,
         staged_mib=memory - own,

@@ -12,12 +12,16 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
 from hpml_orchestrator.batch.code import script_word, workdir_word
 from hpml_orchestrator.batch.site_rules import apply_rules
+from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import InputError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpml_orchestrator.batch.code import SnapshotPaths
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
 
 __all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
 
@@ -53,6 +57,7 @@ def render(
     site: ResolvedSite | None = None,
     *,
     snapshot: SnapshotPaths | None = None,
+    topologies: Mapping[str, Topology] | None = None,
 ) -> str:
     """Return the batch script of a job; equal input gives equal bytes.
 
@@ -61,10 +66,11 @@ def render(
         capabilities: what was found out about this installation.
         site: the site profile, if there is one.
         snapshot: what of the job lies in the submission's copy of the code, if it takes one.
+        topologies: of the site profile's node types that have one, by the type's name.
 
     Raises:
-        InputError: a placeholder names nothing, the job asks for what the site forbids, or the
-            script grows over Slurm's limit.
+        InputError: a placeholder names nothing, the job asks for what the site forbids, wants its
+            launcher to bind where that cannot be, or the script grows over Slurm's limit.
     """
     _check_placeholders(job)
     resources, environment = job.resources, job.environment
@@ -76,7 +82,8 @@ def render(
         "interpreter": capabilities.interpreter,
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
-        "cpus_per_node": resources.ranks * resources.cpus_per_rank,
+        "agent_options": _agent_options(job),
+        "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
         "stages": [_stage(stage) for stage in job.stage],
         **_places(job, site),
@@ -113,7 +120,8 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
 
 def _own_directives(job: Job) -> list[str]:
     resources = job.resources
-    one_per_rank = job.launcher == "srun"
+    # mpirun counts the tasks of a node as the slots that it has there.
+    one_per_rank = job.launcher != "torchrun"
     tasks = resources.ranks if one_per_rank else 1
     lines = [
         f"--job-name={job.name}",
@@ -151,6 +159,25 @@ def memory_mebibytes(job: Job) -> int:
         if stage.target == "shm" and stage.size is not None
     )
     return own + staged
+
+
+def _agent_options(job: Job) -> list[str]:
+    """Return what the agents plan by; what is as by default is left out but for the first three."""
+    binding, resources = job.binding, job.resources
+    options = [
+        f"--ranks {resources.ranks}",
+        f"--policy {binding.policy}",
+        f"--verify {binding.verify}",
+    ]
+    if resources.ranks_per_gpu > 1:
+        options.append(f"--ranks-per-gpu {resources.ranks_per_gpu}")
+    if binding.loader_workers:
+        options.append(f"--loader-workers {binding.loader_workers}")
+    if not binding.hardware_threads:
+        options.append("--one-thread")
+    if "OMP_NUM_THREADS" in job.environment.variables:
+        options.append("--keep-threads")
+    return options
 
 
 def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def check(
         environment=dict(os.environ),
         script=rendered.script,
         site=rendered.site.site if rendered.site else None,
+        topologies=rendered.topologies,
     )
     if as_json:
         print_json({"backend": name, **report.to_json()})
@@ -91,6 +92,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         environment=dict(os.environ),
         script=rendered.script,
         site=rendered.site.site if rendered.site else None,
+        topologies=rendered.topologies,
         cluster_seconds=_PATIENCE_SECONDS,
         walk_seconds=1.0,
     )

@@ -110,7 +110,7 @@ def rendered_of(
 
     given = [parse_setting(setting) for setting in settings]
     site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
-    return render_job(load_job(job_file, given, site), site=site)
+    return render_job(load_job(job_file, given, site), site=site, here=backend == "local")
 
 
 def backend_name(backend: str, *, local: bool) -> str:

@@ -65,6 +65,7 @@ def render(
 
     The site profile counts for jobs of the cluster; with `--local` there is none.
     """
+    from hpml_orchestrator.batch.static_form import static_form, told  # noqa: PLC0415
     from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
@@ -83,6 +84,8 @@ def render(
             return
         for field, value, origin in rows:
             typer.echo(f"{field:<28} {value!s:<40} {origin}")
+        form = static_form(rendered.resolved.job, rendered.site, rendered.topologies)
+        typer.echo(f"hpml: binding: {told(form)}", err=True)
         return
     if output:
         script = write_rendered(rendered, output, force=force)

@@ -25,6 +25,7 @@ from hpml_orchestrator.convert.resources import (
     megabytes,
     size,
 )
+from hpml_orchestrator.convert.starter import starter
 from hpml_orchestrator.convert.values import Expander
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.units import format_time
@@ -37,6 +38,7 @@ __all__ = ["Imported", "Place", "import_script"]
 _SHELLS = frozenset("sh bash dash ksh zsh ash".split())
 _DEFAULT_TIME = "01:00:00"
 _MAX_OTHERS = 20
+_MOST_SHARE = 100  # ranks that a job file lets share a GPU
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def import_script(text: str, *, name: str, place: Place) -> Imported:
     if request.array is not None:
         draft.put("array", request.array, request.options["array"].line, f"array: {request.array}")
     wanted = size(request, given, launch, report)
-    _put_program(draft, launch, walk, place, start, report)
+    _put_program(draft, launch, walk, place, start, wanted.nodes, report)
     _put_resources(draft, request, wanted, launch, place, report)
     put_environment(draft, launch, walk, request, wanted, place, report)
     _put_stages(draft, walk, place, report)
@@ -192,13 +194,20 @@ def _put_name(draft: Draft, request: Request, file: str, report: Report) -> None
 
 
 def _put_program(
-    draft: Draft, launch: Launch, walk: Walk, place: Place, start: str, report: Report
+    draft: Draft,
+    launch: Launch,
+    walk: Walk,
+    place: Place,
+    start: str,
+    nodes: int,
+    report: Report,
 ) -> None:
     line, text = launch.line, launch.source
-    if launch.launcher != "torchrun":
-        draft.put("launcher", "srun", line, text)
-    if launch.mpi:
-        draft.put("mpi", "pmix", line, "mpi: pmix")
+    launcher, mpi = starter(launch, nodes, report)
+    if launcher != "torchrun":
+        draft.put("launcher", launcher, line, text)
+    if mpi != "none":
+        draft.put("mpi", mpi, line, f"mpi: {mpi}")
     directory = launch.directory
     if "\0" in directory or launch.on_node:
         report.lost(
@@ -270,7 +279,15 @@ def _put_resources(  # noqa: C901 - one branch per field
         if isinstance(gpus, str) and gpus.isdigit():
             gpus = int(gpus)
         put("gpus", gpus, "gres", "gpus-per-node", "gpus", "gpus-per-task")
-    if wanted.ranks != (gpu_count or 1):
+    if gpu_count and wanted.ranks % gpu_count == 0 and 1 < wanted.ranks // gpu_count <= _MOST_SHARE:
+        put(
+            "ranks_per_gpu",
+            wanted.ranks // gpu_count,
+            "ntasks-per-node",
+            "ntasks",
+            "ntasks-per-gpu",
+        )
+    elif wanted.ranks != (gpu_count or 1):
         put("ranks_per_node", wanted.ranks, "ntasks-per-node", "ntasks")
     if wanted.cpus_per_rank != 1:
         put("cpus_per_rank", wanted.cpus_per_rank, "cpus-per-task", "cpus-per-gpu")

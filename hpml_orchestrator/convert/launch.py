@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.convert.header import Gpus
 
-__all__ = ["Launch", "OptionReader", "whole"]
+__all__ = ["BINDING", "Launch", "OptionReader", "whole"]
+
+BINDING = ("hpml binds the ranks itself", "`binding` in the job file says how")
+"""What is said of options by which another launcher would bind them, and what to do."""
 
 
 @dataclass
@@ -25,14 +28,15 @@ class Launch:
         line: where.
         source: as written.
         words: what is left of the command line once the launchers are taken off: the program.
-        launcher: `torchrun`, `srun`, or empty for a plain process on the first node.
+        launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process on the
+            first node.
         per_node: ranks on each node, where the line says so.
         total: ranks in all, where the line says so.
         nodes: nodes that the line names.
         single_node: whether torchrun was started on the first node only.
         cpus: of each rank, where srun names them.
         gpus: of each node, where srun names them.
-        mpi: whether the ranks find each other through MPI.
+        mpi: whether srun is to offer MPI; of an mpirun, that its options are not Open MPI's.
         container: engine, image and mounts.
         variables: environment of this line alone, name -> value.
         trains: whether it looks like the training.

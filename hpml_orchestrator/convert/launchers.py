@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert import parallel
 from hpml_orchestrator.convert.header import parse_gpus
-from hpml_orchestrator.convert.launch import Launch, OptionReader, whole
+from hpml_orchestrator.convert.launch import BINDING, Launch, OptionReader, whole
 from hpml_orchestrator.convert.values import has_hole
 from hpml_orchestrator.scheduler.sbatch_options import SRUN, HeaderError, Word, read_options
 
@@ -104,7 +104,7 @@ def _srun(  # noqa: C901, PLR0912 - one branch per option
             _srun_export(launch, value, report)
         elif option.name == "mpi":
             changes["mpi"] = value not in ("none", "")
-        elif option.name in _SRUN_QUIET:
+        elif option.name in _SRUN_QUIET or _binds_nothing(option.name, value):
             pass
         else:
             why, todo = _SRUN_LOST.get(
@@ -113,6 +113,11 @@ def _srun(  # noqa: C901, PLR0912 - one branch per option
             report.lost(line, f"srun {expander.source(option.shown)}", why, todo)
     made = launch.also(words=[word.text for word in rest], **changes)
     return _pyxis(made, container, expander, report)
+
+
+def _binds_nothing(name: str, value: str) -> bool:
+    """Whether it is a --cpu-bind that asks for no binding, however loudly."""
+    return name == "cpu-bind" and set(value.split(",")) <= {"none", "no", "v", "verbose", "quiet"}
 
 
 def _gpus(value: str) -> tuple[tuple[str, int], ...] | None:
@@ -126,7 +131,7 @@ def _gpus(value: str) -> tuple[tuple[str, int], ...] | None:
 _SRUN_QUIET = frozenset(
     # what hpml gives to its own srun, or what follows from the job's size
     "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait "
-    "gpus-per-task mem mem-per-cpu mem-per-gpu cpu-bind "
+    "gpus-per-task mem mem-per-cpu mem-per-gpu "
     "ntasks-per-gpu partition account qos time pty immediate nodelist jobid input disable-status "
     "propagate preserve-env gpus-per-socket ntasks-per-socket constraint".split()
 )
@@ -134,11 +139,12 @@ _SRUN_LOST = {
     "output": ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it"),
     "error": ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it"),
     "multi-prog": ("a job file runs one program", "make one job file per program"),
-    "gpu-bind": ("where ranks run on a node is hpml's to say", ""),
-    "mem-bind": ("where ranks run on a node is hpml's to say", ""),
-    "accel-bind": ("where ranks run on a node is hpml's to say", ""),
-    "distribution": ("where ranks run on a node is hpml's to say", ""),
-    "hint": ("where ranks run on a node is hpml's to say", ""),
+    "cpu-bind": BINDING,
+    "gpu-bind": BINDING,
+    "mem-bind": BINDING,
+    "accel-bind": BINDING,
+    "distribution": BINDING,
+    "hint": BINDING,
 }
 
 
@@ -276,7 +282,7 @@ def _env(launch: Launch, expander: Expander, report: Report) -> Launch:
     return launch.also(words=words, helper=not words)
 
 
-def _wrapper(values: str, why: str) -> Callable[[Launch, Expander, Report], Launch]:
+def _wrapper(values: str, why: str, todo: str = "") -> Callable[[Launch, Expander, Report], Launch]:
     """Return a reader of a program that runs another one; its options with a value are given."""
     reader = OptionReader(values, double=False)
 
@@ -291,21 +297,20 @@ def _wrapper(values: str, why: str) -> Callable[[Launch, Expander, Report], Laun
         if name in ("taskset", "timeout") and words:
             words.pop(0)
         taken = launch.words[: len(launch.words) - len(words)]
-        report.lost(launch.line, expander.source(" ".join(taken)), why)
+        report.lost(launch.line, expander.source(" ".join(taken)), why, todo)
         return launch.also(words=words)
 
     return read
 
 
-_BINDING = "where ranks run on a node is hpml's to say"
 _READERS: dict[str, Callable[[Launch, Expander, Report], Launch]] = {
     "srun": _srun,
     "apptainer": _apptainer,
     "singularity": _apptainer,
     "env": _env,
-    "numactl": _wrapper("N m C i p cpunodebind membind physcpubind interleave preferred", _BINDING),
-    "taskset": _wrapper("", _BINDING),
-    "likwid-pin": _wrapper("c", _BINDING),
+    "numactl": _wrapper("N m C i p cpunodebind membind physcpubind interleave preferred", *BINDING),
+    "taskset": _wrapper("", *BINDING),
+    "likwid-pin": _wrapper("c", *BINDING),
     "nice": _wrapper("n", "ranks run with the priority of the job"),
     "ionice": _wrapper("c n", "ranks run with the priority of the job"),
     "stdbuf": _wrapper("i o e", "hpml sets PYTHONUNBUFFERED=1 itself"),

@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.launch import Launch, OptionReader, whole
+from hpml_orchestrator.convert.launch import BINDING, Launch, OptionReader, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def _torchrun(launch: Launch, expander: Expander, report: Report) -> Launch:
     options, rest = _TORCHRUN.read(launch.words[1:], launch.line, report, "torchrun")
     known = {
         "max-restarts": ("hpml starts torchrun without restarts of single ranks", ""),
-        "numa-binding": ("where ranks run on a node is hpml's to say", ""),
+        "numa-binding": BINDING,
     }
     if _given(options, "max-restarts") == "0":
         options.pop("max-restarts")
@@ -146,7 +146,7 @@ def _accelerate(launch: Launch, expander: Expander, report: Report) -> Launch:
         ),
         "max-restarts": ("hpml starts torchrun without restarts of single ranks", ""),
         "gpu-ids": ("Slurm chooses the GPUs", ""),
-        "enable-cpu-affinity": ("where ranks run on a node is hpml's to say", ""),
+        "enable-cpu-affinity": BINDING,
         "use-deepspeed": _PLUGIN,
         "use-fsdp": _PLUGIN,
     }
@@ -202,9 +202,8 @@ _DEEPSPEED_QUIET = frozenset(
 
 def _deepspeed(launch: Launch, expander: Expander, report: Report) -> Launch:
     options, rest = _DEEPSPEED.read(launch.words[1:], launch.line, report, "deepspeed")
-    binding = ("where ranks run on a node is hpml's to say", "")
     which = ("Slurm chooses nodes and GPUs", "")
-    known = {"bind-cores-to-rank": binding, "bind-core-list": binding}
+    known = {"bind-cores-to-rank": BINDING, "bind-core-list": BINDING}
     known |= dict.fromkeys(("include", "i", "exclude", "e"), which)
     _tell(options, _DEEPSPEED_QUIET, launch, expander, report, known)
     if "no-local-rank" not in options:
@@ -235,23 +234,26 @@ _MPIRUN_QUIET = frozenset(
     "genvall display-map tag-output v q verbose quiet launcher bootstrap rmk prefix l".split()
 )
 
+_HYDRA = frozenset(  # options of MPICH's and Intel's mpirun, which Open MPI's does not know
+    "ppn perhost hosts genv env genvlist envlist genvall envall bootstrap rmk iface l prepend-rank "
+    "print-rank-map".split()
+)
+
 
 def _mpirun(launch: Launch, expander: Expander, report: Report) -> Launch:
     options, rest = _MPIRUN.read(launch.words[1:], launch.line, report, "mpirun")
-    binding = ("where ranks run on a node is hpml's to say", "")
-    known = dict.fromkeys(("map-by", "bind-to", "rank-by", "cpus-per-rank"), binding)
+    known = dict.fromkeys(
+        ("map-by", "bind-to", "bind-to-core", "rank-by", "cpus-per-rank", "cpus-per-proc"), BINDING
+    )
+    if _given(options, "bind-to") == "none":
+        options.pop("bind-to")
     _tell(options, _MPIRUN_QUIET, launch, expander, report, known)
     for name in ("mca", "gmca", "pmixmca", "prtemca", "omca"):
         for value in options.get(name, []):
             parameter, _, setting = value.partition("=")
             if re.match(r"(plm|rmaps|hwloc|orte|prte|ras|routed|oob|odls)", parameter):
-                continue  # of mpirun itself, which is not there any more
-            report.lost(
-                launch.line,
-                f"mpirun --{name} {parameter} {expander.source(setting)}",
-                "hpml passes no variables of Open MPI on",
-                f"write {parameter} = {expander.source(setting)} into ~/.openmpi/mca-params.conf",
-            )
+                continue  # of mpirun itself, whose work is hpml's and Slurm's here
+            launch.variables[f"OMPI_MCA_{parameter}"] = setting
     for value in [*options.get("x", []), *options.get("genv", []), *options.get("env", [])]:
         variable, equals, setting = value.partition("=")
         if equals:
@@ -263,8 +265,8 @@ def _mpirun(launch: Launch, expander: Expander, report: Report) -> Launch:
     directory = _given(options, "wdir", "wd")
     return launch.also(
         words=rest,
-        launcher="srun",
-        mpi=True,
+        launcher="mpirun",
+        mpi=os.path.basename(launch.words[0]) == "mpiexec.hydra" or bool(_HYDRA & set(options)),
         total=whole(total or "") or launch.total,
         per_node=whole(per_node or ""),
         directory=directory or launch.directory,
@@ -291,18 +293,9 @@ def _horovodrun(launch: Launch, expander: Expander, report: Report) -> Launch:
     if "check-build" in options:
         return launch.also(words=[], helper=True)
     _tell(options, _HOROVODRUN_QUIET, launch, expander, report, {})
-    report.changed(
-        launch.line,
-        launch.source,
-        "carried as srun with `mpi: pmix`: needs a Horovod that was built with MPI. Ranks of one "
-        "that has Gloo alone each believe to be the only one (size 1): they get their addresses "
-        "from horovodrun, which is not there",
-        "look for [X] MPI in `horovodrun --check-build`",
-    )
     return launch.also(
         words=rest,
-        launcher="srun",
-        mpi=True,
+        launcher="horovodrun",
         total=whole(_given(options, "np", "n", "num-proc") or "") or launch.total,
     )
 

@@ -133,10 +133,13 @@ def size(request: Request, given: Allocation, launch: Launch, report: Report) ->
     return Size(nodes, given.gpus, ranks, cpus, _memory(request, given, report))
 
 
+_BY_TASKS = ("srun", "mpirun", "horovodrun")  # have a task of the job for each rank
+
+
 def _is_share(given: Allocation, launch: Launch) -> bool:
     """Whether a line takes a part of the allocation only, as steps that run side by side do."""
     return (
-        launch.launcher == "srun"
+        launch.launcher in _BY_TASKS
         and launch.total is not None
         and given.tasks is not None
         and launch.total < given.tasks
@@ -163,7 +166,7 @@ def _ranks(  # noqa: C901 - one branch per launcher
                 "write resources.nodes: 1 if one is enough",
             )
         return nodes, _per_node(given, launch, report)
-    if launch.launcher == "srun":
+    if launch.launcher in _BY_TASKS:
         if launch.per_node is None and launch.total is None and given.tasks is None:
             return launch.nodes or nodes, 1
         if isinstance(launch.per_node, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch.check import check
+from hpml_orchestrator.batch.check_binding import (
+    Shape,
+    check_binding,
+    shape_of_kind,
+    shape_of_node,
+)
 from hpml_orchestrator.batch.check_finding import Finding, errors_of
 from hpml_orchestrator.batch.site_rules import as_asked
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.cluster import Cluster
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.topology import Topology
 
 __all__ = ["Report", "check_job", "refusal"]
 
@@ -91,6 +99,7 @@ def check_job(
     walk_seconds: float = 3.0,
     now: float | None = None,
     site: Site | None = None,
+    topologies: Mapping[str, Topology] | None = None,
 ) -> Report:
     """Return what keeps a job from being taken, or may; nothing is submitted.
 
@@ -108,6 +117,7 @@ def check_job(
         walk_seconds: after which the walk through the data ends.
         now: seconds since the epoch; the clock when left out.
         site: the site profile, whose rules change what Slurm is asked for.
+        topologies: of the site profile's node types that have one, by the type's name.
     """
     hasty = _Hasty(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
@@ -124,6 +134,7 @@ def check_job(
         found += modules_answer.result()
         if cluster_answer is None:
             found += check_local(job, this_machine())
+            found += check_binding(job)
             return Report(_sorted(found))
         cluster, not_asked = cluster_answer.result()
     if cluster is not None:
@@ -132,6 +143,7 @@ def check_job(
             found += _compared(job, cluster, sizes, script, moment, site)
         except InputError as error:
             found.append(_as_finding(error))
+    found += _bound(job, cluster, site, topologies or {})
     return Report(_sorted(found), not_asked)
 
 
@@ -182,6 +194,32 @@ def _compared(
         disk_mib=disk_mib,
         shm_mib=sizes.shm_mib,
     )
+
+
+def _bound(
+    job: Job, cluster: Cluster | None, site: Site | None, topologies: Mapping[str, Topology]
+) -> list[Finding]:
+    """Compare the binding with the nodes, as the site profile or else Slurm tells of them."""
+    asked = as_asked(job, site.directives) if site else job
+    wanted = asked.resources.partition
+    whole = asked.resources.exclusive or "--exclusive" in asked.resources.extra
+    kinds = site.kinds_of(wanted) if site else {}
+    if site is not None:
+        names = site.partitions_of(wanted)
+        known = [site.partitions[name] for name in names if name in site.partitions]
+        whole = whole or (bool(known) and all(one.exclusive for one in known))
+    shapes: list[Shape] = [
+        shape_of_kind(name, kind, topologies.get(name)) for name, kind in kinds.items()
+    ]
+    if cluster is not None:
+        chosen = [cluster.partition(name) for name in wanted.split(",")] if wanted else []
+        partitions = [one for one in chosen or [cluster.default_partition] if one is not None]
+        whole = whole or (bool(partitions) and all(one.exclusive for one in partitions))
+        if not shapes:
+            nodes = [node for one in partitions for node in cluster.nodes_of(one)]
+            by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
+            shapes = [shape_of_node(node) for node in by_shape.values()]
+    return check_binding(asked, shapes, whole=whole)
 
 
 def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:

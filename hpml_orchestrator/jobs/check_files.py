@@ -7,7 +7,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from hpml_orchestrator.batch.check_finding import Finding, listed
@@ -53,6 +53,7 @@ def check_files(job: Job, environment: Mapping[str, str]) -> list[Finding]:
     """
     return [
         *_program(job, environment),
+        *_launcher(job, environment),
         *_software(job.environment, environment),
     ]
 
@@ -185,6 +186,24 @@ def _program(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
         yield from _on_path("environment.python", job.environment.python, job, environment)
     elif job.command is not None:
         yield from _on_path("command.0", job.command[0], job, environment)
+
+
+_LAUNCHERS = {
+    "mpirun": "load Open MPI's module in `environment.modules`",
+    "horovodrun": "name the `environment.venv` or `conda` that Horovod is installed in",
+}
+
+
+def _launcher(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Return a warning where the program that starts the ranks is not found."""
+    hint = _LAUNCHERS.get(job.launcher)
+    if hint is None:
+        return
+    if job.launcher == "mpirun":  # is not the container's
+        software = job.environment.model_copy(update={"container": None})
+        job = job.model_copy(update={"environment": software})
+    for found in _on_path("launcher", job.launcher, job, environment):
+        yield replace(found, hint=hint)
 
 
 def _script(path: str, level: Level) -> Iterator[Finding]:

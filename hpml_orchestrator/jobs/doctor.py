@@ -71,6 +71,8 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
         _room("RAM staging (/dev/shm)", "/dev/shm"),  # noqa: S108 - the node's RAM
         _room("local staging (/tmp)", "/tmp"),  # noqa: S108 - the node's local directory
         _gpus(),
+        _mpirun(),
+        _horovodrun(),
     ]
 
 
@@ -189,6 +191,23 @@ def _gpus() -> Finding:
     if not listed:
         return Finding("GPUs of this machine", "none", "no NVIDIA driver here")
     return Finding("GPUs of this machine", "ok", f"{len(listed.splitlines())}")
+
+
+def _mpirun() -> Finding:
+    told = _output(["mpirun", "--version"])
+    if told is None:
+        return Finding("mpirun", "none", "not on PATH: only `launcher: mpirun` needs it")
+    first = told.partition("\n")[0]
+    if "Open MPI" not in first:
+        return Finding("mpirun", "none", f"{first[:60]}: `launcher: mpirun` needs Open MPI's")
+    return Finding("mpirun", "ok", first)
+
+
+def _horovodrun() -> Finding:
+    path = shutil.which("horovodrun")
+    if path is None:
+        return Finding("horovodrun", "none", "not on PATH: only `launcher: horovodrun` needs it")
+    return Finding("horovodrun", "ok", path)
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -38,7 +38,8 @@ _DROPPED = frozenset(
     "ROCR_VISIBLE_DEVICES DISPLAY XAUTHORITY XDG_RUNTIME_DIR DBUS_SESSION_BUS_ADDRESS "
     "WINDOWID TERM_SESSION_ID STY".split()
 )
-_KEPT = frozenset({"SLURM_CONF"})
+# Open MPI starts nothing for root, as who runs in a container, unless root says so by these.
+_KEPT = frozenset({"SLURM_CONF", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"})
 _MINIMAL = frozenset(
     "HOME USER LOGNAME SHELL PATH LANG LANGUAGE TZ TERM MAIL MODULEPATH MODULESHOME LMOD_CMD "
     "LMOD_DIR LMOD_PKG BASH_FUNC_module%% BASH_FUNC_ml%% SLURM_CONF".split()

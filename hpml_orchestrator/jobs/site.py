@@ -1,18 +1,21 @@
-"""Which site profile counts for a job."""
+"""Which site profile counts for a job, and what its nodes look like."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.spec import find_profiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+    from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
 
-__all__ = ["site_for"]
+__all__ = ["site_for", "topologies_of"]
 
 
 def site_for(
@@ -45,3 +48,41 @@ def site_for(
     from hpml_orchestrator.spec.site_load import load_site  # noqa: PLC0415 - where there is one
 
     return load_site(paths)
+
+
+def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
+    """Return the topologies of the node types that a job may land on, by the type's name.
+
+    Raises:
+        InputError: a file of the profile is not there, or tells of no node; names file and field.
+    """
+    if site is None:
+        return {}
+    from hpml_orchestrator.batch.site_rules import as_asked  # noqa: PLC0415 - where there is one
+
+    partition = as_asked(job, site.site.directives).resources.partition
+    files = {
+        name: kind.topology
+        for name, kind in site.site.kinds_of(partition).items()
+        if kind.topology is not None
+    }
+    return {name: _read(name, path, site) for name, path in files.items()}
+
+
+def _read(name: str, path: str, site: ResolvedSite) -> Topology:
+    from hpml_orchestrator.topology.recognise import read_topology  # noqa: PLC0415 - as above
+
+    field = f"node_types.{name}.topology"
+    try:
+        found = read_topology(Path(path))
+    except (InputError, NotFoundError) as error:
+        raise InputError(
+            error.message, field=field, hint=f"in {site.origin(field)}; {error.hint}".rstrip("; ")
+        ) from None
+    if not found.cores:
+        raise InputError(
+            f"{path}: tells of no CPUs",
+            field=field,
+            hint=f"in {site.origin(field)}; `hpml topo --json` on such a node writes one",
+        )
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavai
 from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.spec import ResolvedJob
     from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
 
 __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
 
@@ -54,12 +56,14 @@ class Rendered:
         script: the text of its script.
         site: the site profile that it is for, if any.
         snapshot: the repository that the submission shall hold a copy of, if any.
+        topologies: of the site profile's node types that it may land on, by the type's name.
     """
 
     resolved: ResolvedJob
     script: str
     site: ResolvedSite | None = None
     snapshot: Snapshot | None = None
+    topologies: Mapping[str, Topology] = field(default_factory=dict)
 
 
 def render_job(
@@ -67,17 +71,27 @@ def render_job(
     capabilities: Capabilities | None = None,
     *,
     site: ResolvedSite | None = None,
+    here: bool = False,
 ) -> Rendered:
-    """Complete a job with what must be measured and render its script."""
+    """Complete a job with what must be measured and render its script.
+
+    Args:
+        resolved: the job.
+        capabilities: what was found out about this installation; looked for when left out.
+        site: the site profile, if there is one.
+        here: whether it is for this machine, of which the profile's topologies tell nothing.
+    """
     complete = measured(resolved)
     snapshot = find(complete.job) if complete.job.snapshot else None
+    topologies = {} if here else topologies_of(complete.job, site)
     script = render(
         complete.job,
         capabilities or Capabilities(),
         site,
         snapshot=snapshot.paths if snapshot else None,
+        topologies=topologies,
     )
-    return Rendered(complete, script, site, snapshot)
+    return Rendered(complete, script, site, snapshot, topologies)
 
 
 def prepare(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
-__all__ = ["POLICY_WORDS", "Binding", "policy_alone"]
+__all__ = ["POLICY_WORDS", "Binding", "policy_alone", "spelled_out"]
 
 POLICY_WORDS = ("gpu-local", "socket", "numa", "spread", "none")
 """The planner's policies, as job files write them."""
@@ -46,4 +46,21 @@ class Binding(BaseModel):
 
 def policy_alone(value: Any) -> Any:
     """Take a policy's name for a binding with that policy and all else by default."""
-    return {"policy": value} if isinstance(value, str) else value
+    if isinstance(value, str) and value in POLICY_WORDS:
+        return {"policy": value}
+    if isinstance(value, (dict, Binding)):
+        return value
+    *words, last = POLICY_WORDS
+    raise ValueError(
+        f"must be {', '.join(words)} or {last}, or a mapping of fields such as policy and verify"
+    )
+
+
+def spelled_out(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a job's fields with a policy's name as the mapping that it stands for.
+
+    So its inner fields can be laid over those of a site profile, and be set one by one.
+    """
+    value = data.get("binding")
+    known = isinstance(value, str) and value in POLICY_WORDS
+    return {**data, "binding": {"policy": value}} if known else data

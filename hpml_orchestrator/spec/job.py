@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     StrictBool,
     StrictInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -103,6 +104,21 @@ class Resources(_Model):
         max_length=MAX_LIST,
         description="More sbatch options, such as --reservation=course.",
     )
+
+    @field_validator("ranks_per_gpu")
+    @classmethod
+    def _shared(cls, value: int, info: ValidationInfo) -> int:
+        if value == 1 or "gpus" not in info.data:
+            return value
+        gpus, ranks = units.parse_gpus(info.data["gpus"]).count, info.data.get("ranks_per_node")
+        if not gpus:
+            raise ValueError("needs GPUs to share: give `gpus`, or leave it out")
+        if ranks is not None and -(-ranks // gpus) != value:
+            raise ValueError(
+                f"{value} ranks on each of {gpus} GPUs are {value * gpus} ranks per node, and "
+                f"ranks_per_node says {ranks}: leave one of the two out"
+            )
+        return value
 
     @field_validator("gpus", mode="before")
     @classmethod
@@ -307,13 +323,29 @@ class Stage(_Model):
         return None if value is None else _size(value)
 
 
+_TORCHRUN_HINT = "use `launcher: torchrun`, whose ranks find what {} looks for in the environment"
+_OTHER_LAUNCHERS = {
+    "accelerate": _TORCHRUN_HINT.format("accelerate"),
+    "deepspeed": _TORCHRUN_HINT.format("deepspeed.init_distributed()"),
+    "lightning": _TORCHRUN_HINT.format("Lightning's Trainer") + "; give it num_nodes and devices",
+    "python": "use `launcher: torchrun`; without GPUs it starts one rank",
+    "torch": "use `launcher: torchrun`",
+    "mpiexec": "use `launcher: mpirun`",
+    "mpi": "use `launcher: mpirun`, or `launcher: srun` with `mpi: pmix`",
+    "horovod": "use `launcher: horovodrun` on one node, `launcher: mpirun` on several",
+    "slurm": "use `launcher: srun`",
+}
+"""Words that people know, and what to write for them."""
+
+
 class Job(_Model):
     """A training job, as short as it can be said."""
 
     name: text.JobName = Field(description="Name of the job.")
-    launcher: Literal["torchrun", "srun"] = Field(
+    launcher: Literal["torchrun", "srun", "mpirun", "horovodrun"] = Field(
         default="torchrun",
-        description="What starts the ranks: torchrun once per node, or srun once per rank.",
+        description="What starts the ranks: torchrun once per node, srun once per rank, mpirun of "
+        "Open MPI on all nodes, or horovodrun on one node.",
     )
     script: text.PathText | None = Field(default=None, description="Python script to run.")
     module: text.PlainWord | None = Field(
@@ -366,6 +398,14 @@ class Job(_Model):
                     raise ValueError(f"{key}: this release has no {what} yet; remove the field")
         return data
 
+    @field_validator("launcher", mode="before")
+    @classmethod
+    def _launcher(cls, value: Any) -> Any:
+        hint = _OTHER_LAUNCHERS.get(value.lower()) if isinstance(value, str) else None
+        if hint:
+            raise ValueError(f"must be torchrun, srun, mpirun or horovodrun: {hint}")
+        return value
+
     @field_validator("array", mode="before")
     @classmethod
     def _array(cls, value: Any) -> Any:
@@ -389,11 +429,29 @@ class Job(_Model):
                 f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "
                 "ranks itself, leave the field out"
             )
+        self._check_launcher()
         names = [stage.name for stage in self.stage]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"stage: the name {name!r} is used twice")
         return self
+
+    def _check_launcher(self) -> None:
+        """Refuse what mpirun and horovodrun cannot start."""
+        if self.launcher not in ("mpirun", "horovodrun"):
+            return
+        nodes, container = self.resources.nodes, self.environment.container
+        if self.launcher == "horovodrun" and nodes > 1:
+            raise ValueError(
+                f"launcher: horovodrun starts ranks on one node only, and resources.nodes is "
+                f"{nodes}: use `launcher: mpirun`, or `launcher: srun` with `mpi: pmix`; both need "
+                "a Horovod that was built with MPI"
+            )
+        if container is not None and container.engine == "pyxis":
+            raise ValueError(
+                f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
+                "part of srun: use `launcher: srun`, or `engine: apptainer`"
+            )
 
     @property
     def tasks(self) -> ArraySpec | None:

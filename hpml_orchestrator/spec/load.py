@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator.errors import InputError, NotFoundError, nearest
+from hpml_orchestrator.spec.binding import POLICY_WORDS, spelled_out
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.overlay import covers, leaves, merged
 from hpml_orchestrator.spec.regular import open_regular
@@ -61,9 +62,10 @@ def load_job(
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
-    data = read_mapping(source, _JOB_FILE)
+    data = spelled_out(read_mapping(source, _JOB_FILE))
     given = dict.fromkeys(leaves(data), "job file")
-    for field, value in settings or []:
+    for name, value in settings or []:
+        field = "binding.policy" if name == "binding" and value in POLICY_WORDS else name
         _set(data, field, value)
         given = {
             name: origin for name, origin in given.items() if not f"{name}.".startswith(f"{field}.")

@@ -38,6 +38,10 @@ def job_schema() -> dict[str, Any]:
         schema["properties"]["command"]["anyOf"][0],
     ):
         field["items"] = {"type": ["string", "number"]}
+    binding = schema["properties"]["binding"]
+    reference = {"$ref": binding.pop("$ref")}
+    words = schema["$defs"]["Binding"]["properties"]["policy"]["enum"]
+    binding["anyOf"] = [{"type": "string", "enum": list(words)}, reference]
     variables = schema["$defs"]["Environment"]["properties"]["variables"]
     variables["additionalProperties"] = {"type": ["string", "number"]}
     return {

@@ -45,6 +45,13 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+def _version(value: Any) -> Any:
+    """Take no `true` for the number 1, to which it is equal in Python."""
+    if isinstance(value, bool):
+        raise ValueError("must be 1")  # noqa: TRY004 - pydantic wants ValueError
+    return value
+
+
 def _duration(value: Any) -> Any:
     """Take a time limit in one of Slurm's forms, or the word `unlimited`."""
     if isinstance(value, str) and value.lower() in _UNLIMITED:
@@ -184,7 +191,9 @@ class Limits(_Model):
 class Site(_Model):
     """What is known of a cluster, and what its jobs get by default."""
 
-    schema_version: Literal[1] = Field(default=1, description="Version of this file's form.")
+    schema_version: Annotated[Literal[1], BeforeValidator(_version)] = Field(
+        default=1, description="Version of this file's form."
+    )
     cluster: text.PlainWord | None = Field(
         default=None, description="ClusterName of the Slurm that this is about."
     )
@@ -247,24 +256,29 @@ class Site(_Model):
                     raise ValueError(f"partitions.{name}.node_types: there is no node type {kind}")
         return self
 
+    def partitions_of(self, partition: str | None) -> list[str]:
+        """Return the names of a job's partitions, comma-separated ones; the default when None."""
+        if partition is not None:
+            return partition.split(",")
+        return [name for name, one in self.partitions.items() if one.default]
+
+    def kinds_of(self, partition: str | None) -> dict[str, NodeType]:
+        """Return the node types that a job of a partition may land on, by name."""
+        kinds = [
+            kind
+            for name in self.partitions_of(partition)
+            if name in self.partitions
+            for kind in self.partitions[name].node_types
+        ]
+        return {kind: self.node_types[kind] for kind in kinds}
+
     def node_types_of(self, partition: str | None) -> list[NodeType]:
         """Return the node types that a job may land on.
 
         Args:
             partition: its partition or partitions, comma-separated; the default one when None.
         """
-        names = (
-            partition.split(",")
-            if partition is not None
-            else [name for name, one in self.partitions.items() if one.default]
-        )
-        kinds = [
-            kind
-            for name in names
-            if name in self.partitions
-            for kind in self.partitions[name].node_types
-        ]
-        return [self.node_types[kind] for kind in dict.fromkeys(kinds)]
+        return list(self.kinds_of(partition).values())
 
     def path(self, which: Literal["scratch", "ram"], partition: str | None) -> str | None:
         """Return where jobs of a partition stage to, None where nothing is said of it.

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.binding import spelled_out
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import SITE_PROFILE, explained, read_mapping
 from hpml_orchestrator.spec.overlay import covers, leaves, merged
@@ -50,6 +51,8 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     origins: dict[str, Path] = {}
     for path in paths:
         own = _absolute(read_mapping(path, SITE_PROFILE), path.parent)
+        if isinstance(own.get("defaults"), dict):
+            own["defaults"] = spelled_out(own["defaults"])
         data = merged(data, own, whole="directives")
         origins = {
             name: file

@@ -46,8 +46,10 @@ _RESERVED = frozenset(
     "_ "
     # the launcher sets these
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
-    "PET_NODE_RANK".split()
+    "PET_NODE_RANK HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE "
+    "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE".split()
 )
+_OPEN_MPI_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")  # users' own, whatever begins so
 
 
 def _no_nul(value: str) -> str:
@@ -87,6 +89,8 @@ def _path(value: str) -> str:
 
 
 def _variable(value: str) -> str:
+    if value.startswith(_OPEN_MPI_SETTINGS):
+        return value
     if value in _RESERVED or value.upper().startswith(_RESERVED_PREFIXES):
         raise ValueError("is set by the shell, Slurm, the launcher or hpml; choose another name")
     return value

@@ -12,11 +12,14 @@ _MEANT = {
     "workdir": "chdir cwd working_dir working_directory",
     "array": "job_array array_tasks",
     "stage": "data dataset datasets staging",
-    "binding": "cpu_bind gpu_bind",
+    "binding": "cpu_bind gpu_bind bind bind_to map_by numa_binding affinity cpu_affinity",
+    "binding.loader_workers": "num_workers dataloader_workers workers",
+    "binding.hardware_threads": "threads_per_core hyperthreading hyperthreads smt",
     "resources.nodes": "nnodes num_nodes node_count",
     "resources.gpus": "gpus_per_node gpus_per_task gres gpu num_gpus ngpus gpu_type",
     "resources.ranks_per_node": "ntasks_per_node ntasks tasks_per_node nproc_per_node "
     "processes_per_node ranks",
+    "resources.ranks_per_gpu": "ntasks_per_gpu tasks_per_gpu processes_per_gpu",
     "resources.cpus_per_rank": "cpus_per_task cpus cpus_per_gpu num_cpus cores threads",
     "resources.memory": "mem ram mem_per_node mem_gb mem_per_cpu mem_per_gpu",
     "resources.time": "walltime wall_time time_limit timelimit timeout time_min timeout_min",
@@ -52,6 +55,12 @@ def field_for(word: str, parents: list[str]) -> str:
     >>> field_for("gpus-per-node", []), field_for("mem", ["resources"]), field_for("mem", ["stage"])
     ('resources.gpus', 'resources.memory', '')
     """
-    if parents not in ([], ["resources"], ["environment"], ["environment", "container"]):
+    if parents not in (
+        [],
+        ["resources"],
+        ["environment"],
+        ["environment", "container"],
+        ["binding"],
+    ):
         return ""
     return WORDS.get(word.lower().replace("-", "_"), "")

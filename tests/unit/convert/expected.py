@@ -76,7 +76,7 @@ EXPECTED = {
         },
         (2, 8, 32, 4, None),
         "python /home/ada/proj/main_ddp.py --batch-size 256 --amp".split(),
-        lost={(8, "--signal=SIGUSR1@90")},
+        lost={(8, "--signal=SIGUSR1@90"), (17, "--cpu-bind=cores")},
     ),
     "single_gpu": Expected(
         {
@@ -141,8 +141,7 @@ EXPECTED = {
     "mpirun": Expected(
         {
             "name": "mpirun",
-            "launcher": "srun",
-            "mpi": "pmix",
+            "launcher": "mpirun",
             "script": "solver.py",
             "args": ["--grid", "512"],
             "resources": {
@@ -153,7 +152,7 @@ EXPECTED = {
             },
             "environment": {
                 "modules": ["openmpi/5.0"],
-                "variables": {"OMP_PROC_BIND": "true"},
+                "variables": {"OMP_PROC_BIND": "true", "OMPI_MCA_btl": "tcp,self"},
             },
         },
         (2, 16, 16, 0, None),
@@ -162,21 +161,18 @@ EXPECTED = {
             (3, "--dependency=afterok:4711"),
             (5, "--bind-to core"),
             (5, "--map-by socket"),
-            (5, "--mca btl tcp,self"),
         },
     ),
     "horovodrun": Expected(
         {
             "name": "horovodrun",
-            "launcher": "srun",
-            "mpi": "pmix",
+            "launcher": "horovodrun",
             "script": "train_hvd.py",
             "args": ["--lr", "0.1"],
             "resources": {"gpus": "v100:4"},
         },
         (1, 4, 4, 4, None),
         "python /home/ada/proj/train_hvd.py --lr 0.1".split(),
-        changed={(3, "horovodrun -np 4")},
     ),
     "array_sweep": Expected(
         {

@@ -47,7 +47,7 @@ def told(made: Imported, kind: str) -> list[Finding]:
         (["--nodes=2", "--ntasks=8"], {"nodes": 2, "ranks_per_node": 4}),
         (["-n8 --ntasks-per-node 4"], {"nodes": 2, "ranks_per_node": 4}),
         (["--tasks-per-n=4"], {"ranks_per_node": 4}),
-        (["--gpus-per-node=4 --ntasks-per-gpu=2"], {"gpus": 4, "ranks_per_node": 8}),
+        (["--gpus-per-node=4 --ntasks-per-gpu=2"], {"gpus": 4, "ranks_per_gpu": 2}),
         (["-N2 --gpus=a100:8 --ntasks-per-node=4"], {"nodes": 2, "gpus": "a100:4"}),
         (["-n2 --gpus-per-task=h100:1 -N1"], {"gpus": "h100:2"}),
         (["-N1 --gres=gpu:2(S:0-1),shard:1"], {"gpus": 2, "ranks_per_node": 1}),
@@ -175,6 +175,66 @@ def test_launch_lines_become_a_program(
     """Any spelling of a launcher leaves the program and its arguments."""
     found = launch(line, "--time=1:00:00", *options).job
     assert found == {"name": "job", **fields}
+
+
+@pytest.mark.parametrize(
+    ("lines", "fields", "told_of"),
+    [
+        (["mpirun -np 4 ./solve"], {"launcher": "mpirun"}, ""),
+        (["mpiexec --oversubscribe -n 4 ./solve"], {"launcher": "mpirun"}, ""),
+        (["module load OpenMPI/4.1.5-GCC", "mpirun ./solve"], {"launcher": "mpirun"}, ""),
+        (["mpirun --mca btl ^openib --bind-to none -np 4 ./solve"],
+         {"launcher": "mpirun", "environment": {"variables": {"OMPI_MCA_btl": "^openib"}}}, ""),
+        (["mpirun -ppn 4 -genv A 1 ./solve"], {"launcher": "srun", "mpi": "pmix"},
+         "its options are not those of Open MPI's mpirun"),
+        (["mpiexec.hydra -n 4 ./solve"], {"launcher": "srun", "mpi": "pmix"},
+         "its options are not those of Open MPI's mpirun"),
+        (["module load intel-mpi/2021.9", "mpirun -np 4 ./solve"],
+         {"launcher": "srun", "mpi": "pmix"}, "the mpirun of module intel-mpi/2021.9 is not"),
+        (["horovodrun -np 4 -H localhost:4 ./solve"], {"launcher": "horovodrun"}, ""),
+        (["srun --container-image=ubuntu horovodrun -np 4 ./solve"],
+         {"launcher": "srun", "mpi": "pmix"}, "pyxis is a part of srun"),
+    ],
+)  # fmt: skip
+def test_mpirun_and_horovodrun_stay_what_they_are(
+    lines: list[str], fields: dict[str, Any], told_of: str
+) -> None:
+    """Where hpml starts the very same; another MPI's mpirun becomes srun, and that is told."""
+    made = imported("#SBATCH -N1 -n4 -t 60", *lines)
+    job = made.job
+    assert (job["launcher"], job.get("mpi")) == (fields["launcher"], fields.get("mpi"))
+    assert job["command"] == ["./solve"]
+    assert job["resources"] == {"ranks_per_node": 4}
+    for name, value in fields.get("environment", {}).get("variables", {}).items():
+        assert job["environment"]["variables"][name] == value
+    changed = told(made, "changed")
+    assert [told_of in one.why for one in changed] == [True] * bool(told_of)
+
+
+def test_horovodrun_on_several_nodes_becomes_mpirun() -> None:
+    """Hpml starts it on one node only; what that needs of Horovod is told."""
+    made = launch("horovodrun -np 8 -H a:4,b:4 python t.py", "-N2 -n8", "-t 60")
+    assert made.job["launcher"] == "mpirun"
+    assert made.job["resources"] == {"nodes": 2, "ranks_per_node": 4}
+    assert ["built with MPI" in one.why for one in told(made, "changed")] == [True]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun --cpu-bind=map_cpu:0,1 ./solve",
+        "srun --gpu-bind=closest ./solve",
+        "mpirun --map-by ppr:1:socket ./solve",
+        "mpirun --bind-to core ./solve",
+        "torchrun --numa-binding node t.py",
+        "numactl --cpunodebind=0 ./solve",
+    ],
+)
+def test_binding_is_hpmls(line: str) -> None:
+    """What binds in the script is told with the field that says how hpml does."""
+    (found,) = told(launch(line, "-N1", "-t 60"), "lost")
+    assert (found.why, "binding" in found.todo) == ("hpml binds the ranks itself", True)
+    assert told(launch("srun --cpu-bind=verbose,none ./solve", "-N1", "-t 60"), "lost") == []
 
 
 def test_what_the_job_alone_knows_is_left_to_bash() -> None:

@@ -149,7 +149,12 @@ def test_the_rendered_script_asks_for_the_same_and_runs_the_same(
     launched = re.search(r"--nproc-per-node=(\d+)", script)
     started = int(launched[1]) if launched else tasks
     assert started * nodes == ranks
-    assert ("torch.distributed.run" in script) == (expected.job.get("launcher") != "srun")
+    launcher = expected.job.get("launcher", "torchrun")
+    assert ("torch.distributed.run" in script) == (launcher == "torchrun")
+    assert re.search(r"^mpirun -np .*ppr:8:node", script, re.MULTILINE) or launcher != "mpirun"
+    assert re.search(r"^.*horovodrun -np 4 -H localhost:4", script, re.MULTILINE) or (
+        launcher != "horovodrun"
+    )
     assert argv(script, tmp_path) == expected.argv
     for variable, value in expected.job.get("environment", {}).get("variables", {}).items():
         exported = re.search(rf"^export {variable}=(.*)$", script, re.MULTILINE)

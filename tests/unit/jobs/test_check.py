@@ -58,6 +58,11 @@ def test_a_job_whose_files_are_there(tmp_path: Path) -> None:
         ({"command": ["./t.sh"]}, "program.missing", "warning"),
         ({"command": ["./plain"]}, "program.mode", "warning"),
         ({"module": "m", "environment": {"python": "py"}}, "program.missing", "warning"),
+        (
+            {"launcher": "horovodrun", "environment": {"variables": {"PATH": "/none"}}},
+            "program.missing",
+            "warning",
+        ),
         ({"environment": {"venv": "{root}"}}, "venv.missing", "error"),
         ({"environment": {"conda": "{root}"}}, "conda.missing", "error"),
     ],
@@ -274,3 +279,27 @@ def test_a_refusal_tells_everything_at_once(tmp_path: Path) -> None:
     assert "100T of memory" in str(error)
     assert error.field == "resources.nodes"
     assert "--no-check" in error.hint
+
+
+def test_the_program_that_starts_the_ranks_is_looked_for(tmp_path: Path) -> None:
+    """On the job's PATH: a module may bring it, and a container horovodrun, but not mpirun."""
+    image = tmp_path / "i.sif"
+    image.touch()
+
+    def missing(launcher: str, **environment: Any) -> list[tuple[str, str]]:
+        one = job(tmp_path, launcher=launcher, environment=environment)
+        found = check_files(one, {"PATH": str(tmp_path / "bin")})
+        return [(one.value, one.hint) for one in found if one.field == "launcher"]
+
+    container = {"engine": "apptainer", "image": str(image)}
+    for launcher, hint in (("mpirun", "Open MPI's module"), ("horovodrun", "`environment.venv`")):
+        ((value, told),) = missing(launcher)
+        assert (value, hint in told) == (launcher, True)
+        assert missing(launcher, modules=["x"]) == []
+    assert missing("torchrun") == []
+    assert missing("srun") == []
+    assert len(missing("mpirun", container=container)) == 1
+    assert missing("horovodrun", container=container) == []
+    (tmp_path / "v" / "bin").mkdir(parents=True)
+    (tmp_path / "v" / "bin" / "horovodrun").touch(0o755)
+    assert missing("horovodrun", venv=str(tmp_path / "v")) == []

@@ -54,8 +54,24 @@ def test_nothing_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     findings = found(Store(tmp_path / "records"))
     assert findings["bash"].result == "missing"
     assert findings["bash"].hint == "install bash 4 or newer"
-    for check in ("git", "Slurm", "GPUs of this machine"):
+    for check in ("git", "Slurm", "GPUs of this machine", "mpirun", "horovodrun"):
         assert findings[check].result == "none"
+
+
+def test_launchers_of_mpi_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI's mpirun will do; another's is told as such."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    put(tmp_path / "bin", mpirun="echo 'mpirun (Open MPI) 5.0.3'; echo more", horovodrun="")
+    findings = found(Store(tmp_path / "records"))
+    assert (findings["mpirun"].result, findings["mpirun"].found) == (
+        "ok",
+        "mpirun (Open MPI) 5.0.3",
+    )
+    assert findings["horovodrun"].found == f"{tmp_path}/bin/horovodrun"
+    put(tmp_path / "bin", mpirun="echo 'Intel(R) MPI Library for Linux* OS, Version 2021.9'")
+    other = found(Store(tmp_path / "records"))["mpirun"]
+    assert other.result == "none"
+    assert "`launcher: mpirun` needs Open MPI's" in other.found
 
 
 def test_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,9 @@ def test_a_template_that_is_there_stays(tmp_path: Path) -> None:
 
 def test_what_cannot_be_ejected(tmp_path: Path) -> None:
     """No such template, and no such place."""
-    with pytest.raises(InputError, match="must be one of base, srun, torchrun") as caught:
+    with pytest.raises(
+        InputError, match="must be one of base, horovodrun, mpirun, srun, torchrun"
+    ) as caught:
         eject("../srun", tmp_path)
     assert caught.value.field == "NAME"
     (tmp_path / "file").write_text("")
@@ -72,9 +74,11 @@ def test_the_list_says_where_each_comes_from(tmp_path: Path) -> None:
         stream.write("{% block user %}{% include 'proxy.sh' %}{% endblock %}")
     (tmp_path / "proxy.sh").write_text("export PROXY=1\n")
     listed = {one.name: one for one in templates([str(tmp_path)])}
-    assert list(listed) == ["base", "srun", "torchrun", "proxy.sh"]
+    assert list(listed) == ["base", "horovodrun", "mpirun", "srun", "torchrun", "proxy.sh"]
     assert {name: one.origin for name, one in listed.items()} == {
         "base": "hpml",
+        "horovodrun": "hpml",
+        "mpirun": "hpml",
         "srun": "hpml",
         "torchrun": str(tmp_path),
         "proxy.sh": str(tmp_path),

@@ -20,6 +20,10 @@ SIZE = "must be a size such as 500M, 64G or 1T (a bare number is MiB)"
 GPUS = "must be a number of GPUs per node, with a type such as a100:4"
 WORDS = "must be letters, digits and . , : @ / + = _ - only"
 TASKS = "must be indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
+POLICIES = (
+    "must be gpu-local, socket, numa, spread or none, or a mapping of fields such as policy and "
+    "verify"
+)
 OWN = "is set by the shell, Slurm, the launcher or hpml; choose another name"
 
 
@@ -41,7 +45,10 @@ def message_of(load: Load, text: str) -> str:
         ("name:", f"name: {TEXT}, and there is nothing: fill it in or leave it out"),
         ("name: a b", "name: must be letters, digits and . _ + - and begin with a letter"),
         ("name: " + "a" * 65, "name: is 65 characters long; at most 64 are allowed (got 'aaa"),
-        ("launcher: mpirun", "launcher: must be 'torchrun' or 'srun' (got 'mpirun')"),
+        (
+            "launcher: magic",
+            "launcher: must be 'torchrun', 'srun', 'mpirun' or 'horovodrun' (got 'magic')",
+        ),
         ("script: ''", "script: must not be empty (got '')"),
         ("script: " + "a" * 4096, "script: is 4096 bytes long; a path has at most 4095"),
         ("module: x y", "give exactly one"),
@@ -153,7 +160,61 @@ def message_of(load: Load, text: str) -> str:
         ("array: 0-4000000:2", "array: must have at most 10000 tasks"),
         ("mpi: openmpi", "mpi: must be 'none', 'pmix' or 'pmi2' (got 'openmpi')"),
         ("mpi: pmix", "mpi: pmix needs `launcher: srun`; with torchrun, which starts the ranks"),
-        ("binding: auto", "binding: must be 'none' (got 'auto')"),
+        ("binding: auto", f"binding: {POLICIES} (got 'auto')"),
+        ("binding: true", f"binding: {POLICIES} (got true)"),
+        ("binding: [numa]", f"binding: {POLICIES}"),
+        ("binding: null", f"binding: {POLICIES}"),
+        (
+            "binding: {policy: cores}",
+            "binding.policy: must be 'gpu-local', 'socket', 'numa', 'spread' or 'none'",
+        ),
+        (
+            "binding: {verify: true}",
+            "binding.verify: must be 'strict', 'warn' or 'off' (got true)",
+        ),
+        ("binding: {loader_workers: -1}", "binding.loader_workers: must be at least 0 (got -1)"),
+        ("binding: {hardware_threads: 2}", "binding.hardware_threads: must be true or false"),
+        ("binding: {form: mask}", "binding.form: must be 'auto', 'node' or 'static' (got 'mask')"),
+        (
+            "binding: {num_workers: 4}",
+            "binding.num_workers: there is no such field; did you mean binding.loader_workers?",
+        ),
+        (
+            "cpu_bind: cores",
+            "cpu_bind: there is no such field; did you mean binding?",
+        ),
+        (
+            "resources: {ranks_per_gpu: 2}",
+            "resources.ranks_per_gpu: needs GPUs to share: give `gpus`, or leave it out (got 2)",
+        ),
+        (
+            "resources: {gpus: 4, ranks_per_gpu: 2, ranks_per_node: 4}",
+            (
+                "resources.ranks_per_gpu: 2 ranks on each of 4 GPUs are 8 ranks per node, and "
+                "ranks_per_node says 4: leave one of the two out (got 2)"
+            ),
+        ),
+        (
+            "launcher: horovodrun\nresources: {nodes: 2}",
+            (
+                "launcher: horovodrun starts ranks on one node only, and resources.nodes is 2: use "
+                "`launcher: mpirun`, or `launcher: srun` with `mpi: pmix`"
+            ),
+        ),
+        (
+            "launcher: mpirun\nenvironment: {container: {engine: pyxis, image: i}}",
+            "launcher: mpirun cannot start ranks in a container of pyxis, which is a part of srun",
+        ),
+        ("launcher: mpirun\nmpi: pmix", "mpi: pmix needs `launcher: srun`; with mpirun, which"),
+        (
+            "launcher: accelerate",
+            (
+                "launcher: must be torchrun, srun, mpirun or horovodrun: use `launcher: torchrun`, "
+                "whose ranks find what accelerate looks for in the environment (got 'accelerate')"
+            ),
+        ),
+        ("launcher: DeepSpeed", "launcher: must be torchrun, srun, mpirun or horovodrun: use"),
+        ("launcher: lightning", "launcher: must be torchrun, srun, mpirun or horovodrun: use"),
         ("1: x", "1: a field's name must be text (got 1)"),
     ],
 )

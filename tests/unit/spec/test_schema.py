@@ -60,6 +60,19 @@ TAKEN: list[dict[str, Any]] = [
     {**BASE, "array": [1, 3, 7]},
     {**BASE, "array": None},
     {**BASE, "launcher": "srun", "mpi": "pmix"},
+    {**BASE, "launcher": "mpirun", "resources": {"nodes": 2}},
+    {**BASE, "launcher": "horovodrun", "resources": {"gpus": 4, "ranks_per_gpu": 2}},
+    *({**BASE, "binding": word} for word in ("gpu-local", "socket", "numa", "spread")),
+    {
+        **BASE,
+        "binding": {
+            "policy": "socket",
+            "verify": "strict",
+            "loader_workers": 4,
+            "hardware_threads": False,
+            "form": "static",
+        },
+    },
 ]
 
 REFUSED: list[dict[str, Any]] = [
@@ -86,7 +99,13 @@ REFUSED: list[dict[str, Any]] = [
     {**BASE, "args": [True]},
     {**BASE, "args": [None]},
     {**BASE, "command": []},
-    {**BASE, "launcher": "mpirun"},
+    {**BASE, "launcher": "magic"},
+    {**BASE, "binding": "auto"},
+    {**BASE, "binding": None},
+    {**BASE, "binding": {"policy": "auto"}},
+    {**BASE, "binding": {"loader_workers": True}},
+    {**BASE, "binding": {"bind": "numa"}},
+    {**BASE, "resources": {"ranks_per_gpu": 0}},
 ]
 
 

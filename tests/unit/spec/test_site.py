@@ -223,7 +223,10 @@ def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
         ),
         ("[defaults.resources]\ntime = -5", "defaults.resources.time: must be a time limit"),
         ("[defaults]\nscript = 'x.py'", "script belongs to each job and has no default here"),
-        ("[defaults]\nlauncher = 'magic'", "defaults.launcher: must be 'torchrun' or 'srun'"),
+        (
+            "[defaults]\nlauncher = 'magic'",
+            "defaults.launcher: must be 'torchrun', 'srun', 'mpirun' or 'horovodrun'",
+        ),
         ("cluster = ", "is not TOML: "),
         ("cluster = 'a'\ncluster = 'b'", "is not TOML: "),
     ],

@@ -23,6 +23,8 @@ if [[ ! -r $hpml_archive ]]; then
   echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
   exit 78
 fi
+# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with this variable,
+# it has one task's, and nothing in it can have more. So no srun here says it.
 unset -v SRUN_CPUS_PER_TASK
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
@@ -43,7 +45,9 @@ hpml_finish() {
     kill -USR1 "$hpml_agent" 2>/dev/null || :
     wait "$hpml_agent" || :
   fi
-  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || :
+  local ended=0
+  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || ended=$?
+  [[ $ended != 79 ]] || code=79  # ranks ran where they should not, and binding.verify is strict
   exit "$code"
 }
 # shellcheck disable=SC2317,SC2329
@@ -55,20 +59,22 @@ hpml_terminate() {
 trap hpml_finish EXIT
 trap hpml_terminate TERM INT HUP
 
-# One agent per node, for as long as the job: stages the data, listens to the ranks, cleans up.
+# One agent per node, for as long as the job: stages the data, plans where the ranks run and looks
+# whether they do, listens to them, cleans up.
 hpml_local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}
 export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 # SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
 trap '' USR1
 srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
-  "${hpml_python[@]}" agent "$hpml_attempt" \
+  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --stage mesh tar /data/mesh.tar "$hpml_local" &
 hpml_agent=$!
 trap - USR1
 
 # What the ranks find.
 cd -- /home/me
+# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 
 # Ranks start when every node is ready, or not at all.
@@ -101,7 +107,7 @@ hpml_command=(
 )
 # One task per rank; hpml-bind gives it RANK, LOCAL_RANK and WORLD_SIZE as torchrun would.
 srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * 4))" --ntasks-per-node=4 \
-  --cpus-per-task=1 --cpu-bind=none --mpi=none \
+  --mpi=none --cpu-bind=none \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
   "${hpml_container[@]}" "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!

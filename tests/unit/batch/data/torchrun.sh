@@ -29,6 +29,8 @@ if [[ ! -r $hpml_archive ]]; then
   echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
   exit 78
 fi
+# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with this variable,
+# it has one task's, and nothing in it can have more. So no srun here says it.
 unset -v SRUN_CPUS_PER_TASK
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
@@ -49,7 +51,9 @@ hpml_finish() {
     kill -USR1 "$hpml_agent" 2>/dev/null || :
     wait "$hpml_agent" || :
   fi
-  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || :
+  local ended=0
+  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || ended=$?
+  [[ $ended != 79 ]] || code=79  # ranks ran where they should not, and binding.verify is strict
   exit "$code"
 }
 # shellcheck disable=SC2317,SC2329
@@ -61,14 +65,15 @@ hpml_terminate() {
 trap hpml_finish EXIT
 trap hpml_terminate TERM INT HUP
 
-# One agent per node, for as long as the job: stages the data, listens to the ranks, cleans up.
+# One agent per node, for as long as the job: stages the data, plans where the ranks run and looks
+# whether they do, listens to them, cleans up.
 hpml_shm=/dev/shm
 export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
 # SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
 trap '' USR1
 srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
-  "${hpml_python[@]}" agent "$hpml_attempt" \
+  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --stage digits auto /data/digits "$hpml_shm" &
 hpml_agent=$!
 trap - USR1
@@ -87,7 +92,10 @@ module load cuda/12.4 || { hpml_code=$?; echo 'hpml: cannot load the module' cud
 # shellcheck source=/dev/null
 source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
 set -eu
+# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8
+# A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
+export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"
 export A='b c'
 
 # Ranks start when every node is ready, or not at all.
@@ -108,7 +116,7 @@ hpml_command=(
 )
 # One torchrun per node starts the ranks there; each node's number exists inside its task only.
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-  --cpus-per-task=32 --cpu-bind=none --mpi=none \
+  --cpu-bind=none --mpi=none \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
   bash -c 'export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' torchrun "${hpml_container[@]}" \
   python -m torch.distributed.run \

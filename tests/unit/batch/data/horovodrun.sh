@@ -1,0 +1,106 @@
+#!/bin/bash
+#SBATCH --job-name=one-node
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=1
+#SBATCH --gpus-per-node=4
+#SBATCH --time=01:00:00
+#SBATCH --open-mode=append
+#
+# Written by hpml VERSION. Kept with its submission, to the byte what sbatch was given.
+# By hand: `hpml render -o DIR`, then `cd DIR && sbatch job.sh`.
+
+# shellcheck disable=SC2016  # the job's values stand in single quotes: a $ in them is text
+set -euo pipefail
+
+# The submission's directory is the job's first working directory. It holds hpml-node.pyz: all that
+# the nodes need of hpml, run by hpml's own interpreter, whatever is activated below.
+hpml_submission=$PWD
+hpml_archive=$hpml_submission/hpml-node.pyz
+hpml_interpreter=/opt/hpml/bin/python3.11
+[[ -x $hpml_interpreter ]] || hpml_interpreter=python3
+hpml_python=("$hpml_interpreter" -I -S "$hpml_archive")
+if [[ ! -r $hpml_archive ]]; then
+  echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
+  exit 78
+fi
+# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with this variable,
+# it has one task's, and nothing in it can have more. So no srun here says it.
+unset -v SRUN_CPUS_PER_TASK
+
+# First act: claim this attempt. A second job of the same run finds it claimed and ends here.
+hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
+hpml_run=${hpml_attempt%/attempts/*}
+hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
+export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
+
+# Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
+hpml_agent='' hpml_ranks='' hpml_reason=''
+# shellcheck disable=SC2317,SC2329  # traps call them
+hpml_finish() {
+  local code=$?
+  trap - EXIT
+  trap '' TERM INT HUP
+  if [[ -n $hpml_agent ]]; then
+    : >"$hpml_attempt/over"
+    kill -USR1 "$hpml_agent" 2>/dev/null || :
+    wait "$hpml_agent" || :
+  fi
+  local ended=0
+  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || ended=$?
+  [[ $ended != 79 ]] || code=79  # ranks ran where they should not, and binding.verify is strict
+  exit "$code"
+}
+# shellcheck disable=SC2317,SC2329
+hpml_terminate() {
+  hpml_reason=terminated
+  [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
+  exit 143
+}
+trap hpml_finish EXIT
+trap hpml_terminate TERM INT HUP
+
+# One agent per node, for as long as the job: stages the data, plans where the ranks run and looks
+# whether they do, listens to them, cleans up.
+# SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
+trap '' USR1
+srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy socket --verify warn &
+hpml_agent=$!
+trap - USR1
+
+# What the ranks find.
+cd -- /home/me
+set +eu  # activation scripts are not written for strict shells
+# shellcheck source=/dev/null
+source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
+set -eu
+# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+# A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
+export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"
+
+# Ranks start when every node is ready, or not at all.
+"${hpml_python[@]}" wait-ready "$hpml_attempt" "$SLURM_NNODES" "$hpml_agent"
+
+# The first node of the allocation, which runs this script; a port below the ephemeral range, free now.
+hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
+export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
+
+hpml_container=()
+hpml_bind=("${hpml_python[@]}" bind "$hpml_attempt" --)
+hpml_command=(
+  python
+  /home/me/train.py
+)
+# Horovod's own launcher, on the one node of this job: `localhost`, for it reaches any name by ssh. It
+# takes MPI or Gloo, as Horovod was built, and need not look for a network that nodes share.
+command -v horovodrun >/dev/null || { echo 'hpml: no horovodrun on PATH: it comes with Horovod, in environment.venv or conda' >&2; exit 78; }
+"${hpml_container[@]}" horovodrun -np 4 -H localhost:4 --network-interface lo \
+  "${hpml_bind[@]}" "${hpml_command[@]}" &
+hpml_ranks=$!
+hpml_code=0
+wait "$hpml_ranks" || hpml_code=$?
+hpml_ranks=''
+exit "$hpml_code"

@@ -1,0 +1,114 @@
+#!/bin/bash
+#SBATCH --job-name=many
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=4
+#SBATCH --gpus-per-node=4
+#SBATCH --time=01:00:00
+#SBATCH --open-mode=append
+#
+# Written by hpml VERSION. Kept with its submission, to the byte what sbatch was given.
+# By hand: `hpml render -o DIR`, then `cd DIR && sbatch job.sh`.
+
+# shellcheck disable=SC2016  # the job's values stand in single quotes: a $ in them is text
+set -euo pipefail
+
+# The submission's directory is the job's first working directory. It holds hpml-node.pyz: all that
+# the nodes need of hpml, run by hpml's own interpreter, whatever is activated below.
+hpml_submission=$PWD
+hpml_archive=$hpml_submission/hpml-node.pyz
+hpml_interpreter=/opt/hpml/bin/python3.11
+[[ -x $hpml_interpreter ]] || hpml_interpreter=python3
+hpml_python=("$hpml_interpreter" -I -S "$hpml_archive")
+if [[ ! -r $hpml_archive ]]; then
+  echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
+  exit 78
+fi
+# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with this variable,
+# it has one task's, and nothing in it can have more. So no srun here says it.
+unset -v SRUN_CPUS_PER_TASK
+
+# First act: claim this attempt. A second job of the same run finds it claimed and ends here.
+hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
+hpml_run=${hpml_attempt%/attempts/*}
+hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
+export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
+
+# Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
+hpml_agent='' hpml_ranks='' hpml_reason=''
+# shellcheck disable=SC2317,SC2329  # traps call them
+hpml_finish() {
+  local code=$?
+  trap - EXIT
+  trap '' TERM INT HUP
+  if [[ -n $hpml_agent ]]; then
+    : >"$hpml_attempt/over"
+    kill -USR1 "$hpml_agent" 2>/dev/null || :
+    wait "$hpml_agent" || :
+  fi
+  local ended=0
+  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || ended=$?
+  [[ $ended != 79 ]] || code=79  # ranks ran where they should not, and binding.verify is strict
+  exit "$code"
+}
+# shellcheck disable=SC2317,SC2329
+hpml_terminate() {
+  hpml_reason=terminated
+  [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
+  exit 143
+}
+trap hpml_finish EXIT
+trap hpml_terminate TERM INT HUP
+
+# One agent per node, for as long as the job: stages the data, plans where the ranks run and looks
+# whether they do, listens to them, cleans up.
+# SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
+trap '' USR1
+srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  "${hpml_python[@]}" agent "$hpml_attempt" --ranks 8 --policy gpu-local --verify strict \
+  --ranks-per-gpu 2 --loader-workers 1 --one-thread --keep-threads &
+hpml_agent=$!
+trap - USR1
+
+# What the ranks find.
+cd -- /home/me
+set +eu  # activation scripts are not written for strict shells
+if ! type module >/dev/null 2>&1; then
+  for hpml_init in "${MODULESHOME:+$MODULESHOME/init/bash}" "${LMOD_PKG:+$LMOD_PKG/init/bash}" \
+    /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /usr/share/modules/init/bash; do
+    # shellcheck source=/dev/null
+    [[ -n $hpml_init && -r $hpml_init ]] && source "$hpml_init" && break
+  done
+fi
+module load openmpi/4.1 || { hpml_code=$?; echo 'hpml: cannot load the module' openmpi/4.1 >&2; exit "$hpml_code"; }
+set -eu
+# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
+# A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
+export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"
+export OMP_NUM_THREADS=2
+
+# Ranks start when every node is ready, or not at all.
+"${hpml_python[@]}" wait-ready "$hpml_attempt" "$SLURM_NNODES" "$hpml_agent"
+
+# The first node of the allocation, which runs this script; a port below the ephemeral range, free now.
+hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
+export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
+
+hpml_container=()
+hpml_bind=("${hpml_python[@]}" bind "$hpml_attempt" --)
+hpml_command=(
+  python
+  -m
+  horovod_train
+)
+# Open MPI's mpirun. On the other nodes srun starts its daemon, which hands on all of this environment.
+[[ $(mpirun --version 2>&1) == *'Open MPI'* ]] || { echo 'hpml: no mpirun of Open MPI on PATH: load its module in environment.modules' >&2; exit 78; }
+mpirun -np "$((SLURM_NNODES * 8))" --map-by ppr:8:node --bind-to none \
+  "${hpml_container[@]}" "${hpml_bind[@]}" "${hpml_command[@]}" &
+hpml_ranks=$!
+hpml_code=0
+wait "$hpml_ranks" || hpml_code=$?
+hpml_ranks=''
+exit "$hpml_code"

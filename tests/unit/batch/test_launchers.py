@@ -1,0 +1,118 @@
+"""What the scripts of all launchers have in common, and what mpirun and horovodrun need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.batch import render
+from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.spec.site_load import ResolvedSite
+from tests.unit.batch.test_render import APPTAINER, HERE, LAUNCHERS, job
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_agents_are_told_what_to_plan(launcher: str) -> None:
+    """Whatever starts the ranks, each node's agent has all that the plan is made of."""
+    plain = render(job(launcher=launcher, resources={"gpus": 4}), HERE)
+    assert ' agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn &\n' in plain
+    full = render(
+        job(
+            launcher=launcher,
+            resources={"gpus": 4, "ranks_per_gpu": 2},
+            environment={"variables": {"OMP_NUM_THREADS": "3"}},
+            binding={
+                "policy": "socket",
+                "verify": "strict",
+                "loader_workers": 5,
+                "hardware_threads": False,
+            },
+            stage=[{"name": "d", "source": "/d", "target": "/scratch"}],
+        ),
+        HERE,
+    )
+    assert (
+        ' agent "$hpml_attempt" --ranks 8 --policy socket --verify strict \\\n'
+        "  --ranks-per-gpu 2 --loader-workers 5 --one-thread --keep-threads \\\n"
+        "  --stage d auto /d /scratch &\n"
+    ) in full
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_step_says_how_many_cpus_a_task_has(launcher: str) -> None:
+    """With --cpus-per-task a step has one task's CPUs, and neither agent nor rank can have more."""
+    script = render(job(launcher=launcher, resources={"gpus": 4, "cpus_per_rank": 8}), HERE)
+    commands = [line for line in script.split("\n") if not line.startswith("#")]
+    assert not any("--cpus-per-task" in line for line in commands)
+    assert "unset -v SRUN_CPUS_PER_TASK" in commands
+
+
+def test_devices_are_numbered_as_on_the_bus() -> None:
+    """CUDA would number the fastest first; only jobs with GPUs say so, and users may say else."""
+    line = 'export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"\n'
+    assert line in render(job(resources={"gpus": 1}), HERE)
+    assert "CUDA_DEVICE_ORDER" not in render(job(), HERE)
+    own = job(
+        resources={"gpus": 1}, environment={"variables": {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}}
+    )
+    script = render(own, HERE)
+    assert script.index(line) < script.index("export CUDA_DEVICE_ORDER=FASTEST_FIRST\n")
+
+
+@pytest.mark.parametrize(("finish", "ends"), [(0, 3), (1, 3), (79, 79)])
+def test_a_wrong_binding_is_the_jobs_exit_status(tmp_path: Path, finish: int, ends: int) -> None:
+    """Of `finish` only the status that says so replaces the script's own.
+
+    A fake stands for `finish` alone: what it returns is another part's to test.
+    """
+    script = render(job(), HERE)
+    block = re.search(r"^hpml_agent='' .*?^trap hpml_terminate", script, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    fake = tmp_path / "fake"
+    fake.write_text(f"#!/bin/sh\nexit {finish}\n")
+    fake.chmod(0o755)
+    start = f"set -euo pipefail; hpml_python=({fake}) hpml_attempt={tmp_path}\n"
+    code = f"{start}{block[0]} TERM\nexit 3\n"
+    done = subprocess.run(["bash", "-c", code], check=False, timeout=30)
+    assert done.returncode == ends
+
+
+def test_mpirun_uses_the_sites_interfaces() -> None:
+    """Open MPI's own variables name them, unless the job's do."""
+    site = ResolvedSite(Site.model_validate({"interfaces": ["ib0", "ib1"]}))
+    script = render(job(launcher="mpirun"), HERE, site)
+    for name in ("btl_tcp_if_include", "oob_tcp_if_include"):
+        assert f'OMPI_MCA_{name}="${{OMPI_MCA_{name}:-ib0,ib1}}"' in script
+    assert "OMPI_MCA" not in render(job(launcher="mpirun"), HERE)
+    assert "OMPI_MCA" not in render(job(launcher="srun"), HERE, site)
+
+
+def test_horovodrun_starts_in_the_container() -> None:
+    """Where Horovod is; without one the script says what is missing before a rank starts."""
+    inside = render(job(launcher="horovodrun", environment={"container": APPTAINER}), HERE)
+    assert '\n"${hpml_container[@]}" horovodrun -np 1 -H localhost:1 ' in inside
+    assert "command -v horovodrun" not in inside
+    assert "command -v horovodrun" in render(job(launcher="horovodrun"), HERE)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [("mpirun", "no mpirun of Open MPI on PATH"), ("horovodrun", "no horovodrun on PATH")],
+)
+def test_a_launcher_that_is_not_there_ends_the_job(launcher: str, says: str) -> None:
+    """The line before the launch says so, with status 78."""
+    script = render(job(launcher=launcher), HERE)
+    (line,) = [line for line in script.split("\n") if says in line]
+    for path in ("/nowhere", "/usr/lib/nowhere"):
+        done = subprocess.run(
+            ["/bin/bash", "-euo", "pipefail", "-c", line],
+            env={"PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+        assert (done.returncode, says in done.stderr) == (78, True)
