@@ -131,7 +131,7 @@ def _bridges(machine: Machine, device: Device) -> tuple[str, ...]:
     if len(same) == 1:
         return port
     slot = same.index(device)
-    return (*port, f"0000:{bus + 1:02x}:1e.0", f"0000:{bus + 2:02x}:{slot:02x}.0")
+    return (*port, f"0000:{bus + 1:02x}:1e.0", f"0000:{bus + 2:02x}:1f.{slot}")
 
 
 def _write_device(machine: Machine, sys_root: Path, device: Device) -> None:

@@ -6,7 +6,7 @@
  * task/affinity, libnuma, hwloc, taskset, Python and OpenMP see the machine that way, together with
  * the /sys that each node has mounted.
  *
- * A record holds the thread's start time, so that a number given out again is not mistaken; new
+ * A record's name has the thread's start time, so that a number given out again is not mistaken; new
  * processes and threads get a copy of their creator's. A thread without a record has what its
  * process has, else what its parent has, else the whole machine. Whatever goes wrong here, the real
  * call is made in its place: no program breaks for the lack of a record.
@@ -117,27 +117,31 @@ static void whole(record_t *record) {
         record->cpus[cpu / WORD_BITS] |= 1ULL << cpu % WORD_BITS;
 }
 
-/* "START MODE DOMAINS WORD WORD...", the numbers in hexadecimal. */
+static void name_of(char *path, size_t size, pid_t tid, uint64_t start) {
+    snprintf(path, size, "%s/%d-%llu", RECORDS, (int)tid, (unsigned long long)start);
+}
+
+/* "MODE DOMAINS WORD WORD...", the numbers in hexadecimal. */
 static int load(pid_t tid, uint64_t start, record_t *record) {
-    char path[sizeof RECORDS + 32], text[64 + 20 * WORDS], *at = text;
-    snprintf(path, sizeof path, "%s/%d", RECORDS, (int)tid);
-    if (slurp(path, text, sizeof text) <= 0 || !strchr(text, '\n')) return 0;
-    if (strtoull(at, &at, 16) != start) return 0;
+    char path[sizeof RECORDS + 64], text[64 + 20 * WORDS], *at = text;
+    name_of(path, sizeof path, tid, start);
+    if (slurp(path, text, sizeof text) <= 0) return 0;
     record->mode = (int)strtol(at, &at, 16);
     record->domains = strtoull(at, &at, 16);
     for (int word = 0; word < WORDS; word++) record->cpus[word] = strtoull(at, &at, 16);
     return 1;
 }
 
-static int save(pid_t tid, uint64_t start, const record_t *record) {
-    char path[sizeof RECORDS + 32], draft[sizeof RECORDS + 64], text[64 + 20 * WORDS];
-    size_t size = (size_t)snprintf(text, sizeof text, "%llx %x %llx", (unsigned long long)start,
-                                   (unsigned)record->mode, (unsigned long long)record->domains);
+/* The first record, that of the creator, must not undo what somebody has set by then. */
+static int save(pid_t tid, uint64_t start, const record_t *record, int first) {
+    char path[sizeof RECORDS + 64], draft[sizeof RECORDS + 64], text[64 + 20 * WORDS];
+    size_t size = (size_t)snprintf(text, sizeof text, "%x %llx", (unsigned)record->mode,
+                                   (unsigned long long)record->domains);
     for (int word = 0; word < WORDS; word++)
         size += (size_t)snprintf(text + size, sizeof text - size, " %llx",
                                  (unsigned long long)record->cpus[word]);
     text[size++] = '\n';
-    snprintf(path, sizeof path, "%s/%d", RECORDS, (int)tid);
+    name_of(path, sizeof path, tid, start);
     snprintf(draft, sizeof draft, "%s/.%d-%d", RECORDS, (int)tid, (int)own_tid());
     int file = (int)real(SYS_openat, AT_FDCWD, (long)draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC,
                          0644, 0, 0);
@@ -145,7 +149,12 @@ static int save(pid_t tid, uint64_t start, const record_t *record) {
     int whole_text = REAL(SYS_write, file, text, size) == (long)size;
     REAL(SYS_close, file, 0, 0);
     /* By rename: whoever looks sees the old record or the new one. */
-    return whole_text && REAL(SYS_rename, draft, path, 0) == 0;
+    const long here = AT_FDCWD;
+    if (whole_text && !first)
+        return real(SYS_renameat, here, (long)draft, here, (long)path, 0, 0) == 0;
+    int linked = whole_text && real(SYS_linkat, here, (long)draft, here, (long)path, 0, 0) == 0;
+    real(SYS_unlinkat, here, (long)draft, 0, 0, 0, 0);
+    return linked;
 }
 
 /* What a thread has; its start time is returned, 0 where there is no such thread. */
@@ -199,7 +208,7 @@ static int set_cpus(pid_t tid, size_t size, const void *mask) {
         any |= wished;
     }
     if (!any) return fail(EINVAL);
-    return save(thread, start, &record) ? 0 : fail(EIO);
+    return save(thread, start, &record, 0) ? 0 : fail(EIO);
 }
 
 /* As the kernel has it: the bytes written, and EINVAL for a mask that is too small or odd. */
@@ -293,7 +302,7 @@ static int set_policy(int mode, const unsigned long *mask, unsigned long bits) {
     record_t record;
     uint64_t start = find_own(&record);
     if (policy_of(mode, mask, bits, &record) < 0) return -1;
-    return start && save(own_tid(), start, &record) ? 0 : fail(ENOMEM);
+    return start && save(own_tid(), start, &record, 0) ? 0 : fail(ENOMEM);
 }
 
 static int get_policy(int *mode, unsigned long *mask, unsigned long bits, long flags) {
@@ -510,7 +519,7 @@ static void *begin(void *given) {
     free(given);
     pid_t tid = own_tid();
     uint64_t start = start_of(tid, NULL);
-    if (start) save(tid, start, &beginning.record);
+    if (start) save(tid, start, &beginning.record, 1);
     return beginning.body(beginning.argument);
 }
 
@@ -547,7 +556,7 @@ static void before_fork(void) { find_own(&forking); }
 static void after_fork(void) {
     pid_t tid = own_tid();
     uint64_t start = start_of(tid, NULL);
-    if (start) save(tid, start, &forking);
+    if (start) save(tid, start, &forking, 1);
 }
 
 /* A program that starts has a record from its fork on; one started by vfork gets its parent's here. */
@@ -556,7 +565,7 @@ __attribute__((constructor)) static void started(void) {
     record_t record;
     pid_t tid = own_tid();
     uint64_t start = start_of(tid, NULL);
-    if (start && !load(tid, start, &record) && find(tid, &record)) save(tid, start, &record);
+    if (start && !load(tid, start, &record) && find(tid, &record)) save(tid, start, &record, 1);
     pthread_atfork(before_fork, NULL, after_fork);
     errno = error;
 }
