@@ -25,6 +25,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
+#include <spawn.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -508,6 +509,14 @@ FOPEN(fopen64)
 
 /* --- inheritance ----------------------------------------------------------------------------------- */
 
+/* This thread's number. A child of vfork, which has all of its creator's memory, sees the creator's. */
+static __thread pid_t mine;
+
+static void adopt(pid_t tid, const record_t *record) {
+    uint64_t start = start_of(tid, NULL);
+    if (start) save(tid, start, record, 1);
+}
+
 typedef struct {
     void *(*body)(void *);
     void *argument;
@@ -517,9 +526,8 @@ typedef struct {
 static void *begin(void *given) {
     beginning_t beginning = *(beginning_t *)given;
     free(given);
-    pid_t tid = own_tid();
-    uint64_t start = start_of(tid, NULL);
-    if (start) save(tid, start, &beginning.record, 1);
+    mine = own_tid();
+    adopt(mine, &beginning.record);
     return beginning.body(beginning.argument);
 }
 
@@ -554,16 +562,65 @@ static __thread record_t forking;
 static void before_fork(void) { find_own(&forking); }
 
 static void after_fork(void) {
-    pid_t tid = own_tid();
-    uint64_t start = start_of(tid, NULL);
-    if (start) save(tid, start, &forking, 1);
+    mine = own_tid();
+    adopt(mine, &forking);
 }
 
-/* A program that starts has a record from its fork on; one started by vfork gets its parent's here. */
-__attribute__((constructor)) static void started(void) {
+/* In a child of vfork the last chance to know what the creator had: from then on they go apart. */
+static void before_exec(void) {
     int error = errno;
     record_t record;
     pid_t tid = own_tid();
+    uint64_t start = mine && mine != tid ? start_of(tid, NULL) : 0;
+    if (start && !load(tid, start, &record) && find(mine, &record)) save(tid, start, &record, 1);
+    errno = error;
+}
+
+int execve(const char *path, char *const arguments[], char *const environment[]) {
+    NEXT("execve", int, const char *, char *const *, char *const *);
+    before_exec();
+    return next(path, arguments, environment);
+}
+
+int execv(const char *path, char *const arguments[]) {
+    NEXT("execv", int, const char *, char *const *);
+    before_exec();
+    return next(path, arguments);
+}
+
+int execvp(const char *file, char *const arguments[]) {
+    NEXT("execvp", int, const char *, char *const *);
+    before_exec();
+    return next(file, arguments);
+}
+
+int execvpe(const char *file, char *const arguments[], char *const environment[]) {
+    NEXT("execvpe", int, const char *, char *const *, char *const *);
+    before_exec();
+    return next(file, arguments, environment);
+}
+
+#define SPAWN(name)                                                                              \
+    int name(pid_t *pid, const char *path, const posix_spawn_file_actions_t *actions,            \
+             const posix_spawnattr_t *attributes, char *const arguments[],                       \
+             char *const environment[]) {                                                        \
+        NEXT(#name, int, pid_t *, const char *, const posix_spawn_file_actions_t *,              \
+             const posix_spawnattr_t *, char *const *, char *const *);                           \
+        pid_t child = 0;                                                                         \
+        int error = next(&child, path, actions, attributes, arguments, environment);             \
+        record_t record;                                                                         \
+        if (!error && find_own(&record)) adopt(child, &record);                                  \
+        if (!error && pid) *pid = child;                                                         \
+        return error;                                                                            \
+    }
+SPAWN(posix_spawn)
+SPAWN(posix_spawnp)
+
+/* A program has a record from its fork on; where nothing here saw that, it gets its parent's. */
+__attribute__((constructor)) static void started(void) {
+    int error = errno;
+    record_t record;
+    pid_t tid = mine = own_tid();
     uint64_t start = start_of(tid, NULL);
     if (start && !load(tid, start, &record) && find(tid, &record)) save(tid, start, &record, 1);
     pthread_atfork(before_fork, NULL, after_fork);
