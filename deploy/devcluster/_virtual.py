@@ -38,7 +38,7 @@ def prepare(machine: Machine, root: Path, prolog: Path) -> Virtual:
     records, library = root / "records", root / "vmachine.so"
     records.mkdir()
     records.chmod(0o777)  # jobs of all users write there, and replace each other's
-    _compile(machine, library, records)
+    compile_library(machine, library, records)
     binds = write_tree(machine, root)
     over = tuple((str(root / part), real) for part, real in OVER.items() if Path(real).is_dir())
     # hwloc would ask the processor itself, CPU by CPU, and get the real one's answers.
@@ -56,7 +56,8 @@ def preloaded(environment: dict[str, str], own: dict[str, str]) -> dict[str, str
     return joined
 
 
-def _compile(machine: Machine, library: Path, records: Path) -> None:
+def compile_library(machine: Machine, library: Path, records: Path) -> None:
+    """Compiles vmachine.c for one machine and one folder of records."""
     command = [
         _COMPILER,
         *("-std=gnu11", "-shared", "-fPIC", "-O2"),
@@ -80,14 +81,16 @@ def _compile(machine: Machine, library: Path, records: Path) -> None:
 def _write_prolog(path: Path, environment: dict[str, str]) -> None:
     """Writes what slurmstepd runs before each task, the batch script included."""
     library = environment["LD_PRELOAD"]
-    others = [f"echo export {name}={value}" for name, value in environment.items()]
+    others = [
+        f"echo export {name}={value}" for name, value in environment.items() if name != "LD_PRELOAD"
+    ]
     lines = [
         "#!/bin/sh",
         'case ":$LD_PRELOAD:" in',
         f"*:{library}:*) ;;",
         f'*) echo "export LD_PRELOAD={library}${{LD_PRELOAD:+:$LD_PRELOAD}}" ;;',
         "esac",
-        *others[1:],
+        *others,
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     path.chmod(0o755)

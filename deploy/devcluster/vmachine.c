@@ -11,8 +11,8 @@
  * process has, else what its parent has, else the whole machine. Whatever goes wrong here, the real
  * call is made in its place: no program breaks for the lack of a record.
  *
- * Not seen by it: static binaries, programs that make system calls without libc's functions, and
- * those that were started without LD_PRELOAD (env -i, setuid).
+ * Not seen by it: static binaries, programs that make system calls without libc's functions (Go),
+ * those started without LD_PRELOAD (env -i, setuid), and what asks the processor itself (cpuid).
  *
  * Compiled by _virtual.py, for one machine and one folder of records, with -DVIRTUAL_CPUS=256
  * -DVIRTUAL_DOMAINS=8 -DRECORDS="...". The idea of recording wished masks in a preloaded library
@@ -564,6 +564,16 @@ static void before_fork(void) { find_own(&forking); }
 static void after_fork(void) {
     mine = own_tid();
     adopt(mine, &forking);
+}
+
+/* The child writes its record, too, but the parent may be back and changed before that. */
+pid_t fork(void) {
+    NEXT("fork", pid_t, void);
+    pid_t child = next();
+    int error = errno;
+    if (child > 0) adopt(child, &forking); /* as before_fork has left it */
+    errno = error;
+    return child;
 }
 
 /* In a child of vfork the last chance to know what the creator had: from then on they go apart. */
