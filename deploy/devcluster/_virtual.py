@@ -14,7 +14,7 @@ from _sysfs import OVER, write_tree
 if TYPE_CHECKING:
     from _machines import Machine
 
-_SOURCE = Path(__file__).with_name("vmachine.c")
+_SOURCE = Path(__file__).parent / "vmachine" / "vmachine.c"
 _COMPILER = "gcc"
 
 
@@ -57,7 +57,7 @@ def preloaded(environment: dict[str, str], own: dict[str, str]) -> dict[str, str
 
 
 def compile_library(machine: Machine, library: Path, records: Path) -> None:
-    """Compiles vmachine.c for one machine and one folder of records."""
+    """Compiles vmachine/ for one machine and one folder of records."""
     command = [
         _COMPILER,
         *("-std=gnu11", "-shared", "-fPIC", "-O2"),
