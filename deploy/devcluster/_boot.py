@@ -18,6 +18,7 @@ from _config import Files, Layout, Ports, Settings, short_name
 from _errors import DevclusterError
 from _nodes import PRIVATE_FOLDERS, NodeSpec, folders_to_keep
 from _packages import missing_packages
+from _virtual import Virtual, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ def up(settings: Settings, say: Callable[[str], None]) -> State:
     """Boots a cluster; on any failure nothing of it is left running."""
     require_root("up")
     settings.check()
-    missing = missing_packages(accounting=settings.accounting)
+    missing = missing_packages(accounting=settings.accounting, machine=settings.machine is not None)
     if missing:
         raise DevclusterError(
             f"these packages are missing: {' '.join(missing)}; run 'devcluster install' first"
@@ -113,11 +114,14 @@ class _Boot:
             port_base=ports.base,
             nodes=list(settings.node_names),
             visible=list(visible),
+            machine=settings.machine.name if settings.machine else None,
         )
+        self.virtual = Virtual()
 
     def run(self) -> State:
         self.files.write()
         try:
+            self._machine()
             self._munged()
             if self.settings.accounting:
                 self._mariadbd()
@@ -190,6 +194,15 @@ class _Boot:
             text = (result.stderr or result.stdout).strip()
             raise self._failure(name, f"did not take '{' '.join(command)}': {text}")
         return result.stdout
+
+    def _machine(self) -> None:
+        machine = self.settings.machine
+        if machine is None:
+            return
+        root, prolog = self.settings.box / "machine", self.layout.task_prolog
+        self.virtual = prepare(machine, root, prolog)
+        self.state.environment = self.virtual.environment
+        self._report(f"nodes will look like {machine.name}")
 
     def _munged(self) -> None:
         run, key = self.settings.box / "run", self.settings.box / "etc" / "munge.key"
@@ -298,6 +311,9 @@ class _Boot:
                 private=PRIVATE_FOLDERS,
                 visible=tuple(self.state.visible),
                 tmp_size=self.settings.tmp_size,
+                binds=self.virtual.binds,
+                over=self.virtual.over,
+                environment=self.virtual.environment,
             )
             self._start(name, "slurmd", "-D", "-N", name, *conf, spec=spec)
         wanted = dict.fromkeys(self.settings.node_names, "idle")

@@ -17,7 +17,9 @@ import _cluster
 import _packages
 from _config import MAX_NODES, Settings
 from _errors import DevclusterError
+from _machines import MACHINES
 from _nodes import enter
+from _virtual import preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,9 +74,20 @@ def _up_options(up: argparse.ArgumentParser) -> None:
         up.add_argument(option, type=int, default=default, metavar=metavar, help=text + shown)
 
     number("--nodes", standard.nodes, "N", f"virtual nodes, up to {MAX_NODES}")
-    number("--cpus", standard.cpus, "C", "CPUs of each node, may be more than are real")
-    number("--gpus", standard.gpus, "G", "GPUs of each node, by name only")
-    number("--memory", standard.memory, "MB", "memory of each node, may be more than is real")
+    up.add_argument(
+        "--machine",
+        choices=sorted(MACHINES),
+        metavar="NAME",
+        help=f"what the nodes look like, and tasks are bound to: {', '.join(sorted(MACHINES))}",
+    )
+
+    def size(option: str, usual: int, metavar: str, text: str) -> None:
+        shown = f"{text} (default: {usual}, or the machine's)"
+        up.add_argument(option, type=int, metavar=metavar, help=shown)
+
+    size("--cpus", standard.cpus, "C", "CPUs of each node, may be more than are real")
+    size("--gpus", standard.gpus, "G", "GPUs of each node, by name only")
+    size("--memory", standard.memory, "MB", "memory of each node, may be more than is real")
     number("--tmp-size", standard.tmp_size, "MIB", "size of each node's /tmp and of its /dev/shm")
     number("--port-base", None, "P", "first of the ports (default: a row of free ones)")
     number("--kill-wait", standard.kill_wait, "S", "seconds from a job's SIGTERM to SIGKILL")
@@ -121,13 +134,29 @@ def _install(options: argparse.Namespace) -> int:
     return 0
 
 
+def _sizes(options: argparse.Namespace) -> dict[str, int]:
+    """Gives CPUs, GPUs and memory of a node: as asked for, else as the machine has."""
+    given = {
+        name: value
+        for name in ("cpus", "gpus", "memory")
+        if (value := getattr(options, name)) is not None
+    }
+    if options.machine is None:
+        return given
+    machine = MACHINES[options.machine]
+    for name in ("cpus", "gpus"):
+        if name in given:
+            raise DevclusterError(f"--{name} is the machine's; leave it out with --machine")
+    has = {"cpus": machine.cpus, "gpus": len(machine.gpus), "memory": machine.memory_mib}
+    return has | given
+
+
 def _up(options: argparse.Namespace) -> int:
     settings = Settings(
         box=options.box,
         nodes=options.nodes,
-        cpus=options.cpus,
-        gpus=options.gpus,
-        memory=options.memory,
+        machine=MACHINES.get(options.machine),
+        **_sizes(options),
         tmp_size=options.tmp_size,
         accounting=not options.no_accounting,
         port_base=options.port_base,
@@ -205,8 +234,11 @@ def _exec(options: argparse.Namespace) -> int:
     if process is None or not process.alive():
         raise DevclusterError(f"the slurmd of {options.node} does not run")
     _cluster.require_root("exec")
-    environment = os.environ | {"SLURM_CONF": state.slurm_conf, "SLURMD_NODENAME": options.node}
-    enter(process.pid, options.words, environment)
+    environment = dict(os.environ) | {
+        "SLURM_CONF": state.slurm_conf,
+        "SLURMD_NODENAME": options.node,
+    }
+    enter(process.pid, options.words, preloaded(environment, state.environment))
 
 
 _COMMANDS = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MARKER = ".hpml-devcluster"
-FOLDERS = ("etc", "run", "log", "state", "spool", "dev", "mysql", "tmp")
+FOLDERS = ("etc", "run", "log", "state", "spool", "dev", "mysql", "tmp", "machine")
 _KEPT_AFTER_DOWN = "log"
 _CONTROLLER_DAEMONS = ("slurmctld", "slurmdbd", "mariadbd", "munged")
 
@@ -38,6 +38,8 @@ class State:
     visible: list[str]
     seconds: float = 0.0
     ready: bool = False
+    machine: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)  # of all processes of the nodes
     processes: dict[str, Process] = field(default_factory=dict)
 
     @staticmethod
@@ -159,6 +161,7 @@ def describe(state: State) -> dict[str, Any]:
         "nodes": state.nodes,
         "visible": state.visible,
         "port_base": state.port_base,
+        "machine": state.machine,
         "pids": {name: process.pid for name, process in state.processes.items()},
         "seconds": state.seconds,
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from _errors import DevclusterError
+from _machines import AMD, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +39,14 @@ class Settings:
     grace_time: int = 0
     over_time_limit: int = 0
     job_comment: bool = False
+    machine: Machine | None = None  # what the nodes look like; has their CPUs and GPUs
     shares: tuple[Path, ...] = ()
     slurm_conf: tuple[str, ...] = ()  # lines laid over those written here
+
+    @property
+    def gpu_type(self) -> str:
+        """Slurm's name of the GPUs."""
+        return self.machine.gpu_type if self.machine else GPU_TYPE
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -80,6 +87,11 @@ class Layout:
     def hosts(self) -> Path:
         """The nodes' /etc/hosts."""
         return self.box / "etc" / "hosts"
+
+    @property
+    def task_prolog(self) -> Path:
+        """What runs before each task, where nodes look like another machine."""
+        return self.box / "etc" / "task-prolog"
 
     @property
     def munge_socket(self) -> Path:
@@ -243,9 +255,9 @@ class Files:
             "DebugFlags=NO_CONF_HASH",
             "MailProg=/bin/true",
             "ReturnToService=2",
-            # A node has the CPUs written here, whatever the machine has, and so nothing is bound.
+            # A node has the CPUs written here, whatever the machine has.
             "SlurmdParameters=config_overrides",
-            "TaskPlugin=task/none",
+            *self._task_lines(),
             "ProctrackType=proctrack/linuxproc",
             "JobAcctGatherType=jobacct_gather/linux",
             "JobAcctGatherFrequency=task=2",
@@ -272,6 +284,11 @@ class Files:
         ]
         return "\n".join(overlaid(lines, want.slurm_conf)) + "\n"
 
+    def _task_lines(self) -> list[str]:
+        if self.settings.machine is None:
+            return ["TaskPlugin=task/none"]  # these CPUs may not be there, so nothing is bound
+        return ["TaskPlugin=task/affinity", f"TaskProlog={self.layout.task_prolog}"]
+
     def _accounting_lines(self) -> list[str]:
         if not self.settings.accounting:
             return ["AccountingStorageType=accounting_storage/none"]
@@ -282,20 +299,27 @@ class Files:
             f"AccountingStoragePass={self.layout.munge_socket}",
         ]
         if self.settings.gpus:
-            lines.append(f"AccountingStorageTRES=gres/gpu,gres/gpu:{GPU_TYPE}")
+            lines.append(f"AccountingStorageTRES=gres/gpu,gres/gpu:{self.settings.gpu_type}")
         if self.settings.job_comment:
             lines.append("AccountingStoreFlags=job_comment")
         return lines
 
     def _node_lines(self) -> list[str]:
         want = self.settings
-        gres = f" Gres=gpu:{GPU_TYPE}:{want.gpus}" if want.gpus else ""
+        gres = f" Gres=gpu:{want.gpu_type}:{want.gpus}" if want.gpus else ""
         lines = ["GresTypes=gpu"] if want.gpus else []
+        machine = want.machine
+        sockets, cores, threads = (
+            (machine.sockets, machine.cores_per_socket, machine.threads)
+            if machine
+            else (1, want.cpus, 1)
+        )
         for index, name in enumerate(want.node_names):
             lines.append(
                 f"NodeName={name} NodeHostname={name} NodeAddr={node_address(index)}"
-                f" Port={self.ports.node(index)} CPUs={want.cpus} Boards=1 SocketsPerBoard=1"
-                f" CoresPerSocket={want.cpus} ThreadsPerCore=1 RealMemory={want.memory}"
+                f" Port={self.ports.node(index)} CPUs={want.cpus} Boards=1"
+                f" SocketsPerBoard={sockets} CoresPerSocket={cores} ThreadsPerCore={threads}"
+                f" RealMemory={want.memory}"
                 f"{gres} State=UNKNOWN"
             )
         return lines
@@ -314,10 +338,26 @@ class Files:
             for kind, count in gpus:
                 last = first + count - 1
                 numbers = str(first) if count == 1 else f"[{first}-{last}]"
-                device = f"{self.layout.box}/dev/nvidia{numbers}"
-                lines.append(f"NodeName={node} Name=gpu Type={kind} File={device}")
+                files = [(numbers, "")]
+                if self.settings.machine is not None:
+                    files = [(str(one), self._near(one)) for one in range(first, last + 1)]
+                lines += [
+                    f"NodeName={node} Name=gpu Type={kind}"
+                    f" File={self.layout.box}/dev/nvidia{numbers}{near}"
+                    for numbers, near in files
+                ]
                 first = last + 1
         return "\n".join(lines) + "\n"
+
+    def _near(self, number: int) -> str:
+        """Says which cores are near a GPU of the machine, and whose GPU it is."""
+        machine = self.settings.machine
+        if machine is None or number >= len(machine.gpus):
+            return ""
+        gpu = machine.gpus[number]
+        cores = machine.domain_cores(gpu.domain)
+        flags = " Flags=amd_gpu_env" if gpu.vendor == AMD else ""
+        return f" Cores={cores[0]}-{cores[-1]}{flags}"
 
     def slurmdbd_conf(self) -> str:
         """Gives slurmdbd.conf."""

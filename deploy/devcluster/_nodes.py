@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,6 +31,7 @@ _MS_NODEV = 0x4
 _MS_BIND = 0x1000
 _MS_REC = 0x4000
 _MS_PRIVATE = 0x40000
+_MNT_DETACH = 0x2
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class NodeSpec:
     private: tuple[str, ...] = ()  # folders of which it has its own
     visible: tuple[str, ...] = ()  # folders that stay to be seen below the private ones
     tmp_size: int = 0  # MiB, for each private folder
+    binds: tuple[tuple[str, str], ...] = ()  # real folders, and where else they are to be seen
+    over: tuple[tuple[str, str], ...] = ()  # folders, and what they are laid over
+    environment: dict[str, str] = field(default_factory=dict)  # added to that of the command
 
     def to_json(self) -> str:
         """Writes it for the command line."""
@@ -98,7 +102,21 @@ def become(spec: NodeSpec) -> None:
         os.makedirs(path, exist_ok=True)
         _mount(f"/proc/self/fd/{descriptor}", path, "", _MS_BIND | _MS_REC, "")
         os.close(descriptor)
+    for source, target in (*spec.binds, *spec.over):
+        _mount(source, target, "", _MS_BIND | _MS_REC, "")
+    if spec.over:
+        _hide_cpusets()
     os.chdir("/")
+
+
+def _hide_cpusets() -> None:
+    """Takes the cgroups away that name real CPUs: hwloc would believe in no others."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/mounts", encoding="utf-8") as mounts:
+        found = [line.split() for line in mounts]
+    for _, place, kind, options, *_ in reversed(found):
+        if kind == "cgroup2" or (kind == "cgroup" and "cpuset" in options.split(",")):
+            _check(libc.umount2(place.encode(), _MNT_DETACH), f"cannot unmount {place}")
 
 
 def enter(pid: int, command: Sequence[str], environment: dict[str, str]) -> NoReturn:
@@ -117,7 +135,7 @@ def _main() -> NoReturn:
     command = sys.argv[2:]
     try:
         become(spec)
-        os.execvp(command[0], command)  # noqa: S606 - it becomes the daemon
+        os.execvpe(command[0], command, os.environ | spec.environment)  # noqa: S606 - the daemon
     except (DevclusterError, OSError) as error:
         sys.exit(f"{spec.name}: {error}")
 

@@ -28,6 +28,7 @@ _BASE = {
     "munge": "munge",
     "nsenter": "util-linux",
 }
+_MACHINE = {"gcc": "gcc"}
 _ACCOUNTING = {
     "slurmdbd": "slurmdbd",
     "sacctmgr": "slurm-wlm",
@@ -35,6 +36,8 @@ _ACCOUNTING = {
     "mariadb-install-db": "mariadb-server",
     "mariadb": "mariadb-server",
 }
+# what the compiler cannot do without, and does not bring -> Debian package
+_HEADERS = {"/usr/include/stdio.h": "libc6-dev"}
 # library that a part of Slurm loads only when it is asked for -> the package that brings it
 # (srun --mpi=pmix: Debian's plugin wants the name that only the development package has).
 _OPTIONAL = {"libpmix.so": "libpmix-dev"}
@@ -42,14 +45,16 @@ _LIBRARY_PATHS = ("/usr/lib/*/{}", "/usr/lib/*/pmix2/lib/{}", "/usr/lib64/{}")
 _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
-def missing_packages(*, accounting: bool = True) -> list[str]:
+def missing_packages(*, accounting: bool = True, machine: bool = True) -> list[str]:
     """Names the packages whose programs are not on this machine."""
-    wanted = _BASE | _ACCOUNTING if accounting else _BASE
+    wanted = _BASE | (_ACCOUNTING if accounting else {}) | (_MACHINE if machine else {})
     lacking = {
         package
         for program, package in wanted.items()
         if shutil.which(program, path=SEARCH_PATH) is None
     }
+    if machine:
+        lacking |= {package for path, package in _HEADERS.items() if not Path(path).exists()}
     return sorted(lacking)
 
 
