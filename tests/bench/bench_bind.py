@@ -2,11 +2,11 @@
 
     python tests/bench/bench_bind.py [RUNS] [PYTHON]
 
-A rank's start from the archive, with a plan that sets CPUs and memory and with verify at warn, until
-/bin/true has ended. All commands take turns, so that whatever else the machine does meets all of
-them alike; each figure is the median of RUNS (default 40) wall-clock times, files warm: two rounds
-before do not count. PYTHON (default: this one) runs the rank; the archive's bytecode is always this
-one's, as on a node where the ranks' interpreter is another than hpml's.
+A rank's start from the archive, with a plan that sets CPUs and memory and with verify at warn,
+until /bin/true has ended. All commands take turns, so that whatever else the machine does meets
+all of them alike; each figure is the median of RUNS (default 40) wall-clock times, files warm: two
+rounds before do not count. PYTHON (default: this one) runs the rank; the archive's bytecode is
+always this one's, as on a node where the ranks' interpreter is another than hpml's.
 Goal: at most 2 times `python -I -S -c pass` in the same run.
 
 The files are counted by strace: those that a start really opens, those that it looks for and does
@@ -36,6 +36,7 @@ GOAL = 2.0
 LEAST_RUNS = 10
 BARE = "python -I -S -c pass"
 BIND = "hpml-bind, the short way"
+KINDS = ("opened", "listed", "missed", "asked")
 CALL = re.compile(
     r"(openat|open|stat|newfstatat|lstat|statx|readlink|readlinkat|access|faccessat2?)\("
 )
@@ -140,14 +141,10 @@ def main() -> int:
             ratio = median / medians[BARE]
             print(f"{name:<26}{median * 1e3:>8.1f}  {spread:>14}  {ratio:>9.2f}")
         if shutil.which("strace"):
-            print(
-                f"\n{'files per start':<26}{'':<12}{'opened':>8}{'listed':>8}{'missed':>8}{'asked':>8}"
-            )
+            print(f"\n{'files per start':<38}" + "".join(f"{kind:>8}" for kind in KINDS))
             for name in (BARE, BIND, "hpml-node.pyz bind"):
                 for whose, kinds in files(commands[name], environment, directory).items():
-                    cells = "".join(
-                        f"{kinds[kind]:>8}" for kind in ("opened", "listed", "missed", "asked")
-                    )
+                    cells = "".join(f"{kinds[kind]:>8}" for kind in KINDS)
                     print(f"{name:<26}{whose:<12}{cells}")
         else:
             print("\nfiles: not counted, strace is not installed")
