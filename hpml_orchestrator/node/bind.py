@@ -1,19 +1,41 @@
-"""`hpml-bind -- command`: become one rank, and record where it runs.
+"""`hpml-bind [ATTEMPT] -- COMMAND`: become one rank where the node's plan puts it, and prove it.
 
-In this first form nothing is bound; the rank inherits what the launcher gave it. Started once per
-rank, so it imports next to nothing and execs as soon as it can.
+Started once per rank, perhaps ten thousand times at once from a shared file system. So the node's
+agent plans, and this reads one line of the plan, obeys it, reads back what the kernel made of it,
+appends one line to the node's record and becomes the command in the same process. It imports next
+to nothing, and `batch/onefile.py` packs it with what it imports as a single module.
+
+It sets CPU affinity, preferred memory, OMP_NUM_THREADS (unless the job file does) and the names by
+which a rank finds its node's agent. HPML_NIC tells the nearest network card and nothing obeys it:
+NCCL and UCX rank the cards by themselves as long as they see all of them, and NCCL_IB_HCA or
+UCX_NET_DEVICES would only take the others away. KMP_AFFINITY and OMP_PROC_BIND stay alone, too:
+with PyTorch they push all loader workers onto one core.
+
+Where no agent runs, such as in anybody's own batch script, `node/solo.py` plans for this one rank.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Mapping
+import time
 
-__all__ = ["main", "rank_variables", "run"]
+from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, start_ticks
+from hpml_orchestrator.node.rankrecord import append_record
+from hpml_orchestrator.node.ranks import rank_variables
+from hpml_orchestrator.placement.cpulist import cpu_list, cpu_numbers
+from hpml_orchestrator.placement.planfile import find, header
 
-USAGE = "usage: hpml-bind [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
+__all__ = ["EXIT_BINDING", "USAGE", "main", "run"]
+
+USAGE = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
+EXIT_BINDING = 79
+"""Exit status of a rank that is not where it should be, with `verify: strict`."""
+
+_SCHEMA_VERSION = 2
+_PLAN_BYTES = 1 << 20
+_OTHERS_SECONDS = 2.0  # so that the other ranks record theirs, too, before the job is ended
+_ALL_CPUS = "give the step all CPUs of the job: srun --cpu-bind=none, without --cpus-per-task"
 
 
 def main() -> int:
@@ -22,102 +44,200 @@ def main() -> int:
 
 
 def run(argv: list[str]) -> int:
-    """Record this rank's place and exec its command; returns only on an error.
+    """Bind this rank and exec its command; returns only on an error.
 
     Args:
-        argv: optionally the attempt's directory, then `--` and the command.
+        argv: optionally `--show`, which tells in a line what is done where no agent ran; optionally
+            the attempt's directory; then `--` and the command.
 
     Returns:
-        2 for wrong usage, 126 or 127 when the command cannot be executed.
+        2 for wrong usage, 79 where the rank cannot be bound and must be, 126 or 127 when the
+        command cannot be executed.
     """
-    if argv and argv[0] in ("-h", "--help"):
+    if argv[:1] in (["-h"], ["--help"]):
         sys.stdout.write(USAGE)
         return 0
-    try:
-        split = argv.index("--")
-    except ValueError:
-        split = -1
-    if split < 0 or split > 1 or split + 1 >= len(argv):
+    show = argv[:1] == ["--show"]
+    words = argv[1:] if show else argv
+    split = words.index("--") if "--" in words else -1
+    if split not in (0, 1) or split + 1 >= len(words):
         sys.stderr.write(USAGE)
         return 2
-    attempt = argv[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
-    command = argv[split + 1 :]
+    attempt = words[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
+    command = words[split + 1 :]
     os.environ.update(rank_variables(os.environ))
     if attempt:
-        _listen(attempt)
-        try:
-            _record(attempt, command)
-        except (OSError, ValueError) as error:
-            sys.stderr.write(f"hpml-bind: cannot record the binding: {error}\n")
-    # Python ignores these two, and what is ignored stays so across exec: not for the command.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        os.execvp(command[0], command)  # noqa: S606 - becoming the command is the purpose
-    except FileNotFoundError:
-        sys.stderr.write(f"hpml-bind: {command[0]}: command not found\n")
-        return 127
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"hpml-bind: {command[0]}: {getattr(error, 'strerror', error)}\n")
-        return 126
+        status = _obey(attempt, command[0])
+        if status:
+            return status
+    else:
+        from hpml_orchestrator.node.solo import bind_alone  # noqa: PLC0415 - reads all of sysfs
+
+        bind_alone(show=show or os.environ.get("HPML_BINDING_VERBOSE", "0") not in ("", "0"))
+    return _become(command)
 
 
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a task that srun started.
-
-    Empty where a launcher has set RANK, and outside a step. Tasks are spread in blocks, as many on
-    each node (`--ntasks-per-node`), so the count on one node is the total divided by the nodes.
-
-    >>> rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
-    ...     "SLURM_STEP_NUM_NODES": "2"})["LOCAL_WORLD_SIZE"]
-    '2'
-    """
-    if "RANK" in environment or "SLURM_PROCID" not in environment:
-        return {}
-    total = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
-    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or "1"
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "WORLD_SIZE": total,
-        "LOCAL_WORLD_SIZE": str(max(1, int(total) // max(1, int(nodes)))),
-        "GROUP_RANK": environment.get("SLURM_NODEID", "0"),
-    }
-
-
-def _listen(attempt: str) -> None:
-    """Tell the rank where this node's agent listens."""
-    from hpml_orchestrator.node.names import attempt_channel  # noqa: PLC0415
-
-    os.environ["HPML_CHANNEL"] = attempt_channel(os.environ, attempt)
-    os.environ["HPML_STOP_FILE"] = os.path.join(attempt, "stop")
-
-
-def _record(attempt: str, command: list[str]) -> None:
-    """Append this rank's place to the node's file: one small write."""
-    import json  # noqa: PLC0415
-    import socket  # noqa: PLC0415
-
-    host = socket.gethostname()
+def _obey(attempt: str, program: str) -> int:
+    """Do what the plan says of this rank, and record what came of it; 79 to end, else 0."""
+    host = os.uname().nodename
     node = os.environ.get("SLURMD_NODENAME") or host.partition(".")[0]
+    inherited = cpu_list(os.sched_getaffinity(0))
+    head, line, problems, hint = _planned(attempt, node)
+    verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
+    _tell_agent(attempt, head.get("channel", ""))
+    bound = line.get("bind") == "yes"
+    minor = ""  # what is recorded and never ends a job: a preference is no promise
+    if bound:
+        problems, minor = _set(head, line)
+        bound, hint = not problems, _ALL_CPUS
+    cpus = os.sched_getaffinity(0)
+    child, unproven = _proof(cpus) if verify != "off" else (None, "")
+    problems = problems or unproven
     record = {
-        "schema_version": 1,
-        "rank": int(os.environ.get("RANK") or 0),
-        "local_rank": int(os.environ.get("LOCAL_RANK") or 0),
-        "world_size": int(os.environ.get("WORLD_SIZE") or 1),
+        "schema_version": _SCHEMA_VERSION,
+        "rank": _variable("RANK", 0),
+        "local_rank": _variable("LOCAL_RANK", 0),
+        "world_size": _variable("WORLD_SIZE", 1),
         "node": node,
         "host": host,
         "pid": os.getpid(),
-        "cpus": sorted(os.sched_getaffinity(0)),
-        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES")
-        or os.environ.get("ROCR_VISIBLE_DEVICES"),
-        "bound": False,
-        "program": command[0],
+        "start_ticks": start_ticks(),
+        "time": round(time.time(), 6),
+        "inherited": inherited,
+        "cpus": cpu_list(cpus),
+        "child_cpus": child,
+        "memory": memory_policy(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES")),
+        "threads": _variable("OMP_NUM_THREADS", None),
+        "nic": os.environ.get("HPML_NIC"),
+        "bound": bound,
+        "error": "; ".join(one for one in (problems, minor) if one),
+        "program": program,
     }
-    line = json.dumps(record, ensure_ascii=False) + "\n"
-    path = os.path.join(attempt, "binding", f"{node}.jsonl")
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.write(descriptor, line.encode("utf-8", "surrogateescape"))
-    finally:
-        os.close(descriptor)
+        append_record(f"{attempt}/binding/{node}.jsonl", record)
+    except OSError as error:
+        sys.stderr.write(f"hpml-bind: cannot record the binding: {error}\n")
+    if not problems:
+        return 0
+    strict = verify == "strict"
+    goes_on = "it goes on" if bound else "it goes on unbound"
+    end = "it ends (binding.verify: strict)" if strict else goes_on
+    who = f"rank {record['rank']} (local rank {record['local_rank']}) on {node}"
+    sys.stderr.write(f"hpml-bind: {who}: {problems}; {end}. Hint: {hint or _ALL_CPUS}\n")
+    if strict:
+        time.sleep(_OTHERS_SECONDS)
+        return EXIT_BINDING
+    return 0
+
+
+def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], str, str]:
+    """Return the plan's header, this rank's line, what is wrong with them, and what to do then."""
+    path = f"{attempt}/plan/{node}.txt"
+    head: dict[str, str] = {}
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(descriptor, _PLAN_BYTES).decode("ascii")
+        finally:
+            os.close(descriptor)
+        head = header(text)
+        local_rank = _variable("LOCAL_RANK", 0)
+        if local_rank is None:
+            wrong = os.environ["LOCAL_RANK"]
+            return head, {}, f"LOCAL_RANK is {wrong!r}, no number", "whoever set it must not"
+        if local_rank >= int(head["ranks"]):
+            problem = f"the plan has {head['ranks']} ranks for this node, and not this one"
+            return head, {}, problem, "start as many ranks on each node as the job file says"
+        line = find(text, local_rank)
+        cpu_numbers(line.get("cpus", ""))
+    except OSError as error:
+        problem = f"the plan {path} cannot be read: {error.strerror}"
+        return head, {}, problem, "see in the output what the node's agent says"
+    except ValueError as error:
+        problem = f"the plan {path} is damaged: {error}"
+        return head, {}, problem, "the agent writes it anew with the next start: submit again"
+    return head, line, "", ""
+
+
+def _tell_agent(attempt: str, channel: str) -> None:
+    """Tell the rank where this node's agent listens, and which file asks it to stop."""
+    if not channel:
+        try:
+            from hpml_orchestrator.node.names import attempt_channel  # noqa: PLC0415 - hashes
+        except ImportError:
+            return
+        channel = attempt_channel(os.environ, attempt)
+    os.environ["HPML_CHANNEL"] = channel
+    os.environ["HPML_STOP_FILE"] = f"{attempt}/stop"
+
+
+def _set(head: dict[str, str], line: dict[str, str]) -> tuple[str, str]:
+    """Set what this rank's line says; returns what is wrong with its CPUs, and with its memory."""
+    if "nic" in line:
+        os.environ["HPML_NIC"] = line["nic"]
+    if head.get("omp") != "keep":
+        os.environ["OMP_NUM_THREADS"] = line.get("threads", "1")
+    problem = _set_cpus(line.get("cpus", ""))
+    return problem, prefer_memory(int(line["mem"])) if line.get("mem", "").isdecimal() else ""
+
+
+def _proof(cpus: set[int]) -> tuple[str | None, str]:
+    """Return the CPUs of a forked child, and what is wrong with them."""
+    try:
+        child = child_cpus()
+    except (OSError, ValueError) as error:
+        return None, f"no child can be forked to prove the binding: {error}"
+    told = cpu_list(child)
+    return told, "" if child == cpus else f"a forked child runs on CPUs {told}, not on the rank's"
+
+
+def _set_cpus(wished: str) -> str:
+    """Set the affinity and read it back; returns what is wrong, or the empty text.
+
+    The kernel leaves out, without a word, what is outside of the cpuset. A rank that gets a part of
+    its CPUs goes back to those that it was started with: the part may be one of many.
+    """
+    cpus = frozenset(cpu_numbers(wished))
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+        found = os.sched_getaffinity(0)
+        if found == cpus:
+            return ""
+        os.sched_setaffinity(0, before)
+        refused = f"gives {cpu_list(found)} alone"
+    except (OSError, ValueError, OverflowError) as error:
+        refused = f"refuses them: {getattr(error, 'strerror', None) or error}"
+    may = f"it was started with {cpu_list(before)}"
+    return f"the plan wishes CPUs {wished or 'none'}, the kernel {refused}; {may}"
+
+
+def _variable(name: str, default: int | None) -> int | None:
+    """A variable as a number; the default where it is not set, None where it is no number."""
+    text = os.environ.get(name, "")
+    return (int(text) if text.isdecimal() else None) if text else default
+
+
+def _become(command: list[str]) -> int:
+    """Exec the command as a shell finds it; returns only on an error."""
+    try:
+        import _signal as signal  # type: ignore[import-not-found] # noqa: PLC0415 - no enums
+    except ImportError:
+        import signal  # noqa: PLC0415
+    # Python ignores these two, and what is ignored stays so across exec: not for the command.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    program = command[0]
+    reason = "" if program else "command not found"
+    # os.execvp would import the module warnings.
+    path = os.environ.get("PATH", os.defpath)
+    for directory in [""] if "/" in program else path.split(":"):
+        try:
+            os.execv(f"{directory}/{program}" if directory else program, command)  # noqa: S606
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            reason = reason or getattr(error, "strerror", None) or str(error)
+    sys.stderr.write(f"hpml-bind: {program}: {reason or 'command not found'}\n")
+    return 127 if reason in ("", "command not found") else 126

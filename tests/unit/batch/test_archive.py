@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import json
 import os
@@ -17,6 +18,8 @@ import pytest
 import vermin
 
 from hpml_orchestrator.batch import archive
+from hpml_orchestrator.placement.model import RankPlan
+from tests.unit.node.plans import MINE, put_plan, records
 
 # Where pyenv or a distribution would have put one; most machines have none any more.
 OLD_PYTHON = next(
@@ -24,6 +27,7 @@ OLD_PYTHON = next(
     Path(shutil.which("python3.9") or "python3.9"),
 )
 PACKAGE = Path(archive.__file__).parents[1]
+ROOMS = ("records", "staging", "topology", "placement", "node")
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +65,61 @@ def test_equal_sources_give_equal_bytes() -> None:
 
 
 def test_it_holds_the_rooms_of_the_nodes_and_no_other() -> None:
-    """What stands on the ground, placement, staging and node travel; nothing that needs more than the standard library does."""
+    """What travels needs nothing but the standard library; of hpml_bind bytecode travels, too."""
     with zipfile.ZipFile(io.BytesIO(archive.build())) as opened:
         names = opened.namelist()
         assert opened.testzip() is None
         assert {info.compress_type for info in opened.infolist()} == {zipfile.ZIP_STORED}
     rooms = {name.split("/")[1] for name in names if name.count("/") > 1}
-    assert rooms == {"records", "staging", "topology", "placement", "node"}
+    assert rooms == set(ROOMS)
     assert {"__main__.py", "hpml_orchestrator/errors.py", "hpml_orchestrator/node/main.py"} <= set(
         names
     )
-    assert all(name.endswith(".py") for name in names)
+    assert [name for name in names if not name.endswith(".py")] == ["hpml_bind.pyc"]
+
+
+def binder(python: Path, pyz: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start a rank the short way."""
+    return subprocess.run(
+        [python, "-I", "-S", "-W", "error", "-c", archive.BINDER, pyz, *arguments],
+        env={"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_rank_reads_bytecode_of_its_own_interpreter_only(pyz: Path, tmp_path: Path) -> None:
+    """This interpreter runs the bytecode, which has no line of source; others pass it over."""
+    other = tmp_path / "other.pyz"
+    with zipfile.ZipFile(pyz) as old, zipfile.ZipFile(other, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename == "hpml_bind.py":
+                data = b"import sys; sys.exit('source')"
+            new.writestr(info, data)
+    assert binder(Path(sys.executable), other, "--help").stdout.startswith("usage: hpml-bind")
+    strange = other.read_bytes().replace(importlib.util.MAGIC_NUMBER, b"\x01\x02\r\n", 1)
+    other.write_bytes(strange)
+    assert binder(Path(sys.executable), other, "--help").stderr == "source\n"
+
+
+@pytest.mark.parametrize("python", [OLD_PYTHON, Path(sys.executable)], ids=["3.9", "this"])
+def test_a_rank_starts_the_short_way(python: Path, pyz: Path, tmp_path: Path) -> None:
+    """The plan is obeyed, with a channel in it and without, and memory is preferred."""
+    if not python.exists():
+        pytest.skip("no Python 3.9 found: that a rank starts there is NOT tested")
+    (tmp_path / "binding").mkdir()
+    for more in ({}, {"channel": ""}):
+        put_plan(tmp_path, RankPlan(0, cpus=(MINE[0],), memory=0), verify="strict", **more)
+        done = binder(python, pyz, str(tmp_path), "--", "sh", "-c", "echo $HPML_CHANNEL")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("hpml-0-" if not more else f"hpml-{os.getuid()}-")
+    assert [(one["cpus"], one["bound"]) for one in records(tmp_path)] == [(str(MINE[0]), True)] * 2
+    assert binder(python, pyz, "--").stderr.startswith("usage: hpml-bind")
+    alone = binder(python, pyz, "--", "echo", "hi")
+    assert (alone.returncode, alone.stdout, alone.stderr) == (0, "hi\n", "")
 
 
 @pytest.mark.parametrize("python", [OLD_PYTHON, Path(sys.executable)], ids=["3.9", "this"])
@@ -144,7 +192,7 @@ def test_the_sources_keep_to_python_3_9() -> None:
     config = vermin.Config()
     config.set_eval_annotations(False)
     sources = [PACKAGE / "errors.py", PACKAGE / "__init__.py"]
-    for room in ("records", "staging", "topology", "placement", "node"):
+    for room in ROOMS:
         sources += (PACKAGE / room).rglob("*.py")
     assert len(sources) > 20
     newer = {}
@@ -164,7 +212,7 @@ def test_vermin_would_notice() -> None:
 
 def test_no_annotation_is_evaluated_early() -> None:
     """Newer spellings such as `int | None` stand where nothing evaluates them on Python 3.9."""
-    for room in ("records", "staging", "topology", "placement", "node"):
+    for room in ROOMS:
         for source in (PACKAGE / room).rglob("*.py"):
             text = source.read_text("utf-8")
             if re.search(r"^(class|def) ", text, re.MULTILINE):

@@ -7,21 +7,23 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.node.bind import rank_variables
 from hpml_orchestrator.node.names import attempt_channel, job_key
+from hpml_orchestrator.placement.model import RankPlan
+from tests.unit.node.plans import CHANNEL, MINE, one_each, put_plan, records
 
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
 
 BIND = Path(sys.executable).parent / "hpml-bind"
 SHOW = (
-    "import json, os, signal; print(json.dumps({'env': dict(os.environ), 'pid': os.getpid(), "
-    "'ignored': [l for l in open('/proc/self/status') if l.startswith('SigIgn')][0].split()[1]}))"
+    "import json, os; print(json.dumps({'env': dict(os.environ), 'pid': os.getpid(), "
+    "'cpus': sorted(os.sched_getaffinity(0))}))"
 )
 STEP = {
     "SLURM_PROCID": "5",
@@ -32,47 +34,12 @@ STEP = {
 }
 
 
-def claimed(node: Node) -> str:
+def claimed(node: Node, *ranks: RankPlan) -> str:
+    """A claimed attempt with a plan, of two ranks unless others are given."""
     status, out, err = node.claim("1")
     assert status == 0, err
+    put_plan(out.strip(), *(ranks or one_each()))
     return out.strip()
-
-
-def records(attempt: str) -> list[dict[str, Any]]:
-    text = Path(attempt, "binding", "n1.jsonl").read_text("utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, {}),
-        ({"RANK": "3", **STEP}, {}),
-        (
-            STEP,
-            {
-                "RANK": "5",
-                "LOCAL_RANK": "1",
-                "WORLD_SIZE": "8",
-                "LOCAL_WORLD_SIZE": "4",
-                "GROUP_RANK": "1",
-            },
-        ),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"},
-            {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "6",
-                "LOCAL_WORLD_SIZE": "2",
-                "GROUP_RANK": "0",
-            },
-        ),
-    ],
-)
-def test_rank_variables(environment: dict[str, str], expected: dict[str, str]) -> None:
-    """A task of srun gets what torchrun would give it; a rank of torchrun keeps its own."""
-    assert rank_variables(environment) == expected
 
 
 def test_a_task_becomes_a_rank(node: Node) -> None:
@@ -84,32 +51,126 @@ def test_a_task_becomes_a_rank(node: Node) -> None:
     seen = json.loads(out)
     assert seen["pid"] == process.pid
     assert (seen["env"]["RANK"], seen["env"]["WORLD_SIZE"]) == ("5", "8")
-    environment = node.environment("1")
-    assert seen["env"]["HPML_CHANNEL"] == attempt_channel(environment, attempt)
+    assert seen["env"]["HPML_CHANNEL"] == CHANNEL
     assert seen["env"]["HPML_STOP_FILE"] == f"{attempt}/stop"
 
 
-def test_where_it_ran_is_written_down(node: Node) -> None:
-    """One line per rank: node, host, process, CPUs, GPUs, program."""
+def test_without_a_channel_in_the_plan_the_name_is_made_anew(node: Node) -> None:
+    """A plan that does not name the agent's socket costs a hash, and no rank its agent."""
     attempt = claimed(node)
-    process = node.start("bind", attempt, "--", "true", CUDA_VISIBLE_DEVICES="3", **STEP)
+    put_plan(attempt, *one_each(), channel="")
+    _, out, _ = node.call("bind", attempt, "--", "sh", "-c", "echo $HPML_CHANNEL")
+    assert out.strip() == attempt_channel(node.environment("1"), attempt)
+
+
+def test_each_rank_runs_on_the_cpus_of_its_line(node: Node) -> None:
+    """The kernel says so of the command itself, and the threads are those of the plan."""
+    attempt = claimed(node)
+    for rank in ("0", "1"):
+        _, out, err = node.call(
+            "bind",
+            attempt,
+            "--",
+            sys.executable,
+            "-c",
+            SHOW,
+            **{**STEP, "SLURM_LOCALID": rank, "OMP_NUM_THREADS": "99"},
+        )
+        seen = json.loads(out)
+        assert (seen["cpus"], err) == ([MINE[int(rank) % len(MINE)]], "")
+        assert seen["env"]["OMP_NUM_THREADS"] == str(int(rank) + 3)
+        assert "HPML_NIC" not in seen["env"]
+
+
+def test_where_it_ran_is_written_down(node: Node) -> None:
+    """One line per rank: place, process, what it inherited, got, and passes on to a child."""
+    attempt = claimed(node, *one_each(1), RankPlan(1, cpus=(MINE[0],), nic="mlx5_3", threads=7))
+    process = node.start("bind", attempt, "--", "true", CUDA_VISIBLE_DEVICES="3,1", **STEP)
+    ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     process.communicate(timeout=60)
     (record,) = records(attempt)
+    assert abs(record.pop("time") - time.time()) < 60
+    assert record.pop("memory") in ("default", None)
     assert record == {
-        "schema_version": 1,
+        "schema_version": 2,
         "rank": 5,
         "local_rank": 1,
         "world_size": 8,
         "node": "n1",
         "host": socket.gethostname(),
         "pid": process.pid,
-        "cpus": sorted(os.sched_getaffinity(0)),
-        "visible_gpus": "3",
-        "bound": False,
+        "start_ticks": ticks,
+        "inherited": kernel_list(MINE),
+        "cpus": str(MINE[0]),
+        "child_cpus": str(MINE[0]),
+        "visible": "3,1",
+        "threads": 7,
+        "nic": "mlx5_3",
+        "bound": True,
+        "error": "",
         "program": "true",
     }
-    node.call("bind", attempt, "--", "true", RANK="1")
-    assert [line["rank"] for line in records(attempt)] == [5, 1]
+    node.call("bind", attempt, "--", "true", RANK="1", ROCR_VISIBLE_DEVICES="0")
+    assert [(line["rank"], line["visible"]) for line in records(attempt)] == [(5, "3,1"), (1, "0")]
+
+
+def kernel_list(cpus: list[int]) -> str:
+    """CPUs as /proc tells those of this test."""
+    told = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]
+    assert sorted(os.sched_getaffinity(0)) == cpus
+    return told
+
+
+def test_the_job_files_own_threads_are_kept(node: Node) -> None:
+    """With `omp=keep` OMP_NUM_THREADS stays as the job file sets it."""
+    attempt = claimed(node)
+    put_plan(attempt, *one_each(), omp="keep")
+    words = ("bind", attempt, "--", "sh", "-c", "echo $OMP_NUM_THREADS")
+    assert node.call(*words, OMP_NUM_THREADS="13") == (0, "13\n", "")
+    assert records(attempt)[0]["threads"] == 13
+
+
+def test_policy_none_sets_nothing(node: Node) -> None:
+    """Neither CPUs nor threads nor memory; the record is written all the same."""
+    attempt = claimed(node)
+    put_plan(attempt, RankPlan(0, cpus=(MINE[0],), memory=0, threads=9), policy="none")
+    words = ("bind", attempt, "--", sys.executable, "-c", SHOW)
+    status, out, err = node.call(*words, OMP_NUM_THREADS="2")
+    seen = json.loads(out)
+    assert (status, seen["cpus"], seen["env"]["OMP_NUM_THREADS"], err) == (0, MINE, "2", "")
+    (record,) = records(attempt)
+    assert (record["bound"], record["error"], record["inherited"]) == (False, "", record["cpus"])
+
+
+def test_no_child_is_forked_where_nobody_looks(node: Node) -> None:
+    """With verify off the rank is bound and records what it knows without a child."""
+    attempt = claimed(node)
+    put_plan(attempt, *one_each(), verify="off")
+    assert node.call("bind", attempt, "--", "true") == (0, "", "")
+    (record,) = records(attempt)
+    assert (record["bound"], record["child_cpus"], record["cpus"]) == (True, None, str(MINE[0]))
+
+
+def test_many_ranks_at_once_write_whole_lines(node: Node) -> None:
+    """64 ranks of one node share a file, and no line is cut or mixed with another."""
+    attempt = claimed(node, *one_each(64))
+    program = "true" if Path("/bin/true").exists() else sys.executable
+    ranks = [
+        node.start("bind", attempt, "--", program, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(64)
+    ]
+    assert [one.communicate(timeout=120) for one in ranks] == [("", "")] * 64
+    assert sorted(line["rank"] for line in records(attempt)) == list(range(64))
+    assert all(line["cpus"] == str(MINE[line["rank"] % len(MINE)]) for line in records(attempt))
+
+
+def test_odd_text_stays_json(node: Node) -> None:
+    """Quotes, line ends, letters of all kinds and bytes that are no text are kept in the record."""
+    attempt = claimed(node)
+    odd = 'a"b\\c\n\té\U0001f600\udc80'
+    node.call("bind", attempt, "--", odd, CUDA_VISIBLE_DEVICES='"x\u2028"')
+    (record,) = records(attempt)
+    assert (record["program"], record["visible"]) == (odd, '"x\u2028"')
 
 
 def test_the_command_inherits_no_ignored_signal(node: Node) -> None:
@@ -131,6 +192,9 @@ def test_the_command_inherits_no_ignored_signal(node: Node) -> None:
     [
         (["no-such-program"], 127, "hpml-bind: no-such-program: command not found\n"),
         (["/proc/version"], 126, "hpml-bind: /proc/version: Permission denied\n"),
+        (["/"], 126, "hpml-bind: /: Permission denied\n"),
+        (["/proc/version/x"], 127, "hpml-bind: /proc/version/x: command not found\n"),
+        ([""], 127, "hpml-bind: : command not found\n"),
         (["bash", "-c", "exit 42"], 42, ""),
         (["bash", "-c", "kill -9 $$"], -9, ""),
     ],
@@ -146,18 +210,22 @@ def test_it_ends_as_its_command_ends(
 def test_wrong_usage(node: Node, words: list[str]) -> None:
     """Anything but [ATTEMPT] -- COMMAND is told with the usage."""
     status, _, err = node.call("bind", *words)
-    assert (status, err) == (2, "usage: hpml-bind [ATTEMPT] -- COMMAND [ARGUMENT]…\n")
+    assert (status, err) == (2, "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n")
 
 
-@pytest.mark.parametrize("rank", ["0", "nonsense"])
-def test_a_record_that_cannot_be_written_stops_nobody(
-    node: Node, tmp_path: Path, rank: str
-) -> None:
-    """The rank runs all the same, and says so."""
-    status, out, err = node.call("bind", str(tmp_path / "none"), "--", "echo", "hi", RANK=rank)
-    assert (status, out) == (0, "hi\n")
-    assert err.startswith("hpml-bind: cannot record the binding: ")
-    assert err.count("\n") == 1
+def test_a_command_is_found_as_a_shell_finds_it(node: Node, tmp_path: Path) -> None:
+    """Along PATH, past what may not be executed, and in the working directory only when told."""
+    attempt = claimed(node)
+    for name, mode in (("first", 0o644), ("second", 0o755)):
+        program = tmp_path / name / "tool"
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\necho found\n")
+        program.chmod(mode)
+    path = f"/nowhere:{tmp_path}/first:{tmp_path}/second"
+    assert node.call("bind", attempt, "--", "tool", PATH=path) == (0, "found\n", "")
+    status, _, err = node.call("bind", attempt, "--", "tool", PATH=f"{tmp_path}/first")
+    assert (status, err) == (126, "hpml-bind: tool: Permission denied\n")
+    assert node.call("bind", attempt, "--", "tool", PATH="/nowhere")[0] == 127
 
 
 def test_the_command_hpml_bind(node: Node) -> None:
