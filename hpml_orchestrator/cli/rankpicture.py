@@ -143,7 +143,7 @@ class Ranks:
             kind = "rank several" if len(places) > 1 else "rank"
             look += "" if len(places) > 1 else f' fill="{self.colours[places[0]]}"'
             sheet.box(kind, x + part * wide, y, wide, height, told, look)
-            words = f"×{len(places)}" if len(places) > 1 else self.boxes[places[0]].label  # noqa: RUF001
+            words = f"x{len(places)}" if len(places) > 1 else self.boxes[places[0]].label
             if wide >= _NARROW:
                 middle = x + part * wide + wide // 2
                 sheet.text(middle, y + 11, words, size=8, room=wide, look=MIDDLE + BOLD)

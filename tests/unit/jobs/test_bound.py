@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.jobs.bound import Bound, bound_of
@@ -254,6 +254,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_no_record_breaks_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Any value in any field of a proof, a rank's record or a topology: told or passed over."""
     directory = tmp_path_factory.mktemp("any") / "0"
