@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Place", "Unreadable", "bound_of", "node_topology"]
 
 _SUFFIX = ".proof.json"
-_ENDED_BY_BINDING = "binding"
+_BINDING = "binding"
 
 
 @dataclass(frozen=True)
@@ -279,15 +279,15 @@ def _line(
     wrong = sum(bool(one.wrong) for one in ranks)
     nodes = [proof.node for proof in proofs if proof.wrong]
     of_all = f"of {total} rank{'s' * (total != 1)}"
+    failed = "; the job failed for it (verify: strict)" if _failed(ended) else ""
     if wrong or nodes:
         told = [f"{wrong} {of_all} WRONG"] if wrong else []
         if nodes:
             told.append(f"node{'s' * (len(nodes) > 1)} {_few(nodes)} WRONG")
-        by = "; the job was ended for it (verify: strict)" if _was_ended(ended) else ""
-        return f"{policy}, {', '.join(told)}{by}"
+        return f"{policy}, {', '.join(told)}{failed}"
     if unreadable:
         names = _few([one.node for one in unreadable])
-        return f"not proven: the proof of {names} cannot be read ({unreadable[0].why})"
+        return f"not proven: the proof of {names} cannot be read ({unreadable[0].why}){failed}"
     if policy == "none":
         return "none: nothing was bound"
     if verify == "off":
@@ -295,9 +295,9 @@ def _line(
     if judged < total:
         yet = "" if ended is not None else " so far"
         if not judged:
-            return f"not proven: {policy}, no rank was looked at{yet}"
+            return f"not proven: {policy}, no rank was looked at{yet}{failed}"
         good = "is where it should be" if judged == 1 else "are where they should be"
-        return f"not proven: {policy}, {judged} {of_all} seen{yet}, which {good}"
+        return f"not proven: {policy}, {judged} {of_all} seen{yet}, which {good}{failed}"
     own = sum(not one.live for one in ranks)
     by = f" ({own} by their own record alone)" if own else ""
     good = "where they should be" if total != 1 else "where it should be"
@@ -313,8 +313,8 @@ def _asked(proofs: Sequence[NodeProof], asked: object) -> tuple[str, str]:
     return str(asked or "none"), "warn"
 
 
-def _was_ended(ended: Mapping[str, Any] | None) -> bool:
-    return ended is not None and ended.get("reason") == _ENDED_BY_BINDING
+def _failed(ended: Mapping[str, Any] | None) -> bool:
+    return ended is not None and ended.get("reason") == _BINDING
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:

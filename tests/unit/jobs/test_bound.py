@@ -123,7 +123,7 @@ def test_a_strict_job_is_told_to_have_been_ended(attempt: Attempt) -> None:
     assert bound_of(attempt).line == "gpu-local, 1 of 1 rank WRONG"
     end(attempt, 79, "binding")
     assert bound_of(attempt).line == (
-        "gpu-local, 1 of 1 rank WRONG; the job was ended for it (verify: strict)"
+        "gpu-local, 1 of 1 rank WRONG; the job failed for it (verify: strict)"
     )
     end(attempt, 143, "terminated")
     assert bound_of(attempt).line == "gpu-local, 1 of 1 rank WRONG"
@@ -156,6 +156,10 @@ def test_what_nobody_looked_at_is_not_proven(attempt: Attempt) -> None:
     )
     (attempt.directory / "binding" / "n0.proof.json").unlink()
     assert bound_of(attempt, LOCAL).line == "not proven: gpu-local, no rank was looked at"
+    end(attempt, 79, "binding")
+    assert bound_of(attempt, {**LOCAL, "verify": "strict"}).line == (
+        "not proven: gpu-local, no rank was looked at; the job failed for it (verify: strict)"
+    )
     off = {**LOCAL, "verify": "off"}
     assert bound_of(attempt, off).line == "not proven: gpu-local, with verify: off nobody looked"
 
