@@ -155,7 +155,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_WHOLE_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME"})
+_WHOLE_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "RIGHT"})
 """Columns that are never broken: what stands there is copied."""
 
 _STYLES = {
@@ -169,4 +169,6 @@ _STYLES = {
     "CANCELLED": "magenta",
     "REFUSED": "red",
     "NOT SUBMITTED": "red",
+    "yes": "green",
+    "WRONG": "bold red",
 }

@@ -44,7 +44,10 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("Cancel two runs by their jobs' ids:", "hpml cancel 4711 4712"),
     ],
     "wait": [("In a script, go on when the run is over:", "hpml wait last")],
-    "show": [("All that is known of the newest run:", "hpml show")],
+    "show": [
+        ("All that is known of the newest run:", "hpml show"),
+        ("Where each of many ranks ran:", "hpml show last --ranks"),
+    ],
     "doctor": [("Look at this machine:", "hpml doctor")],
     "schema": [
         ("For an editor's checks:", "hpml schema job"),
@@ -72,7 +75,12 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("This node:", "hpml topo"),
         ("Another one, from what it printed, with a picture:", "hpml topo topo.txt --svg node.svg"),
         ("Of a file, for programs:", "hpml topo machine.xml --json"),
-        ("Where four ranks would run there:", "hpml topo machine.xml --ranks 4"),
+        (
+            "Where four ranks would run there, with a picture:",
+            "hpml topo machine.xml --ranks 4 --svg ranks.svg",
+        ),
+        ("Where a job's ranks would run:", "hpml topo --plan job.yaml"),
+        ("Where a run's ranks ran:", "hpml topo --run last --svg ranks.svg"),
     ],
     "man": [
         ("Read about a command:", "hpml man submit"),

@@ -180,27 +180,42 @@ def wait(
     fail_unless_completed(state)
 
 
-def show(context: typer.Context, run: RunWord = "last", as_json: JsonOption = False) -> None:
-    """Show a run: its state, phases, staging, result, and where its records lie.
+def show(
+    context: typer.Context,
+    run: RunWord = "last",
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Show every rank; else of more than 16 the wrong ones.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a run: state, phases, staging, result, where its ranks ran, where its records lie.
 
     Of a job array it shows the tasks, and of one of them (RUN.INDEX) what it shows of any run.
     """
     from hpml_orchestrator.jobs.show import array_lines, summary_lines, task_rows  # noqa: PLC0415
     from hpml_orchestrator.jobs.status import states  # noqa: PLC0415
-    from hpml_orchestrator.jobs.summary import summarise  # noqa: PLC0415
+    from hpml_orchestrator.jobs.summary import binding_of, summarise  # noqa: PLC0415
 
     store = store_of(context)
     submission = store.resolve(run)
     state = states(store, [submission])[0]
+    if ranks and state.tasks:
+        from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+        raise InputError(
+            "a job array has ranks in each of its tasks",
+            field="--ranks",
+            hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
+        )
     summary = summarise(state)
-    attempts = state.run.attempts()
-    bindings = attempts[-1].bindings() if attempts else []
     if as_json:
+        attempts = state.run.attempts()
         print_json(
             {
                 **state.to_json(),
                 "summary": summary.to_json(),
-                "bindings": bindings,
+                **binding_of(state).to_json(),
+                "bindings": attempts[-1].bindings() if attempts else [],
                 "record": submission.record(),
             }
         )
@@ -211,12 +226,9 @@ def show(context: typer.Context, run: RunWord = "last", as_json: JsonOption = Fa
         typer.echo("")
         print_table(("TASK", "JOB", "STATE", "TIME", "NODES", "EXIT", "REASON"), task_rows(state))
         return
+    from hpml_orchestrator.cli.places import print_places  # noqa: PLC0415
+
     for name, text in summary_lines(state, summary):
         typer.echo(f"{name:<10} {text}")
     typer.echo(f"{'script':<10} {submission.script}")
-    for one in bindings:
-        typer.echo(
-            f"{'rank ' + str(one.get('rank')):<10} {one.get('node')}, "
-            f"CPUs {','.join(str(cpu) for cpu in one.get('cpus', []))}, "
-            f"GPUs {one.get('visible_gpus') or 'none'}"
-        )
+    print_places(binding_of(state), everything=ranks)

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, print_json, print_table
+from hpml_orchestrator.cli.common import JsonOption, SetOption, print_json, print_table, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from hpml_orchestrator.cli.rankpicture import RankBox
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["names", "nearest_nics", "register"]
+__all__ = ["names", "nearest_nics", "print_node", "read_node", "register", "write_picture"]
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _GIB = 1024**3
@@ -26,6 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def topo(
+    context: typer.Context,
     file: Annotated[
         str | None,
         typer.Argument(
@@ -58,53 +60,83 @@ def topo(
             show_default="gpu-local",
         ),
     ] = "",
+    job_file: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            metavar="JOB_FILE",
+            help="Say instead where that job's ranks would run; without FILE on a node of its "
+            "partition, if the site profile has its topology.",
+            show_default=False,
+        ),
+    ] = "",
+    settings: SetOption = [],  # noqa: B006 - typer copies it
     allowed_cpus: Annotated[
         str,
         typer.Option(
             "--allowed-cpus",
             metavar="LIST",
-            help="With --ranks: the only CPUs to use, such as 0-15,64-79.",
+            help="With --ranks or --plan: the only CPUs to use, such as 0-15,64-79.",
             show_default="all",
+        ),
+    ] = "",
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Show a node of that run, and where its ranks ran there.",
+            show_default=False,
+        ),
+    ] = "",
+    node: Annotated[
+        str,
+        typer.Option(
+            "--node",
+            metavar="NODE",
+            help="With --run: which of its nodes.",
+            show_default="that of the first rank",
         ),
     ] = "",
 ) -> None:
     """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other.
 
-    With `--ranks` it says which GPU, cores and network card each rank would get there. Jobs are not
-    bound so yet: where their ranks ran is in `hpml show`.
+    With `--ranks` or `--plan` it says which GPU, cores and network card each rank would get there;
+    with `--run` where they really ran.
     """
-    _check_options(ranks, {"--policy": policy, "--allowed-cpus": allowed_cpus}, svg)
-    topology = _topology(file)
-    if ranks is not None:
-        from hpml_orchestrator.cli.topoplan import tell_plan  # noqa: PLC0415
+    from hpml_orchestrator.cli import topoplan  # noqa: PLC0415
 
-        tell_plan(topology, ranks, policy or "gpu-local", allowed_cpus, as_json=as_json)
+    given = topoplan.Asked(ranks, policy, job_file, tuple(settings), allowed_cpus, run, node)
+    given.check(file)
+    if run:
+        from hpml_orchestrator.cli.toporun import tell_run  # noqa: PLC0415
+
+        tell_run(store_of(context), run, node, svg=svg, as_json=as_json)
+        return
+    source = file
+    if job_file:
+        job = topoplan.job_of(context, given)
+        source = topoplan.topology_file(job, file)
+        wanted = topoplan.wanted_by_job(job, given)
+    topology = read_node(source)
+    title = _title(source, topology)
+    if job_file or ranks is not None:
+        if ranks is not None:
+            wanted = topoplan.wanted_by_words(ranks, given)
+        topoplan.tell_plan(topology, wanted, svg=svg, title=title, as_json=as_json)
         return
     if svg is not None:
-        _write_picture(topology, svg, title=_title(file, topology))
+        write_picture(topology, svg, title=title)
     if as_json:
         from hpml_orchestrator.topology.record import topology_json  # noqa: PLC0415
 
         print_json(topology_json(topology))
     else:
-        _print(topology, _title(file, topology))
+        print_node(topology, title)
     for warning in topology.warnings:
         typer.echo(f"warning: {warning}", err=True)
     if file is None:
         _tell_restriction(topology)
-
-
-def _check_options(ranks: int | None, of_ranks: dict[str, str], svg: str | None) -> None:
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-
-    if ranks is None:
-        for name, value in of_ranks.items():
-            if value:
-                raise InputError(
-                    "needs --ranks N", field=name, value=value, hint="hpml topo --ranks 4"
-                )
-    elif svg is not None:
-        raise InputError("cannot be given together with --ranks", field="--svg", value=svg)
 
 
 def _tell_restriction(topology: Topology) -> None:
@@ -118,7 +150,7 @@ def _tell_restriction(topology: Topology) -> None:
         typer.echo(f"note: this process may use the CPUs {format_list(allowed)} alone", err=True)
 
 
-def _topology(file: str | None) -> Topology:
+def read_node(file: str | None) -> Topology:
     """Return the topology of a file, of standard input, or of this node."""
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
@@ -171,20 +203,34 @@ def _title(file: str | None, topology: Topology) -> str:
     return f"{os.uname().nodename} ({topology.source})"
 
 
-def _write_picture(topology: Topology, path: str, *, title: str) -> None:
+def write_picture(
+    topology: Topology, path: str, *, title: str, ranks: Sequence[RankBox] = ()
+) -> None:
+    """Write a node's picture.
+
+    Args:
+        topology: the node.
+        path: of the file.
+        title: what stands above.
+        ranks: whose its cores are.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     from hpml_orchestrator.cli.topopicture import picture  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
     try:
         with open(path, "w", encoding="utf-8") as stream:
-            stream.write(picture(topology, title=title))
+            stream.write(picture(topology, title=title, ranks=ranks))
     except OSError as error:
         raise InputError(
             f"cannot be written: {error.strerror}", field="--svg", value=path
         ) from None
 
 
-def _print(topology: Topology, title: str) -> None:
+def print_node(topology: Topology, title: str) -> None:
+    """Print a node's domains, GPUs and network cards as tables."""
     from hpml_orchestrator.topology import format_list  # noqa: PLC0415
 
     counts = (

@@ -1,67 +1,269 @@
-"""Where the ranks of a job would run on a node: `hpml topo --ranks`."""
+"""Where ranks would run on a node: `hpml topo --ranks` and `hpml topo --plan`."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
-from hpml_orchestrator.cli.common import print_json, print_table
+from hpml_orchestrator.cli.common import chosen_site, print_json, print_table
+from hpml_orchestrator.cli.conflicts import refuse_with
 from hpml_orchestrator.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["tell_plan"]
+__all__ = [
+    "Asked",
+    "SiteJob",
+    "Wanted",
+    "job_of",
+    "tell_plan",
+    "topology_file",
+    "wanted_by_job",
+    "wanted_by_words",
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `hpml topo` about ranks, as they were given."""
+
+    ranks: int | None
+    policy: str
+    job_file: str
+    settings: tuple[str, ...]
+    allowed_cpus: str
+    run: str
+    node: str
+
+    def check(self, file: str | None) -> None:
+        """Refuse options that rule one another out, and those that need another.
+
+        Raises:
+            InputError: names the option, and what it needs.
+        """
+        whole = {"--ranks": self.ranks is not None, "--plan": self.job_file}
+        details = {"--policy": self.policy, "--allowed-cpus": self.allowed_cpus}
+        if self.run:
+            refuse_with("--run", {"FILE": file is not None, **whole, **details})
+        if self.ranks is not None:
+            refuse_with("--ranks", {"--plan": self.job_file})
+        for option, given, needs, example in (
+            ("--node", self.node, bool(self.run), "--run RUN"),
+            ("--set", self.settings, bool(self.job_file), "--plan JOB_FILE"),
+            ("--allowed-cpus", self.allowed_cpus, any(whole.values()), "--ranks N or --plan JOB"),
+        ):
+            if given and not needs:
+                raise InputError(f"needs {example}", field=option, hint="hpml topo --help")
+        if self.policy and self.job_file:
+            raise InputError(
+                "cannot be given together with --plan: the job has a policy",
+                field="--policy",
+                value=self.policy,
+                hint=f"--set binding.policy={self.policy}",
+            )
+        if self.policy and self.ranks is None:
+            raise InputError(
+                "needs --ranks N", field="--policy", value=self.policy, hint="hpml topo --ranks 4"
+            )
+
+
+@dataclass(frozen=True)
+class SiteJob:
+    """A job, and the site profile that counts for it."""
+
+    job: Job
+    site: ResolvedSite | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be planned on a node.
+
+    Attributes:
+        ranks: how many ranks it has.
+        policy: one of the planner's.
+        ranks_per_gpu: how many of them share a GPU.
+        loader_workers: of each rank.
+        hardware_threads: whether ranks get all hardware threads of a core.
+        allowed_cpus: the only CPUs to use, in the kernel's list format; all when empty.
+        gpus: GPUs that the job asks for; None where all of the node's count.
+        cpus: CPUs that the job asks for; None where all of the node's count.
+    """
+
+    ranks: int
+    policy: str = "gpu-local"
+    ranks_per_gpu: int = 1
+    loader_workers: int = 0
+    hardware_threads: bool = True
+    allowed_cpus: str = ""
+    gpus: int | None = None
+    cpus: int | None = None
+
+
+def wanted_by_words(ranks: int, asked: Asked) -> Wanted:
+    """Return what `--ranks` and `--policy` ask for.
+
+    Raises:
+        InputError: there is no such policy.
+    """
+    from hpml_orchestrator.placement.planner import POLICIES  # noqa: PLC0415
+
+    if asked.policy and asked.policy not in POLICIES:
+        raise InputError(
+            f"must be one of {', '.join(POLICIES)}",
+            field="--policy",
+            value=asked.policy,
+            hint=did_you_mean(asked.policy, POLICIES),
+        )
+    return Wanted(ranks, asked.policy or "gpu-local", allowed_cpus=asked.allowed_cpus)
+
+
+def job_of(context: typer.Context, asked: Asked) -> SiteJob:
+    """Load the job file of `--plan` through the site profile that counts for it."""
+    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
+    from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
+
+    given = [parse_setting(setting) for setting in asked.settings]
+    site = site_for(asked.job_file, os.environ, chosen=chosen_site(context))
+    return SiteJob(load_job(asked.job_file, given, site).job, site)
+
+
+def wanted_by_job(one: SiteJob, asked: Asked) -> Wanted:
+    """Return what a job asks of each of its nodes."""
+    resources, binding = one.job.resources, one.job.binding
+    return Wanted(
+        resources.ranks,
+        binding.policy,
+        resources.ranks_per_gpu,
+        binding.loader_workers,
+        binding.hardware_threads,
+        asked.allowed_cpus,
+        resources.gpu_count,
+        None if resources.exclusive else resources.ranks * resources.cpus_per_rank,
+    )
+
+
+def topology_file(one: SiteJob, file: str | None) -> str | None:
+    """Return FILE, else the topology that the site profile has of the job's nodes, else None.
+
+    Raises:
+        InputError: the job's nodes are of several kinds, and these differ.
+    """
+    if file is not None or one.site is None:
+        return file
+    kinds = one.site.site.node_types_of(one.job.resources.partition)
+    files = list(dict.fromkeys(kind.topology for kind in kinds if kind.topology))
+    if len(files) > 1:
+        raise InputError(
+            f"nodes of several kinds may run this job: {', '.join(files)}",
+            field="FILE",
+            hint=f"name one: hpml topo {files[0]} --plan …",
+        )
+    if not files and kinds:
+        typer.echo(
+            "note: the site profile tells no topology of this job's nodes: the plan is of this "
+            "machine",
+            err=True,
+        )
+    return files[0] if files else None
 
 
 def tell_plan(
-    topology: Topology, ranks: int, policy: str, allowed_cpus: str, *, as_json: bool
+    topology: Topology, wanted: Wanted, *, svg: str | None, title: str, as_json: bool
 ) -> None:
-    """Print which GPU, cores and network card each rank of a node would get.
+    """Print which GPU, cores and network card each rank of a node would get, and draw it.
 
     Args:
         topology: the node.
-        ranks: ranks on it.
-        policy: one of the planner's.
-        allowed_cpus: the only CPUs to use, in the kernel's list format; all when empty.
+        wanted: what is to be planned.
+        svg: file to write a picture to, if any.
+        title: what to call the node in the picture.
         as_json: whether to print JSON.
 
     Raises:
-        InputError: there is no such policy, or the CPUs are no list.
+        InputError: the allowed CPUs are no list, or none of the node's.
     """
-    from hpml_orchestrator.placement.planner import POLICIES, plan  # noqa: PLC0415
+    from hpml_orchestrator.placement.planner import plan  # noqa: PLC0415
     from hpml_orchestrator.placement.show import (  # noqa: PLC0415
         PLAN_COLUMNS,
         plan_json,
         plan_rows,
     )
-    from hpml_orchestrator.topology import parse_list  # noqa: PLC0415
 
-    if policy not in POLICIES:
-        raise InputError(
-            f"must be one of {', '.join(POLICIES)}",
-            field="--policy",
-            value=policy,
-            hint=did_you_mean(policy, POLICIES),
-        )
-    allowed = None
-    if allowed_cpus:
-        try:
-            allowed = parse_list(allowed_cpus)
-        except ValueError:
-            raise InputError(
-                "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=allowed_cpus
-            ) from None
-        if not set(allowed) & topology.cpus:
-            raise InputError(
-                "names none of the node's CPUs", field="--allowed-cpus", value=allowed_cpus
-            )
-    made = plan(topology, ranks, policy=policy, allowed_cpus=allowed)
+    allowed = _allowed(topology, wanted.allowed_cpus)
+    devices = topology.devices
+    few = wanted.gpus is not None and wanted.gpus < len(devices)
+    made = plan(
+        topology,
+        wanted.ranks,
+        policy=wanted.policy,
+        ranks_per_gpu=wanted.ranks_per_gpu,
+        allowed_cpus=allowed,
+        visible_gpus=[one.index for one in devices[: wanted.gpus]] if few else None,
+        loader_workers=wanted.loader_workers,
+        smt=wanted.hardware_threads,
+    )
     warnings = [*topology.warnings, *made.warnings]
+    if wanted.gpus is not None and wanted.gpus > len(devices):
+        warnings.append(f"the job asks for {_gpus(wanted.gpus)}, and this node has {len(devices)}")
+    note = _note(topology, wanted)
+    if svg is not None:
+        from hpml_orchestrator.cli.rankpicture import of_plan  # noqa: PLC0415
+        from hpml_orchestrator.cli.topo import write_picture  # noqa: PLC0415
+
+        count = f"{wanted.ranks} rank{'s' * (wanted.ranks != 1)}"
+        words = f"{title}: where {count} would run ({wanted.policy})"
+        write_picture(topology, svg, title=words, ranks=of_plan(made))
     if as_json:
-        print_json({**plan_json(made), "warnings": warnings})
+        notes = [note] if note else []
+        print_json({**plan_json(made), "warnings": warnings, "notes": notes})
         return
     print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(made))
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
+    if note:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+    from hpml_orchestrator.topology import parse_list  # noqa: PLC0415
+
+    if not text:
+        return None
+    try:
+        allowed = parse_list(text)
+    except ValueError:
+        raise InputError(
+            "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=text
+        ) from None
+    if not set(allowed) & topology.cpus:
+        raise InputError("names none of the node's CPUs", field="--allowed-cpus", value=text)
+    return allowed
+
+
+def _note(topology: Topology, wanted: Wanted) -> str:
+    """Say which part of the node a job asks for, where it is not all of it."""
+    parts, taken = [], []
+    if not wanted.allowed_cpus:
+        taken.append("all CPUs")
+        if wanted.cpus is not None and wanted.cpus < len(topology.cpus):
+            parts.append(f"{wanted.cpus} of {len(topology.cpus)} CPUs")
+    if wanted.gpus is not None and 0 < wanted.gpus < len(topology.devices):
+        parts.append(f"{wanted.gpus} of {_gpus(len(topology.devices))}")
+        taken.append("the first GPU" if wanted.gpus == 1 else f"the first {_gpus(wanted.gpus)}")
+    if not parts:
+        return ""
+    return (
+        f"the job asks for {' and '.join(parts)}: Slurm decides which; "
+        f"this plan takes {' and '.join(taken)}"
+    )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"

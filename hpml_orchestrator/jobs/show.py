@@ -135,6 +135,8 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
             else "nothing"
         )
         lines.append(("staged", staged))
+    if summary.binding:
+        lines.append(("binding", summary.binding))
     if summary.phases:
         lines.append(
             ("phases", ", ".join(f"{one.name} {one.seconds:.2f} s" for one in summary.phases))

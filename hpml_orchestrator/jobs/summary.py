@@ -6,13 +6,16 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.jobs.bound import Bound, bound_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.jobs.status import State
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Phase", "Summary", "phases", "summarise"]
+__all__ = ["Phase", "Summary", "binding_of", "phases", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Summary:
         data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
         samples_per_second: of all ranks: what the result says, else from the counters since the
             warm-up ended; None if neither tells.
+        binding: whether the ranks ran where they should, in one line; empty if nothing tells.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -57,6 +61,7 @@ class Summary:
     last_step: dict[str, Any] = field(default_factory=dict)
     data_wait_ratio: float | None = None
     samples_per_second: float | None = None
+    binding: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -97,7 +102,20 @@ def summarise(state: State) -> Summary:
             if "samples_per_second" in result
             else _rate(events)
         ),
+        binding=binding_of(state).line,
     )
+
+
+def binding_of(state: State) -> Bound:
+    """Return what the last attempt's records tell of where its ranks ran."""
+    attempts = state.run.attempts()
+    if not attempts:
+        return Bound()
+    try:
+        asked = state.submission.record()["job"]["binding"]
+    except (HpmlError, KeyError, TypeError):
+        asked = None
+    return bound_of(attempts[-1], asked)
 
 
 def phases(

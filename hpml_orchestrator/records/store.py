@@ -127,7 +127,11 @@ class Attempt:
         """Where each rank ran, by rank; one that started twice counts as it started last."""
         found: dict[int, dict[str, Any]] = {}
         for path in sorted((self.directory / "binding").glob("*.jsonl")):
-            for line in read_json_lines(path):
+            try:
+                lines = read_json_lines(path)
+            except (NotFoundError, RecordError):
+                continue
+            for line in lines:
                 if isinstance(line, dict) and isinstance(line.get("rank"), int):
                     found[line["rank"]] = line
         return [found[rank] for rank in sorted(found)]

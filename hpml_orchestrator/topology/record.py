@@ -67,53 +67,79 @@ def topology_of_json(data: Any) -> Topology:
         InputError: it is not what `topology_json` makes.
     """
     try:
-        return Topology(
-            source=str(data["source"]),
-            cores=tuple(
-                Core(
-                    int(one["number"]),
-                    int(one["socket"]),
-                    int(one["domain"]),
-                    parse_list(one["cpus"]),
-                )
-                for one in data["cores"]
-            ),
-            domains=tuple(
-                Domain(
-                    int(one["number"]),
-                    parse_list(one["cpus"]),
-                    int(one["memory_bytes"]),
-                    tuple((int(other), int(away)) for other, away in one["distances"].items()),
-                )
-                for one in data["domains"]
-            ),
-            gpus=tuple(
-                Gpu(
-                    int(one["index"]),
-                    str(one["name"]),
-                    str(one["address"]),
-                    str(one["uuid"]),
-                    str(one["parent"]),
-                    None if one["domain"] is None else int(one["domain"]),
-                    parse_list(one["cpus"]),
-                )
-                for one in data["gpus"]
-            ),
-            nics=tuple(
-                Nic(
-                    str(one["name"]),
-                    str(one["address"]),
-                    None if one["domain"] is None else int(one["domain"]),
-                    parse_list(one["cpus"]),
-                )
-                for one in data["nics"]
-            ),
-            links=tuple(
-                (str(one["gpu"]), str(one["nic"]), str(one["level"])) for one in data["links"]
-            ),
-            warnings=tuple(str(one) for one in data["warnings"]),
-            sockets_told=bool(data["sockets_told"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _coherent(_made(data))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         told = f"{type(error).__name__} {error}".strip()
         raise InputError(f"is no topology as `hpml topo --json` writes it: {told}") from None
+
+
+def _coherent(topology: Topology) -> Topology:
+    """Return a topology whose parts fit together, as all readers make it.
+
+    Raises:
+        ValueError: they do not.
+    """
+    domains = {one.number: set(one.cpus) for one in topology.domains}
+    seen: set[int] = set()
+    for core in topology.cores:
+        cpus = set(core.cpus)
+        if not cpus or cpus & seen or not cpus <= domains.get(core.domain, set()):
+            raise ValueError(f"core {core.number} does not fit its domain and the other cores")
+        seen |= cpus
+    numbers = [one.number for one in topology.cores]
+    indices = [one.index for one in topology.gpus]
+    for what, found in (("domain", list(domains)), ("core", numbers), ("GPU", indices)):
+        if min(found, default=0) < 0 or len(set(found)) < len(found):
+            raise ValueError(f"the numbers of {what}s are not right")
+    if len(domains) < len(topology.domains):
+        raise ValueError("a domain is told twice")
+    return topology
+
+
+def _made(data: Any) -> Topology:
+    """Return what plain data hold, whether it makes sense or not."""
+    return Topology(
+        source=str(data["source"]),
+        cores=tuple(
+            Core(
+                int(one["number"]),
+                int(one["socket"]),
+                int(one["domain"]),
+                parse_list(one["cpus"]),
+            )
+            for one in data["cores"]
+        ),
+        domains=tuple(
+            Domain(
+                int(one["number"]),
+                parse_list(one["cpus"]),
+                int(one["memory_bytes"]),
+                tuple((int(other), int(away)) for other, away in one["distances"].items()),
+            )
+            for one in data["domains"]
+        ),
+        gpus=tuple(
+            Gpu(
+                int(one["index"]),
+                str(one["name"]),
+                str(one["address"]),
+                str(one["uuid"]),
+                str(one["parent"]),
+                None if one["domain"] is None else int(one["domain"]),
+                parse_list(one["cpus"]),
+            )
+            for one in data["gpus"]
+        ),
+        nics=tuple(
+            Nic(
+                str(one["name"]),
+                str(one["address"]),
+                None if one["domain"] is None else int(one["domain"]),
+                parse_list(one["cpus"]),
+            )
+            for one in data["nics"]
+        ),
+        links=tuple((str(one["gpu"]), str(one["nic"]), str(one["level"])) for one in data["links"]),
+        warnings=tuple(str(one) for one in data["warnings"]),
+        sockets_told=bool(data["sockets_told"]),
+    )

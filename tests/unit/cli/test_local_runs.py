@@ -96,7 +96,7 @@ def test_every_command_tells_of_it(
     assert [line.split("\t")[3] for line in told.out.splitlines()[1:]] == ["COMPLETED", "FAILED"]
     told = hpml("show", "good")
     assert f"run        {good}  COMPLETED" in told.out
-    assert re.search(r"^rank 0 +\S+, CPUs [\d,]+, GPUs ", told.out, re.MULTILINE)
+    assert re.search(r"^0\t\S+\t\S+\t[\d,-]+\t", told.out, re.MULTILINE)  # rank, node, GPU, CPUs
     assert hpml("logs", good).out.endswith(f"hi\n{'x' * 100}")
     assert hpml("logs", "-f", good).out.endswith(f"hi\n{'x' * 100}")
     assert hpml("logs", "-n", "1", good).out == "x" * 100

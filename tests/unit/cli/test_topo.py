@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpml_orchestrator.cli.rankpicture import RankBox, of_places, of_plan
 from hpml_orchestrator.cli.topo import names
 from hpml_orchestrator.cli.topopicture import picture
-from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology
+from hpml_orchestrator.jobs.bound import Place
+from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology, format_list
 from hpml_orchestrator.topology.recognise import read_topology
 from hpml_orchestrator.topology.xml_guard import parse_xml
 from tests.unit.cli.test_words import HPML
@@ -184,18 +187,43 @@ def boxes(root: ET.Element, kinds: set[str]) -> Iterator[tuple[float, float, flo
             yield x, y, x + float(box.get("width", "")), y + float(box.get("height", ""))
 
 
+def drawn(machine: Topology, how: str) -> list[RankBox]:
+    """Three ranks for each GPU by a plan, or six ranks that run anywhere."""
+    if how == "no ranks":
+        return []
+    if how == "a plan":
+        return of_plan(plan(machine, 3 * len(machine.devices) or 5, ranks_per_gpu=3))
+    cpus = sorted(machine.cpus)
+    return of_places(
+        [
+            Place(
+                1000 + number,
+                number,
+                "n1",
+                machine.gpus[0].name if machine.gpus else None,
+                format_list(cpus[number::5] + cpus[:3]),
+                nic="mlx5_0",
+                right=not number % 2,
+                wrong=("runs where it should not, and this is told at length " * 3,),
+            )
+            for number in range(6)
+        ]
+    )
+
+
 def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
+@pytest.mark.parametrize("ranks", ["no ranks", "a plan", "seen"])
 @pytest.mark.parametrize(
     "machine",
     [odd_machine(), *(read_topology(path) for path in sorted(DATA.glob("*/*.*")))],
     ids=["odd", *(path.name for path in sorted(DATA.glob("*/*.*")))],
 )
-def test_nothing_in_a_picture_overlaps(machine: Topology) -> None:
+def test_nothing_in_a_picture_overlaps(machine: Topology, ranks: str) -> None:
     """Boxes of a kind lie apart and on the sheet, texts are apart, by a font wider than usual."""
-    root = parse_xml(picture(machine, title="a machine"))
+    root = parse_xml(picture(machine, title="a machine", ranks=drawn(machine, ranks)))
     width, height = float(root.get("width", "")), float(root.get("height", ""))
     for kinds in ({"core", "gpu", "nic"}, {"domain", "gpu", "nic"}, {"socket", "gpu", "nic"}):
         found = list(boxes(root, kinds))
@@ -211,12 +239,52 @@ def test_nothing_in_a_picture_overlaps(machine: Topology) -> None:
     for index, one in enumerate(texts):
         assert one[2] <= width
         assert not any(overlap(one, other) for other in texts[index + 1 :]), one
+    cores = list(boxes(root, {"core"}))
+    for one in boxes(root, {"rank"}):
+        assert one[0] >= 0 and one[2] <= width and one[3] <= height  # noqa: PT018
+        for core in cores:
+            inside = core[0] <= one[0] and one[2] <= core[2] and core[1] <= one[1] <= core[3]
+            assert inside or not overlap(one, core)
     homes = list(boxes(root, {"domain"}))
     for one in boxes(root, {"core"}):
         assert any(
             home[0] <= one[0] and one[2] <= home[2] and home[1] <= one[1] and one[3] <= home[3]
             for home in homes
         )
+
+
+def test_a_core_of_several_ranks_is_nobodys() -> None:
+    """Shared cores say how many share them; CPUs of different ranks are parts of their core."""
+    machine = Topology(
+        "", (Core(0, 0, 0, (0, 4)), Core(1, 0, 0, (1, 5))), (Domain(0, (0, 1, 4, 5)),)
+    )
+    boxes_of = [RankBox("7", cpus=(0, 1)), RankBox("8", cpus=(1, 4, 5)), RankBox("9", cpus=(5,))]
+    root = parse_xml(picture(machine, title="", ranks=boxes_of))
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert words.count("x2") == 2  # CPUs 1 and 5, parts of the second core
+    assert (words.count("7"), words.count("8"), words.count("9")) == (1 + 1, 1 + 1, 1)
+    assert "ranks (grey cores are several ranks')" in words
+
+
+def test_ranks_without_cores_of_their_own() -> None:
+    """What is not bound is drawn as cores without an owner, and the list says so."""
+    machine = odd_machine()
+    root = parse_xml(picture(machine, title="", ranks=of_plan(plan(machine, 4, policy="none"))))
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert "ranks: no core is one rank's own" in words
+    assert words.count("143") == 1
+
+
+def test_every_rank_has_another_colour() -> None:
+    """Sixteen ranks have sixteen colours, and none is too dark for the number on it."""
+    machine = odd_machine()
+    ranks = of_plan(plan(machine, 16, ranks_per_gpu=2))
+    root = parse_xml(picture(machine, title="", ranks=ranks))
+    fills = {box.get("fill", "") for box in root.iter(f"{SVG}rect") if box.get("class") == "rank"}
+    assert len(fills) == 16
+    for fill in fills:
+        red, green, blue = (int(fill[place : place + 2], 16) for place in (1, 3, 5))
+        assert 0.299 * red + 0.587 * green + 0.114 * blue > 120, fill
 
 
 def test_names_in_a_picture_are_text() -> None:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpml_orchestrator.topology.xml_guard import parse_xml
+
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result
+    from tests.unit.cli.conftest import Result, Shell
 
 Hpml = Callable[..., "Result"]
 MACHINES = Path(__file__).parents[1] / "topology" / "data"
+SVG = "{http://www.w3.org/2000/svg}"
 V100 = next(MACHINES.rglob("v100-sxm2-8gpu-2socket.txt"))
 
 
@@ -42,19 +45,127 @@ def test_a_part_of_the_node_is_planned_alone(hpml: Hpml) -> None:
     ("words", "message"),
     [
         (["--policy", "numa"], "--policy: needs --ranks N"),
-        (["--allowed-cpus", "0"], "--allowed-cpus: needs --ranks N"),
+        (["--allowed-cpus", "0"], "--allowed-cpus: needs --ranks N or --plan JOB"),
         (["--ranks", "2", "--policy", "sockets"], "--policy: must be one of gpu-local, numa"),
         (["--ranks", "2", "--allowed-cpus", "a-b"], "--allowed-cpus: must be CPU numbers"),
         (["--ranks", "2", "--allowed-cpus", "900"], "--allowed-cpus: names none of the node's"),
         (["--ranks", "0"], "--ranks"),
-        (["--ranks", "2", "--svg", "x.svg"], "--svg: cannot be given together with --ranks"),
+        (["--ranks", "2", "--svg", "no/x.svg"], "--svg: cannot be written"),
+        (["--ranks", "2", "--plan", "job.yaml"], "--plan: cannot be given together with --ranks"),
+        (["--plan", "job.yaml", "--policy", "numa"], "--policy: cannot be given together with"),
+        (["--set", "resources.nodes=2"], "--set: needs --plan JOB_FILE"),
+        (["--node", "n1"], "--node: needs --run RUN"),
+        (["--run", "last"], "FILE: cannot be given together with --run"),
+        (["--plan", "bad.yaml"], "script, module and command"),
     ],
 )
-def test_wrong_options_are_refused(hpml: Hpml, words: list[str], message: str) -> None:
+def test_wrong_options_are_refused(
+    shell: Shell, hpml: Hpml, words: list[str], message: str
+) -> None:
     """With the option's name, what would be right, and exit status 2."""
+    (shell.root / "bad.yaml").write_text("name: bad\n")
     result = hpml("topo", str(V100), *words)
     assert result.code == 2
     assert message in result.err
+
+
+QUAD = """\
+        GPU0    GPU1    GPU2    GPU3    CPU Affinity    NUMA Affinity
+GPU0     X      NV4     NV4     NV4     24-31   3
+GPU1    NV4      X      NV4     NV4     16-23   2
+GPU2    NV4     NV4      X      NV4     8-15    1
+GPU3    NV4     NV4     NV4      X      0-7     0
+"""
+"""Four GPUs in reversed order, each with a domain of 8 CPUs."""
+
+
+@pytest.fixture
+def quad(shell: Shell) -> str:
+    """The file of a node with four GPUs."""
+    (shell.root / "quad.txt").write_text(QUAD)
+    return "quad.txt"
+
+
+def test_a_jobs_plan(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """Ranks, ranks per GPU, loader workers and policy are those of the job file."""
+    resources = {"gpus": 4, "ranks_per_gpu": 2, "cpus_per_rank": 4}
+    job = shell.job("whole", resources=resources, binding={"policy": "numa", "loader_workers": 1})
+    told = hpml("topo", quad, "--plan", job, "--json")
+    assert told.code == 0, told.err
+    ranks = told.json()["ranks"]
+    assert [one["gpu"] for one in ranks] == ["GPU0", "GPU1", "GPU2", "GPU3"] * 2
+    assert [one["cpus"] for one in ranks[:5]] == ["24-27", "16-19", "8-11", "0-3", "28-31"]
+    assert {one["threads"] for one in ranks} == {3}
+    assert told.json()["policy"] == "numa"
+    assert told.json()["notes"] == []
+    told = hpml("topo", quad, "--plan", job, "--set", "binding.policy=none", "--json")
+    assert {one["cpus"] for one in told.json()["ranks"]} == {"0-31"}
+
+
+def test_a_job_of_a_part_of_the_node(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """A note says which part the plan takes, since Slurm decides which the job gets."""
+    job = shell.job("part", resources={"gpus": 2, "cpus_per_rank": 4})
+    told = hpml("topo", quad, "--plan", job)
+    assert [line.split("\t")[1:3] for line in told.out.splitlines()[1:]] == [
+        ["GPU0", "8-15,24-31"],
+        ["GPU1", "0-7,16-23"],
+    ]
+    assert told.err.endswith(
+        "note: the job asks for 8 of 32 CPUs and 2 of 4 GPUs: Slurm decides which; "
+        "this plan takes all CPUs and the first 2 GPUs\n"
+    )
+    told = hpml("topo", quad, "--plan", job, "--allowed-cpus", "20-27", "--json").json()
+    assert [one["cpus"] for one in told["ranks"]] == ["24-27", "20-23"]
+    assert told["notes"] == [
+        "the job asks for 2 of 4 GPUs: Slurm decides which; this plan takes the first 2 GPUs"
+    ]
+
+
+def test_a_job_of_whole_nodes_has_no_note(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """Nor is there one for a job without GPUs about the node's GPUs."""
+    whole = shell.job("exclusive", resources={"gpus": 4, "exclusive": True})
+    assert "note:" not in hpml("topo", quad, "--plan", whole).err
+    cpus = shell.job("cpus", resources={"ranks_per_node": 4, "exclusive": True})
+    told = hpml("topo", quad, "--plan", cpus, "--json").json()
+    assert ([one["gpu"] for one in told["ranks"]], told["notes"]) == ([None] * 4, [])
+    many = shell.job("many", resources={"gpus": 8, "exclusive": True})
+    told = hpml("topo", quad, "--plan", many)
+    assert "warning: the job asks for 8 GPUs, and this node has 4\n" in told.err
+
+
+def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """Without FILE the plan is of the node type of the job's partition, else of this machine."""
+    profile = shell.root / "cluster.toml"
+    profile.write_text(
+        f"[partitions.gpu]\ndefault = true\nnode_types = ['a']\n"
+        f"[partitions.both]\nnode_types = ['a', 'b']\n"
+        f"[partitions.dark]\nnode_types = ['c']\n"
+        f"[node_types.a]\ntopology = '{quad}'\n[node_types.b]\ntopology = '{V100}'\n"
+        f"[node_types.c]\n"
+    )
+    job = shell.job("sited", resources={"gpus": 4})
+    told = hpml("--site", str(profile), "topo", "--plan", job, "--json").json()
+    assert [one["cpus"] for one in told["ranks"]] == ["24-31", "16-23", "8-15", "0-7"]
+    told = hpml("--site", str(profile), "topo", str(V100), "--plan", job, "--json").json()
+    assert told["ranks"][0]["cpus"] == "0-5,24-29,48-53,72-77"  # the other socket lends its half
+    shell.job("both", resources={"gpus": 4, "partition": "both"})
+    told = hpml("--site", str(profile), "topo", "--plan", "both.yaml")
+    assert told.code == 2
+    assert "FILE: nodes of several kinds may run this job" in told.err
+    shell.job("dark", resources={"partition": "dark"})
+    told = hpml("--site", str(profile), "topo", "--plan", "dark.yaml")
+    assert (told.code, "the plan is of this machine" in told.err) == (0, True)
+
+
+def test_a_plan_as_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """Each core has the number of its rank in it, and the table is printed all the same."""
+    told = hpml("topo", quad, "--ranks", "4", "--svg", "plan.svg")
+    assert told.out.startswith("RANK\tGPU\tCPUS")
+    root = parse_xml((shell.root / "plan.svg").read_text())
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert "quad.txt (nvidia-smi topo -m): where 4 ranks would run (gpu-local)" in words
+    assert [words.count(str(rank)) for rank in range(4)] == [8 + 1 + 1] * 4  # cores, GPU, list
+    assert "rank 0: GPU0" in words
 
 
 def _numbers(text: str) -> list[int]:

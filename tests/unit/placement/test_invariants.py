@@ -31,6 +31,7 @@ class Case:
     allowed: tuple[int, ...] | None
     visible: tuple[int, ...] | None
     workers: int
+    smt: bool = True
 
     def plan(self) -> Plan:
         return plan(
@@ -41,16 +42,17 @@ class Case:
             allowed_cpus=self.allowed,
             visible_gpus=self.visible,
             loader_workers=self.workers,
+            smt=self.smt,
         )
 
     def usable(self) -> dict[int, tuple[int, ...]]:
-        """Usable cores and their usable CPUs."""
+        """Usable cores and their usable CPUs: the first of each alone without hardware threads."""
         wanted = self.topology.cpus if self.allowed is None else set(self.allowed)
         found = {
             core.number: tuple(cpu for cpu in core.cpus if cpu in wanted)
             for core in self.topology.cores
         }
-        return {number: cpus for number, cpus in found.items() if cpus}
+        return {number: cpus if self.smt else cpus[:1] for number, cpus in found.items() if cpus}
 
     def gpus(self) -> list[Gpu]:
         """The visible GPUs in order."""
@@ -134,14 +136,18 @@ def cases(draw: st.DrawFn, policy: str | None = None, gpus: int | None = None) -
     if wanted and hides:
         order = draw(st.permutations(range(len(wanted))))
         visible = tuple(order[: draw(st.integers(1, len(wanted)))])
+    per_gpu = draw(st.integers(1, 3))
+    devices = len(wanted if visible is None else visible)
+    full = bool(devices) and draw(st.booleans())  # as many ranks as a job file asks for by itself
     return Case(
         topology,
-        draw(st.integers(1, 24)),
+        devices * per_gpu if full else draw(st.integers(1, 24)),
         policy or draw(st.sampled_from(list(POLICIES))),
-        draw(st.integers(1, 3)),
+        per_gpu,
         allowed,
         visible,
         draw(st.integers(0, 3)),
+        draw(st.booleans()),
     )
 
 
@@ -249,6 +255,38 @@ def test_policy_numa_never_leaves_the_domain_unasked(case: Case) -> None:
 
 
 @MANY
+@given(cases(policy="socket", gpus=4))
+def test_policy_socket_never_leaves_the_socket_unasked(case: Case) -> None:
+    """A rank has cores of its GPU's socket alone, unless the plan says why not."""
+    made = case.plan()
+    socket = {core.number: core.socket for core in case.topology.cores}
+    of_domain = {core.domain: core.socket for core in case.topology.cores}
+    for one, domain in zip(made.ranks, case.near(), strict=True):
+        if domain is not None and not made.warnings:
+            assert {socket[core] for core in one.cores} == {of_domain[domain]}
+
+
+@MANY
+@given(st.sampled_from(list(POLICIES)).flatmap(lambda policy: cases(policy=policy, gpus=4)))
+def test_ranks_that_share_a_gpu_are_side_by_side(case: Case) -> None:
+    """Every GPU has as many ranks as are meant to share it, whatever the policy, or it is told."""
+    made = case.plan()
+    gpus = case.gpus()
+    many = [one for one in made.warnings if "visible GPUs: more than" in one]
+    event(f"{case.policy}, {case.ranks_per_gpu} per GPU, more: {bool(many)}")
+    held = Counter(one.gpu for one in made.ranks)
+    assert within_one([held[one.address] for one in gpus])
+    assert (max(held.values()) > case.ranks_per_gpu) == bool(many)
+    if case.policy != "none" and not made.warnings:
+        for gpu in gpus:
+            ranks = [one for one in made.ranks if one.gpu == gpu.address]
+            cores = [core for one in ranks for core in one.cores]
+            assert len(set(cores)) == len(cores)
+            if case.policy == "gpu-local":
+                assert within_one([len(one.cores) for one in ranks])
+
+
+@MANY
 @given(cases(gpus=0))
 def test_cpu_only_ranks_are_served_evenly(case: Case) -> None:
     """Equal parts of the node, or of their socket or domain."""
@@ -330,6 +368,7 @@ def test_equal_input_gives_an_equal_plan(case: Case, random: object) -> None:
             allowed_cpus=mixed,
             visible_gpus=case.visible,
             loader_workers=case.workers,
+            smt=case.smt,
         )
         assert again == made
 
