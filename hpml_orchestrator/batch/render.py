@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
+from hpml_orchestrator.batch.archive import BINDER
 from hpml_orchestrator.batch.code import script_word, workdir_word
 from hpml_orchestrator.batch.site_rules import apply_rules
 from hpml_orchestrator.batch.static_form import static_form
@@ -83,6 +84,7 @@ def render(
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
         "agent_options": _agent_options(job),
+        "binder": BINDER,
         "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
         "stages": [_stage(stage) for stage in job.stage],
