@@ -28,7 +28,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "SLURM_NODEID",
+        "",  # its srun starts daemons on all nodes but the first, so SLURM_NODEID is 0 on two
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_NODEID"),
 )

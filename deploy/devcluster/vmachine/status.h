@@ -1,4 +1,5 @@
-/* Whoever opens /proc/PID/status gets a copy with the machine's CPUs and domains. */
+/* Whoever opens /proc/PID/status gets a copy with the machine's CPUs and domains; of numa_maps, with
+ * the recorded memory policy. */
 #define STATUS_MAX 16384
 
 static size_t put_mask(char *to, size_t size, const uint64_t *bits, int count) {
@@ -105,6 +106,15 @@ static int is_status(const char *path, int flags) {
            (length == 6 || path[length - 7] == '/');
 }
 
+#include "numa_maps.h"
+
+static int opened(int file, const char *path, int flags) {
+    if (is_status(path, flags)) return shown(file);
+    if (path && (flags & O_ACCMODE) == O_RDONLY && ends_with(path, "numa_maps"))
+        return maps_shown(file, path);
+    return file;
+}
+
 #define MODE(flags)                                     \
     mode_t mode = 0;                                    \
     if ((flags) & O_CREAT || ((flags) & O_TMPFILE) == O_TMPFILE) { \
@@ -119,33 +129,33 @@ static int is_status(const char *path, int flags) {
         NEXT(#name, int, const char *, int, ...);                         \
         MODE(flags)                                                       \
         int file = next(path, flags, mode);                               \
-        return is_status(path, flags) ? shown(file) : file;               \
+        return opened(file, path, flags);               \
     }
 #define OPENAT(name)                                                      \
     int name(int folder, const char *path, int flags, ...) {              \
         NEXT(#name, int, int, const char *, int, ...);                    \
         MODE(flags)                                                       \
         int file = next(folder, path, flags, mode);                       \
-        return is_status(path, flags) ? shown(file) : file;               \
+        return opened(file, path, flags);               \
     }
 #define OPEN_2(name)                                                      \
     int name(const char *path, int flags) {                               \
         NEXT(#name, int, const char *, int);                              \
         int file = next(path, flags);                                     \
-        return is_status(path, flags) ? shown(file) : file;               \
+        return opened(file, path, flags);               \
     }
 #define OPENAT_2(name)                                                    \
     int name(int folder, const char *path, int flags) {                   \
         NEXT(#name, int, int, const char *, int);                         \
         int file = next(folder, path, flags);                             \
-        return is_status(path, flags) ? shown(file) : file;               \
+        return opened(file, path, flags);               \
     }
 #define FOPEN(name)                                                       \
     FILE *name(const char *path, const char *mode) {                      \
         NEXT(#name, FILE *, const char *, const char *);                  \
         FILE *stream = next(path, mode);                                  \
-        if (stream && mode[0] == 'r' && !strchr(mode, '+') && is_status(path, O_RDONLY)) \
-            shown(fileno(stream));                                        \
+        if (stream && mode[0] == 'r' && !strchr(mode, '+') && path) \
+            opened(fileno(stream), path, O_RDONLY);                                        \
         return stream;                                                    \
     }
 OPEN(open)

@@ -1,0 +1,217 @@
+"""Binding on a real Slurm of two nodes that look like DGX A100s: plans, proof, and what breaks it.
+
+The machine is virtual (deploy/devcluster): Slurm, hpml and its ranks are real, the 256 CPUs of a
+node are not. What a rank may use is recorded by the development cluster when it is set, and told
+in /proc as the kernel would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster.conftest import booted, skip_or_fail
+from tests.cluster.hpml_on_slurm import Desk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cluster.conftest import SlurmCluster
+
+# Each GPU's NUMA domain, as binding.md's table has it for the DGX A100; each domain has 16 cores,
+# whose second hardware threads are 128 higher.
+GPU_DOMAINS = (3, 3, 1, 1, 7, 7, 5, 5)
+# By hand: with policy numa both ranks of a domain share its 16 cores, the first gets the lower 8.
+BY_HAND = (
+    "48-55,176-183",
+    "56-63,184-191",
+    "16-23,144-151",
+    "24-31,152-159",
+    "112-119,240-247",
+    "120-127,248-255",
+    "80-87,208-215",
+    "88-95,216-223",
+)
+
+# What each rank sees of itself; it lives long enough to be looked at.
+RANK = """\
+import json, os, sys, time
+child = os.fork()
+if child == 0:
+    time.sleep(float(sys.argv[2]))
+    os._exit(0)
+with open("/proc/self/status") as stream:
+    cpus = [line.split()[1] for line in stream if line.startswith("Cpus_allowed_list")][0]
+with open(f"/proc/{child}/status") as stream:
+    of_child = [line.split()[1] for line in stream if line.startswith("Cpus_allowed_list")][0]
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS",
+         "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "HPML_NIC")
+record = {name: os.environ.get(name) for name in names}
+record.update(cpus=cpus, of_child=of_child)
+with open(os.path.join(sys.argv[1], record["RANK"] + ".json"), "w") as stream:
+    json.dump(record, stream)
+os.waitpid(child, 0)
+"""
+SECONDS = "2.5"
+
+
+@pytest.fixture(scope="module")
+def dgx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two nodes like DGX A100s."""
+    options = ("--nodes", "2", "--machine", "dgx-a100", "--no-accounting")
+    with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def desk(dgx: SlurmCluster, tmp_path: Path) -> Desk:
+    """A desk with the program of the ranks, and a place for what they write."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "seen").mkdir()
+    # Open MPI wants to be told that it may run as root, here where tests do.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return Desk(dgx, tmp_path, allowed if os.geteuid() == 0 else {})
+
+
+def job(desk: Desk, launcher: str, **fields: Any) -> Path:
+    """A job of all GPUs on both nodes, half of the CPUs where it does not say otherwise."""
+    resources = {"nodes": 2, "gpus": 8, "cpus_per_rank": 32, "time": "5", "exclusive": True}
+    more = {"resources": {**resources, **fields.pop("resources", {})}}
+    command = [sys.executable, str(desk.directory / "rank.py"), str(desk.directory / "seen"), SECONDS]
+    return desk.job(f"binding-{launcher}", launcher=launcher, **{"command": command, **more, **fields})
+
+
+def seen(desk: Desk) -> list[dict[str, Any]]:
+    """What the ranks wrote of themselves, by rank."""
+    found = [json.loads(path.read_text()) for path in (desk.directory / "seen").glob("*.json")]
+    return sorted(found, key=lambda one: int(one["RANK"]))
+
+
+def proofs(desk: Desk) -> list[dict[str, Any]]:
+    """The nodes' proofs of the last run, by node."""
+    paths = sorted(desk.records.glob("runs/*/attempts/0/binding/*.proof.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpirun"])
+def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
+    """Sixteen ranks on two nodes: /proc of each, the proof and the plan by hand are one."""
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+    done = desk.hpml(
+        "run", job(desk, launcher, binding={"policy": "numa", "verify": "strict"})
+    )
+    ranks = seen(desk)
+    assert [int(one["RANK"]) for one in ranks] == list(range(16))
+    for one in ranks:
+        local = int(one["LOCAL_RANK"])
+        assert (one["cpus"], one["of_child"]) == (BY_HAND[local], BY_HAND[local])
+        assert one["OMP_NUM_THREADS"] == "8"
+        assert one["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+        assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) == ("16", "8")
+        assert one["GROUP_RANK"] == str(int(one["RANK"]) // 8)
+        assert one["SLURMD_NODENAME"] == f"node{int(one['RANK']) // 8 + 1}"
+    found = proofs(desk)
+    assert [one["node"] for one in found] == ["node1", "node2"]
+    for proof in found:
+        assert proof["wrong"] == []
+        assert proof["looks"] >= 1
+        for place, rank in enumerate(proof["ranks"]):
+            assert rank["live"] is True
+            assert rank["wrong"] == []
+            assert (rank["cpus"], rank["cores"]) == (BY_HAND[place], 8)
+            assert rank["numa"] == [GPU_DOMAINS[place]]
+            assert rank["distance"] == 10
+            assert rank["memory"] == f"prefer:{GPU_DOMAINS[place]}"
+    assert "16 of 16 ranks" in done.stdout + done.stderr
+
+
+def test_lent_cores_are_right(desk: Desk) -> None:
+    """By default the domains without a GPU lend their cores, which is no fault even in strict."""
+    desk.hpml("run", job(desk, "srun", binding={"verify": "strict"}))
+    for proof in proofs(desk):
+        assert proof["wrong"] == []
+        for place, rank in enumerate(proof["ranks"]):
+            assert rank["wrong"] == []
+            assert rank["cores"] == 16
+            assert GPU_DOMAINS[place] in rank["numa"]
+            assert rank["distance"] == 12  # of one socket's domains
+
+
+def test_a_part_of_a_node(desk: Desk) -> None:
+    """Where Slurm gives some of the CPUs, ranks get those nearest to their GPU of these alone."""
+    resources = {"nodes": 1, "gpus": 4, "cpus_per_rank": 8, "exclusive": False}
+    desk.hpml("run", job(desk, "srun", resources=resources, binding={"verify": "warn"}))
+    (proof,) = proofs(desk)
+    plan = next(desk.records.glob("runs/*/attempts/0/plan/node1.txt")).read_text()
+    allowed = re.search(r" allowed=(\S+)", plan.splitlines()[0])
+    assert allowed
+    assert "256" not in allowed[1]
+    assert [rank["cores"] for rank in proof["ranks"]] == [4, 4, 4, 4]
+    assert all(rank["wrong"] == [] for rank in proof["ranks"])
+
+
+def in_a_shell(desk: Desk, before: str) -> list[str]:
+    """The ranks' command behind some words of a shell."""
+    return ["bash", "-c", f'{before} "$@"', "rank", *[
+        sys.executable, str(desk.directory / "rank.py"), str(desk.directory / "seen"), "20"
+    ]]
+
+
+SABOTAGE = {
+    "taskset": ('[[ $LOCAL_RANK != 3 ]] || exec taskset -c 24 "$@"; exec', "24"),
+    "hidden": ("exec env CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES"),
+}
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpirun"])
+@pytest.mark.parametrize("kind", SABOTAGE)
+def test_a_sabotaged_program_fails_in_strict_mode(desk: Desk, kind: str, launcher: str) -> None:
+    """A program that narrows itself, or hides GPUs, is caught while it runs, and named."""
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+    before, told = SABOTAGE[kind]
+    made = job(
+        desk,
+        launcher,
+        command=in_a_shell(desk, before),
+        binding={"policy": "numa", "verify": "strict"},
+    )
+    done = desk.hpml("run", made, code=6)
+    shown = desk.hpml("show", "last", code=None)
+    wrong = {
+        (proof["node"], rank["local_rank"])
+        for proof in proofs(desk)
+        for rank in proof["ranks"]
+        if rank["wrong"]
+    }
+    ranks = {3} if kind == "taskset" else set(range(8))
+    # the first node that is seen to be wrong ends the job, perhaps before the other has looked
+    assert wrong <= {(node, rank) for node in ("node1", "node2") for rank in ranks}
+    assert wrong >= {(min(wrong)[0], rank) for rank in ranks}
+    assert told in shown.stdout
+    assert "79" in done.stdout + done.stderr + shown.stdout
+
+
+def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[str, Path]:
+    """Render a job, change its script, give it to sbatch by hand; returns output and directory."""
+    directory = desk.directory / "by-hand"
+    desk.hpml("render", path, "-o", directory)
+    script = directory / "job.sh"
+    text = script.read_text()
+    for old, new in changes:
+        assert old in text, text
+        text = text.replace(old, new)
+    script.write_text(text)
+    done = desk.cluster.run(
+        "sbatch", "--wait", "--output=job.out", "job.sh", cwd=directory, check=False, timeout=200,
+        env=desk.environment,
+    )
+    return f"{done.returncode} {(directory / 'job.out').read_text()}", directory
