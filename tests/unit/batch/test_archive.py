@@ -61,7 +61,7 @@ def test_equal_sources_give_equal_bytes() -> None:
 
 
 def test_it_holds_the_rooms_of_the_nodes_and_no_other() -> None:
-    """What stands on the ground, placement, staging and node travel; nothing that needs more than the standard library does."""
+    """Nothing travels that needs more than the standard library."""
     with zipfile.ZipFile(io.BytesIO(archive.build())) as opened:
         names = opened.namelist()
         assert opened.testzip() is None
