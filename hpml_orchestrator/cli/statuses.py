@@ -23,6 +23,7 @@ _MORE = {
     1: "; for `doctor`: something is missing",
     5: "; a submission with `hpml submit --resume RUN`",
     8: ": the status of a job's script, not of hpml",
+    79: ": the status of a job's script, not of hpml",
 }
 
 

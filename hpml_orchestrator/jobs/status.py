@@ -375,9 +375,29 @@ def _reason(status: JobStatus, own: Attempt | None) -> str:
         failed = own.markers("failed")
         if failed:
             return f"{failed[0].get('node')} was not made ready: {failed[0].get('message')}"
+        if own.ended is not None and own.ended.get("reason") == "binding":
+            return _misplaced(own)
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm keeps the reason why it waited
     return "" if status.reason == "None" else status.reason
+
+
+def _misplaced(attempt: Attempt) -> str:
+    """Return the reason of a job that wants its ranks in their places: the first one that is not.
+
+    Missing ranks have no proof: then the job's output has the table.
+    """
+    wrong = [
+        (proof.get("node"), rank)
+        for proof in attempt.proofs()
+        for rank in proof.get("ranks", ())
+        if rank.get("wrong")
+    ]
+    if not wrong:
+        return "ranks did not run where they should: the job's output says which"
+    node, rank = wrong[0]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"rank {rank.get('rank')} on {node} {rank['wrong'][0]}{more}"
 
 
 def _may_come_back(backend: str, status: JobStatus, now: float) -> bool:

@@ -174,6 +174,27 @@ def test_the_exit_code_is_the_scripts_own(world: World, submitted: Submission) -
     assert state_of(world, submitted).exit_code == 42
 
 
+@pytest.mark.parametrize("proven", [True, False])
+def test_ranks_that_are_elsewhere_are_the_reason(
+    world: World, submitted: Submission, proven: bool
+) -> None:
+    """A job that wants proof and failed for it: the first rank that is not in its place."""
+    attempt = world.starts(submitted, "1")
+    if proven:
+        ranks = [{"rank": 2, "wrong": []}, {"rank": 3, "wrong": ["runs on CPUs 0"]}]
+        ranks.append({"rank": 4, "wrong": ["sees no GPU"]})
+        write_json(attempt / "binding" / "n1.proof.json", {"node": "n1", "ranks": ranks})
+    world.ends(attempt, 79, "binding")
+    world.scheduler.move("1", JobState.FAILED, exit_code=79)
+    state = state_of(world, submitted)
+    assert (state.state, state.exit_code) == ("FAILED", 79)
+    assert state.reason == (
+        "rank 3 on n1 runs on CPUs 0 (and 1 more)"
+        if proven
+        else "ranks did not run where they should: the job's output says which"
+    )
+
+
 def test_submissions_without_a_job(world: World) -> None:
     """Refused, never submitted, and cut off a moment ago: each has a state of its own."""
     refused = world.prepare()

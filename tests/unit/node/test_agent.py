@@ -12,6 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.node import planning
+from hpml_orchestrator.node.agent import Agent
+from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.placement import planfile
+from hpml_orchestrator.placement.cpulist import cpu_list
+from hpml_orchestrator.records.files import append_line
+from hpml_orchestrator.staging import CopyStager
+from hpml_orchestrator.topology.recognise import read_topology
+
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
 
@@ -182,3 +192,132 @@ def test_told_to_end_while_it_stages(
     assert not running.marker.exists()
     assert not (running.attempt / "nodes" / "n1.failed.json").exists()
     assert list(target.iterdir()) == []
+
+
+def test_it_plans_before_the_node_is_ready(start: Callable[..., Running], until: Until) -> None:
+    """Where hpml-bind looks lies the plan, with what the agent tells it; and the topology."""
+    cpus = cpu_list(os.sched_getaffinity(0))
+    running = start("--ranks", "2", "--verify", "off", "--keep-threads")
+    until(running.marker.exists)
+    text = (running.attempt / "plan/n1.txt").read_text("utf-8")
+    head = planfile.header(text)
+    assert (head["ranks"], head["policy"], head["verify"]) == ("2", "gpu-local", "off")
+    assert (head["allowed"], head["omp"], "visible" in head) == (cpus, "keep", False)
+    assert planfile.find(text, 0)["bind"] == "yes"
+    listening = Path("/proc/net/unix").read_text()
+    assert f"@{head['channel']}" in listening
+    topology = read_topology(running.attempt / "nodes/n1.topology.json")
+    assert topology.cpus >= os.sched_getaffinity(0)
+    running.process.send_signal(signal.SIGUSR1)
+    assert running.end() == (0, "")
+    assert list((running.attempt / "binding").iterdir()) == [], "off: nobody looks"
+
+
+def record(attempt: Path, rank: int, pid: int, cpus: str) -> None:
+    """Append what hpml-bind writes."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    inherited = cpu_list(os.sched_getaffinity(0))
+    line = {"rank": rank, "local_rank": rank, "pid": pid, "start_ticks": ticks, "cpus": cpus}
+    line |= {"inherited": inherited, "child_cpus": cpus, "threads": 1}
+    append_line(attempt / "binding" / "n1.jsonl", json.dumps(line))
+
+
+@pytest.fixture
+def rank() -> Iterator[subprocess.Popen[bytes]]:
+    """A real process that waits on one of this machine's CPUs."""
+    one = str(min(os.sched_getaffinity(0)))
+    with subprocess.Popen(["taskset", "-c", one, "cat"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("verify", ["warn", "strict"])
+def test_it_watches_the_ranks(
+    start: Callable[..., Running],
+    until: Until,
+    node: Node,
+    rank: subprocess.Popen[bytes],
+    verify: str,
+) -> None:
+    """A rank on one CPU of two: told, and where the job is strict it ends, and the job with 79."""
+    running = start("--ranks", "1", "--verify", verify)
+    until(running.marker.exists)
+    until(lambda: len(os.sched_getaffinity(rank.pid)) == 1)
+    record(running.attempt, 0, rank.pid, cpu_list(os.sched_getaffinity(0)))
+    proof = running.attempt / "binding" / "n1.proof.json"
+    until(lambda: proof.exists() and "alone, not on its own" in proof.read_text("utf-8"))
+    if verify == "strict":
+        assert rank.wait(20) == -signal.SIGTERM
+    running.process.send_signal(signal.SIGUSR1)
+    status, err = running.end()
+    assert status == 0
+    assert err.startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 wrong\n")
+    assert err.count("alone, not on its own") == 1
+    assert (rank.poll() is None) == (verify == "warn")
+    code = "0" if verify == "warn" else "143"
+    done, _, told = node.call("finish", str(running.attempt), code, "")
+    assert done == (0 if verify == "warn" else 79)
+    assert told.startswith("hpml: binding: 0 of 1 ranks where they should be\n")
+
+
+def test_a_signal_wakes_it_between_looks(start: Callable[..., Running], until: Until) -> None:
+    """Ranks that have not begun yet: it ends when told, and leaves a proof that nobody came."""
+    running = start("--ranks", "2", "--verify", "strict")
+    until(running.marker.exists)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == (0, "")
+    proof = json.loads((running.attempt / "binding/n1.proof.json").read_text("utf-8"))
+    assert (proof["expected"], proof["ranks"], proof["verify"]) == (2, [], "strict")
+
+
+def cannot_be_read(*_: object, **__: object) -> None:
+    """A fake fault: a kernel without /sys cannot be had on demand."""
+    raise InputError("/sys: no CPUs are told there", hint="is /sys mounted?")
+
+
+@pytest.mark.parametrize("verify", ["warn", "strict"])
+def test_a_node_that_cannot_be_planned(
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verify: str,
+) -> None:
+    """Nothing is bound, and that is told; where the job wants proof the node fails instead."""
+    monkeypatch.setattr(planning, "read_sysfs", cannot_be_read)
+    node.claim("1")
+    agent = Agent(node.attempt, [], Wish(2, verify=verify), node="n1")
+    log = node.attempt / "events/n1.jsonl"
+    assert agent._make_ready(CopyStager(job_key="k"), log, "c") == (verify == "strict")
+    plan = node.attempt / "plan/n1.txt"
+    if verify == "strict":
+        marker = json.loads((node.attempt / "nodes/n1.failed.json").read_text("utf-8"))
+        assert marker["message"] == "the ranks cannot be placed: /sys: no CPUs are told there"
+        assert (marker["hint"], marker["exit_code"]) == ("is /sys mounted?", 79)
+        assert not plan.exists()
+    else:
+        assert (node.attempt / "nodes/n1.ready.json").exists()
+        assert planfile.find(plan.read_text(), 1)["bind"] == "no"
+        assert capsys.readouterr().err == (
+            "hpml: n1: warning: the ranks cannot be placed: /sys: no CPUs are told there; nothing "
+            "is bound\n"
+        )
+
+
+def test_a_watch_that_fails_leaves_the_ranks_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fake fault of hpml's own: it is told in a line, and the agent goes on."""
+
+    def fails(*_: object) -> float:
+        raise ZeroDivisionError("no CPUs")
+
+    monkeypatch.setattr("hpml_orchestrator.node.watch.Watch.act", fails)
+    node.claim("1")
+    agent = Agent(node.attempt, [], Wish(1), node="n1")
+    agent._plan(Wish(1), "c")
+    (node.attempt / "over").touch()
+    agent._watched(lambda watch: watch.act(0.0))
+    agent._wait()
+    told = capsys.readouterr().err
+    assert told == "hpml: n1: the ranks are not watched any more: ZeroDivisionError: no CPUs\n"

@@ -1,4 +1,4 @@
-"""The last word: one line where all ranks are where they should be, else the table of who is not."""
+"""The last word: a line where all ranks are where they should be, else the table of who is not."""
 
 from __future__ import annotations
 

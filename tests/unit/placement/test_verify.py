@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class Place:
         return {one.local_rank: one.wrong for one in self.proof().ranks if one.wrong}
 
 
-MACHINES = {
+MACHINES: dict[str, tuple[Callable[[], Topology], int]] = {
     "intel": (lambda: intel((0, 0, 1, 1)), 4),
     "milan": (milan, 4),
     "dgx": (dgx_a100, 8),
