@@ -153,7 +153,8 @@ class NodeType(Paths):
     topology: text.PathText | None = Field(
         default=None,
         description="File that tells the node's sockets, cores, GPUs and network cards: hwloc XML, "
-        "NCCL topology XML, or the text of nvidia-smi topo -m; relative to the profile.",
+        "the output of hpml topo --json, NCCL topology XML, or the text of nvidia-smi topo -m; "
+        "relative to the profile.",
     )
 
 

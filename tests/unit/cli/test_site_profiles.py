@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from hpml_orchestrator.topology.record import topology_json
+from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Result, Shell
@@ -117,3 +121,31 @@ def test_profiles_cost_nothing_where_there_are_none(shell: Shell) -> None:
         env=shell.environment(), cwd=shell.root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_explain_says_who_binds(shell: Shell, hpml: Hpml, project: Path) -> None:
+    """The launcher, by the profile's topology; or each node, and what is missing for the other."""
+    machine = shell.root / "node.json"
+    machine.write_text(json.dumps(topology_json(milan())))
+    project.write_text(
+        '[partitions.gpu]\ndefault = true\nexclusive = true\nnode_types = ["big"]\n'
+        '[node_types.big]\ntopology = "node.json"\n'
+    )
+    job = shell.job(resources={"gpus": 4})
+    told = hpml("render", job, *SLURM, "--explain")
+    assert told.err == "hpml: binding: the launcher binds, by map_ldom; each node checks it\n"
+    assert " --cpu-bind=map_ldom:3,2,1,0 " in hpml("render", job, *SLURM).out
+    told = hpml("render", job, *SLURM, "--explain", "--set", "resources.gpus=2")
+    assert told.err == (
+        "hpml: binding: each node plans for itself: the job asks for 2 of the 4 GPUs that nodes of "
+        "type big have\n"
+    )
+    told = hpml("check", job, *SLURM, "--set", "resources.gpus=2", "--set", "binding.form=static")
+    assert told.code == 2
+    assert "binding.form: cannot be static: the job asks for 2 of the 4 GPUs" in told.err
+    assert "map_ldom" not in hpml("--site", str(project), "render", job, "--local").out
+    machine.write_text("<topology")
+    told = hpml("render", job, *SLURM)
+    assert told.code == 2
+    assert f"node_types.big.topology: {machine}: " in told.err
+    assert f"in {project}" in told.err
