@@ -7,12 +7,13 @@ TORCH ?= torch==2.13.0
 DEMO := .demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint system bench docs clean
+.PHONY: help demo test test-long lint system horovod bench docs clean
 
 help:
 	@echo 'make demo       install, train a real model through the local backend, print the report'
 	@echo 'make test       install what tests need (Debian packages too, when root) and run them all'
 	@echo 'make test-long  the full kill counts, soaks and repeats'
+	@echo 'make horovod    build Horovod (minutes, once) and install it for the tests'
 	@echo 'make bench      the benchmarks, as ratios against named peers'
 	@echo 'make docs       write the manual pages and the command reference anew from the commands'
 
@@ -40,25 +41,33 @@ demo: $(VENV)/.train
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 
-# Real Slurm, MariaDB, strace and readers of manual pages for the tests, from Debian's packages; without root they skip, loudly.
+# Real Slurm, MariaDB, Open MPI, compilers, strace and readers of manual pages for the tests, from Debian's packages;
+# without root they skip, loudly.
 system: | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  deploy/devcluster/devcluster install && \
 	  { command -v strace >/dev/null && command -v git >/dev/null && command -v tmux >/dev/null && \
-	    command -v man >/dev/null && command -v groff >/dev/null && command -v mandoc >/dev/null || \
+	    command -v man >/dev/null && command -v groff >/dev/null && command -v mandoc >/dev/null && \
+	    command -v mpirun >/dev/null && command -v mpicxx >/dev/null && command -v numactl >/dev/null && \
+	    command -v cmake >/dev/null && command -v gcc >/dev/null && command -v g++ >/dev/null || \
 	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-	      strace git tmux man-db groff mandoc; }; }; \
+	      strace git tmux man-db groff mandoc openmpi-bin libopenmpi-dev numactl cmake gcc g++ make; }; }; \
 	else echo 'make: not root: tests that need Debian packages skip if these are not installed'; fi
+
+# Horovod, built once per PyTorch and kept in the user's cache. Where the compilers are missing its tests skip; on CI they fail.
+horovod: system $(VENV)/.dev
+	@deploy/horovod/build_wheel.py --python $(BIN)/python --install || { [ $$? = 69 ] && [ '$(CI)' != true ] && \
+	  echo 'make: NO HOROVOD: its tests skip'; }
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint system
+test: lint system horovod
 	$(BIN)/pytest -m 'not slow'
 
-test-long: lint system
+test-long: lint system horovod
 	$(BIN)/pytest
 
 bench: $(VENV)/.dev

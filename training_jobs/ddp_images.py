@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from training_jobs.hpml_channel import Channel
 else:
@@ -89,13 +89,7 @@ class Ranks:
         self.rank = _env_int("RANK", 0) if self.distributed else 0
         self.world_size = _env_int("WORLD_SIZE", 1) if self.distributed else 1
         self.local_rank = _env_int("LOCAL_RANK", _env_int("SLURM_LOCALID", 0))
-        self.device = torch.device("cpu")
-        if options.device != "cpu" and torch.cuda.is_available():
-            # With one GPU in sight, the launcher gave each rank its own.
-            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
-        elif options.device == "cuda":
-            raise JobError("--device cuda: PyTorch sees no GPU here")
+        self.device = choose_device(options.device, self.local_rank)
         if self.distributed:
             for name in ("MASTER_ADDR", "MASTER_PORT"):
                 if name not in os.environ:
@@ -115,12 +109,24 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        if not self.distributed:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
     def sums(self, *values: float) -> list[float]:
         """Return the sums of numbers over the ranks."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.distributed:
             dist.all_reduce(total)
         return [float(one) for one in total]
+
+    def start_highest(self, flag: Tensor) -> Any:
+        """Begin to replace a number by the highest of all ranks; `wait()` of the answer ends it."""
+        return dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True) if self.distributed else None
 
     def fail_together(self, problem: str) -> None:
         """Raise the same JobError on every rank when any of them has a problem; never hangs."""
@@ -148,13 +154,17 @@ class Ranks:
         model any more, all ranks meet, the group is destroyed, and the tear-down is left out.
         """
         gc.collect()
+        self.part()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def part(self) -> None:
+        """Meet the other ranks a last time, and leave the group."""
         if self.distributed and dist.is_initialized():
             with suppress(RuntimeError):  # a rank that died already cannot come
                 dist.all_reduce(torch.zeros(1))  # a barrier that touches no GPU
             dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 class Agreement:
@@ -173,8 +183,7 @@ class Agreement:
         """Tell this rank's wish; return the highest wish of the step before."""
         before = self.finish()
         self._flag = torch.tensor([wish], dtype=torch.int32)
-        if self._ranks.distributed:
-            self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
+        self._work = self._ranks.start_highest(self._flag)
         return before
 
     def finish(self) -> int:
@@ -292,25 +301,30 @@ class Training:
 
     def _build(self) -> None:
         options, device = self.options, self.ranks.device
-        torch.manual_seed(options.seed)  # the same model on every rank
+        torch.manual_seed(options.seed + self.ranks.rank)  # rank 0's weights go to all ranks
         self.network = cnn(self.channels, self.classes, options.width).to(device)
         torch.manual_seed(options.seed * 1_000_003 + self.ranks.rank)  # dropout of its own
-        self.model: nn.Module = self.network
-        if self.ranks.distributed:
-            devices = [device] if device.type == "cuda" else None
-            self.model = DistributedDataParallel(
-                self.network, device_ids=devices, gradient_as_bucket_view=True
-            )
-        self.optimizer = torch.optim.SGD(
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
             self.network.parameters(),
             lr=options.lr * self.ranks.world_size,
             momentum=0.9,
             weight_decay=1e-4,
             nesterov=True,
         )
+        self.model: nn.Module = self.network
+        self._distribute()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.amp = amp_of(options.amp, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp is torch.float16)
+
+    def _distribute(self) -> None:
+        """Let the ranks average their gradients, and begin with rank 0's weights."""
+        device = self.ranks.device
+        if self.ranks.distributed:
+            devices = [device] if device.type == "cuda" else None
+            self.model = DistributedDataParallel(
+                self.network, device_ids=devices, gradient_as_bucket_view=True
+            )
 
     def _rate(self, step: int) -> float:
         """Return the part of the scaled learning rate: from one rank's up, then a cosine to 0."""
@@ -423,12 +437,15 @@ class Training:
         labels = labels.to(device, non_blocking=True)
         with torch.autocast(device.type, self.amp, enabled=self.amp is not None):
             loss = nn.functional.cross_entropy(self.model(images), labels)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.scaler.step(self.optimizer)
+        self._apply_gradients()
         self.scaler.update()
         self.schedule.step()
         return loss.detach()
+
+    def _apply_gradients(self) -> None:
+        self.scaler.step(self.optimizer)
 
     def _report(self, samples: int, wait: float, took: float, loss: Tensor) -> None:
         """Count a step; the first counters are sent as the warm-up ends, and hold all of it.
@@ -532,10 +549,7 @@ class Training:
                 first = (str(error).splitlines() or [""])[0]
                 problem = f"cannot read the checkpoint {path}: {type(error).__name__}: {first}"
         self.ranks.fail_together(problem)
-        if self.ranks.distributed:
-            box = [state]
-            dist.broadcast_object_list(box, src=0)
-            state = box[0]
+        state = self.ranks.broadcast(state)
         if state is None:
             return
         self.network.load_state_dict(state["model"])
@@ -687,6 +701,22 @@ def amp_of(choice: str, device: torch.device) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice)
 
 
+def choose_device(choice: str, local_rank: int) -> torch.device:
+    """Return where this rank computes; a GPU becomes PyTorch's current one.
+
+    Raises:
+        JobError: no GPU is there for `--device cuda`.
+    """
+    if choice != "cpu" and torch.cuda.is_available():
+        # With one GPU in sight, the launcher gave each rank its own.
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    if choice == "cuda":
+        raise JobError("--device cuda: PyTorch sees no GPU here")
+    return torch.device("cpu")
+
+
 def device_name(device: torch.device) -> str:
     """Return what computes, as a person would say it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -716,10 +746,23 @@ def _env_int(name: str, default: int) -> int:
         raise JobError(f"{name} is no number: {text!r}") from None
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return a whole number from 1 on; what argparse calls for an option."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def number_from(least: float) -> Callable[[str], float]:
+    """Return what argparse calls for an option that takes a number from `least` on."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not {least:g} or more")
+        return value
+
     return number
 
 
@@ -730,16 +773,16 @@ def _part(text: str) -> float:
     return number
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description="Train a CNN on folders of PNG files with DDP.")
+def options_of(description: str) -> argparse.ArgumentParser:
+    """Return the command line's options, to which others may be added."""
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="holds one folder per class")
-    add("--epochs", type=_positive, default=12)
-    add("--batch-size", type=_positive, default=32, help="images per rank and step")
+    add("--epochs", type=positive, default=12)
+    add("--batch-size", type=positive, default=32, help="images per rank and step")
     add("--lr", type=float, default=0.05, help="learning rate of one rank; times the world size")
     add("--lr-warmup-epochs", type=int, default=2, help="epochs to reach the scaled learning rate")
-    add("--width", type=_positive, default=16, help="channels of the first layer, a multiple of 4")
+    add("--width", type=positive, default=16, help="channels of the first layer, a multiple of 4")
     add("--seed", type=int, default=1)
     add("--workers", type=int, default=1, help="processes per rank that read images; 0: none")
     add("--worker-start", choices=("fork", "spawn", "forkserver"), help="default: the platform's")
@@ -747,14 +790,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="mixed precision")
     add("--target-accuracy", type=_part, metavar="PART", help="report the seconds to reach it")
     add("--stop-at-target", action="store_true", help="end when the target is reached")
-    add("--eval-every", type=_positive, default=1, metavar="EPOCHS")
+    add("--eval-every", type=positive, default=1, metavar="EPOCHS")
     add("--warm-up-steps", type=int, default=20, help="first steps that samples/s leaves out")
     add("--checkpoint", type=Path, metavar="FILE")
-    add("--checkpoint-every", type=_positive, default=1, metavar="EPOCHS")
+    add("--checkpoint-every", type=positive, default=1, metavar="EPOCHS")
     add("--resume", action="store_true", help="go on from --checkpoint when it exists")
-    add("--stop-after-epochs", type=_positive, metavar="N", help="end early; the schedule stays")
+    add("--stop-after-epochs", type=positive, metavar="N", help="end early; the schedule stays")
     add("--output", type=Path, metavar="DIR", help="write result.json there")
-    add("--timeout-seconds", type=_positive, default=600, help="how long a rank waits for others")
+    add("--timeout-seconds", type=positive, default=600, help="how long a rank waits for others")
+    return parser
+
+
+def parse(
+    arguments: list[str] | None, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """Return the options of the command line; ends the process where they make no sense."""
+    parser = parser or options_of("Train a CNN on folders of PNG files with DDP.")
     options = parser.parse_args(arguments)
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint FILE")
@@ -767,10 +818,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def train(options: argparse.Namespace, ranks: Ranks, channel: Channel) -> None:
+def train(
+    options: argparse.Namespace, ranks: Ranks, channel: Channel, kind: type[Training] = Training
+) -> None:
     """Train and report; nothing of the training lives on after the return."""
     ranks.use_cores()
-    training = Training(options, ranks, channel)
+    training = kind(options, ranks, channel)
     try:
         if options.resume:
             training.resume()
@@ -804,26 +857,34 @@ def describe(result: dict[str, Any]) -> str:
     return text + f", {result['world_size']} ranks on {result['device']}"
 
 
-def main() -> NoReturn:
-    """Run the command line."""
-    options = parse(None)
+def run(
+    options: argparse.Namespace,
+    join: Callable[[argparse.Namespace], Ranks] = Ranks,
+    kind: type[Training] = Training,
+) -> NoReturn:
+    """Join the ranks, train and end the process: with 0, or 2 and one line that says why."""
     channel = Channel.from_env()
     channel.event("rendezvous")
     try:
-        ranks = Ranks(options)
+        ranks = join(options)
     except (JobError, RuntimeError, ValueError) as error:
-        print(f"ddp_images.py: error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        complain(str(error).splitlines()[0])
         os._exit(2)
     status = 0
     try:
-        train(options, ranks, channel)
+        train(options, ranks, channel, kind)
     except JobError as error:
         status = 2
         if ranks.rank == 0:
-            print(f"ddp_images.py: error: {error}", file=sys.stderr, flush=True)
+            complain(str(error))
     channel.close()
     ranks.leave(status)
 
 
+def complain(problem: str) -> None:
+    """Print what is wrong, in one line."""
+    print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    run(parse(None))

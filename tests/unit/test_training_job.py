@@ -1,62 +1,28 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
 import importlib.util
-import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tarfile
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from hpml_orchestrator.jobs.summary import phases
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
+from tests.unit.training_runs import DIGITS, JOBS, LIMIT_SECONDS, finish, result_of, run, start
 
-JOBS = Path(__file__).parents[2] / "training_jobs"
 TRAIN = JOBS / "ddp_images.py"
-DIGITS = JOBS / "make_digits.py"
-LIMIT_SECONDS = 240
 
 for module in ("torch", "sklearn", "PIL"):
     pytest.importorskip(module, reason="the training jobs need the extra 'train'")
-
-
-def environment(**more: str) -> dict[str, str]:
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HPML_CHANNEL")
-    clean = {key: value for key, value in os.environ.items() if key not in ours}
-    return {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
-
-
-def start(command: Sequence[object], **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-def run(command: Sequence[object], **more: str) -> subprocess.CompletedProcess[str]:
-    return finish(start(command, **more))
 
 
 def run_ranks(
@@ -73,10 +39,6 @@ def run_ranks(
 
 def torchrun(ranks: int) -> list[object]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-
-
-def result_of(directory: Path) -> Any:
-    return json.loads((directory / "result.json").read_text())
 
 
 def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
@@ -100,25 +62,6 @@ def job() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("data") / "digits"
-    done = run([DIGITS, target])
-    assert done.returncode == 0, done.stderr
-    return target
-
-
-@pytest.fixture(scope="module")
-def few(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty images of each of four digits: enough to train in a moment."""
-    target = tmp_path_factory.mktemp("few")
-    for digit in "0123":
-        (target / digit).mkdir()
-        for path in sorted((digits / digit).iterdir())[:30]:
-            (target / digit / path.name).symlink_to(path)
-    return target
 
 
 def test_digits_are_written_once_and_whole(digits: Path, tmp_path: Path) -> None:

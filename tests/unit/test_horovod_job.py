@@ -1,0 +1,220 @@
+"""The Horovod twin of the training job: real horovodrun, real mpirun, real averages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.records import events
+from tests.cluster.conftest import skip_or_fail
+from tests.unit.training_runs import JOBS, finish, launch, result_of, run
+
+TRAIN = JOBS / "horovod_images.py"
+# What loss and accuracy an epoch had, on rank 0's line of it.
+EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, test accuracy [\d.]+)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _horovod() -> None:
+    for module in ("torch", "sklearn", "PIL"):
+        pytest.importorskip(module, reason="the training jobs need the extra 'train'")
+    if importlib.util.find_spec("horovod") is None:
+        skip_or_fail("NO HOROVOD TESTS: horovod is not installed (make horovod)")
+
+
+@pytest.fixture(scope="module")
+def twin() -> ModuleType:
+    """Return horovod_images.py as a module, for what needs no process of its own."""
+    sys.path.insert(0, str(JOBS))
+    try:
+        return importlib.import_module("horovod_images")
+    finally:
+        sys.path.remove(str(JOBS))
+
+
+def horovodrun(
+    ranks: int, command: Sequence[object], **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run under gloo on this machine; output as horovodrun gives it, with `[rank]<stream>:`."""
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", ranks]
+    words = [*launcher, "--network-interface", "lo", "-H", f"localhost:{ranks}", sys.executable]
+    return finish(launch([*words, *command], **more))
+
+
+def mpirun(ranks: int, command: Sequence[object], **more: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("mpirun") is None:
+        skip_or_fail("NOT TESTED: no mpirun (apt-get install openmpi-bin)")
+    launcher = ["mpirun", "-np", ranks, "--oversubscribe", "--bind-to", "none", sys.executable]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return finish(launch([*launcher, *command], **root, **more))
+
+
+def fused(timeline: Path) -> bool:
+    """Say whether Horovod averaged several gradients at once, by its own timeline."""
+    return "MEMCPY_IN_FUSION_BUFFER" in timeline.read_text()
+
+
+def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
+    digits: Path, tmp_path: Path
+) -> None:
+    """0.95 on the test set from two different beginnings, and every phase of both ranks told."""
+    file, timeline = tmp_path / "events.jsonl", tmp_path / "timeline.json"
+    command = [TRAIN, "--data", digits, "--epochs", 6, "--output", tmp_path]
+    command += ["--target-accuracy", 0.95, "--checkpoint", tmp_path / "c.pt"]
+    command += ["--fusion-threshold-mb", 8, "--cycle-time-ms", 2.5]
+    with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
+        done = horovodrun(2, command, HPML_CHANNEL=reader.name, HOROVOD_TIMELINE=str(timeline))
+    assert done.returncode == 0, done.stderr
+    assert ": 2 different among 2 ranks, equal after the broadcast" in done.stdout
+    result = result_of(tmp_path)
+    assert result["test_accuracy"] >= 0.95
+    assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"]
+    assert (result["world_size"], result["epochs"], result["controller"]) == (2, 6, "gloo")
+    assert (result["fusion_threshold_bytes"], result["cycle_time_ms"]) == (8 * 2**20, 2.5)
+    assert fused(timeline)
+    found = events.read(file)
+    assert reader.refused == 0
+    for rank in (0, 1):
+        names = [event.event for event in found if event.rank == rank]
+        assert {"rendezvous", "warm-up", "step", "evaluation"} <= set(names)
+        steps = [event.data for event in found if event.rank == rank and event.event == "step"]
+        assert steps[-1]["samples_total"] == 6 * 721
+    assert sum(event.event == "checkpoint" for event in found) == 6
+    (final,) = [event for event in found if event.data.get("final")]
+    assert final.data["controller"] == "gloo"
+
+
+def test_mpi_and_ddp_train_the_same_as_each_other(few: Path, tmp_path: Path) -> None:
+    """Averaged by MPI one at a time, or by DDP: the same loss and accuracy after every epoch."""
+    common = ["--data", few, "--epochs", 3, "--workers", 0]
+    timeline = tmp_path / "timeline.json"
+    command = [TRAIN, *common, "--fusion-threshold-mb", 0, "--output", tmp_path]
+    done = mpirun(2, command, HOROVOD_TIMELINE=str(timeline))
+    assert done.returncode == 0, done.stderr
+    assert "improperly" not in done.stderr
+    result = result_of(tmp_path)
+    assert (result["controller"], result["world_size"]) == ("mpi", 2)
+    assert result["fusion_threshold_bytes"] == 0
+    assert not fused(timeline)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ddp = run([*torchrun, JOBS / "ddp_images.py", *common])
+    assert ddp.returncode == 0, ddp.stderr
+    assert len(EPOCH.findall(done.stdout)) == 3
+    assert EPOCH.findall(done.stdout) == EPOCH.findall(ddp.stdout)
+
+
+def test_a_resumed_training_ends_with_the_weights_of_one_that_was_not(
+    few: Path, tmp_path: Path
+) -> None:
+    """Rank 0 reads the checkpoint for all; the weights are the same to the bit."""
+    import torch  # noqa: PLC0415 - skipped where there is none
+
+    def weights(checkpoint: Path, *more: object) -> tuple[str, dict[str, Any]]:
+        command = [TRAIN, "--data", few, "--epochs", 4, "--workers", 0, *more]
+        done = horovodrun(2, [*command, "--checkpoint", checkpoint])
+        assert done.returncode == 0, done.stderr
+        return done.stdout, torch.load(checkpoint, weights_only=True)["model"]
+
+    _, whole = weights(tmp_path / "whole.pt")
+    weights(tmp_path / "part.pt", "--stop-after-epochs", 2)
+    said, resumed = weights(tmp_path / "part.pt", "--resume")
+    assert "2 epochs and 0 steps are done" in said
+    assert ": 1 different among 2 ranks" in said
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_half_precision_and_groups_train_as_well(few: Path, tmp_path: Path) -> None:
+    """Gradients that travel as fp16, in two groups; a stop file ends both ranks at one step."""
+    stop = tmp_path / "stop"
+    stop.touch()
+    command = [TRAIN, "--data", few, "--workers", 0, "--batch-size", 7, "--output", tmp_path]
+    command += ["--compression", "fp16", "--groups", 2, "--checkpoint", tmp_path / "c.pt"]
+    done = horovodrun(2, command, HPML_STOP_FILE=str(stop))
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path)
+    assert (result["compression"], result["groups"], result["stopped"]) == ("fp16", 2, True)
+    assert done.stdout.count("stopping in epoch 1 after 2 steps") == 1
+
+
+def test_a_missing_directory_ends_all_ranks(tmp_path: Path) -> None:
+    """Status 2 on both ranks, and one line of the script's on one of them."""
+    done = horovodrun(2, [TRAIN, "--data", tmp_path / "data"])
+    assert done.returncode != 0
+    assert [done.stdout.count(f"Process {rank} exit with status code 2") for rank in (0, 1)] == [
+        1,
+        1,
+    ]
+    lines = [line for line in done.stderr.splitlines() if "<stderr>" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("[0]<stderr>:horovod_images.py: error: --data ")
+
+
+def test_ranks_that_horovod_does_not_know_are_refused(few: Path) -> None:
+    """Started by torchrun, each rank would train alone, and nobody would notice."""
+    done = run([TRAIN, "--data", few], RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "WORLD_SIZE is 2, but Horovod sees 1 ranks" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_learning_rate_is_scaled_after_a_warm_up(twin: ModuleType, world_size: int) -> None:
+    """It begins at one rank's, reaches the world's at the end of the warm-up, and ends at 0."""
+    training = SimpleNamespace(
+        options=SimpleNamespace(lr_warmup_epochs=2, epochs=6),
+        sampler=SimpleNamespace(steps=10),
+        ranks=SimpleNamespace(world_size=world_size),
+    )
+    rates = [twin.HorovodTraining._rate(training, step) * world_size for step in range(61)]
+    assert rates[0] == pytest.approx(1)
+    assert rates[10] == pytest.approx((1 + world_size) / 2)
+    assert rates[20] == pytest.approx(world_size)
+    assert rates[:21] == sorted(rates[:21])
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert rates[60] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("prefix", ["HOROVOD_", "OMPI_COMM_WORLD_"])
+def test_settings_and_rank_are_in_the_environment_before_the_start(
+    twin: ModuleType, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    """Horovod reads its settings once, and the channel who this rank is."""
+    monkeypatch.setattr(os, "environ", {f"{prefix}RANK": "3", f"{prefix}SIZE": "4"})
+    arguments = ["--data", "x", "--fusion-threshold-mb", "0.5", "--timeout-seconds", "30"]
+    twin.prepare_environment(twin.parse(arguments))
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == str(2**19)
+    assert "HOROVOD_CYCLE_TIME" not in os.environ
+    assert os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "30"
+    assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "30"
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
+    os.environ["RANK"] = "7"
+    twin.prepare_environment(twin.parse(arguments))
+    assert os.environ["RANK"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--fusion-threshold-mb", "-1"), ("--cycle-time-ms", "0"), ("--groups", "0")],
+)
+def test_settings_that_make_no_sense_are_refused(
+    twin: ModuleType, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the option, the status is 2."""
+    with pytest.raises(SystemExit) as caught:
+        twin.parse(["--data", "x", option, value])
+    assert caught.value.code == 2
+    assert option in capsys.readouterr().err.splitlines()[-1]

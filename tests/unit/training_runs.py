@@ -1,0 +1,51 @@
+"""What the tests of the training jobs share: a script as a process of its own, and its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+JOBS = Path(__file__).parents[2] / "training_jobs"
+DIGITS = JOBS / "make_digits.py"
+LIMIT_SECONDS = 240
+
+
+def environment(**more: str) -> dict[str, str]:
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HPML_CHANNEL")
+    clean = {key: value for key, value in os.environ.items() if key not in ours}
+    return {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def start(command: Sequence[object], **more: str) -> subprocess.Popen[str]:
+    return launch([sys.executable, *command], **more)
+
+
+def launch(command: Sequence[object], **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*map(str, command)],
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def run(command: Sequence[object], **more: str) -> subprocess.CompletedProcess[str]:
+    return finish(start(command, **more))
+
+
+def result_of(directory: Path) -> Any:
+    return json.loads((directory / "result.json").read_text())
