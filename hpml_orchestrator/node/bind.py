@@ -111,7 +111,8 @@ def _obey(attempt: str, program: str) -> int:
         "threads": _variable("OMP_NUM_THREADS", None),
         "nic": os.environ.get("HPML_NIC"),
         "bound": bound,
-        "error": "; ".join(one for one in (problems, minor) if one),
+        "error": problems,
+        "note": minor,
         "program": program,
     }
     try:

@@ -68,6 +68,7 @@ def seen_of_record(record: dict[str, Any]) -> Seen:
         threads=int(str(threads)) if str(threads).isdecimal() else None,
         nic=str(record.get("nic") or ""),
         error=str(record.get("error") or ""),
+        note=str(record.get("note") or ""),
     )
 
 

@@ -190,8 +190,9 @@ class Watch:
         if confirmed and not self._told:
             self._told = True
             self._count()
-            self._say(*table(wrong_rows(proof)))
-            if proof.verify == "strict":
+            if proof.verify != "strict":  # then the table stands at the job's end, of all nodes
+                self._say(*table(wrong_rows(proof)))
+            else:
                 self._say(f"{proof.node}: binding.verify is strict: its ranks are ended")
                 self._end_ranks(signal.SIGTERM)
                 self._kill_at = self._now + _KILL_SECONDS

@@ -55,7 +55,8 @@ class Seen:
         threads: OMP_NUM_THREADS; None where not set.
         nic: network card that it was told of; empty without one.
         live: whether the process itself was looked at, or only hpml-bind's own record of it.
-        error: what hpml-bind could not do; empty when it could do everything.
+        error: what hpml-bind could not do; empty when it could do all that counts.
+        note: what it could not do and is no fault: a memory policy that a container refuses.
     """
 
     local_rank: int
@@ -72,6 +73,7 @@ class Seen:
     nic: str = ""
     live: bool = False
     error: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def judge(
             faults.extend(_start_faults(node, case))
             faults.extend(_cpu_faults(node, case, warnings))
             faults.extend(_gpu_faults(node, case))
+            if case.seen.note:
+                warnings.append(f"rank {case.seen.rank}: {case.seen.note}")
         _shared_gpus(node, cases, told)
         _shared_cores(node, cases, told)
     return NodeProof(
@@ -135,6 +137,10 @@ class _Case:
         self.strays = [one for one in seen.others if self.own and not self.own >= set(one.cpus)]
         self.cpus = main.union(*(one.cpus for one in self.strays))
         self.devices = visible_devices(node.topology, seen.visible, node.around.hidden)
+        # Of several MIG instances a process sees one alone, whatever its list is.
+        known = [one for one in node.devices if one]
+        divided = bool(known) and all(one.parent for one in known)
+        self.hides_gpus = 0 < len(self.devices) < len(node.devices) and not divided
         self.gpu = self.devices[seen.local_rank % len(self.devices)] if self.devices else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
         self.near = local_domains(node.topology, node.machine, self.gpu) if self.gpu else ()
@@ -264,16 +270,14 @@ def _gpu_faults(node: _Node, case: _Case) -> list[str]:
     shown = {one.name for one in case.devices if one}
     value = "not set" if seen.visible is None else _shown(repr(seen.visible))
     told = f"(its list of visible devices is {value})"
-    # Of several MIG instances a process sees one alone, whatever its list is.
-    known = [one for one in node.devices if one]
-    divided = bool(known) and all(one.parent for one in known)
     if node.devices and not case.devices:
         found.append(f"sees no GPU {told}")
-    elif len(case.devices) < len(node.devices) and not divided:
+    elif case.hides_gpus:
         found.append(
             f"sees {len(case.devices)} of the job's {len(node.devices)} GPUs {told}: the others' "
             "memory is out of its reach"
         )
+        return found
     if shown - given and node.devices:
         found.append(f"sees {', '.join(sorted(shown - given))}, not the job's {told}")
     plan = case.plan
@@ -286,7 +290,7 @@ def _shared_gpus(node: _Node, cases: Sequence[_Case], told: Sequence[list[str]])
     """Add to the faults of ranks that have one GPU together, more of them than are meant to."""
     on_gpu: dict[str, list[int]] = {}
     for place, case in enumerate(cases):
-        if case.gpu:
+        if case.gpu and not case.hides_gpus:  # else it was said, and sharing follows from it
             on_gpu.setdefault(case.gpu.name, []).append(place)
     for places in on_gpu.values():
         if len(places) > node.ranks_on_a_gpu:

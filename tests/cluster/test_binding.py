@@ -84,8 +84,15 @@ def job(desk: Desk, launcher: str, **fields: Any) -> Path:
     """A job of all GPUs on both nodes, half of the CPUs where it does not say otherwise."""
     resources = {"nodes": 2, "gpus": 8, "cpus_per_rank": 32, "time": "5", "exclusive": True}
     more = {"resources": {**resources, **fields.pop("resources", {})}}
-    command = [sys.executable, str(desk.directory / "rank.py"), str(desk.directory / "seen"), SECONDS]
-    return desk.job(f"binding-{launcher}", launcher=launcher, **{"command": command, **more, **fields})
+    command = [
+        sys.executable,
+        str(desk.directory / "rank.py"),
+        str(desk.directory / "seen"),
+        SECONDS,
+    ]
+    return desk.job(
+        f"binding-{launcher}", launcher=launcher, **{"command": command, **more, **fields}
+    )
 
 
 def seen(desk: Desk) -> list[dict[str, Any]]:
@@ -105,9 +112,7 @@ def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
     """Sixteen ranks on two nodes: /proc of each, the proof and the plan by hand are one."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
         skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
-    done = desk.hpml(
-        "run", job(desk, launcher, binding={"policy": "numa", "verify": "strict"})
-    )
+    done = desk.hpml("run", job(desk, launcher, binding={"policy": "numa", "verify": "strict"}))
     ranks = seen(desk)
     assert [int(one["RANK"]) for one in ranks] == list(range(16))
     for one in ranks:
@@ -160,9 +165,13 @@ def test_a_part_of_a_node(desk: Desk) -> None:
 
 def in_a_shell(desk: Desk, before: str) -> list[str]:
     """The ranks' command behind some words of a shell."""
-    return ["bash", "-c", f'{before} "$@"', "rank", *[
-        sys.executable, str(desk.directory / "rank.py"), str(desk.directory / "seen"), "20"
-    ]]
+    return [
+        "bash",
+        "-c",
+        f'{before} "$@"',
+        "rank",
+        *[sys.executable, str(desk.directory / "rank.py"), str(desk.directory / "seen"), "20"],
+    ]
 
 
 SABOTAGE = {
@@ -211,7 +220,13 @@ def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[str, Pat
         text = text.replace(old, new)
     script.write_text(text)
     done = desk.cluster.run(
-        "sbatch", "--wait", "--output=job.out", "job.sh", cwd=directory, check=False, timeout=200,
+        "sbatch",
+        "--wait",
+        "--output=job.out",
+        "job.sh",
+        cwd=directory,
+        check=False,
+        timeout=200,
         env=desk.environment,
     )
     return f"{done.returncode} {(directory / 'job.out').read_text()}", directory

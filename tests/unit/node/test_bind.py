@@ -108,6 +108,7 @@ def test_where_it_ran_is_written_down(node: Node) -> None:
         "nic": "mlx5_3",
         "bound": True,
         "error": "",
+        "note": "",
         "program": "true",
     }
     node.call("bind", attempt, "--", "true", RANK="1", ROCR_VISIBLE_DEVICES="0")

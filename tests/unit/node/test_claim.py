@@ -197,7 +197,8 @@ def test_the_end_says_where_the_ranks_ran(
     assert (status, attempt.ended["exit_code"], attempt.ended["reason"]) == ends
     lines = err.splitlines()
     assert lines[0] == f"hpml: binding: {2 - len(wrong)} of 2 ranks where they should be"
-    assert [line.split()[-2:] for line in lines[2:]] == [["is", "elsewhere"]] * len(wrong)
+    told = [["is", "elsewhere"]] * len(wrong) if verify == "strict" else []
+    assert [line.split()[-2:] for line in lines[2:]] == told
 
 
 def test_a_fault_of_the_records_does_not_hide_the_end(node: Node) -> None:

@@ -107,7 +107,8 @@ class Ranks:
 
     @staticmethod
     def _began(pid: int) -> bool:
-        return b"taskset" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+        return bool(program) and b"taskset" not in program  # empty in the midst of an exec
 
     def record(self, rank: int, pid: int, **fields: Any) -> None:
         """Append what hpml-bind tells of a rank."""
@@ -135,6 +136,7 @@ class Ranks:
             "nic": None,
             "bound": True,
             "error": "",
+            "note": "",
             "program": "train.py",
             **fields,
         }
