@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
+from hpml_orchestrator.batch.render import directives
 from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.script_check import check_script
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
@@ -75,7 +77,12 @@ def render_job(
     *,
     site: ResolvedSite | None = None,
 ) -> Rendered:
-    """Complete a job with what must be measured and render its script."""
+    """Complete a job with what must be measured and render its script.
+
+    Raises:
+        InputError: the job cannot be rendered, or templates of the user's own make a script that
+            cannot run.
+    """
     complete = measured(resolved)
     snapshot = find(complete.job) if complete.job.snapshot else None
     script = render(
@@ -84,6 +91,8 @@ def render_job(
         site,
         snapshot=snapshot.paths if snapshot else None,
     )
+    if site is not None and site.site.templates:
+        check_script(script, directives(complete.job, site), site.site.templates)
     return Rendered(complete, script, site, snapshot)
 
 
