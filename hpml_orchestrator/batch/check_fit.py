@@ -55,7 +55,10 @@ def fit(ask: Ask, partition: Partition, cluster: Cluster) -> Fit:
     if _enough(ask, fitting):
         return Fit(fitting, True, [])
     alone = [need for need in needs if len(those([need])) < ask.nodes]
-    if alone:
+    dropped = sum(node.name in ask.excluded for node in cluster.nodes_of(partition))
+    if len(nodes) < ask.nodes <= len(nodes) + dropped:
+        findings = [_excluded(ask, partition, len(nodes))]
+    elif alone:
         findings = [_missing(ask, partition, need, nodes) for need in alone]
     else:
         findings = [_together(ask, partition, needs, nodes, fitting)]
@@ -161,6 +164,20 @@ def _value(ask: Ask, field: str) -> object:
     if field == "stage":
         return size_text(ask.disk_mib)
     return getattr(ask.job.resources, field.rpartition(".")[2])
+
+
+def _excluded(ask: Ask, partition: Partition, left: int) -> Finding:
+    """Too few nodes are left, whatever they have."""
+    return Finding(
+        "error",
+        "nodes.excluded",
+        "resources.extra",
+        f"--exclude={','.join(sorted(ask.excluded))}",
+        f"without the excluded nodes {_count(left)} of partition {partition.name} "
+        f"{'is' if left == 1 else 'are'} left; {ask.nodes} needed",
+        left,
+        "exclude fewer nodes, or name another partition",
+    )
 
 
 def _missing(ask: Ask, partition: Partition, need: _Need, nodes: Sequence[Node]) -> Finding:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site import DirectiveRule
 
-__all__ = ["apply_rules", "as_asked", "leaves_out"]
+__all__ = ["apply_rules", "as_asked", "leaves_out", "without_time"]
 
 _FIELDS = {
     "nodes": "nodes",
@@ -31,6 +31,9 @@ _FIELDS = {
     "mail-type": "mail",
 }
 """Options of `directives()` and the field of `resources` that asks for them."""
+
+_TEXTS = {name: _FIELDS[name] for name in ("partition", "account", "qos", "constraint", "mem")}
+"""Those whose field may be left out."""
 
 
 def apply_rules(
@@ -75,26 +78,52 @@ def apply_rules(
 def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
     """Return the job as Slurm will see it: without what the site leaves out, with what it adds.
 
-    A renamed option counts as what it was: what it means under its other name is the site's.
+    GPUs and numbers of nodes, ranks and CPUs count as what they were under another name, too. All
+    else counts as what it became: a constraint that became a preference keeps no job out.
     """
     changes: dict[str, object] = {}
     extra = [one for one in job.resources.extra if not leaves_out(rules, _split(one)[0])]
     for name, rule in rules.items():
         field = _FIELDS.get(name, "")
-        if rule.rename is None and leaves_out(rules, name) and field not in ("", "mail"):
+        if rule.rename is not None and name in _TEXTS:
+            value = changes.get(field) or getattr(job.resources, field) or rule.default
+            changes.setdefault(field, None)
+            if value:
+                changes[field] = None
+                other, said = _split(_renamed(rule.rename, str(value)))
+                if other in _TEXTS:
+                    changes[_TEXTS[other]] = _as_field(other, said)
+                else:
+                    extra.append(f"--{other}={said}")
+        elif rule.rename is None and leaves_out(rules, name) and field not in ("", "mail"):
             changes[field] = Resources.model_fields[field].default
-        elif rule.default is not None and field in ("partition", "account", "qos", "constraint"):
-            changes[field] = getattr(job.resources, field) or rule.default
+        elif rule.default is not None and name in _TEXTS:
+            changes[field] = getattr(job.resources, field) or _as_field(name, rule.default)
         elif rule.default is not None and not any(_split(one)[0] == name for one in extra):
             extra.append(f"--{name}={rule.default}" if rule.default else f"--{name}")
     resources = job.resources.model_copy(update={**changes, "extra": extra})
     return job.model_copy(update={"resources": resources})
 
 
+def _as_field(name: str, value: str) -> str | None:
+    """Return an option's value as the field of `resources` has it; None for what it cannot have."""
+    try:
+        made: str | None = getattr(Resources.model_validate({_TEXTS[name]: value}), _TEXTS[name])
+    except ValueError:
+        return None
+    return made
+
+
 def leaves_out(rules: Mapping[str, DirectiveRule], name: str) -> bool:
     """Return whether hpml's own use of an option is not wanted."""
     rule = rules.get(name)
     return rule is not None and (rule.omit or rule.forbid is not None)
+
+
+def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
+    """Return whether Slurm hears of no time limit, and so gives the partition's own."""
+    rule = rules.get("time")
+    return leaves_out(rules, "time") or (rule is not None and rule.rename is not None)
 
 
 def _split(line: str) -> tuple[str, str]:

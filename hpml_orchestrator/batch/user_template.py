@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel
 
 from hpml_orchestrator import assets
+from hpml_orchestrator.batch.template_blocks import chain, check_blocks, starts_something
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class _Template(jinja2.Template):
         """
         environment = self.environment
         assert isinstance(environment, UserEnvironment)  # noqa: S101 - it alone makes these
+        sources = chain(environment, str(self.name))
+        check_blocks(sources)
         try:
             with _Bounded():
                 text = super().render(*args, **kwargs)
@@ -89,6 +92,14 @@ class _Template(jinja2.Template):
                     field="templates",
                     hint=f"write {{{{ super() }}}} in the block {block!r}, or leave the block out",
                 )
+        if not starts_something(text):
+            own = (f"{one.file}:{one.blocks['ranks']}" for one in sources if "ranks" in one.blocks)
+            raise InputError(
+                f"{next(own, self.filename)}: the block 'ranks' starts nothing in the background",
+                field="templates",
+                hint="the script waits for what the block starts: end the command with &, "
+                "or leave the block out",
+            )
         if not text.startswith("#!/"):
             raise _fault(str(self.filename), "does not begin with #!/bin/bash, as sbatch wants it")
         if "\0" in text:

@@ -153,16 +153,32 @@ def _one_run(submission: Submission) -> Submission:
 
 
 def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) -> None:
-    """Cancel runs, or one task of a job array (RUN.INDEX); what is over stays as it is."""
+    """Cancel runs, or one task of a job array (RUN.INDEX); what is over stays as it is.
+
+    A run that is being submitted is waited for, some seconds. The exit status is 5 where it has no
+    job then: it may get one yet, and was not cancelled.
+    """
+    from hpml_orchestrator.errors import SchedulerUnavailable  # noqa: PLC0415
+    from hpml_orchestrator.jobs.cancel import NOT_CANCELLED  # noqa: PLC0415
     from hpml_orchestrator.jobs.cancel import cancel as cancel_runs  # noqa: PLC0415
 
     store = store_of(context)
-    done = cancel_runs(store, [store.resolve(word) for word in runs])
+    done = cancel_runs(
+        store,
+        [store.resolve(word) for word in runs],
+        notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+    )
     if as_json:
         print_json(done)
-        return
-    for one in done:
-        typer.echo(f"{one['id']}: {one['outcome']}")
+    else:
+        for one in done:
+            typer.echo(f"{one['id']}: {one['outcome']}")
+    left = [one["id"] for one in done if one["outcome"].startswith(NOT_CANCELLED)]
+    if left:
+        raise SchedulerUnavailable(
+            f"not cancelled: {', '.join(left)}",
+            hint=f"the job may appear yet: `hpml cancel {' '.join(left)}` again in a minute",
+        )
 
 
 def wait(

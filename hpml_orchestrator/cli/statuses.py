@@ -21,7 +21,8 @@ _OTHERS = {
 }
 _MORE = {
     1: "; for `doctor`: something is missing",
-    5: "; a submission with `hpml submit --resume RUN`",
+    5: "; a submission with `hpml submit --resume RUN`; for `cancel` also: a run that is being "
+    "submitted has no job to cancel yet",
     8: ": the status of a job's script, not of hpml",
     79: ": the status of a job's script, not of hpml",
 }

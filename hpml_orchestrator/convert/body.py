@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.convert import branches
 from hpml_orchestrator.convert.commands import EFFECTLESS, HANDLERS, PREPARES
 from hpml_orchestrator.convert.launch import Launch
 from hpml_orchestrator.convert.launchers import peel
@@ -27,8 +28,6 @@ from hpml_orchestrator.convert.syntax import (
 from hpml_orchestrator.convert.values import Expander, Variable, has_hole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpml_orchestrator.convert.findings import Report
 
 __all__ = ["Walk"]
@@ -86,7 +85,7 @@ class Walk:
     def script(self, script: Script) -> None:
         """Go through a list of commands."""
         directory = self.expander.directory
-        for chain in _chains(script.items):
+        for chain in branches.chains(script.items):
             if len(chain) > 1 and _decides(chain[0].pipeline):
                 self.guarded(chain)
             else:
@@ -97,7 +96,7 @@ class Walk:
 
     def guarded(self, chain: list[Item]) -> None:
         """Go through what a test decides: what it sets is known in the job only."""
-        source = _joined(chain)
+        source = branches.joined(chain)
         before, values = self._state(), dict(self.expander.variables)
         for item in chain:
             self._item(item)
@@ -114,7 +113,12 @@ class Walk:
         """Leave variables that were set since to the job."""
         for name, variable in list(self.expander.variables.items()):
             if values.get(name) is not variable:
-                self.expander.variables[name] = Variable(None, source, line)
+                self._open(name, values.get(name), source, line)
+
+    def _open(self, name: str, before: Variable | None, source: str, line: int) -> None:
+        """Leave a variable to the job, which sets it as the script did, and perhaps once more."""
+        known = before.definition if before is not None else ""
+        self.expander.variables[name] = Variable(None, f"{known}\n{source}".lstrip("\n"), line)
 
     def _item(self, item: Item) -> None:
         if item.join == "||" and not self._launches(item.pipeline):
@@ -183,11 +187,15 @@ class Walk:
         if node.bodies:
             self.script(node.bodies[0])
         self._leave_open(values, node.source, node.line)
+        others = node.bodies[1:]
+        for name in branches.sets(others):
+            self._open(name, values.get(name), node.source, node.line)
         launches = len(self.found.launches)
-        for body in node.bodies[1:]:
+        for body in others:
             if any(self._launches(item.pipeline) for item in body.items):
                 self.script(body)
-        if self._state() != before or len(self.found.launches) != launches:
+        changed = self._state() != before or len(self.found.launches) != launches
+        if changed or branches.acts(others):
             self.report.changed(
                 node.line,
                 node.source.split("\n")[0],
@@ -444,22 +452,6 @@ class Walk:
     def _text(self, value: str) -> str:
         """Return the text of `bash -c` with what the outer shell left to the job written back."""
         return self.expander.source(value)
-
-
-def _chains(items: Sequence[Item]) -> list[list[Item]]:
-    """Return commands that `&&` and `||` join, list by list."""
-    chains: list[list[Item]] = []
-    for item in items:
-        if chains and item.join in ("&&", "||"):
-            chains[-1].append(item)
-        else:
-            chains.append([item])
-    return chains
-
-
-def _joined(chain: Sequence[Item]) -> str:
-    first, *others = chain
-    return first.pipeline.source + "".join(f" {one.join} {one.pipeline.source}" for one in others)
 
 
 def _decides(pipeline: Pipeline) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["peel"]
 
 _MAX_LAYERS = 20
-_PLAIN = frozenset("exec command nohup builtin time".split())
+_PLAIN = frozenset("exec command nohup builtin".split())
 _TRAINS = re.compile(
     r"train|fit|pretrain|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE
 )
@@ -104,7 +104,11 @@ def _srun(  # noqa: C901, PLR0912 - one branch per option
             _srun_export(launch, value, report)
         elif option.name == "mpi":
             changes["mpi"] = value not in ("none", "")
-        elif option.name in _SRUN_QUIET or _binds_nothing(option.name, value):
+        elif (
+            option.name in _SRUN_QUIET
+            or value in _SRUN_DEFAULT.get(option.name, ())
+            or _binds_nothing(option.name, value)
+        ):
             pass
         else:
             why, todo = _SRUN_LOST.get(
@@ -131,11 +135,17 @@ def _gpus(value: str) -> tuple[tuple[str, int], ...] | None:
 _SRUN_QUIET = frozenset(
     # what hpml gives to its own srun, or what follows from the job's size
     "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait "
-    "gpus-per-task mem mem-per-cpu mem-per-gpu "
-    "ntasks-per-gpu partition account qos time pty immediate nodelist jobid input disable-status "
-    "propagate preserve-env gpus-per-socket ntasks-per-socket constraint".split()
+    "gpus-per-task ntasks-per-gpu partition account qos pty immediate nodelist jobid input "
+    "disable-status propagate preserve-env gpus-per-socket ntasks-per-socket constraint".split()
 )
+_WHOLE = ("the ranks get all that the job has", "resources.memory is for all ranks of a node")
+_SRUN_DEFAULT = {"mem": ("0",)}
+"""Values that say what hpml's own srun does anyway."""
 _SRUN_LOST = {
+    "mem": _WHOLE,
+    "mem-per-cpu": _WHOLE,
+    "mem-per-gpu": _WHOLE,
+    "time": ("the job's time limit ends it", "resources.time"),
     "output": ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it"),
     "error": ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it"),
     "multi-prog": ("a job file runs one program", "make one job file per program"),
@@ -175,9 +185,37 @@ def _pyxis(
             )
     if not image:
         return launch
-    mounts = str(options.get("container-mounts", ""))
-    launch.directory = str(options.get("container-workdir", launch.directory))
-    return _contained(launch, "pyxis", image, mounts.split(",") if mounts else [], expander, report)
+    mounts = str(options.get("container-mounts", "")).split(",")
+    mounts = [mount for mount in mounts if mount]
+    inside = str(options.get("container-workdir", ""))
+    if inside:
+        launch.directory = _outside(
+            inside, mounts, "srun --container-workdir", launch, expander, report
+        )
+    return _contained(launch, "pyxis", image, mounts, expander, report)
+
+
+def _outside(
+    path: str, mounts: list[str], option: str, launch: Launch, expander: Expander, report: Report
+) -> str:
+    """Return the nodes' own path of a directory in a container; empty where it is not known."""
+    if has_hole(path):
+        return path
+    for mount in mounts:
+        source, _, rest = mount.partition(":")
+        target = rest.partition(":")[0] or source
+        if source.startswith("/") and (path == target or path.startswith(f"{target}/")):
+            return source + path[len(target) :]
+    shared = [expander.directory, expander.environment.get("HOME", "")]
+    if any(one and (path == one or path.startswith(f"{one}/")) for one in shared):
+        return path
+    report.lost(
+        launch.line,
+        f"{option} {path}",
+        "a directory of the container; hpml starts the ranks in workdir, which it mounts there",
+        "name it as workdir if the nodes have it too, else let the program change to it",
+    )
+    return ""
 
 
 def _contained(
@@ -239,7 +277,9 @@ def _apptainer(launch: Launch, expander: Expander, report: Report) -> Launch:
     changes: dict[str, object] = {"words": words}
     for name in ("pwd", "cwd"):
         for value in options.pop(name, []):
-            changes["directory"] = value
+            changes["directory"] = _outside(
+                value, mounts, f"apptainer --{name}", launch, expander, report
+            )
     for one in options.pop("env", []):
         for part in one.split(","):
             variable, _, value = part.partition("=")
@@ -289,9 +329,13 @@ def _wrapper(values: str, why: str, todo: str = "") -> Callable[[Launch, Expande
     def read(launch: Launch, expander: Expander, report: Report) -> Launch:
         name = os.path.basename(launch.words[0])
         words = launch.words[1:]
+        if name == "time" and not (words and words[0].startswith("-")):
+            return launch.also(words=words)
         while words and words[0].startswith("-"):
             option = words.pop(0)
             bare = option.lstrip("-").partition("=")[0]
+            if option == "--":
+                break
             if bare in reader.arity and "=" not in option and words:
                 words.pop(0)
         if name in ("taskset", "timeout") and words:
@@ -314,6 +358,7 @@ _READERS: dict[str, Callable[[Launch, Expander, Report], Launch]] = {
     "nice": _wrapper("n", "ranks run with the priority of the job"),
     "ionice": _wrapper("c n", "ranks run with the priority of the job"),
     "stdbuf": _wrapper("i o e", "hpml sets PYTHONUNBUFFERED=1 itself"),
+    "time": _wrapper("o f output format", "`hpml show RUN` says how long each phase took"),
     "timeout": _wrapper("k s signal kill-after", "the job's time limit ends it: resources.time"),
     **parallel.READERS,
 }

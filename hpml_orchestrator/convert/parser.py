@@ -137,9 +137,10 @@ class _Parser:
             while self.keyword() in ("!", "time"):
                 lexer.position += len(self.keyword())
                 lexer.skip_blanks()
-                if lexer.peek("-p "):
-                    lexer.position += 3
-                    lexer.skip_blanks()
+                for option in ("-p ", "-- "):
+                    if lexer.peek(option):
+                        lexer.position += len(option)
+                        lexer.skip_blanks()
             nodes.append(self.node())
             lexer.skip_blanks()
             end = lexer.position

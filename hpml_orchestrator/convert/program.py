@@ -154,6 +154,18 @@ def _in_shell(launch: Launch, placed: list[str], placer: Placer) -> Program:
         sources,
         "is known in the job only: the program is started through bash, which fills it in",
     )
+    for hole in holes:
+        moved = (
+            not launch.on_node and launch.directory and hole.directory not in ("", launch.directory)
+        )
+        if moved and ("$(" in hole.source or "`" in hole.source):
+            report.changed(
+                launch.line,
+                hole.source,
+                f"ran in {expander.source(hole.directory)}, and runs in "
+                f"{expander.source(launch.directory)} now",
+                "write absolute paths into it",
+            )
     command = " ".join(expander.shell(word) for word in placed)
     text = "\n".join([*definitions, f"exec {command}"])
     return Program(command=["bash", "-c", text])

@@ -63,12 +63,14 @@ class Hole:
         source: as written.
         quoted: whether it stood in double quotes.
         names: variables that it needs.
+        directory: where a command in it would have run.
     """
 
     kind: HoleKind
     source: str
     quoted: bool
     names: frozenset[str] = frozenset()
+    directory: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,18 @@ class Expander:
         self.literal_ranks = False  # whether variables of the launcher are read, not left
         self._depth = 0
 
-    def hole(self, kind: HoleKind, source: str, *, quoted: bool, names: Iterable[str] = ()) -> str:
+    def hole(
+        self,
+        kind: HoleKind,
+        source: str,
+        *,
+        quoted: bool,
+        names: Iterable[str] = (),
+        directory: str = "",
+    ) -> str:
         """Return a new hole as a value."""
-        self.holes.append(Hole(kind, source, quoted, frozenset(names)))
+        place = directory or self.directory
+        self.holes.append(Hole(kind, source, quoted, frozenset(names), place))
         return f"\0{len(self.holes) - 1}\0"
 
     def holes_of(self, value: str) -> list[Hole]:
@@ -269,7 +280,13 @@ class Expander:
             hole = self.holes[int(match[1])]
             if hole.quoted == quoted:
                 return match[0]
-            return self.hole(hole.kind, hole.source, quoted=quoted, names=hole.names)
+            return self.hole(
+                hole.kind,
+                hole.source,
+                quoted=quoted,
+                names=hole.names,
+                directory=hole.directory,
+            )
 
         return _HOLE.sub(again, value)
 

@@ -18,7 +18,7 @@ from hpml_orchestrator.batch.check_binding import (
     shape_of_node,
 )
 from hpml_orchestrator.batch.check_finding import Finding, errors_of
-from hpml_orchestrator.batch.site_rules import as_asked
+from hpml_orchestrator.batch.site_rules import as_asked, without_time
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
 from hpml_orchestrator.jobs.check_local import check_local, this_machine
@@ -184,7 +184,7 @@ def _compared(
         found += _other_cluster(site, cluster)
         if site.path("scratch", job.resources.partition) is not None:
             disk_mib = 0  # Slurm's TmpDisk is the size of another directory
-    return found + check(
+    told = check(
         job,
         cluster,
         script_bytes=len(script.encode("utf-8")),
@@ -194,6 +194,9 @@ def _compared(
         disk_mib=disk_mib,
         shm_mib=sizes.shm_mib,
     )
+    if site is not None and without_time(site.directives):
+        told = [finding for finding in told if finding.field != "resources.time"]
+    return found + told
 
 
 def _bound(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.check_finding import Finding, size_text
 from hpml_orchestrator.batch.render import memory_mebibytes
+from hpml_orchestrator.scheduler.local_arrays import MAX_TASKS
 from hpml_orchestrator.scheduler.local_resources import (
     Machine,
     cpu_ids,
@@ -42,6 +43,10 @@ def check_local(job: Job, machine: Machine) -> list[Finding]:
     if resources.nodes > 1:
         message = f"the job asks for {resources.nodes} nodes; {host} is one"
         over("local.nodes", "resources.nodes", resources.nodes, message, 1, "one node")
+    tasks = len(job.tasks.indices) if job.tasks is not None else 0
+    if tasks > MAX_TASKS:
+        message = f"the array has {tasks} tasks; the local backend takes {MAX_TASKS} at once"
+        over("local.array", "array", job.array, message, MAX_TASKS, "fewer tasks at a time")
     gpus = len(machine.gpus)
     if resources.gpu_count > gpus:
         over(

@@ -16,7 +16,11 @@ from hpml_orchestrator.batch.render import own_interpreter
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
 from hpml_orchestrator.jobs.show import bytes_text
 from hpml_orchestrator.jobs.site import site_for
-from hpml_orchestrator.scheduler.command import SubprocessRunner
+from hpml_orchestrator.scheduler.command import (
+    ConfigurationMissing,
+    SubprocessRunner,
+    check_configuration,
+)
 from hpml_orchestrator.scheduler.slurm_version import slurm_version
 
 if TYPE_CHECKING:
@@ -143,6 +147,10 @@ def _slurm() -> list[Finding]:
         return [
             Finding("Slurm", "missing", f"not on PATH: {', '.join(absent)}", "load Slurm's module")
         ]
+    try:
+        check_configuration("scontrol", os.environ)
+    except ConfigurationMissing as error:
+        return [Finding("Slurm", "missing", error.message, error.hint)]
     version = _output(["sbatch", "--version"]) or "of unknown version"
     ping = _output(["scontrol", "ping"])
     if ping is None or " is UP" not in ping:

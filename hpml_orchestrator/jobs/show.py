@@ -164,6 +164,7 @@ def array_lines(state: State) -> list[tuple[str, str]]:
         ("run", f"{state.submission.sid}  {state.state}"),
         ("job", f"{state.job_id or '-'} ({state.backend}), {len(state.tasks)} tasks"),
         ("tasks", state.reason),
+        *_code(state),
     ]
     bad = [task for task in state.tasks if task.over and task.state != "COMPLETED"]
     for task in bad[:_SHOWN_TASKS]:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
+from hpml_orchestrator.batch.render import directives
 from hpml_orchestrator.batch.site_rules import leaves_out
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.script_check import check_script
 from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
@@ -27,6 +29,7 @@ from hpml_orchestrator.scheduler.recovery import (
     Absent,
     Found,
     Outcome,
+    Undecided,
     recover,
 )
 
@@ -45,6 +48,12 @@ __all__ = ["Rendered", "prepare", "render_job", "resume", "settle", "submit"]
 _SHORT_GRACE_SECONDS = 30.0
 """How long a request to the controller may still be under way when hpml and its sbatch, both on
 this machine, are seen to be gone."""
+
+_STALE_SECONDS = 15.0
+"""How old a start may be when sbatch is called: well below what others wait before theirs."""
+
+_AGAIN_SECONDS = 1.0
+"""How often a waiting hpml looks whether another one has put the job on record."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,10 @@ def render_job(
         capabilities: what was found out about this installation; looked for when left out.
         site: the site profile, if there is one.
         here: whether it is for this machine, of which the profile's topologies tell nothing.
+
+    Raises:
+        InputError: the job cannot be rendered, or templates of the user's own make a script that
+            cannot run.
     """
     complete = measured(resolved)
     snapshot = find(complete.job) if complete.job.snapshot else None
@@ -91,6 +104,8 @@ def render_job(
         snapshot=snapshot.paths if snapshot else None,
         topologies=topologies,
     )
+    if site is not None and site.site.templates:
+        check_script(script, directives(complete.job, site), site.site.templates)
     return Rendered(complete, script, site, snapshot, topologies)
 
 
@@ -185,17 +200,36 @@ def submit(
         SchedulerError: refused; the refusal is written down and no job exists.
         SchedulerUnavailable: not known; `resume` finds out.
     """
+    job_id = _start(submission, scheduler, 1, environment=environment, clock=clock)
+    if job_id is None:
+        raise SchedulerUnavailable(
+            f"another hpml submits {submission.sid}, or its records were too slow to be written",
+            hint=_hint(submission),
+        )
+    return job_id
+
+
+def _start(
+    submission: Submission,
+    scheduler: Scheduler,
+    number: int,
+    *,
+    environment: Mapping[str, str],
+    clock: Callable[[], float],
+) -> str | None:
+    """Call sbatch as the start of that number; None where that must not be, or not any more."""
     request = _request(submission, environment)
     _write_arguments(submission, scheduler.arguments(request))
-    submission.mark_started(now=clock())
+    before = clock()
+    if not submission.mark_started(now=before, number=number):
+        return None
+    if clock() - before >= _STALE_SECONDS:
+        # A file server that stood still: others may take this start for one that came to nothing.
+        return None
     try:
         job_id = scheduler.submit(request)
     except SchedulerUnavailable as error:
-        raise SchedulerUnavailable(
-            str(error),
-            hint=f"`hpml submit --resume {submission.sid}` finds out whether the job exists, "
-            "and submits it only if it does not",
-        ) from error
+        raise SchedulerUnavailable(str(error), hint=_hint(submission)) from error
     except SchedulerError as error:
         submission.record_refusal(str(error), now=clock())
         raise
@@ -254,29 +288,50 @@ def resume(
     """Complete a submission that was cut off, and return its job's id.
 
     The job is looked for first. Only when it is certain that there is none, and that no sbatch of
-    an earlier hpml can still make one, is it submitted.
+    an earlier hpml can still make one, is it submitted; of several hpml that find so at the same
+    time, by one.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one.
         SchedulerError: as `submit`.
         SchedulerUnavailable: the scheduler gives no answer.
     """
-    known = submission.job()
-    if known is not None:
-        return str(known["job_id"])
-    refused = submission.refused()
-    if refused is not None:
-        raise _was_refused(submission, str(refused["reason"]))
     while True:
+        known = submission.job()
+        if known is not None:
+            return str(known["job_id"])
+        refused = submission.refused()
+        if refused is not None:
+            raise _was_refused(submission, str(refused["reason"]))
+        starts = submission.starts()  # before the look: it says nothing about later ones
         outcome = settle(store, submission, scheduler, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
         if isinstance(outcome, Absent) and outcome.refused:
             raise _was_refused(submission, outcome.refused, outcome.hint)
         if isinstance(outcome, Absent):
-            return submit(submission, scheduler, environment=environment, clock=clock)
+            job_id = _start(submission, scheduler, starts + 1, environment=environment, clock=clock)
+            if job_id is not None:
+                return job_id
+            outcome = Undecided("another hpml submits it at this moment", _AGAIN_SECONDS)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
-        sleep(outcome.retry_after)
+        _pause(submission, outcome.retry_after, sleep)
+
+
+def _pause(submission: Submission, seconds: float, sleep: Callable[[float], None]) -> None:
+    """Sleep, but no longer than until another hpml has put the answer on record."""
+    left = seconds
+    while left > 0 and submission.job() is None and submission.refused() is None:
+        step = min(left, _AGAIN_SECONDS)
+        sleep(step)
+        left -= step
+
+
+def _hint(submission: Submission) -> str:
+    return (
+        f"`hpml submit --resume {submission.sid}` finds out whether the job exists, "
+        "and submits it only if it does not"
+    )
 
 
 def _was_refused(submission: Submission, reason: str, hint: str = "") -> InputError:

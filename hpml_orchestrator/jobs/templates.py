@@ -12,6 +12,7 @@ import jinja2.nodes
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
+from hpml_orchestrator.batch.template_blocks import chain, check_blocks
 from hpml_orchestrator.batch.user_template import OWN, own_directory
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
@@ -157,6 +158,8 @@ def _template(name: str, path: Path, origin: str, directories: tuple[str, ...]) 
                 block.name for block in environment.parse(source).find_all(jinja2.nodes.Block)
             )
         )
+        if name.endswith(_SUFFIX):
+            check_blocks(chain(environment, name))
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"{path}:{error.lineno}: {error.message}", field="templates") from error
     except UnicodeDecodeError as error:

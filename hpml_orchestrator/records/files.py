@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA_VERSION",
     "append_line",
+    "create_json",
     "fsync_dir",
     "read_json",
     "read_json_lines",
@@ -27,6 +29,11 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 """Version of every record that this hpml writes; a reader refuses what is newer."""
+
+_NO_LINKS = frozenset(
+    {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+)
+"""What `link` says where a file system knows no hard links."""
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -48,16 +55,8 @@ def write_text(path: PathLike, text: Union[str, bytes], *, mode: int = 0o644) ->
     """
     target = Path(path)
     data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+    temporary = _temporary(target, data, mode)
     try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise _cannot("write", target, error) from error
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
         os.replace(temporary, target)
         fsync_dir(target.parent)
     except OSError as error:
@@ -68,8 +67,77 @@ def write_text(path: PathLike, text: Union[str, bytes], *, mode: int = 0o644) ->
 
 def write_json(path: PathLike, record: Any) -> None:
     """Publish a mapping as indented JSON with `schema_version` in front."""
+    write_text(path, _json_text(record))
+
+
+def create_json(path: PathLike, record: Any) -> bool:
+    """Publish a mapping durably unless there is such a file: of many callers one succeeds.
+
+    Returns:
+        False when the file is there already; it stays as it is.
+
+    Raises:
+        RecordError: the directory cannot be written.
+    """
+    target = Path(path)
+    data = _json_text(record).encode("utf-8", "surrogateescape")
+    temporary = _temporary(target, data, 0o644)
+    try:
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            # NFS may repeat a request whose answer was lost, and then finds our own link.
+            if not os.path.samefile(temporary, target):
+                return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not _create_in_place(target, data):
+                return False
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise _cannot("write", target, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    return True
+
+
+def _create_in_place(target: Path, data: bytes) -> bool:
+    """Create a file exclusively where hard links cannot be had; a reader may see half of it."""
+    try:
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return True
+
+
+def _temporary(target: Path, data: bytes, mode: int) -> str:
+    """Write a temporary sibling of a file durably, and return its path."""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise _cannot("write", target, error) from error
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fchmod(stream.fileno(), mode)
+            os.fsync(stream.fileno())
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise _cannot("write", target, error) from error
+    return temporary
+
+
+def _json_text(record: Any) -> str:
     body = {"schema_version": SCHEMA_VERSION, **record}
-    write_text(path, json.dumps(body, indent=2, ensure_ascii=False, default=str) + "\n")
+    return json.dumps(body, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def read_text(path: PathLike) -> str:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["collect"]
 
 _GIT_TIMEOUT_SECONDS = 20
+# Filters are run, as by everybody's git: without Git LFS's, its files would count as changed.
+_QUIET = ("--no-optional-locks", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=")
 _PLAIN_DIFF = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
 # Set inside git's hooks: they would name another repository than the job's.
 _GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
@@ -94,7 +96,7 @@ def _lines(output: bytes) -> list[str]:
 def _run_git(directory: str, *arguments: str) -> bytes | None:
     try:
         done = subprocess.run(
-            ["git", "-C", directory, "--no-optional-locks", *arguments],
+            ["git", "-C", directory, *_QUIET, *arguments],
             capture_output=True,
             check=False,
             timeout=_GIT_TIMEOUT_SECONDS,

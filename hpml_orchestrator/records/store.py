@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from hpml_orchestrator.records.files import (
     write_text,
 )
 from hpml_orchestrator.records.ids import ID_PATTERN
-from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
+from hpml_orchestrator.records.owner import owner_is_alive
+from hpml_orchestrator.records.starts import begin, newest_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,6 @@ __all__ = ["Attempt", "Run", "Store", "Submission", "default_root"]
 RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 NODE_ARCHIVE = "hpml-node.pyz"
-STARTED_MARKER = "sbatch.started"
 _NEAR_RUNS = 1000
 _TEMPORARY = re.compile(r"\..+\.tmp")
 _LEFT_OVER_SECONDS = 86_400
@@ -247,25 +247,35 @@ class Submission:
         """Write down that the scheduler refused."""
         write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
 
-    def mark_started(self, *, now: float) -> None:
-        """Say durably that this process is about to call sbatch: from here a job may exist."""
-        record = {"time": now, **asdict(this_owner(self.sid))}
-        write_json(self.directory / STARTED_MARKER, record)
+    def starts(self) -> int:
+        """How often a process was about to call sbatch."""
+        newest = newest_start(self.directory)
+        return newest.number if newest else 0
+
+    def mark_started(self, *, now: float, number: int | None = None) -> bool:
+        """Say durably that this process is about to call sbatch: from here a job may exist.
+
+        Args:
+            now: seconds since the epoch.
+            number: of this start: one more than there were before the job was looked for.
+
+        Returns:
+            False where another process has made that start: sbatch must not be called.
+        """
+        return begin(self.directory, number or self.starts() + 1, now=now)
 
     def submitter_is_gone(self) -> bool:
-        """Whether the process that was about to call sbatch is known to be dead.
+        """Whether the process that was last about to call sbatch is known to be dead.
 
         A process of another machine cannot be judged and counts as alive.
         """
-        owner = Owner.read(str(self.directory / STARTED_MARKER))
-        return owner is not None and not owner_is_alive(owner)
+        newest = newest_start(self.directory)
+        return bool(newest and newest.owner and not owner_is_alive(newest.owner))
 
     def started_at(self) -> float | None:
-        """When sbatch was about to be called, seconds since the epoch; None when it never was."""
-        try:
-            return float(read_json(self.directory / STARTED_MARKER)["time"])
-        except (NotFoundError, KeyError, ValueError):
-            return None
+        """When sbatch was last about to be called, seconds since the epoch; None: never."""
+        newest = newest_start(self.directory)
+        return newest.time if newest else None
 
 
 class Store:

@@ -16,13 +16,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Clock", "CommandMissing", "Completed", "Runner", "SubprocessRunner"]
+__all__ = [
+    "Clock",
+    "CommandMissing",
+    "Completed",
+    "ConfigurationMissing",
+    "Runner",
+    "SubprocessRunner",
+    "check_configuration",
+]
 
+_SLURM_COMMANDS = frozenset(
+    "sacct sacctmgr sbatch scancel scontrol sdiag sinfo squeue srun sshare".split()
+)
 SLURM_PATH_HINT = "is Slurm on PATH? On a machine without Slurm use --local"
 
 
 class CommandMissing(SchedulerUnavailable):
     """The client command is not installed here, or not on PATH."""
+
+
+class ConfigurationMissing(CommandMissing):
+    """Slurm's commands are here, but not the configuration that the environment names."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,7 @@ class SubprocessRunner:
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
         """Run a command and return what it said; see `Runner.run`."""
+        check_configuration(argv[0], env)
         try:
             done = subprocess.run(
                 list(argv),
@@ -127,6 +143,7 @@ class SubprocessRunner:
         stderr: Path,
     ) -> int:
         """Run a command that outlives us; see `Runner.run_detached`."""
+        check_configuration(argv[0], env)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         fds: list[int] = []
         try:
@@ -158,6 +175,20 @@ class SubprocessRunner:
                     f"{argv[0]} has not ended in {timeout:g} s and still works"
                 ) from error
             raise
+
+
+def check_configuration(command: str, env: Mapping[str, str]) -> None:
+    """Refuse to start a command of Slurm's that would look for its configuration for a minute.
+
+    Raises:
+        ConfigurationMissing: SLURM_CONF names a file that is not there.
+    """
+    path = env.get("SLURM_CONF", "")
+    if path and os.path.basename(command) in _SLURM_COMMANDS and not os.path.exists(path):
+        raise ConfigurationMissing(
+            f"SLURM_CONF names {path}, and there is no such file",
+            hint="unset SLURM_CONF, or set it to the slurm.conf of your cluster",
+        )
 
 
 def _cannot_start(command: str, error: OSError) -> SchedulerUnavailable:

@@ -236,6 +236,26 @@ class Site(_Model):
     def _needed(cls, value: dict[str, DirectiveRule]) -> dict[str, DirectiveRule]:
         for name in sorted(NEEDED_DIRECTIVES & set(value)):
             raise ValueError(f"--{name} is one that hpml cannot do without: leave it out")
+        for name, rule in value.items():
+            target = (rule.rename or "").removeprefix("--").partition("=")[0]
+            other = value.get(target)
+            if other is not None and (other.forbid is not None or other.omit):
+                what = "leaves out" if other.omit else "forbids"
+                raise ValueError(
+                    f"{name} is renamed to --{target}, which the rule of {target} {what}: "
+                    "take one of the two back"
+                )
+        return value
+
+    @field_validator("partitions")
+    @classmethod
+    def _one_default(cls, value: dict[str, Partition]) -> dict[str, Partition]:
+        names = [name for name, one in value.items() if one.default]
+        if len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are all the default, and jobs that name no partition go "
+                "to one: say default = false for the others"
+            )
         return value
 
     @field_validator("defaults")

@@ -7,6 +7,7 @@ Jobs are held in the queue: what is counted is submissions, not runs.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from tests.cluster.conftest import SlurmCluster
 
-CALLS = "rename,mkdir,fsync,vfork,wait4,clock_nanosleep,openat,write"
+CALLS = "rename,link,linkat,mkdir,fsync,vfork,wait4,clock_nanosleep,openat,write"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,11 @@ def chosen(points: list[Point]) -> dict[str, Point]:
     during = next(p for p in points if p.call == "wait4" and points.index(p) > points.index(start))
     return {
         "publishing the submission": publish,
-        "marking the start": rename_to("sbatch.started"),
+        "marking the start": next(
+            p
+            for p in points
+            if p.call.startswith("link") and re.search(r'/sbatch\.started"(?:, 0)?\) = 0$', p.about)
+        ),
         "starting sbatch": start,
         "waiting for sbatch": during,
         "recording the job": rename_to("job.json"),
@@ -208,6 +213,33 @@ def test_a_listing_finds_the_job_of_a_submission_that_was_cut_off(
     state = next(s for s in desk.json("list") if s["id"] == submission.name)
     assert [state["job_id"]] == desk.jobs_of(submission)
     assert state["state"] == "PENDING"
+
+
+@pytest.mark.parametrize("races", [4, pytest.param(25, marks=pytest.mark.slow)])
+def test_one_job_comes_of_two_that_resume_at_the_same_time(
+    desk: Desk, points: list[Point], races: int
+) -> None:
+    """Two `submit --resume` of a run without a job, started together: one sbatch, one answer."""
+    for _ in range(races):
+        submission = kill_after_publishing(desk, chosen(points)["marking the start"])
+        assert not list(submission.glob("sbatch.*"))
+        both = [
+            subprocess.Popen(
+                [*HPML, "submit", "--resume", submission.name, "--json"],
+                env=desk.environment,
+                cwd=desk.directory,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        answers = [process.communicate(timeout=120) for process in both]
+        assert [process.returncode for process in both] == [0, 0], answers
+        jobs = desk.jobs_of(submission)
+        assert len(jobs) == 1
+        assert [json.loads(out)["job_id"] for out, _ in answers] == jobs * 2
+        assert [path.name for path in submission.glob("sbatch.started*")] == ["sbatch.started"]
 
 
 @pytest.mark.slow

@@ -79,3 +79,36 @@ def test_a_forbidden_option_is_refused_before_slurm_hears_of_it(desk: Desk) -> N
     after = desk.slurm("scontrol", "show", "config").split("NEXT_JOB_ID")[1].split()[1]
     assert after == before, "no job id was used up"
     assert not list((desk.records / "submissions").glob("*"))
+
+
+def test_ranks_that_a_template_never_starts_end_the_job_at_once(desk: Desk) -> None:
+    """Where only the job can know it, the script says so and does not wait for its own agent."""
+    templates = desk.directory / "templates"
+    templates.mkdir()
+    (desk.directory / "hpml.toml").write_text(f'templates = "templates"\n{PROFILE}')
+    head = '{% extends "hpml/srun.sh.j2" %}\n'
+    block = (
+        '{% block ranks %}\nif [[ -n "${NEVER_SET:-}" ]]; then\n  srun true &\nfi\n{% endblock %}\n'
+    )
+    (templates / "srun.sh.j2").write_text(head + block)
+    job = desk.job("idle", command=["true"], resources={"time": "10:00"})
+    state = desk.json("run", job, code=6)
+    assert state["state"] == "FAILED"
+    assert state["exit_code"] == 78
+    output = Path(state["output"]).read_text("utf-8")
+    assert "block 'ranks' started nothing in the background" in output
+
+
+def test_a_template_that_takes_the_output_away_is_refused(desk: Desk) -> None:
+    """By check and by submit, with the template's line; nothing is submitted."""
+    templates = desk.directory / "templates"
+    templates.mkdir()
+    (desk.directory / "hpml.toml").write_text(f'templates = "templates"\n{PROFILE}')
+    head = '{% extends "hpml/srun.sh.j2" %}\n'
+    block = "{% block directives %}\n{{ super() }}\n#SBATCH --error=/tmp/e\n{% endblock %}\n"
+    (templates / "srun.sh.j2").write_text(head + block)
+    job = desk.job("taken", command=["true"])
+    for command in ("check", "render", "submit"):
+        done = desk.hpml(command, job, code=2)
+        assert f"{templates}/srun.sh.j2:4: " in done.stderr
+    assert not (desk.records / "submissions").exists()

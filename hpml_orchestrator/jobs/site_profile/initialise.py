@@ -183,11 +183,16 @@ def initialise(
         NotFoundError: there is no Slurm here.
         SchedulerUnavailable: it does not answer.
     """
-    from hpml_orchestrator.scheduler.command import CommandMissing  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.command import (  # noqa: PLC0415
+        CommandMissing,
+        ConfigurationMissing,
+    )
     from hpml_orchestrator.scheduler.slurm_cluster import read_cluster  # noqa: PLC0415
 
     try:
         cluster = read_cluster(run)
+    except ConfigurationMissing:
+        raise
     except CommandMissing as error:
         raise NotFoundError(
             f"there is no Slurm here: {error}",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.batch import Capabilities, render
+from hpml_orchestrator.batch.user_template import own_directory
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site import Site
@@ -259,3 +260,68 @@ def test_an_unreadable_template_is_told(office: Office, monkeypatch: pytest.Monk
     path.symlink_to(path.name)  # a loop of links: no user, root included, can open it
     with pytest.raises(InputError, match="torchrun.sh.j2"):
         office.render()
+
+
+def test_a_block_that_hpml_has_not_is_refused(office: Office) -> None:
+    """Jinja2 would leave it out without a word: file, line, and the nearest name."""
+    error = office.refused(CHILD + "\n{% block usr %}ulimit -n 9\n{% endblock %}", "no block 'usr'")
+    assert "torchrun.sh.j2:3: " in str(error)
+    assert "did you mean 'user'?" in error.hint
+    error = office.refused(CHILD + "{% block zzzzz %}true\n{% endblock %}", "no block 'zzzzz'")
+    assert "activate" in error.hint
+    conditional = "{% if true %}{% block usre %}true\n{% endblock %}{% endif %}"
+    assert "did you mean 'user'?" in office.refused(CHILD + conditional, "no block 'usre'").hint
+
+
+def test_a_block_of_a_base_of_ones_own_may_be_filled(office: Office) -> None:
+    """New blocks within a block are there for the children; only what nobody has is refused."""
+    new = "{% block user %}{% block site_limits %}{% endblock %}{% endblock %}"
+    office.write("base.sh.j2", '{% extends "hpml/base.sh.j2" %}' + new)
+    own = '{% extends "base.sh.j2" %}{% block site_limits %}ulimit -n 9\n{% endblock %}'
+    office.write("srun.sh.j2", own + "{% block ranks %}sleep 1 &\n{% endblock %}")
+    assert "ulimit -n 9\n" in office.render(launcher="srun")
+
+
+def test_a_base_without_the_block_of_the_ranks_is_refused(office: Office) -> None:
+    """Hpml's launcher fills a block that a whole base of the user's own has renamed."""
+    whole = (Path(own_directory()) / "base.sh.j2").read_text()
+    base = office.write("base.sh.j2", whole.replace("block ranks", "block start"))
+    with pytest.raises(InputError, match="no block 'ranks'") as caught:
+        office.render()
+    assert str(base) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("ulimit -n 9\n", 2),
+        ("\n\n{{ job.name }}\n", 4),
+        ("{% block user %}true\n{% endblock %}\n\nulimit", 5),
+        ("{% include 'proxy.sh' %}", 2),
+    ],
+)
+def test_text_outside_of_blocks_is_refused(office: Office, text: str, line: int) -> None:
+    """It would be left out without a word."""
+    office.write("proxy.sh", "export PROXY=1\n")
+    error = office.refused(CHILD + text, "text outside of the blocks")
+    assert f"torchrun.sh.j2:{line}: " in str(error)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    ["", "\n# srun --x &\n", "\nsrun true\n", "\necho 'a & b' \"c & d\" >&2 && srun true 2>&1\n"],
+)
+def test_ranks_that_are_not_started_in_the_background_are_refused(
+    office: Office, ranks: str
+) -> None:
+    """The script would wait for the agent, and so until the time limit."""
+    block = "\n{% block ranks %}" + ranks + "{% endblock %}"
+    error = office.refused(CHILD + block, "starts nothing in the background")
+    assert "torchrun.sh.j2:3: " in str(error)
+    assert "end the command with &" in error.hint
+
+
+@pytest.mark.parametrize("ranks", ["\nsrun true &\n", "{{ super() }}", "\ncoproc srun true\n"])
+def test_ranks_in_the_background_are_taken(office: Office, ranks: str) -> None:
+    """However they get there."""
+    office.render(CHILD + "{% block ranks %}" + ranks + "{% endblock %}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.batch import Capabilities
+from hpml_orchestrator.jobs import cancel as cancel_module
 from hpml_orchestrator.jobs.submit import prepare, render_job
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.scheduler.local import LocalScheduler
@@ -237,6 +238,22 @@ def test_resuming_what_was_cut_off_after_the_submission(shell: Shell, hpml: Hpml
     host = str(submission.record()["host"])
     found = LocalScheduler(store.local_home(host)).find(submission.directory, name="", since=0.0)
     assert found == [told["job_id"]]
+
+
+def test_cancelling_what_is_being_submitted(
+    shell: Shell, hpml: Hpml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No job after some seconds: nothing was cancelled, and the exit status is not 0."""
+    monkeypatch.setattr(cancel_module, "_PATIENCE_SECONDS", 0.5)
+    _, submission = prepared(shell, "between")
+    submission.mark_started(now=time.time())
+    told = hpml("cancel", submission.sid)
+    assert told.code == 5
+    assert told.out.startswith(f"{submission.sid}: not cancelled: it is being submitted (")
+    assert f"hpml cancel {submission.sid}" in told.err
+    told = hpml("cancel", "--json", submission.sid)
+    assert told.code == 5
+    assert [one["job_id"] for one in told.json()] == [""]
 
 
 def test_resuming_what_was_refused(shell: Shell, hpml: Hpml) -> None:

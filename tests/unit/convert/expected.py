@@ -76,7 +76,7 @@ EXPECTED = {
         },
         (2, 8, 32, 4, None),
         "python /home/ada/proj/main_ddp.py --batch-size 256 --amp".split(),
-        lost={(8, "--signal=SIGUSR1@90"), (17, "--cpu-bind=cores")},
+        lost={(8, "--signal=SIGUSR1@90"), (17, "srun --cpu-bind=cores")},
     ),
     "single_gpu": Expected(
         {

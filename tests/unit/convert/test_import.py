@@ -457,3 +457,126 @@ def test_errors_name_the_line(text: str, line: int) -> None:
     with pytest.raises(ShellError) as caught:
         parse(text)
     assert caught.value.line == line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/usr/bin/time -v -o f srun python train.py",
+        "srun /usr/bin/time -v --output=f python train.py",
+        "srun time --format %e -- python train.py",
+    ],
+)
+def test_time_is_no_part_of_the_command(line: str) -> None:
+    """The program is carried; what `time` would write is told as lost."""
+    made = launch(line)
+    assert (made.job["script"], "command" in made.job) == ("train.py", False)
+    (lost,) = told(made, "lost")
+    assert lost.text.lstrip("/usrbin").startswith("time -")
+    assert "hpml show" in lost.why
+
+
+@pytest.mark.parametrize("word", ["time", "time -p", "time -p --", "srun /usr/bin/time"])
+def test_time_alone_is_not_worth_a_word(word: str) -> None:
+    """It prints a line or two."""
+    made = launch(f"{word} srun python train.py".replace("time srun", "time"))
+    assert made.job["script"] == "train.py"
+    assert not told(made, "lost")
+
+
+@pytest.mark.parametrize(
+    ("line", "workdir"),
+    [
+        ("apptainer exec --pwd /w -B $PWD:/w i.sif python train.py", None),
+        ("apptainer exec --pwd /w/sub --bind $PWD/data:/w:ro i.sif python train.py", "data/sub"),
+        ("apptainer exec --pwd $PWD i.sif python train.py", None),
+        ("apptainer exec --pwd $HOME/other i.sif python train.py", "~/other"),
+        (
+            "srun --container-image=i --container-mounts=/d:/w --container-workdir=/w python a.py",
+            "/d",
+        ),
+    ],
+)
+def test_a_directory_of_a_container_becomes_that_of_the_nodes(
+    line: str, workdir: str | None
+) -> None:
+    """What a mount says is on the nodes under another name."""
+    made = launch(line)
+    assert made.job.get("workdir") == workdir
+    assert made.job["script"] in ("train.py", "a.py")
+    assert not told(made, "lost")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "apptainer exec --pwd /opt/code i.sif python train.py",
+        "srun --container-image=i --container-workdir=/opt/code python train.py",
+    ],
+)
+def test_a_directory_that_only_the_container_has_is_told(line: str) -> None:
+    """It is no working directory of the nodes."""
+    made = launch(line)
+    assert "workdir" not in made.job
+    (lost,) = told(made, "lost")
+    assert "/opt/code" in lost.text
+
+
+@pytest.mark.parametrize(
+    "option", ["--cpu-bind=cores", "--mem=4G", "--mem-per-cpu=1G", "--mem-per-gpu=2G", "-t 5"]
+)
+def test_limits_of_a_step_are_told_as_lost(option: str) -> None:
+    """Hpml's srun has none of its own."""
+    (lost,) = told(launch(f"srun {option} python train.py"), "lost")
+    assert lost.text == f"srun {option}" or lost.text.startswith("srun --time")
+
+
+@pytest.mark.parametrize("option", ["--cpu-bind=none", "--mem=0"])
+def test_what_hpmls_srun_does_anyway_is_not_told(option: str) -> None:
+    """All of the job's memory, and no binding."""
+    assert not told(launch(f"srun {option} python train.py"), "lost")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "case $1 in a) echo hi;; b) module load cuda;; esac",
+        "case $1 in a) ;; *) for i in 1; do cd /data; done;; esac",
+        'if [ -n "$X" ]; then :; else export NCCL_DEBUG=INFO; fi',
+        'if [ -n "$X" ]; then :; else if true; then pip install x; fi; fi',
+    ],
+)  # fmt: skip
+def test_what_only_another_branch_does_is_told(text: str) -> None:
+    """The first branch does nothing, the others would."""
+    made = imported(text, "srun python train.py")
+    (changed,) = [one for one in told(made, "changed") if "known in the job only" in one.why]
+    assert changed.text == text
+    quiet = imported("case $1 in a) echo hi;; b) echo ho;; esac", "srun python train.py")
+    assert not [one for one in told(quiet, "changed") if "known in the job only" in one.why]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        'if [ -n "$X" ]; then LR=2; fi',
+        'if [ -n "$X" ]; then :; else LR=2; fi',
+        "case $X in a) ;; b) LR=2;; esac",
+        '[ -n "$X" ] && LR=2',
+    ],
+)  # fmt: skip
+def test_a_variable_that_a_branch_may_change_is_left_to_the_job(test: str) -> None:
+    """With its value from before, which counts where the branch is not taken."""
+    made = imported("LR=1", test, "srun python train.py --lr $LR")
+    shell, option, text = made.job["command"]
+    assert (shell, option) == ("bash", "-c")
+    assert text == f"LR=1\n{test}\nexec python train.py --lr $LR"
+
+
+def test_a_command_that_ran_before_a_cd_is_told() -> None:
+    """What is left to the job's shell runs in the program's directory."""
+    lines = ["D=$(cat conf)", "cd sub", "srun python train.py $D"]
+    told_so = [one for one in told(imported(*lines), "changed") if "ran in" in one.why]
+    assert [one.text for one in told_so] == ["$(cat conf)"]
+    assert "/home/ada/proj, and runs in /home/ada/proj/sub" in told_so[0].why
+    lines = ["cd sub", "D=$(cat conf)", "srun python train.py $D"]
+    assert not [one for one in told(imported(*lines), "changed") if "ran in" in one.why]

@@ -17,6 +17,7 @@ from hpml_orchestrator.jobs.check_local import check_local
 from hpml_orchestrator.jobs.check_modules import check_modules
 from hpml_orchestrator.jobs.check_records import check_records, one_machine
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
+from hpml_orchestrator.scheduler.local_arrays import MAX_TASKS
 from hpml_orchestrator.scheduler.local_resources import Machine
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.testing import FakeRunner
@@ -203,6 +204,15 @@ def test_this_machine_has_what_it_has(tmp_path: Path) -> None:
         "local.memory",
     ]
     assert [one.limit for one in found] == [1, 1, 2, "4G"]
+
+
+def test_this_machine_takes_so_many_tasks_at_once(tmp_path: Path) -> None:
+    """As many as the local backend, which would refuse the array when it is submitted."""
+    machine = Machine((0, 1), (), 4096)
+    assert check_local(job(tmp_path, array="0-999"), machine) == []
+    (found,) = check_local(job(tmp_path, array="0-1000"), machine)
+    assert (found.code, found.field, found.limit) == ("local.array", "array", MAX_TASKS)
+    assert "1001 tasks" in found.message
 
 
 def test_records_have_to_be_written_and_seen(tmp_path: Path) -> None:

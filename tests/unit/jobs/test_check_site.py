@@ -103,3 +103,39 @@ def test_a_profile_of_another_cluster_is_a_warning(tmp_path: Path) -> None:
     """The captured cluster is called box."""
     assert found(tmp_path, job(), Site(cluster="box")) == {}
     assert found(tmp_path, job(), Site(cluster="elsewhere")) == {"site.cluster": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("resources", "rule", "codes"),
+    [
+        ({}, {"mem": {"default": "1T"}}, {"memory.most": "error"}),
+        ({"memory": "1G"}, {"mem": {"default": "1T"}}, {}),
+        ({"memory": "1T"}, {"mem": {"rename": "--tmp={value}"}}, {}),
+        ({"partition": "mane"}, {"partition": {"rename": "--prefer={value}"}}, {}),
+        ({"partition": "ma"}, {"partition": {"rename": "--partition={value}in"}}, {}),
+        (
+            {"partition": "main"},
+            {"partition": {"rename": "--partition={value}-gpu"}},
+            {"partition.unknown": "error"},
+        ),
+        ({"constraint": "none"}, {"constraint": {"rename": "--prefer={value}"}}, {}),
+        ({"time": "2-00:00:00"}, {"time": {"omit": True}}, {}),
+        ({"time": "2-00:00:00"}, {}, {"time.partition": "error"}),
+    ],
+)
+def test_the_check_follows_the_sites_rules(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    resources: dict[str, Any],
+    rule: dict[str, dict[str, Any]],
+    codes: dict[str, str],
+) -> None:
+    """What a rule adds is compared with the cluster, what it renames or drops only as it became."""
+    limited = PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=1-00:00:00")
+    monkeypatch.setattr("tests.unit.jobs.test_check_site.PARTITION", limited)
+    assert found(tmp_path, job(**resources), rules(**rule)) == codes
+
+
+def test_excluding_every_node_is_said_in_these_words(tmp_path: Path) -> None:
+    """It is the excluding, not the CPUs, that keeps the job from running."""
+    assert found(tmp_path, job(extra=["--exclude=node1"]), None) == {"nodes.excluded": "error"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobs.backend import choose
 from hpml_orchestrator.jobs.doctor import Finding, examine
+from hpml_orchestrator.jobs.site_profile.initialise import initialise
 from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.scheduler.command import ConfigurationMissing, SubprocessRunner
 
 ANSWERS = {
     "sbatch": "echo slurm 24.11.0",
@@ -110,3 +113,26 @@ def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (choose("auto"), choose("local"), choose("slurm")) == ("slurm", "local", "slurm")
     with pytest.raises(InputError, match="--backend: must be auto, slurm or local"):
         choose("pbs")
+
+
+def test_a_configuration_that_is_not_there_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's commands would look for it for a minute each; the variable and the file are named."""
+    put(tmp_path / "bin", "sbatch", "srun", "squeue", "scancel", "scontrol", "sacct")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_CONF", f"{tmp_path}/nowhere.conf")
+    slurm = found(Store(tmp_path / "records"))["Slurm"]
+    assert slurm.result == "missing"
+    assert slurm.found == f"SLURM_CONF names {tmp_path}/nowhere.conf, and there is no such file"
+    runner = SubprocessRunner()
+    with pytest.raises(ConfigurationMissing, match="SLURM_CONF names"):
+        initialise(runner, dict(os.environ), writer="t", when="today")
+    out = tmp_path / "out"
+    with pytest.raises(ConfigurationMissing):
+        runner.run_detached(
+            ["sbatch"], env=dict(os.environ), timeout=5, cwd=tmp_path, stdout=out, stderr=out
+        )
+    assert not out.exists(), "nothing was started"
+    (tmp_path / "nowhere.conf").write_text("")
+    assert runner.run(["sbatch"], env=dict(os.environ), timeout=5).stdout == "slurm 24.11.0\n"

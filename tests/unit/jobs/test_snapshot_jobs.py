@@ -14,7 +14,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.jobs import snapshot as module
-from hpml_orchestrator.jobs.show import summary_lines, write_rendered
+from hpml_orchestrator.jobs.show import array_lines, summary_lines, write_rendered
 from hpml_orchestrator.jobs.snapshot import Snapshot
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import render_job
@@ -80,6 +80,14 @@ def test_a_repository_without_a_commit(tmp_path: Path, world: World) -> None:
     assert (noted["commit"], noted["branch"], noted["dirty"]) == ("", "main", True)
     (state,) = states(world.store, [submission])
     assert dict(summary_lines(state, Summary()))["code"] == "no commit yet + changes (snapshot)"
+
+
+def test_an_array_tells_its_code_too(tmp_path: Path, world: World) -> None:
+    """`show` of the whole array has the line that `show` of one task has."""
+    fresh = init(tmp_path / "fresh")
+    fresh.write("train.py", "x")
+    (state,) = states(world.store, [prepare(world, fresh, array="0-3")])
+    assert dict(array_lines(state))["code"] == "no commit yet + changes (snapshot)"
 
 
 def test_the_record_says_what_ran(repository: Repository, world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -124,6 +125,76 @@ def test_a_killed_hpml_makes_one_job(world: World, fault: Fault) -> None:
     world.clock.sleep(1000)
     assert again(world, submission) == first
     assert len(world.scheduler.jobs) == 1
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_who_looked_too_early_does_not_submit(world: World, killed: bool) -> None:
+    """While one hpml looks, another submits: the first finds its start taken, and then the job.
+
+    The same when there was a start before, whose hpml was killed.
+    """
+    submission = world.prepare()
+    if killed:
+        submission.mark_started(now=world.clock.now)
+        world.clock.sleep(1000)
+    look = world.scheduler.find
+    between: list[str] = []
+
+    def find(directory: Path, *, name: str, since: float) -> list[str]:
+        found = look(directory, name=name, since=since)
+        if not between:
+            between.append("")  # the other one's own look
+            between.append(again(world, submission))
+        return found
+
+    world.scheduler.find = find  # type: ignore[method-assign]
+    assert again(world, submission) == between[1] == "1"
+    assert len(world.scheduler.jobs) == 1
+    assert submission.starts() == 1 + killed
+
+
+def test_a_submission_that_another_hpml_has_taken_is_left_to_it(world: World) -> None:
+    """Resumed in the moment between its records and its sbatch: the first hpml calls none."""
+    submission = world.prepare()
+    assert again(world, submission) == "1"
+    with pytest.raises(SchedulerUnavailable, match="another hpml") as caught:
+        go(world, submission)
+    assert f"hpml submit --resume {submission.sid}" in caught.value.hint
+    assert len(world.scheduler.jobs) == 1
+
+
+def test_a_start_that_was_long_under_way_is_not_used(world: World) -> None:
+    """A file server stood still for minutes: others may have gone on, so sbatch is not called."""
+    submission = world.prepare()
+    times = iter([100.0, 400.0])
+    with pytest.raises(SchedulerUnavailable, match="too slow"):
+        submit(submission, world.scheduler, environment=ENVIRONMENT, clock=lambda: next(times))
+    assert world.scheduler.jobs == {}
+    assert again(world, submission) == "1"
+
+
+def test_a_waiting_hpml_sees_the_job_of_the_other_at_once(world: World) -> None:
+    """It does not sit out the two minutes that it would wait for an sbatch that nobody sees."""
+    submission = world.prepare()
+    begun = world.clock.now
+    submission.mark_started(now=begun)
+
+    def sleep(seconds: float) -> None:
+        world.clock.sleep(seconds)
+        if world.clock.now - begun >= 3:
+            submission.record_job("7", how="sbatch", now=world.clock.now)
+
+    got = resume(
+        world.store,
+        submission,
+        world.scheduler,
+        environment=ENVIRONMENT,
+        clock=world.clock.time,
+        sleep=sleep,
+    )
+    assert got == "7"
+    assert world.clock.now - begun < 5
+    assert world.scheduler.jobs == {}
 
 
 def test_a_job_that_has_started_is_known_by_its_own_word(world: World) -> None:

@@ -98,3 +98,12 @@ def test_a_template_with_a_mistake_is_told_by_line(tmp_path: Path) -> None:
     (tmp_path / "srun.sh.j2").write_bytes(b"\xff")
     with pytest.raises(InputError, match="is not UTF-8"):
         templates([str(tmp_path)])
+
+
+def test_the_list_refuses_a_block_that_would_be_left_out(tmp_path: Path) -> None:
+    """A misspelt block is told before any job is rendered."""
+    path = eject("srun", tmp_path)
+    with path.open("a") as stream:
+        stream.write("{% block usr %}true{% endblock %}")
+    with pytest.raises(InputError, match="no block 'usr'"):
+        templates([str(tmp_path)])

@@ -130,3 +130,30 @@ def test_a_working_directory_that_was_removed(
         assert collect(tmp_path)[0]["directory"] == ""
     finally:
         os.chdir(tmp_path)
+
+
+def test_filters_count_and_no_hook_or_monitor_is_run(repository: Path, tmp_path: Path) -> None:
+    """A file of a clean filter, as of Git LFS, is not changed; what else git may start is not."""
+    for name in ("monitor", "hooks/post-index-change"):
+        script = tmp_path / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
+        script.chmod(0o755)
+    git(repository, "config", "filter.upper.clean", "tr a-z A-Z")
+    (repository / ".gitattributes").write_text("*.big filter=upper\n")
+    (repository / "one.big").write_text("data\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "two")
+    assert git(repository, "show", "HEAD:one.big") == "DATA\n"
+    (repository / "one.big").touch()
+    os.utime(repository / "one.big", (1, 1))
+    git(repository, "config", "core.fsmonitor", str(tmp_path / "monitor"))
+    git(repository, "config", "core.hooksPath", str(tmp_path / "hooks"))
+    git(repository, "status", "--porcelain")
+    assert (tmp_path / "was-run").exists(), "git would run them"
+    (tmp_path / "was-run").unlink()
+    os.utime(repository / "one.big", (2, 2))
+    record, diff = collect(repository)
+    assert record["git"]["dirty"] is False
+    assert diff == b""
+    assert not (tmp_path / "was-run").exists()

@@ -215,6 +215,18 @@ def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
         ("[directives.nodes]\nrename = '--output={value}'", "--output is set by hpml for every"),
         ("[directives.gpus]\nrename = '--gres=`id`'", "must be one long sbatch option such as"),
         (
+            "[directives.gpus]\nrename = '--gres={value}'\n[directives.gres]\nforbid = 'no'",
+            "directives: gpus is renamed to --gres, which the rule of gres forbids",
+        ),
+        (
+            "[directives.mem]\nrename = '--tmp={value}'\n[directives.tmp]\nomit = true",
+            "directives: mem is renamed to --tmp, which the rule of tmp leaves out",
+        ),
+        (
+            "[partitions.a]\ndefault = true\n[partitions.b]\n[partitions.c]\ndefault = true",
+            "partitions: a and c are all the default",
+        ),
+        (
             "[defaults.resources]\npartion = 'a'",
             (
                 "defaults.resources.partion: there is no such field; "
@@ -248,3 +260,12 @@ def test_the_file_of_a_finding_is_the_one_that_holds_it(tmp_path: Path) -> None:
         site(tmp_path, "[defaults.resources]\nnodes = 0\n", "cluster = 'a'\n")
     assert str(tmp_path / "0" / "hpml.toml") in caught.value.hint
     assert str(tmp_path / "1" / "hpml.toml") not in caught.value.hint
+
+
+def test_the_default_partition_of_a_weaker_profile_is_taken_back(tmp_path: Path) -> None:
+    """Two defaults are refused also where they come of two files; one of them says false."""
+    weak, strong = "[partitions.a]\ndefault = true\n", "[partitions.b]\ndefault = true\n"
+    with pytest.raises(InputError, match="a and b are all the default"):
+        site(tmp_path, weak, strong)
+    made = site(tmp_path, weak, f"{strong}[partitions.a]\ndefault = false\n").site
+    assert [name for name, one in made.partitions.items() if one.default] == ["b"]

@@ -109,12 +109,18 @@ hpml_command=(
   --in
   "$HPML_STAGE_MESH"/mesh.h5
 )
+hpml_before=$!
 # One task per rank; hpml-bind gives it RANK, LOCAL_RANK and WORLD_SIZE as torchrun would.
 srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * 4))" --ntasks-per-node=4 \
   --mpi=none --cpu-bind=none \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
   "${hpml_container[@]}" "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!
+if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
+  hpml_ranks=''
+  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
+  exit 78
+fi
 hpml_code=0
 wait "$hpml_ranks" || hpml_code=$?
 hpml_ranks=''

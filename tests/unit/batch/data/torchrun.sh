@@ -118,6 +118,7 @@ hpml_command=(
   --output="$HPML_RUN_DIR"
   '--note=it'"'"'s'
 )
+hpml_before=$!
 # One torchrun per node starts the ranks there; each node's number exists inside its task only.
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
   --cpu-bind=none --mpi=none \
@@ -129,6 +130,11 @@ srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
   --log-dir="$hpml_attempt/torchrun" \
   "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!
+if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
+  hpml_ranks=''
+  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
+  exit 78
+fi
 hpml_code=0
 wait "$hpml_ranks" || hpml_code=$?
 hpml_ranks=''
