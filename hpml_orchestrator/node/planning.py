@@ -166,12 +166,17 @@ def hidden_gpus(
     )
 
 
-def list_instances(should_stop: Callable[[], bool], command: str = "nvidia-smi") -> str:
-    """Return what `nvidia-smi -L` says, within 20 s; empty where it does not work.
+def list_instances(
+    should_stop: Callable[[], bool],
+    command: str = "nvidia-smi",
+    seconds: float = _LISTING_SECONDS,
+) -> str:
+    """Return what `nvidia-smi -L` says; empty where it does not work.
 
     Args:
         should_stop: asked ten times a second whether to give it up.
         command: the program.
+        seconds: how long it may take.
     """
     try:
         process = subprocess.Popen(
@@ -184,7 +189,7 @@ def list_instances(should_stop: Callable[[], bool], command: str = "nvidia-smi")
         )
     except OSError:
         return ""
-    deadline = time.monotonic() + _LISTING_SECONDS
+    deadline = time.monotonic() + seconds
     with process:
         while True:
             try:

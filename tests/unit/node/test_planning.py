@@ -277,7 +277,8 @@ def test_a_listing_that_hangs_ends_with_the_job(tmp_path: Path) -> None:
         tmp_path / "hangs",
         f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
     )
-    assert list_instances(pid.exists, hangs) == ""
+    assert list_instances(pid.exists, hangs, seconds=590) == ""
+    assert list_instances(lambda: False, hangs, seconds=0.2) == "", "nor for ever"
     (tmp_path / "hangs").unlink()
     left = [
         one
