@@ -70,13 +70,12 @@ srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
 hpml_agent=$!
 trap - USR1
 
-# What the ranks find.
+# What the ranks find. hpml-bind makes OMP_NUM_THREADS that of each rank's plan, unless the job sets it.
 cd -- /home/me
 set +eu  # activation scripts are not written for strict shells
 # shellcheck source=/dev/null
 source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
 set -eu
-# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 # A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
 export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"

@@ -72,9 +72,8 @@ srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
 hpml_agent=$!
 trap - USR1
 
-# What the ranks find.
+# What the ranks find. hpml-bind makes OMP_NUM_THREADS that of each rank's plan, unless the job sets it.
 cd -- /home/me
-# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 
 # Ranks start when every node is ready, or not at all.

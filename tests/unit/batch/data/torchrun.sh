@@ -78,7 +78,7 @@ srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
 hpml_agent=$!
 trap - USR1
 
-# What the ranks find.
+# What the ranks find. hpml-bind makes OMP_NUM_THREADS that of each rank's plan, unless the job sets it.
 cd -- /home/me/code
 set +eu  # activation scripts are not written for strict shells
 if ! type module >/dev/null 2>&1; then
@@ -92,7 +92,6 @@ module load cuda/12.4 || { hpml_code=$?; echo 'hpml: cannot load the module' cud
 # shellcheck source=/dev/null
 source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
 set -eu
-# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8
 # A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
 export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"
