@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpml_orchestrator.spec.binding import Binding
 from hpml_orchestrator.spec.job import Job
 
 __all__ = ["job_schema", "site_schema"]
@@ -41,6 +42,7 @@ def job_schema() -> dict[str, Any]:
     binding = schema["properties"]["binding"]
     reference = {"$ref": binding.pop("$ref")}
     words = schema["$defs"]["Binding"]["properties"]["policy"]["enum"]
+    binding["default"] = Binding().policy
     binding["anyOf"] = [{"type": "string", "enum": list(words)}, reference]
     variables = schema["$defs"]["Environment"]["properties"]["variables"]
     variables["additionalProperties"] = {"type": ["string", "number"]}

@@ -47,7 +47,7 @@ def test_no_step_says_how_many_cpus_a_task_has(launcher: str) -> None:
     script = render(job(launcher=launcher, resources={"gpus": 4, "cpus_per_rank": 8}), HERE)
     commands = [line for line in script.split("\n") if not line.startswith("#")]
     assert not any("--cpus-per-task" in line for line in commands)
-    assert "unset -v SRUN_CPUS_PER_TASK" in commands
+    assert "unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK" in commands
 
 
 def test_devices_are_numbered_as_on_the_bus() -> None:

@@ -24,9 +24,9 @@ if [[ ! -r $hpml_archive ]]; then
   echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
   exit 78
 fi
-# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with this variable,
-# it has one task's, and nothing in it can have more. So no srun here says it.
-unset -v SRUN_CPUS_PER_TASK
+# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with one of these
+# variables, it has one task's, and nothing in it can have more. So no srun here is told.
+unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
 hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
@@ -70,13 +70,12 @@ srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
 hpml_agent=$!
 trap - USR1
 
-# What the ranks find.
+# What the ranks find. hpml-bind makes OMP_NUM_THREADS that of each rank's plan, unless the job sets it.
 cd -- /home/me
 set +eu  # activation scripts are not written for strict shells
 # shellcheck source=/dev/null
 source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
 set -eu
-# OMP_NUM_THREADS is that of each rank's plan, once hpml-bind has read it, unless set below.
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 # A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
 export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"
