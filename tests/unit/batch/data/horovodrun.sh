@@ -97,12 +97,18 @@ hpml_command=(
   python
   /home/me/train.py
 )
+hpml_before=$!
 # Horovod's own launcher, on the one node of this job: `localhost`, for it reaches any name by ssh. It
 # takes MPI or Gloo, as Horovod was built, and need not look for a network that nodes share.
 command -v horovodrun >/dev/null || { echo 'hpml: no horovodrun on PATH: it comes with Horovod, in environment.venv or conda' >&2; exit 78; }
 "${hpml_container[@]}" horovodrun -np 4 -H localhost:4 --network-interface lo \
   "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!
+if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
+  hpml_ranks=''
+  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
+  exit 78
+fi
 hpml_code=0
 wait "$hpml_ranks" || hpml_code=$?
 hpml_ranks=''

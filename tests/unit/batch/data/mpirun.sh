@@ -107,11 +107,17 @@ hpml_command=(
   -m
   horovod_train
 )
+hpml_before=$!
 # Open MPI's mpirun. On the other nodes srun starts its daemon, which hands on all of this environment.
 [[ $(mpirun --version 2>&1) == *'Open MPI'* ]] || { echo 'hpml: no mpirun of Open MPI on PATH: load its module in environment.modules' >&2; exit 78; }
 mpirun -np "$((SLURM_NNODES * 8))" --map-by ppr:8:node --bind-to none \
   "${hpml_container[@]}" "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!
+if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
+  hpml_ranks=''
+  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
+  exit 78
+fi
 hpml_code=0
 wait "$hpml_ranks" || hpml_code=$?
 hpml_ranks=''
