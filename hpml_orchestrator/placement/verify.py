@@ -138,8 +138,8 @@ class _Case:
         self.cpus = main.union(*(one.cpus for one in self.strays))
         self.devices = visible_devices(node.topology, seen.visible, node.around.hidden)
         # Of several MIG instances a process sees one alone, whatever its list is.
-        known = [one for one in node.devices if one]
-        divided = bool(known) and all(one.parent for one in known)
+        given = [one for one in node.devices if one]
+        divided = bool(given) and all(one.parent for one in given)
         self.hides_gpus = 0 < len(self.devices) < len(node.devices) and not divided
         self.gpu = self.devices[seen.local_rank % len(self.devices)] if self.devices else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
