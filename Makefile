@@ -56,7 +56,7 @@ system: | $(BIN)/pip
 
 # Horovod, built once per PyTorch and kept in the user's cache. Where the compilers are missing its tests skip; on CI they fail.
 horovod: system $(VENV)/.dev
-	@deploy/horovod/build_wheel.py --python $(BIN)/python --install || { [ $$? = 69 ] && [ '$(CI)' != true ] && \
+	@$(BIN)/python deploy/horovod/build_wheel.py --python $(BIN)/python --install || { [ $$? = 69 ] && [ '$(CI)' != true ] && \
 	  echo 'make: NO HOROVOD: its tests skip'; }
 
 lint: $(VENV)/.dev

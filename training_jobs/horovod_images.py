@@ -68,7 +68,7 @@ class HorovodRanks(images.Ranks):
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
-        # The default name is the value's type: with two of them the ranks wait for ever.
+        # Without a name it is that of the value's type; ranks with two names wait for ever.
         return hvd.broadcast_object(value, root_rank=0, name="broadcast")
 
     def sums(self, *values: float) -> list[float]:

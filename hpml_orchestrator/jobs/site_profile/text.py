@@ -185,15 +185,16 @@ def _partitions(cluster: Cluster, groups: Sequence[NodeGroup]) -> list[list[str]
             continue
         found = Counter(by_node[name] for name in one.nodes if name in by_node)
         listed = dict.fromkeys([*kinds.get(one.name, ()), *sorted(found)])
-        sections.append(_partition(one, [group.name for group in groups if group.name in listed]))
+        names = [group.name for group in groups if group.name in listed]
+        sections.append(_partition(one, names, default=one is cluster.default_partition))
     return sections
 
 
-def _partition(one: Partition, kinds: list[str]) -> list[str]:
+def _partition(one: Partition, kinds: list[str], *, default: bool) -> list[str]:
     lines = [toml.header("partitions", one.name)]
     lines += [line for remark in _remarks(one) for line in toml.comment(remark)]
-    if one.default:
-        lines += toml.entry("default", one.default)
+    if default:
+        lines += toml.entry("default", default)
     lines += toml.entry("node_types", kinds)
     default_time = words.duration(one.default_seconds) if one.default_seconds is not None else None
     for name, value in (
