@@ -98,8 +98,8 @@ hpml_container=(
   /home/me
   /images/solve.sif
 )
-# hpml-bind binds each rank as its node's plan says, then becomes it. Ranks are many: it is read from
-# the archive in the way that takes least time.
+# hpml-bind binds each rank as the plan of its node says, then becomes it. Ranks are many: it is read
+# from the archive in the way that takes least time.
 hpml_bind=(python -I -S
   -c 'import sys, zipimport; sys.path.append(sys.argv.pop(1)); exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
   "$hpml_archive" "$hpml_attempt" --)

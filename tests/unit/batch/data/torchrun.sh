@@ -105,8 +105,8 @@ hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
 export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
 
 hpml_container=()
-# hpml-bind binds each rank as its node's plan says, then becomes it. Ranks are many: it is read from
-# the archive in the way that takes least time.
+# hpml-bind binds each rank as the plan of its node says, then becomes it. Ranks are many: it is read
+# from the archive in the way that takes least time.
 hpml_bind=("$hpml_interpreter" -I -S
   -c 'import sys, zipimport; sys.path.append(sys.argv.pop(1)); exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
   "$hpml_archive" "$hpml_attempt" --)
