@@ -410,9 +410,9 @@ def test_strict_ends_the_ranks_with_all_they_started(attempt: Path, ranks: Ranks
     shell.wait(20)
     gone(child)
     assert lives(deaf.pid)
-    watching.turn(8)
+    watching.turn(5)
     assert lives(deaf.pid)
-    watching.turn(3)
+    watching.turn(5)
     deaf.wait(20)
     assert deaf.returncode == -signal.SIGKILL
 
@@ -473,7 +473,7 @@ def test_a_proof_that_cannot_be_written_is_told_once(attempt: Path, ranks: Ranks
 
 def test_ranks_of_others_are_not_in_the_family(attempt: Path, ranks: Ranks) -> None:
     """A rank that another started, as a launcher on the node does, is judged by itself."""
-    shell = ranks.process(BOTH, "bash", "-c", "cat & echo $!; wait")
+    shell = ranks.process(BOTH, "bash", "-c", "sleep 60 & echo $!; wait")
     assert shell.stdout is not None
     child = int(shell.stdout.readline())
     look = Look()
