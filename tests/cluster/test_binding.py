@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cluster.conftest import booted, skip_or_fail
-from tests.cluster.hpml_on_slurm import Desk
+from tests.cluster.hpml_on_slurm import HPML, Desk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,8 +209,8 @@ def test_a_sabotaged_program_fails_in_strict_mode(desk: Desk, kind: str, launche
     assert "79" in done.stdout + done.stderr + shown.stdout
 
 
-def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[str, Path]:
-    """Render a job, change its script, give it to sbatch by hand; returns output and directory."""
+def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[int, str]:
+    """Render a job, change its script, give it to sbatch by hand; returns status and output."""
     directory = desk.directory / "by-hand"
     desk.hpml("render", path, "-o", directory)
     script = directory / "job.sh"
@@ -229,4 +229,86 @@ def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[str, Pat
         timeout=200,
         env=desk.environment,
     )
-    return f"{done.returncode} {(directory / 'job.out').read_text()}", directory
+    return done.returncode, (directory / "job.out").read_text()
+
+
+BOUND_TWICE = {
+    # without --cpus-per-task, `cores` gives every task one core
+    "one-core": "--cpu-bind=cores",
+    "another-domain": "--cpu-bind=map_ldom:0,0,0,0,0,0,0,0",
+}
+
+
+@pytest.mark.parametrize("kind", BOUND_TWICE)
+def test_a_launcher_that_binds_as_well_is_caught(desk: Desk, kind: str) -> None:
+    """A script that was edited by hand: Slurm binds the tasks, and hpml-bind binds them again."""
+    made = job(desk, "srun", binding={"verify": "strict"}, resources={"nodes": 1})
+    # the agent's srun has the word, too, and keeps it: it stands before a word of its own
+    change = ("--cpu-bind=none \\\n  --kill", f"{BOUND_TWICE[kind]} \\\n  --kill")
+    code, output = by_hand(desk, made, change)
+    assert code == 79, output
+    assert "binding: 0 of 8 ranks where they should be" in output
+    assert len(re.findall(r"^hpml: \d +node1 .* was bound twice: ", output, re.MULTILINE)) == 8
+
+
+def test_a_step_without_the_jobs_cpus_is_caught(desk: Desk) -> None:
+    """--cpus-per-task on srun means --exact: the step has fewer CPUs than the plan was made of."""
+    made = job(desk, "srun", binding={"verify": "strict"}, resources={"nodes": 1})
+    change = ("--cpu-bind=none \\\n  --kill", "--cpus-per-task=2 --cpu-bind=none \\\n  --kill")
+    code, output = by_hand(desk, made, change)
+    assert code == 79, output
+    assert "0 of 8 ranks" in output
+
+
+def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
+    """The same fault with `warn` is told in the output and in `hpml show`; the job completes."""
+    command = in_a_shell(desk, '[[ $LOCAL_RANK != 3 ]] || exec taskset -c 24 "$@"; exec')
+    made = job(
+        desk,
+        "srun",
+        command=[*command[:-1], "4"],
+        resources={"nodes": 1},
+        binding={"policy": "numa", "verify": "warn"},
+    )
+    ran = desk.json("run", made)
+    assert ran["state"] == "COMPLETED"
+    shown = desk.hpml("show", ran["id"]).stdout
+    assert "1 of 8 ranks WRONG" in shown
+    logs = desk.hpml("logs", ran["id"]).stdout
+    sentence = "runs on CPUs 24 alone, not on its own 24-31,152-159"
+    assert logs.count(sentence) == 1
+    assert sentence in shown
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_the_launcher_binds_whole_nodes_of_a_known_kind(desk: Desk, launcher: str) -> None:
+    """The static form: Slurm or Open MPI sets what the node's own plan says, before hpml-bind."""
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+    node = desk.cluster.exec("node1", *HPML, "topo", "--json")
+    assert node.returncode == 0, node.stderr
+    (desk.directory / "dgx.json").write_text(node.stdout)
+    (desk.directory / "site.toml").write_text(
+        "schema_version = 1\n"
+        '[partitions.main]\ndefault = true\nnode_types = ["dgx"]\n'
+        '[node_types.dgx]\ngpus = "8"\ntopology = "dgx.json"\n'
+    )
+    desk.more["HPML_SITE"] = str(desk.directory / "site.toml")
+    wish = {"policy": "numa", "form": "static", "verify": "strict"}
+    made = job(desk, launcher, binding=wish)
+    script = desk.hpml("render", made).stdout
+    ranks_line = script.rpartition("hpml_command=(")[2]
+    assert "none" not in " ".join(re.findall(r"--(?:cpu-bind|bind-to)[ =]\S+", ranks_line))
+    desk.hpml("run", made)
+    for proof in proofs(desk):
+        assert (proof["wrong"], proof["expected"]) == ([], 8)
+        assert [one["cpus"] for one in proof["ranks"]] == list(BY_HAND)
+        assert not any(one["wrong"] for one in proof["ranks"])
+    lines = [
+        json.loads(line)
+        for path in desk.records.glob("runs/*/attempts/0/binding/*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert len(lines) == 16
+    # it was the launcher who bound: the ranks were started there
+    assert all(one["inherited"] == BY_HAND[one["local_rank"]] for one in lines)

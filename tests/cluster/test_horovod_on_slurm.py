@@ -1,0 +1,77 @@
+"""Horovod trains through hpml: four ranks on two nodes of a real Slurm, two by horovodrun here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster.conftest import skip_or_fail
+from tests.cluster.hpml_on_slurm import ROOT, Desk
+
+if TYPE_CHECKING:
+    from tests.cluster.conftest import SlurmCluster
+
+FILES = (
+    "ddp_images.py",
+    "horovod_images.py",
+    "hpml_channel.py",
+    "make_digits.py",
+    "digits_horovod.yaml",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _horovod() -> None:
+    if importlib.util.find_spec("horovod") is None:
+        skip_or_fail("NO HOROVOD TESTS: horovod is not installed (make horovod)")
+    if not shutil.which("mpirun"):
+        skip_or_fail("NO HOROVOD TESTS: openmpi-bin is not installed")
+
+
+@pytest.fixture
+def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
+    """A desk with the training, its job file, and the digits."""
+    for name in FILES:
+        shutil.copy(ROOT / "training_jobs" / name, tmp_path)
+    subprocess.run(
+        [sys.executable, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120
+    )
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return Desk(slurm_cluster, tmp_path, allowed if os.geteuid() == 0 else {})
+
+
+@pytest.mark.parametrize("how", ["mpirun", "srun"])
+def test_four_ranks_on_two_nodes_reach_the_accuracy(desk: Desk, how: str) -> None:
+    """Between nodes Horovod goes through mpirun, or through srun with PMIx."""
+    fields = {
+        "launcher": how,
+        "mpi": "pmix" if how == "srun" else "none",
+        "resources.nodes": 2,
+        "resources.memory": "4G",
+        "environment.python": sys.executable,
+    }
+    sets = [f"--set={name}={value}" for name, value in fields.items()]
+    ran = desk.json("run", *sets, "digits_horovod.yaml")
+    assert ran["state"] == "COMPLETED"
+    result = ran["summary"]["result"]
+    assert result["test_accuracy"] >= 0.95
+    assert result["world_size"] == 4
+    assert ran["summary"]["ranks"] == 4
+
+
+def test_two_ranks_by_horovodrun(desk: Desk) -> None:
+    """The job file as it is, on the local backend."""
+    ran = desk.json(
+        "run", "--local", f"--set=environment.python={sys.executable}", "digits_horovod.yaml"
+    )
+    assert ran["state"] == "COMPLETED"
+    result = ran["summary"]["result"]
+    assert result["test_accuracy"] >= 0.95
+    assert result["world_size"] == 2
