@@ -51,10 +51,17 @@ def follow(
         _write(out, data)
         last = data[-1:] or last
 
+    def write_rest() -> None:
+        write(tail.read_to_end())
+        if end_line and last not in (b"", b"\n"):
+            write(b"\n")
+
     def show(state: State) -> None:
         nonlocal shown
         line = state.state + (f" ({state.reason})" if state.reason else "")
         line += f" on {state.nodes}" if state.nodes and state.state == "RUNNING" else ""
+        if output and state.over:  # the end is told behind the last words
+            write_rest()
         if line != shown:
             shown = line
             typer.echo(f"hpml: {line}", err=True)
@@ -72,10 +79,8 @@ def follow(
             err=True,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    if output:
-        write(tail.read_to_end())
-        if end_line and last not in (b"", b"\n"):
-            write(b"\n")
+    if output and not state.over:
+        write_rest()
     return state
 
 

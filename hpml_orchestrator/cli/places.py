@@ -83,7 +83,7 @@ def _left_out(places: list[Place]) -> str:
     right = sum(one.right is True for one in places)
     unknown = len(places) - right
     told = [f"{right} rank{'s' * (right != 1)} where they should be"] if right else []
-    told += [f"{unknown} that nobody looked at"] if unknown else []
+    told += [f"{unknown} that nobody judged"] if unknown else []
     return f"not shown: {' and '.join(told)}"
 
 

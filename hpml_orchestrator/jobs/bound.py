@@ -105,7 +105,7 @@ def bound_of(attempt: Attempt, asked: object = None) -> Bound:
     proofs, unreadable = _proofs(attempt.directory / "binding")
     records = attempt.bindings()
     places = {
-        (proof.node, one.local_rank): _of_proof(proof.node, one)
+        (proof.node, one.local_rank): _of_proof(proof, one)
         for proof in proofs
         for one in proof.ranks
     }
@@ -188,11 +188,12 @@ def _check(record: NodeProof | RankProof) -> None:
             _check(one)
 
 
-def _of_proof(node: str, one: RankProof) -> Place:
+def _of_proof(proof: NodeProof, one: RankProof) -> Place:
+    """Return what a node's agent saw; with the policy `none` no place is right or wrong."""
     return Place(
         rank=one.rank,
         local_rank=one.local_rank,
-        node=node,
+        node=proof.node,
         gpu=one.gpu,
         cpus=one.cpus,
         cores=one.cores,
@@ -200,7 +201,7 @@ def _of_proof(node: str, one: RankProof) -> Place:
         distance=one.distance,
         nic=one.nic,
         threads=one.threads,
-        right=not one.wrong,
+        right=None if proof.policy == "none" else not one.wrong,
         wrong=one.wrong,
     )
 
@@ -301,7 +302,13 @@ def _line(
     own = sum(not one.live for one in ranks)
     by = f" ({own} by their own record alone)" if own else ""
     good = "where they should be" if total != 1 else "where it should be"
-    return f"{policy}, {total} {of_all} {good}{by}"
+    return f"{policy}, {total} {of_all} {good}{by}{_warned(proofs)}"
+
+
+def _warned(proofs: Sequence[NodeProof]) -> str:
+    """Say that there is more to know, such as GPUs next to which the job got no CPU."""
+    count = len({warning for proof in proofs for warning in proof.warnings})
+    return f"; {count} warning{'s' * (count > 1)}" if count else ""
 
 
 def _asked(proofs: Sequence[NodeProof], asked: object) -> tuple[str, str]:

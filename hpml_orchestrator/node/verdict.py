@@ -41,7 +41,7 @@ def verdict(
     """
     found = _proofs(proofs)
     rows: list[tuple[str, ...]] = []
-    ranks = right = 0
+    ranks = right = wrong = 0
     strict = False
     for node, text in plans.items():
         head = _header(text)
@@ -60,12 +60,17 @@ def verdict(
         elif missing > 0:
             rows.append(faults[-1])
         ranks += len(proof.ranks) + max(missing, 0)
-        right += sum(not one.wrong for one in proof.ranks)
+        faulty = sum(bool(one.wrong) for one in proof.ranks)
+        wrong, right = wrong + faulty, right + len(proof.ranks) - faulty
         strict = strict or (head["verify"] == "strict" and bool(faults))
     if not ranks:
         return Verdict((), strict)
-    lines = [f"binding: {right} of {ranks} ranks where they should be"]
-    return Verdict((*lines, *(table(rows) if rows else ())), strict)
+    told = (
+        f"{wrong} of {ranks} ranks WRONG"
+        if wrong
+        else f"{right} of {ranks} ranks where they should be"
+    )
+    return Verdict((f"binding: {told}", *(table(rows) if rows else ())), strict)
 
 
 def _proofs(proofs: Iterable[dict[str, Any]]) -> dict[str, NodeProof]:

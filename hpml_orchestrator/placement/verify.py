@@ -239,7 +239,7 @@ def _elsewhere(node: _Node, case: _Case) -> str:
     if node.plan.policy in _NEAR_POLICIES and case.gpu and far is not None and planned is not None:
         same = _name(case.gpu) == case.plan.gpu
         if (same and far > planned) or not set(case.domains) & set(case.near):
-            own = f" ({case.plan.cpu_list()})" if same else ""
+            own = f", its own CPUs are {case.plan.cpu_list()}" if same else ""
             return (
                 f"runs on {case.place}, its GPU {_name(case.gpu)} is next to NUMA "
                 f"{cpu_list(case.near)}{own}"

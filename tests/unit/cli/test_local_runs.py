@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.batch import Capabilities
+from hpml_orchestrator.cli.follow import follow
 from hpml_orchestrator.jobs import cancel as cancel_module
 from hpml_orchestrator.jobs.submit import prepare, render_job
 from hpml_orchestrator.records.store import Store, Submission
@@ -105,6 +106,19 @@ def test_every_command_tells_of_it(
     assert (told.code, told.out) == (0, "")
     assert hpml("wait", bad).code == 6
     assert hpml("cancel", good).out == f"{good}: is over already (COMPLETED)\n"
+
+
+def test_the_end_is_told_behind_the_last_words(
+    completed: tuple[Result, str], shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a screen, output that was not read yet stands above the state that ends the job."""
+    store = Store(shell.records)
+    with (tmp_path / "screen").open("w") as screen:
+        monkeypatch.setattr("sys.stderr", screen)
+        follow(store, store.resolve(completed[1]), out=screen, end_line=True)
+    told = (tmp_path / "screen").read_text()
+    assert f"hi\n{'x' * 100}" in told
+    assert told.endswith("\nhpml: COMPLETED\n")
 
 
 def test_programs_get_json(

@@ -132,7 +132,9 @@ def test_a_strict_job_is_told_to_have_been_ended(attempt: Attempt) -> None:
 def test_nothing_was_bound(attempt: Attempt) -> None:
     """With the policy `none`, by proof and without one."""
     prove(attempt, node(0, policy="none"))
-    assert bound_of(attempt, LOCAL).line == "none: nothing was bound"
+    told = bound_of(attempt, LOCAL)
+    assert told.line == "none: nothing was bound"
+    assert [one.right for one in told.places] == [None] * 4, "there is nothing to be right about"
     (attempt.directory / "binding" / "n0.proof.json").unlink()
     bind(attempt, record(0))
     assert bound_of(attempt, {"policy": "none"}).line == "none: nothing was bound"
@@ -180,6 +182,17 @@ def test_ranks_that_ended_before_a_look(attempt: Attempt) -> None:
     assert bound_of(attempt, LOCAL).line == (
         "gpu-local, 4 of 4 ranks where they should be (1 by their own record alone)"
     )
+
+
+def test_warnings_are_counted(attempt: Attempt) -> None:
+    """Ranks that got no CPU next to their GPU are on their own cores; the line does not hide it."""
+    far = "GPU 0000:01:00.0 is next to NUMA domain 3, where no CPU is allowed"
+    prove(attempt, replace(node(0), warnings=(far,)), replace(node(1), warnings=(far,)))
+    assert bound_of(attempt, LOCAL).line == (
+        "gpu-local, 8 of 8 ranks where they should be; 1 warning"
+    )
+    prove(attempt, replace(node(0), warnings=(far, "cold")))
+    assert bound_of(attempt, LOCAL).line.endswith("; 2 warnings")
 
 
 def test_records_alone_are_completed_by_the_nodes_topology(attempt: Attempt) -> None:

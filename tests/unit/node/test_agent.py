@@ -258,7 +258,7 @@ def test_it_watches_the_ranks(
     code = "0" if verify == "warn" else "143"
     done, _, told = node.call("finish", str(running.attempt), code, "")
     assert done == (0 if verify == "warn" else 79)
-    assert told.startswith("hpml: binding: 0 of 1 ranks where they should be\n")
+    assert told.startswith("hpml: binding: 1 of 1 ranks WRONG\n")
     assert told.count("alone, not on its own") == (verify == "strict")
 
 

@@ -196,7 +196,8 @@ def test_the_end_says_where_the_ranks_ran(
     assert attempt.ended is not None
     assert (status, attempt.ended["exit_code"], attempt.ended["reason"]) == ends
     lines = err.splitlines()
-    assert lines[0] == f"hpml: binding: {2 - len(wrong)} of 2 ranks where they should be"
+    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks where they should be"
+    assert lines[0] == f"hpml: binding: {judged}"
     told = [["is", "elsewhere"]] * len(wrong) if verify == "strict" else []
     assert [line.split()[-2:] for line in lines[2:]] == told
 

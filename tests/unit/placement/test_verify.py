@@ -113,7 +113,8 @@ def test_a_rank_on_another_domain_is_told_with_its_gpu() -> None:
     place.runs(0, "0-15,64-79")
     (sentence, shared) = place.wrong()[0]
     assert sentence == (
-        "runs on CPUs 0-15,64-79 (NUMA 0), its GPU 0000:01:00.0 is next to NUMA 3 (48-63,112-127)"
+        "runs on CPUs 0-15,64-79 (NUMA 0), its GPU 0000:01:00.0 is next to NUMA 3, "
+        "its own CPUs are 48-63,112-127"
     )
     assert shared == "shares physical cores with rank 11"
     assert set(place.wrong()) == {0}, "rank 3, whose cores these are, is where it should be"
