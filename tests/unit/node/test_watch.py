@@ -319,9 +319,10 @@ def test_many_threads_are_no_fault(attempt: Path, ranks: Ranks) -> None:
     assert watching.proof().right
     look = Look()
     assert len(os.listdir(f"/proc/{process.pid}/task")) > 200
-    threads = list(look._threads(process.pid))
+    threads, rest = look._threads(process.pid)
     assert len(threads) == len(set(threads)) == THREADS_MAX + 1
     assert threads[0] == process.pid
+    assert len({*threads, *rest}) == len(threads) + len(rest) == 201
 
 
 def test_changed_devices(attempt: Path, ranks: Ranks) -> None:

@@ -202,6 +202,18 @@ def test_a_wrapper_with_a_narrowed_program() -> None:
     assert place.proof().ranks[0].cpus == "0"
 
 
+def test_a_wrapper_that_divides_the_cpus() -> None:
+    """A shell that starts a program on each of some cores: none of these is the rank's only one."""
+    place = Place(intel((0, 1)), 2)
+    own = place.plan.ranks[0].cpus
+    main = Process(555, "solver", (0, 16), (0, 16), 30.0)
+    shell = Process(100, "bash", own, own)
+    place.change(0, main=main, others=(shell, replace(main, pid=556, cpus=(1, 17))))
+    assert place.wrong() == {}
+    place.change(0, main=main, others=(shell, replace(main, pid=556, cpus=(0, 1, 16, 17))))
+    assert set(place.wrong()) == {0}
+
+
 def test_any_process_outside_is_wrong() -> None:
     """A helper on a neighbour's core takes it from that one."""
     place = Place(intel((0, 1)), 2)
