@@ -133,7 +133,6 @@ class Look:
             name=one.name,
             cpus=tuple(sorted(frozenset().union(*(_numbers(text) for text in cpus)))),
             first=tuple(sorted(_numbers(first))),
-            seconds=one.busy_ticks / os.sysconf("SC_CLK_TCK"),
         )
 
     def environment(self, pid: int) -> dict[str, str]:

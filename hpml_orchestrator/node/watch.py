@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.processes import Entry, Look, entry_of, openmp_of, visible_of
 from hpml_orchestrator.node.rankrecords import RankRecords, seen_of_record
-from hpml_orchestrator.placement.proof import NodeProof, Seen, proof_json
+from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.told import node_line, table, wrong_rows
 from hpml_orchestrator.placement.verify import judge
 from hpml_orchestrator.records.files import write_json
@@ -76,6 +76,8 @@ class Watch:
         self._poll_at, self._pause = 0.0, _POLL_SECONDS
         self._look_at, self._began, self._looks_done = math.inf, 0.0, 0
         self._looks = 0
+        self._used: dict[tuple[int, int], tuple[int, float]] = {}  # ticks and time of a process
+        self._used_before = self._used
         self._proof: Optional[NodeProof] = None  # noqa: UP045 - runs on Python 3.9
         self._told = self._counted = self._unwritten = False
         self._kill_at, self._now = math.inf, 0.0
@@ -145,6 +147,7 @@ class Watch:
         """Look at every rank that may live, and judge."""
         self._looks += 1
         look = Look(self._proc_root)
+        self._used_before, self._used = self._used, {}
         for rank in sorted(self._live):
             seen = self._look_at_rank(look, rank)
             if seen is None:
@@ -168,12 +171,12 @@ class Watch:
         if not family:
             return None
         chief = look.main_of(family)
-        main = look.process(chief)
+        main = self._process(look, chief)
         if main is None:
             return None
         environment = look.environment(chief.pid)
         told = self._seen[rank]
-        others = [look.process(one) for one in family if one is not chief]
+        others = [self._process(look, one) for one in family if one is not chief]
         return replace(
             told,
             main=replace(main, openmp=openmp_of(environment)),
@@ -181,6 +184,17 @@ class Watch:
             visible=visible_of(environment) if environment else told.visible,
             live=True,
         )
+
+    def _process(self, look: Look, one: Entry) -> Optional[Process]:  # noqa: UP045
+        """Return where a process runs, and how much it has worked since the look before."""
+        found = look.process(one)
+        key = one.pid, one.start_ticks
+        self._used[key] = one.busy_ticks, self._now
+        ticks, then = self._used_before.get(key, self._used[key])
+        if found is None or self._now <= then:
+            return found
+        seconds = (one.busy_ticks - ticks) / os.sysconf("SC_CLK_TCK")
+        return replace(found, load=round(seconds / (self._now - then), 3))
 
     def _family(self, look: Look, rank: int) -> list[Entry]:
         others = {record["pid"] for one, record in self._ranks.items() if one != rank}

@@ -233,7 +233,7 @@ def _warn_of_unknown(places: Sequence[Seat], warnings: list[str]) -> None:
 
 
 def _warn_of_far_homes(places: Sequence[Seat], homes: Sequence[int], warnings: list[str]) -> None:
-    """Tell of GPUs next to which no CPU is allowed, in one sentence for each domain that ranks go to."""
+    """Tell of GPUs next to which no CPU is allowed: a sentence for each domain that ranks go to."""
     far: dict[int, list[Seat]] = {}
     for seat, home in zip(places, homes):
         if seat.near and home not in seat.near:

@@ -26,6 +26,7 @@ Until = Callable[[Callable[[], object]], None]
 CPUS = sorted(os.sched_getaffinity(0))
 FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
 BOTH = cpu_list(CPUS)
+TICKS = os.sysconf("SC_CLK_TCK")
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 BUSY = "import time; began = time.time()\nwhile time.time() - began < 60: pass"
 THREADS = """
@@ -282,6 +283,22 @@ def test_a_worker_on_a_core_of_its_own_is_right(attempt: Path, ranks: Ranks) -> 
     watching.turn(5)
     assert watching.proof().ranks[0].wrong == ()
     assert watching.proof().ranks[0].cpus == BOTH
+
+
+@needs_two
+def test_workers_of_two_loaders_that_take_turns_on_a_core(attempt: Path, ranks: Ranks) -> None:
+    """What both have worked in their lives says nothing: now they wait."""
+    watching = Watching(attempt, 1, "strict")
+    program = "import os, sys, time\nfor _ in (0, 1):\n if os.fork() == 0:\n  break\nelse:\n"
+    program += " print('begun', flush=True); sys.stdin.read(); sys.exit()\n"
+    program += f"os.sched_setaffinity(0, {{{FIRST}}})\nwhile time.process_time() < 1.1: pass\n"
+    process = ranks.start(0, BOTH, sys.executable, "-c", f"{program}time.sleep(60)", ready="begun")
+    deadline = time.monotonic() + 30
+    while min(one.busy_ticks for one in Look().family(process.pid)[1:]) < TICKS:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    watching.turn(30)
+    assert watching.proof().right
 
 
 @needs_two

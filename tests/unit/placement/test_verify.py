@@ -242,9 +242,11 @@ def test_loader_workers_that_share_a_core() -> None:
     assert place.wrong() == {
         0: ("4 of its processes, such as its process 200 (worker), share CPUs 3,19",)
     }
-    idle = tuple(replace(one, seconds=0.0) for one in busy)
+    idle = tuple(replace(one, load=0.0) for one in busy)
     place.change(0, others=(busy[0], *idle[1:]))
     assert place.wrong() == {}
+    place.change(0, others=tuple(replace(one, load=0.2) for one in busy))
+    assert place.wrong() == {}, "the core is not full"
 
 
 def test_openmp_that_binds_its_own_threads() -> None:
