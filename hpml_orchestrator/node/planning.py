@@ -294,8 +294,9 @@ def _doubts(
         return found  # UUIDs, on the local backend
     understood = {minors.get(one.address, -1) for one in devices if one}
     if numbers and minors and understood != numbers:
+        meant = f"/dev/nvidia{cpu_list(understood - {-1})}" if understood - {-1} else "none of them"
         found.append(
             f"Slurm gave this step the GPUs {told}; its list of visible devices "
-            f"{around.visible or '(not set)'} means /dev/nvidia{cpu_list(understood - {-1})} here"
+            f"{around.visible or '(not set)'} means {meant} here"
         )
     return found

@@ -11,14 +11,15 @@ from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.proof import Process
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
 __all__ = ["THREADS_MAX", "Entry", "Look", "entry_of", "openmp_of", "visible_of"]
 
 THREADS_MAX = 64
-"""Threads that are read of one process, beside its first."""
+"""Threads that are read of one process beside its first, while all of them run on the same CPUs."""
 
 _PROCESSES_MAX = 256
+_WORK_SECONDS, _WORK_PART = 1.0, 10  # CPU time, and its part of a child's, from which one works
 _READ_BYTES = 16_384
 _ENVIRONMENT_BYTES = 4 * 1024**2
 _CPUS = b"\nCpus_allowed_list:\t"
@@ -92,29 +93,39 @@ class Look:
         """Return the process that does the work: the busiest one, or which has forked that.
 
         A wrapper (a shell, numactl, a profiler) is none: it starts another program, and waits.
+        One that has worked a good deal itself is none of those, but has a helper that works more.
         What was forked without a program of its own, as loader workers are, belongs to the one
         that did so, which is asked for by its command line.
         """
+        worked = os.sysconf("SC_CLK_TCK") * _WORK_SECONDS
         known = {one.pid: one for one in family}
         main = max(family, key=lambda one: (one.busy_ticks, -family.index(one)))
         while main is not family[0] and main.parent in known:
             command = self._read(main.pid, "cmdline")
             above = known[main.parent]
             helper = b"multiprocessing" in command or command == self._read(above.pid, "cmdline")
-            if not helper:
+            works = above.busy_ticks >= max(worked, main.busy_ticks / _WORK_PART)
+            if not helper and not works:
                 break
             main = above
         return main
 
     def process(self, one: Entry) -> Optional[Process]:  # noqa: UP045
-        """Return where a process runs; None where it has ended or may not be looked at."""
+        """Return where a process runs; None where it has ended or may not be looked at.
+
+        Threads that are bound one by one must all be read: a part of them has a part of the CPUs.
+        """
         cpus: set[str] = set()
         first = ""
-        for thread in self._threads(one.pid):
-            text = _cpus_of(self._read(one.pid, "task", str(thread), "status"))
-            if text:
-                cpus.add(text)
-                first = text if thread == one.pid else first
+        some, rest = self._threads(one.pid)
+        for threads in (some, rest):
+            for thread in threads:
+                text = _cpus_of(self._read(one.pid, "task", str(thread), "status"))
+                if text:
+                    cpus.add(text)
+                    first = text if thread == one.pid else first
+            if len(cpus) < 2:  # noqa: PLR2004 - all alike
+                break
         if not cpus:
             return None
         return Process(
@@ -122,7 +133,6 @@ class Look:
             name=one.name,
             cpus=tuple(sorted(frozenset().union(*(_numbers(text) for text in cpus)))),
             first=tuple(sorted(_numbers(first))),
-            seconds=one.busy_ticks / os.sysconf("SC_CLK_TCK"),
         )
 
     def environment(self, pid: int) -> dict[str, str]:
@@ -134,15 +144,19 @@ class Look:
                 found.setdefault(os.fsdecode(name), os.fsdecode(value))
         return found
 
-    def _threads(self, pid: int) -> Iterable[int]:
-        """The first thread and others, evenly over all: OpenMP's come late, the driver's early."""
+    def _threads(self, pid: int) -> tuple[list[int], list[int]]:
+        """The first thread and some others, evenly over all; and the rest.
+
+        OpenMP's come late, the driver's early.
+        """
         try:
             threads = sorted(map(int, os.listdir(f"{self._root}/{pid}/task")))
         except OSError:
-            return ()
+            return [], []
         others = [one for one in threads if one != pid]
         count = min(len(others), THREADS_MAX)
-        return [pid, *(others[place * len(others) // count] for place in range(count))]
+        some = [others[place * len(others) // count] for place in range(count)]
+        return [pid, *some], sorted(set(others).difference(some))
 
     def _is_ours(self, pid: int) -> bool:
         try:

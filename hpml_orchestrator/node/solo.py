@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node.kernel import prefer_memory
@@ -18,9 +18,10 @@ from hpml_orchestrator.placement.cpulist import cpu_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from hpml_orchestrator.node.planning import Prepared
     from hpml_orchestrator.placement.model import RankPlan
 
-__all__ = ["bind_alone", "is_bound"]
+__all__ = ["bind_alone", "is_bound", "plan_alone"]
 
 
 def bind_alone(*, show: bool, sys_root: str = "/sys", proc_root: str = "/proc") -> None:
@@ -67,32 +68,58 @@ def is_bound(
     return not of_step or len(mine) < of_step
 
 
+def plan_alone(
+    environment: Mapping[str, str],
+    mine: frozenset[int],
+    *,
+    sys_root: str = "/sys",
+    proc_root: str = "/proc",
+    dev_root: str = "/dev",
+    opener: Callable[[str, int], int] = os.open,
+) -> Prepared:
+    """Plan all ranks of this node, as its agent would.
+
+    Args:
+        environment: the rank's variables.
+        mine: the CPUs that this process may use.
+        sys_root: where sysfs is.
+        proc_root: where /proc is.
+        dev_root: where the device files are.
+        opener: opens a device file.
+
+    Raises:
+        InputError: the variables ask for what cannot be.
+    """
+    from hpml_orchestrator.node.arguments import Wish  # noqa: PLC0415 - not for each rank
+    from hpml_orchestrator.node.planning import prepare  # noqa: PLC0415
+
+    ranks = _whole(environment.get("LOCAL_WORLD_SIZE", ""))
+    return prepare(
+        Wish(ranks, policy=environment.get("HPML_BINDING") or "gpu-local"),
+        environment,
+        node=os.uname().nodename,
+        allowed=mine,
+        sys_root=sys_root,
+        proc_root=proc_root,
+        dev_root=dev_root,
+        opener=opener,
+    )
+
+
 def _bind(sys_root: str, proc_root: str) -> str:
     """Bind this rank; returns where it runs now."""
-    from hpml_orchestrator.placement.planner import plan  # noqa: PLC0415 - not for each rank
-    from hpml_orchestrator.topology.sysfs import read_sysfs  # noqa: PLC0415
-
     mine = frozenset(os.sched_getaffinity(0))
-    topology = read_sysfs(sys_root, proc_root)
-    policy = os.environ.get("HPML_BINDING") or "gpu-local"
     ranks = _whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
     local_rank = _whole(os.environ.get("LOCAL_RANK", ""), 0)
     if local_rank >= ranks:
         raise ValueError(f"local rank {local_rank} of {ranks}: LOCAL_WORLD_SIZE is wrong")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES"))
-    planned = plan(
-        topology,
-        ranks,
-        policy=policy,
-        allowed_cpus=mine,
-        visible_gpus=None if visible is None else [one for one in visible.split(",") if one],
-    )
-    warnings = "".join(f"; {one}" for one in planned.warnings)
-    if policy == "none":
+    made = plan_alone(os.environ, mine, sys_root=sys_root, proc_root=proc_root)
+    warnings = "".join(f"; {one}" for one in made.plan.warnings)
+    if made.plan.policy == "none":
         return f"CPUs {cpu_list(mine)}, policy none"
-    if is_bound(os.environ, mine, _parent(), topology.cpus):
+    if is_bound(os.environ, mine, _parent(), made.topology.cpus if made.topology else frozenset()):
         return f"CPUs {cpu_list(mine)} as its launcher bound it, not bound a second time"
-    return _apply(planned.ranks[local_rank]) + warnings
+    return _apply(made.plan.ranks[local_rank]) + warnings
 
 
 def _apply(mine: RankPlan) -> str:

@@ -167,12 +167,7 @@ def _homes(machine: Machine, places: Sequence[Seat], warnings: list[str]) -> lis
             usable = tuple(one for one, gap in gaps.items() if gap == least)
         wanted.append(usable or tuple(machine.pool))
     homes = choose_homes(machine, wanted)
-    for seat, home in zip(places, homes):
-        if seat.near and home not in seat.near:
-            warnings.append(
-                f"GPU {_name(seat)} is next to NUMA {_domains(seat.near)}, where no CPU is allowed:"
-                f" rank {seat.rank} runs on {_domains([home])}"
-            )
+    _warn_of_far_homes(places, homes, warnings)
     return homes
 
 
@@ -234,6 +229,23 @@ def _warn_of_unknown(places: Sequence[Seat], warnings: list[str]) -> None:
         warnings.append(
             f"no NUMA domain is known for GPU {names}: {_ranks([one.rank for one in unknown])} "
             "spread evenly, perhaps far from the GPU"
+        )
+
+
+def _warn_of_far_homes(places: Sequence[Seat], homes: Sequence[int], warnings: list[str]) -> None:
+    """Tell of GPUs next to which no CPU is allowed: a sentence for each domain that ranks go to."""
+    far: dict[int, list[Seat]] = {}
+    for seat, home in zip(places, homes):
+        if seat.near and home not in seat.near:
+            far.setdefault(home, []).append(seat)
+    for home, seats_there in far.items():
+        names = ", ".join(dict.fromkeys(_name(seat) for seat in seats_there))
+        near = {domain for seat in seats_there for domain in seat.near}
+        is_ = "are" if ", " in names else "is"
+        runs = "runs" if len(seats_there) == 1 else "run"
+        warnings.append(
+            f"GPU {names} {is_} next to NUMA {_domains(near)}, where no CPU is allowed: "
+            f"{_ranks([seat.rank for seat in seats_there])} {runs} on {_domains([home])}"
         )
 
 

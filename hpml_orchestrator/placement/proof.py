@@ -22,7 +22,7 @@ class Process:
         name: what the kernel calls it.
         cpus: CPUs that its threads may run on, all together.
         first: CPUs of its first thread, which are those of what it forks.
-        seconds: CPU time that it has used.
+        load: how many CPUs it kept busy since the look before; 0 at its first.
         openmp: a variable of its environment that has OpenMP bind threads, such as
             `OMP_PROC_BIND=close`; empty where there is none.
     """
@@ -31,7 +31,7 @@ class Process:
     name: str
     cpus: tuple[int, ...]
     first: tuple[int, ...] = ()
-    seconds: float = 0.0
+    load: float = 0.0
     openmp: str = ""
 
 

@@ -6,7 +6,9 @@ plan says what it should have. Cores of another domain that the plan lends are r
 Of a rank's processes one is its main process, which must be able to use all of the rank's CPUs,
 with all of its threads together: a single thread may be held on fewer. Any process outside of the
 rank's CPUs is wrong. One on fewer of them is right (a loader worker with a core of its own), unless
-more such processes work on the same CPUs than those have cores.
+more such processes work on the same CPUs than those have cores, and keep these busy. Where a
+wrapper has started several programs on different CPUs, it has divided those of the rank, and any
+of them may be on fewer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Circumstances", "judge"]
 
-_BUSY_SECONDS = 1.0  # CPU time from which a process counts as at work
+_WORK_LOAD = 0.02  # CPUs kept busy, from which a process counts as at work
+_FULL_LOAD = 0.9  # of each core, from which processes wait for each other
 _SHOWN_CHARS = 60
 _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 
@@ -220,7 +223,7 @@ def _cpu_faults(node: _Node, case: _Case, warnings: list[str]) -> list[str]:
             f"rank {seen.rank}: {held}: OpenMP holds its threads on CPUs {cpu_list(main)} of its "
             f"own {cpu_list(case.own)}, and what it forks on {cpu_list(first)}"
         )
-    elif main < case.own:
+    elif main < case.own and not _divides(case, main):
         who = "" if seen.main is None or seen.main.pid == seen.pid else f"{_process(seen.main)} "
         found.append(f"{who}runs on CPUs {cpu_list(main)} alone, not on its own {plan.cpu_list()}")
     elif len(node.cores(main)) < needed:
@@ -229,6 +232,13 @@ def _cpu_faults(node: _Node, case: _Case, warnings: list[str]) -> list[str]:
             f"{_count(plan.loader_workers, 'loader worker')} need {needed}"
         )
     return found + _crowds(node, case)
+
+
+def _divides(case: _Case, main: frozenset[int]) -> bool:
+    """Whether the rank has divided its CPUs: a shell, say, that starts a program on each core."""
+    if case.seen.main is None or case.seen.main.pid == case.seen.pid:
+        return False
+    return any(one.cpus and main.isdisjoint(one.cpus) for one in case.seen.others)
 
 
 def _elsewhere(node: _Node, case: _Case) -> str:
@@ -251,7 +261,7 @@ def _crowds(node: _Node, case: _Case) -> list[str]:
     """Processes at work on so few of the rank's CPUs that they are in each other's way."""
     held: dict[tuple[int, ...], list[Process]] = {}
     for one in case.seen.others:
-        if set(one.cpus) < case.own and one.seconds >= _BUSY_SECONDS:
+        if set(one.cpus) < case.own and one.load >= _WORK_LOAD:
             held.setdefault(one.cpus, []).append(one)
     main = case.seen.main
     why = f" ({main.openmp}: OpenMP holds what it forks there)" if main and main.openmp else ""
@@ -260,6 +270,7 @@ def _crowds(node: _Node, case: _Case) -> list[str]:
         f"{why}"
         for cpus, those in held.items()
         if len(those) > len(node.cores(cpus))
+        and sum(one.load for one in those) >= _FULL_LOAD * len(node.cores(cpus))
     ]
 
 

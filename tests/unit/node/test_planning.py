@@ -188,13 +188,16 @@ def test_mig_that_no_list_names(make: Callable[..., Node]) -> None:
 
 def test_slurm_s_own_list_is_a_cross_check(make: Callable[..., Node]) -> None:
     """Where it differs from what was understood, that is told, and no more."""
-    made = make().prepare(Wish(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="2-3")
+    node = make()
+    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="2-3")
     assert gpus(made) == ALL[:2]
     (warning,) = made.plan.warnings
     assert warning == (
         "Slurm gave this step the GPUs 2-3; its list of visible devices 0,1 means /dev/nvidia0-1 "
         "here"
     )
+    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="NoDevFiles", SLURM_STEP_GPUS="2")
+    assert made.plan.warnings[0].endswith("devices NoDevFiles means none of them here")
 
 
 def test_the_job_s_list_counts_on_a_single_node(make: Callable[..., Node]) -> None:

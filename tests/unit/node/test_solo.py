@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.node.solo import is_bound
+from hpml_orchestrator.node.solo import is_bound, plan_alone
 from hpml_orchestrator.topology.sysfs import read_sysfs
 from tests.unit.node.plans import MINE
+from tests.unit.node.test_planning import Node as Tree
+from tests.unit.node.test_planning import reversed_node
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.unit.node.conftest import Node
 
 CPUS = "import os; print(*sorted(os.sched_getaffinity(0)), os.environ.get('OMP_NUM_THREADS'))"
@@ -46,6 +50,30 @@ def test_ranks_share_the_node_out_without_asking_each_other(node: Node) -> None:
     assert all(sets)
     threads = [int(out.split()[-1]) for _, out, _ in seen]
     assert sum(threads) == len(CORES)
+
+
+@pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles"])
+def test_a_list_of_no_devices_names_none(node: Node, nothing: str) -> None:
+    """What Slurm and people write where there is no GPU is no GPU that is not known."""
+    variables = task(0, 1, CUDA_VISIBLE_DEVICES=nothing)
+    status, _, err = node.call("bind", "--show", "--", "true", **variables)
+    assert status == 0
+    assert "GPU" not in err
+
+
+def test_gpus_that_a_cgroup_hides_are_not_the_rank_s(tmp_path: Path) -> None:
+    """Slurm hides the others' and counts anew: index 0 is the first that can be opened."""
+    node = Tree(tmp_path, reversed_node())
+    node.refused = {"nvidia0", "nvidia1"}
+    made = plan_alone(
+        {"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_WORLD_SIZE": "2"},
+        frozenset(range(16)),
+        sys_root=node.sys_root,
+        proc_root=node.proc_root,
+        dev_root=node.dev_root,
+        opener=node.fake_open,
+    )
+    assert [one.gpu for one in made.plan.ranks] == ["0000:31:00.0", "0000:41:00.0"]
 
 
 def test_it_tells_where_it_runs_when_asked(node: Node) -> None:

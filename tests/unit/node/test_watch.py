@@ -26,6 +26,7 @@ Until = Callable[[Callable[[], object]], None]
 CPUS = sorted(os.sched_getaffinity(0))
 FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
 BOTH = cpu_list(CPUS)
+TICKS = os.sysconf("SC_CLK_TCK")
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 BUSY = "import time; began = time.time()\nwhile time.time() - began < 60: pass"
 THREADS = """
@@ -235,7 +236,8 @@ def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
     process = ranks.process(FIRST)
     ranks.record(0, process.pid, cpus=BOTH)
     watching.turn(0.3)
-    assert watching.said == "", "one look may be wrong by chance"
+    watching.turn(3)
+    assert watching.said == "", "some looks may be wrong by chance"
     watching.turn(3)
     lines = watching.said.splitlines()
     assert lines[0].startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 w")
@@ -284,6 +286,22 @@ def test_a_worker_on_a_core_of_its_own_is_right(attempt: Path, ranks: Ranks) -> 
 
 
 @needs_two
+def test_workers_of_two_loaders_that_take_turns_on_a_core(attempt: Path, ranks: Ranks) -> None:
+    """What both have worked in their lives says nothing: now they wait."""
+    watching = Watching(attempt, 1, "strict")
+    program = "import os, sys, time\nfor _ in (0, 1):\n if os.fork() == 0:\n  break\nelse:\n"
+    program += " print('begun', flush=True); sys.stdin.read(); sys.exit()\n"
+    program += f"os.sched_setaffinity(0, {{{FIRST}}})\nwhile time.process_time() < 1.1: pass\n"
+    process = ranks.start(0, BOTH, sys.executable, "-c", f"{program}time.sleep(60)", ready="begun")
+    deadline = time.monotonic() + 30
+    while min(one.busy_ticks for one in Look().family(process.pid)[1:]) < TICKS:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    watching.turn(30)
+    assert watching.proof().right
+
+
+@needs_two
 def test_a_child_outside(attempt: Path, ranks: Ranks) -> None:
     """A forked process on the neighbour's CPU."""
     watching = Watching(attempt, 2)
@@ -318,9 +336,10 @@ def test_many_threads_are_no_fault(attempt: Path, ranks: Ranks) -> None:
     assert watching.proof().right
     look = Look()
     assert len(os.listdir(f"/proc/{process.pid}/task")) > 200
-    threads = list(look._threads(process.pid))
+    threads, rest = look._threads(process.pid)
     assert len(threads) == len(set(threads)) == THREADS_MAX + 1
     assert threads[0] == process.pid
+    assert len({*threads, *rest}) == len(threads) + len(rest) == 201
 
 
 def test_changed_devices(attempt: Path, ranks: Ranks) -> None:
@@ -328,7 +347,7 @@ def test_changed_devices(attempt: Path, ranks: Ranks) -> None:
     watching = Watching(attempt, 1, CUDA_VISIBLE_DEVICES="0,1")
     process = ranks.process(BOTH, CUDA_VISIBLE_DEVICES="1")
     ranks.record(0, process.pid, visible="0,1")
-    watching.turn(3)
+    watching.turn(6)
     (told,) = watching.proof().ranks[0].wrong
     assert told.startswith("sees 1 of the job's 2 GPUs (its list of visible devices is '1')")
     assert "1 wrong" in watching.said
@@ -385,6 +404,40 @@ def test_a_fault_that_is_gone_at_the_next_look(attempt: Path, ranks: Ranks) -> N
 
 
 @needs_two
+def test_a_fault_that_lasts_for_some_looks_and_goes(attempt: Path, ranks: Ranks) -> None:
+    """What prepares something on one core for two seconds does not fail a strict job."""
+    watching = Watching(attempt, 1, "strict")
+    process = ranks.start(0, BOTH)
+    watching.turn(2)
+    for _ in range(3):
+        os.sched_setaffinity(process.pid, {CPUS[0]})
+        watching.turn(2.5)
+        assert watching.proof().right, "not sure yet"
+        os.sched_setaffinity(process.pid, CPUS)
+        watching.turn(20)
+    assert watching.said.endswith("0 wrong\n")
+    assert lives(process.pid)
+
+
+@needs_two
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_fault_of_the_last_look(attempt: Path, ranks: Ranks, *, closed: bool) -> None:
+    """A rank that was right, was narrowed at a look, and has ended: nobody knows of a fault."""
+    watching = Watching(attempt, 1, "strict")
+    process = ranks.start(0, BOTH)
+    watching.turn(2)
+    os.sched_setaffinity(process.pid, {CPUS[0]})
+    watching.turn(1.5)
+    process.communicate()
+    if not closed:
+        watching.turn(100)
+    watching.watch.close()
+    assert watching.proof().right
+    assert watching.proof().ranks[0].live
+    assert watching.said.endswith("0 wrong\n")
+
+
+@needs_two
 def test_a_fault_in_the_middle_of_the_job(attempt: Path, ranks: Ranks) -> None:
     """Ranks are looked at every minute, as long as they live."""
     watching = Watching(attempt, 1)
@@ -405,7 +458,7 @@ def test_strict_ends_the_ranks_with_all_they_started(attempt: Path, ranks: Ranks
     assert shell.stdout is not None
     child = int(shell.stdout.readline())
     deaf = ranks.start(1, FIRST, sys.executable, "-c", DEAF, ready="begun")
-    watching.turn(3)
+    watching.turn(6)
     assert "n1: binding.verify is strict: its ranks are ended" in watching.said
     shell.wait(20)
     gone(child)

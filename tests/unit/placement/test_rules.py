@@ -146,9 +146,10 @@ def test_a_gpu_whose_domain_has_no_allowed_cpu() -> None:
     made = plan(quad((0, 1, 3)), 3, allowed_cpus=range(16, 32))
     assert lists(made) == ["16-19", "20-23", "24-31"]
     assert [one.distance for one in made.ranks] == [32, 32, 10]
-    assert made.warnings == (
-        f"{no_cpu.format(1, 0)}: rank 0 runs on domain 2",
-        f"{no_cpu.format(2, 1)}: rank 1 runs on domain 2",
+    (told,) = made.warnings
+    assert told == (
+        "GPU 0000:01:00.0, 0000:02:00.0 are next to NUMA domain 0, 1, where no CPU is allowed: "
+        "ranks 0-1 run on domain 2"
     )
     near = plan(quad((0, 1)), 2, allowed_cpus=range(8, 16))
     assert lists(near) == ["8-11", "12-15"]

@@ -203,6 +203,18 @@ def test_a_wrapper_with_a_narrowed_program() -> None:
     assert place.proof().ranks[0].cpus == "0"
 
 
+def test_a_wrapper_that_divides_the_cpus() -> None:
+    """A shell that starts a program on each of some cores: none of these is the rank's only one."""
+    place = Place(intel((0, 1)), 2)
+    own = place.plan.ranks[0].cpus
+    main = Process(555, "solver", (0, 16), (0, 16), 30.0)
+    shell = Process(100, "bash", own, own)
+    place.change(0, main=main, others=(shell, replace(main, pid=556, cpus=(1, 17))))
+    assert place.wrong() == {}
+    place.change(0, main=main, others=(shell, replace(main, pid=556, cpus=(0, 1, 16, 17))))
+    assert set(place.wrong()) == {0}
+
+
 def test_any_process_outside_is_wrong() -> None:
     """A helper on a neighbour's core takes it from that one."""
     place = Place(intel((0, 1)), 2)
@@ -231,9 +243,11 @@ def test_loader_workers_that_share_a_core() -> None:
     assert place.wrong() == {
         0: ("4 of its processes, such as its process 200 (worker), share CPUs 3,19",)
     }
-    idle = tuple(replace(one, seconds=0.0) for one in busy)
+    idle = tuple(replace(one, load=0.0) for one in busy)
     place.change(0, others=(busy[0], *idle[1:]))
     assert place.wrong() == {}
+    place.change(0, others=tuple(replace(one, load=0.2) for one in busy))
+    assert place.wrong() == {}, "the core is not full"
 
 
 def test_openmp_that_binds_its_own_threads() -> None:
