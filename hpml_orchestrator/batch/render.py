@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
 
+_VISIBLE = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 MAX_SCRIPT_BYTES = 4 * 1024 * 1024
 """Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
 
@@ -179,6 +180,8 @@ def _agent_options(job: Job) -> list[str]:
         options.append("--one-thread")
     if "OMP_NUM_THREADS" in job.environment.variables:
         options.append("--keep-threads")
+    if not resources.gpu_count and not _VISIBLE & set(job.environment.variables):
+        options.append("--no-gpus")
     return options
 
 

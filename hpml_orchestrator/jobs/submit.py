@@ -17,7 +17,6 @@ from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavai
 from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.measure import measured
-from hpml_orchestrator.jobs.script_check import check_script
 from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
@@ -105,6 +104,8 @@ def render_job(
         topologies=topologies,
     )
     if site is not None and site.site.templates:
+        from hpml_orchestrator.jobs.script_check import check_script  # noqa: PLC0415 - few have such
+
         check_script(script, directives(complete.job, site), site.site.templates)
     return Rendered(complete, script, site, snapshot, topologies)
 

@@ -38,7 +38,6 @@ __all__ = ["Agent", "main"]
 _POLL_SECONDS = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _OVER_MARKER = "over"
-_WARNINGS = 8  # of a plan, told in the job's output; its file has all
 
 
 def main(argv: list[str]) -> int:
@@ -114,9 +113,10 @@ class Agent:
         if (self.attempt / _OVER_MARKER).exists():
             return False  # the script failed before this node's agent could hear its signal
         began = time.monotonic()
+        placed: dict[str, Any] = {}
         try:
             if self.wish is not None:
-                self._plan(self.wish, channel)
+                placed = {"placed": self._plan(self.wish, channel)}
                 began = time.monotonic()
             results = [self._stage(stager, request, log) for request in self.requests]
         except (HpmlError, OSError) as error:
@@ -138,11 +138,14 @@ class Agent:
             "reused": sum(result.reused for result in results),
         }
         events.append(log, "ready", node=self.node, **figures)
-        self._mark("ready", resolves=resolve(self._head_names()), **figures)
+        self._mark("ready", resolves=resolve(self._head_names()), **figures, **placed)
         return False
 
-    def _plan(self, wish: Wish, channel: str) -> None:
+    def _plan(self, wish: Wish, channel: str) -> dict[str, Any]:
         """Plan the node's ranks and publish that; a node that cannot be planned binds nothing.
+
+        Returns:
+            What the script tells of it once all nodes are ready.
 
         Raises:
             BindingError: it cannot, and the job wants proof.
@@ -150,6 +153,7 @@ class Agent:
         """
         from hpml_orchestrator.node import planning  # noqa: PLC0415 - for jobs that bind alone
         from hpml_orchestrator.node.watch import Watch  # noqa: PLC0415
+        from hpml_orchestrator.placement.told import plan_figures  # noqa: PLC0415
 
         allowed = os.sched_getaffinity(0)
         try:
@@ -168,10 +172,9 @@ class Agent:
                 wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
             )
         planning.publish(self.attempt, wish, made, channel=channel)
-        told = [f"hpml: {self.node}: warning: {one}\n" for one in made.plan.warnings[:_WARNINGS]]
-        sys.stderr.write("".join(told))
         if wish.verify != "off":
             self._watch = Watch(self.attempt, made)
+        return plan_figures(made.plan, sets_threads=not wish.keep_threads)
 
     def _stage(self, stager: CopyStager, request: StageRequest, log: Path) -> StageResult:
         events.append(

@@ -13,7 +13,7 @@ __all__ = ["Wish", "parse_arguments"]
 
 _STAGE_WORDS = 4
 _VERIFY = ("strict", "warn", "off")
-_FLAGS = {"--one-thread": "one_thread", "--keep-threads": "keep_threads"}
+_FLAGS = {"--one-thread": "one_thread", "--keep-threads": "keep_threads", "--no-gpus": "no_gpus"}
 _NUMBERS = {  # option: its field and its least value
     "--ranks": ("ranks", 1),
     "--ranks-per-gpu": ("ranks_per_gpu", 1),
@@ -34,6 +34,7 @@ class Wish:
         loader_workers: processes per rank that load data.
         one_thread: whether ranks get the first hardware thread of each core alone.
         keep_threads: whether OMP_NUM_THREADS stays as the job file has it.
+        no_gpus: whether the job asked for no GPUs, so that the node's are nothing to it.
     """
 
     ranks: int
@@ -43,6 +44,7 @@ class Wish:
     loader_workers: int = 0
     one_thread: bool = False
     keep_threads: bool = False
+    no_gpus: bool = False
 
 
 def parse_arguments(
@@ -51,7 +53,7 @@ def parse_arguments(
     """Return the attempt's directory, what to stage, and how to bind; None without `--ranks`.
 
     The form is `ATTEMPT [--ranks N --policy P --verify V [--ranks-per-gpu N] [--loader-workers N]
-    [--one-thread] [--keep-threads]] [--stage NAME KIND SOURCE BASE]…`.
+    [--one-thread] [--keep-threads] [--no-gpus]] [--stage NAME KIND SOURCE BASE]…`.
 
     Raises:
         InputError: the words are not of that form.

@@ -78,7 +78,7 @@ def prepare(
     Raises:
         InputError: the kernel tells no CPUs, or none of those that are allowed.
     """
-    text = visible_of(dict(environment))
+    text = "" if wish.no_gpus else visible_of(dict(environment))
     told = listing() if _has_instances(text, proc_root) else ""
     topology = read_sysfs(sys_root, proc_root, gpu_listing=told)
     minors = _minors(proc_root)

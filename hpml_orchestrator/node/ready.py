@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
+from hpml_orchestrator.placement.told import plan_lines
 from hpml_orchestrator.records.store import Attempt
 
 __all__ = ["wait_ready"]
@@ -79,7 +80,13 @@ def _tell(ready: list[dict[str, Any]]) -> None:
         if files
         else ""
     )
-    sys.stderr.write(f"hpml: {len(ready)} node{'s' * (len(ready) > 1)} ready{staged}\n")
+    placed = [
+        (str(one.get("node")), one["placed"])
+        for one in ready
+        if isinstance(one.get("placed"), dict)
+    ]
+    lines = [f"{len(ready)} node{'s' * (len(ready) > 1)} ready{staged}", *plan_lines(placed)]
+    sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
 
 
 def _alive(pid: int) -> bool:

@@ -63,7 +63,7 @@ def verdict(
         faulty = sum(bool(one.wrong) for one in proof.ranks)
         wrong, right = wrong + faulty, right + len(proof.ranks) - faulty
         strict = strict or (head["verify"] == "strict" and bool(faults))
-    if not ranks:
+    if not wrong and not rows:
         return Verdict((), strict)
     told = (
         f"{wrong} of {ranks} ranks WRONG"

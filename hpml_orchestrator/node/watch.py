@@ -79,7 +79,7 @@ class Watch:
         self._used: dict[tuple[int, int], tuple[int, float]] = {}  # ticks and time of a process
         self._used_before = self._used
         self._proof: Optional[NodeProof] = None  # noqa: UP045 - runs on Python 3.9
-        self._told = self._counted = self._unwritten = False
+        self._told = self._unwritten = False
         self._kill_at, self._now = math.inf, 0.0
         self._doomed: dict[tuple[int, int], None] = {}
 
@@ -106,8 +106,6 @@ class Watch:
         for rank in tuple(self._live):
             self._end(rank)
         self._judge()
-        if self._ranks:
-            self._count()
 
     def _poll(self, now: float) -> None:
         new = self._records.new()
@@ -216,15 +214,13 @@ class Watch:
         self._proof = proof
         if not self._told and self._wrong_since.keys() - unsure:
             self._told = True
-            self._count()
+            self._say(node_line(proof))
             if proof.verify != "strict":  # then the table stands at the job's end, of all nodes
                 self._say(*table(wrong_rows(proof)))
             else:
                 self._say(f"{proof.node}: binding.verify is strict: its ranks are ended")
                 self._end_ranks(signal.SIGTERM)
                 self._kill_at = self._now + _KILL_SECONDS
-        elif proof.right and len(self._ranks) >= proof.expected:
-            self._count()
 
     def _judged(self, instead: Mapping[int, Seen]) -> NodeProof:
         """Judge what was seen last, but of some ranks something else."""
@@ -261,12 +257,6 @@ class Watch:
             self._unwritten = True
         else:
             self._unwritten = False
-
-    def _count(self) -> None:
-        """Tell once how the node's ranks are bound."""
-        if not self._counted and self._proof is not None:
-            self._counted = True
-            self._say(node_line(self._proof))
 
     def _say(self, *lines: str) -> None:
         # One write: the lines of several nodes, which share the output, do not mix.

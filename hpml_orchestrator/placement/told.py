@@ -1,27 +1,72 @@
-"""What people are told of proofs: one line where all is right, else the table of who is wrong."""
+"""What people are told: before ranks begin how they are bound, then only of what is wrong."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement.cpulist import cpu_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.placement.proof import NodeProof, RankProof
 
-__all__ = ["COLUMNS", "node_line", "table", "wrong_rows"]
+__all__ = ["COLUMNS", "node_line", "plan_figures", "plan_lines", "table", "wrong_rows"]
 
 COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG")
 _ROWS_MAX = 64
 _CELL_CHARS = 40
+_WARNINGS_MAX = 20
+
+
+def plan_figures(plan: Plan, *, sets_threads: bool) -> dict[str, Any]:
+    """Return what is told of a node's plan before its ranks begin, as plain data.
+
+    Args:
+        plan: the plan.
+        sets_threads: whether hpml-bind sets OMP_NUM_THREADS.
+    """
+    return {
+        "policy": plan.policy,
+        "ranks": len(plan.ranks),
+        "cores": sorted({len(one.cores) for one in plan.ranks}),
+        "threads": sorted({one.threads for one in plan.ranks}) if sets_threads else [],
+        "warnings": list(plan.warnings),
+    }
+
+
+def plan_lines(figures: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Return the line about how the ranks of all nodes are bound, and the nodes' warnings.
+
+    Args:
+        figures: node and `plan_figures` of each.
+    """
+    lines = []
+    bound = [one for _, one in figures if one["policy"] != "none"]
+    if bound:
+        cores = _span({count for one in bound for count in one["cores"]}, "core")
+        threads = {count for one in bound for count in one["threads"]}
+        each = f"{cores} and {_span(threads, 'thread')}" if threads else cores
+        policies = ", ".join(dict.fromkeys(str(one["policy"]) for one in bound))
+        ranks = sum(int(one["ranks"]) for one in bound)
+        lines.append(f"{_many(ranks, 'rank')} bound ({policies}), {each} each")
+    nodes: dict[str, list[str]] = {}
+    for node, one in figures:
+        for sentence in one["warnings"]:
+            nodes.setdefault(str(sentence), []).append(node)
+    for sentence, where in list(nodes.items())[:_WARNINGS_MAX]:
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        lines.append(f"warning: {where[0]}{more}: {sentence}")
+    if len(nodes) > _WARNINGS_MAX:
+        lines.append(f"… and {len(nodes) - _WARNINGS_MAX} more warnings: `hpml show` has them")
+    return lines
 
 
 def node_line(proof: NodeProof) -> str:
     """Return the line about a node whose ranks have begun."""
     ranks = proof.ranks
-    count = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
+    count = _many(len(ranks), "rank")
     if len(ranks) != proof.expected:
         count = f"{len(ranks)} of {proof.expected} ranks"
     if proof.policy == "none":
@@ -76,3 +121,7 @@ def _span(numbers: Iterable[int], word: str) -> str:
     found = sorted(set(numbers)) or [0]
     span = str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
     return f"{span} {word}{'' if found == [1] else 's'}"
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

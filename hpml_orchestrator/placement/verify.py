@@ -139,7 +139,10 @@ class _Case:
         main = frozenset(seen.main.cpus if seen.main else seen.cpus)
         self.strays = [one for one in seen.others if self.own and not self.own >= set(one.cpus)]
         self.cpus = main.union(*(one.cpus for one in self.strays))
-        self.devices = visible_devices(node.topology, seen.visible, node.around.hidden)
+        # A job that was given no GPUs has none, whatever the node has.
+        none = node.around.visible == ""
+        shown = [] if none else visible_devices(node.topology, seen.visible, node.around.hidden)
+        self.devices = list(shown)
         # Of several MIG instances a process sees one alone, whatever its list is.
         given = [one for one in node.devices if one]
         divided = bool(given) and all(one.parent for one in given)
@@ -231,6 +234,8 @@ def _cpu_faults(node: _Node, case: _Case, warnings: list[str]) -> list[str]:
             f"has {_count(len(node.cores(main)), 'core')}: itself and "
             f"{_count(plan.loader_workers, 'loader worker')} need {needed}"
         )
+    if node.around.verify == "strict" and not found:
+        found += _far_faults(node, case)
     return found + _crowds(node, case)
 
 
@@ -239,6 +244,17 @@ def _divides(case: _Case, main: frozenset[int]) -> bool:
     if case.seen.main is None or case.seen.main.pid == case.seen.pid:
         return False
     return any(one.cpus and main.isdisjoint(one.cpus) for one in case.seen.others)
+
+
+def _far_faults(node: _Node, case: _Case) -> list[str]:
+    """Whether the job has no CPU near the rank's GPU: a job that wants proof has none then."""
+    if node.plan.policy not in _NEAR_POLICIES or case.gpu is None or not case.near:
+        return []
+    if set(case.domains) & set(case.near):
+        return []
+    near = f"its GPU {_name(case.gpu)} is next to NUMA {cpu_list(case.near)}"
+    ask = "ask for whole nodes (resources.exclusive)"
+    return [f"runs on {case.place}, {near}, where the job has no CPU: {ask}"]
 
 
 def _elsewhere(node: _Node, case: _Case) -> str:

@@ -68,6 +68,7 @@ trap '' USR1
 srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
+  --no-gpus \
   --stage mesh tar /data/mesh.tar "$hpml_local" &
 hpml_agent=$!
 trap - USR1
