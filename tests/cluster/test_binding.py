@@ -176,7 +176,7 @@ def in_a_shell(desk: Desk, before: str) -> list[str]:
 
 SABOTAGE = {
     "taskset": ('[[ $LOCAL_RANK != 3 ]] || exec taskset -c 24 "$@"; exec', "24"),
-    "hidden": ("exec env CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES"),
+    "hidden": ("exec env CUDA_VISIBLE_DEVICES=0", "its list of visible devices is '0'"),
 }
 
 
