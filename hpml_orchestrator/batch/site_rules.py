@@ -95,6 +95,12 @@ def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
                     changes[_TEXTS[other]] = _as_field(other, said)
                 else:
                     extra.append(f"--{other}={said}")
+        elif rule.rename is not None and name == "exclusive":
+            line = _renamed(rule.rename, rule.default or "")
+            asked = job.resources.exclusive or rule.default is not None
+            changes[field] = asked and line == "--exclusive"
+            if asked and line != "--exclusive":  # such as --exclusive=user: no whole nodes
+                extra.append(line)
         elif rule.rename is None and leaves_out(rules, name) and field not in ("", "mail"):
             changes[field] = Resources.model_fields[field].default
         elif rule.default is not None and name in _TEXTS:

@@ -14,11 +14,17 @@ from hpml_orchestrator.errors import InputError, nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Source", "chain", "check_blocks", "starts_something"]
+__all__ = ["LINE_END", "Source", "chain", "check_blocks", "starts_something", "with_line_ends"]
+
+LINE_END = "hpml_line_end"
+"""Name of the line end in templates; it is put where a block ends in the middle of a line."""
 
 _BEFORE_RANKS = "hpml_before=$!"
 _AFTER_RANKS = "hpml_ranks=$!"
+_BLOCK_END = re.compile(r"(?<=[^\s])(\{%[-+]?[ \t]*endblock\b[^%]*%\}[ \t]*)$", re.MULTILINE)
+_COMPLETE = re.compile(r"(\{%[-+]?[ \t]*block\b[^%]*%\}|\bsuper\(\)[ \t]*[-+]?\}\})\Z")
 _NO_CODE = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<![^\s;&|()])\#[^\n]*""", re.DOTALL)
+_TAG_CHARACTERS = 200  # no tag of a block is longer
 _BACKGROUND = re.compile(r"(?<![&<>|])&(?![&>])|\bcoproc\b")
 
 
@@ -66,6 +72,22 @@ def chain(environment: jinja2.Environment, name: str) -> list[Source]:
         )
         name = parent.template.value if parent and isinstance(parent.template, nodes.Const) else ""
     return found
+
+
+def with_line_ends(text: str) -> str:
+    """Return a template each of whose blocks ends its last line, so that none runs into the next.
+
+    `{% block user %}ulimit -n 65536{% endblock %}` stands for a line of the script. Jinja2 takes
+    the line end behind a tag away, and would glue hpml's next line to it. No line is added here,
+    so that errors name those of the file.
+    """
+
+    def ended(match: re.Match[str]) -> str:
+        if _COMPLETE.search(text, max(0, match.start() - _TAG_CHARACTERS), match.start()):
+            return match[1]
+        return "{{ " + LINE_END + " }}" + match[1]
+
+    return _BLOCK_END.sub(ended, text)
 
 
 def check_blocks(sources: Sequence[Source]) -> None:

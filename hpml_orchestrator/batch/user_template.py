@@ -23,7 +23,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.batch.template_blocks import chain, check_blocks, starts_something
+from hpml_orchestrator.batch.template_blocks import (
+    LINE_END,
+    chain,
+    check_blocks,
+    starts_something,
+    with_line_ends,
+)
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
@@ -120,7 +126,8 @@ class _Directories(jinja2.FileSystemLoader):
             if inside and os.path.lexists(path) and not os.path.exists(path):
                 raise _fault(path, "is a link that leads nowhere, or cannot be read")
         try:
-            return super().get_source(environment, template)
+            text, file, fresh = super().get_source(environment, template)
+            return with_line_ends(text), file, fresh
         except UnicodeDecodeError as error:
             where = ", ".join(os.path.join(one, template) for one in self.searchpath)
             raise _fault(where, f"is not UTF-8 text (byte {error.start})") from error
@@ -151,6 +158,7 @@ class UserEnvironment(ImmutableSandboxedEnvironment):
             **options,
         )
         self.directories = directories
+        self.globals[LINE_END] = raw("\n")
         # What super(), a macro or a set block returns is shell code: its values are quoted already.
         self.concat = lambda parts: raw("".join(parts))  # type: ignore[method-assign]
         self.filters = {name: _guarded(one) for name, one in self.filters.items()}

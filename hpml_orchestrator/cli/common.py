@@ -133,7 +133,12 @@ def not_written(error: OSError) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, one document."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a file's name that is no text, or a terminal of few letters
+        text = json.dumps(value, indent=2, default=str)
+    typer.echo(text)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -83,9 +84,7 @@ man.register(app)
 def main() -> None:
     """Entry point: run a command; tell errors in one line with a hint, and exit by their class."""
     debug = "--debug" in sys.argv[1:] or bool(os.environ.get("HPML_DEBUG"))
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller, as with `>&-`
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    _open_streams()
     try:
         try:
             _call()
@@ -112,6 +111,18 @@ def main() -> None:
             err=True,
         )
         raise SystemExit(EXIT_INTERNAL) from None
+
+
+def _open_streams() -> None:
+    """Make the standard streams usable, whatever the caller left of them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may hold what the terminal's encoding has not: shown as in errors.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _call() -> None:

@@ -172,8 +172,11 @@ def read_node(file: str | None) -> Topology:
 
     from hpml_orchestrator.topology.xml_guard import BYTES_MAX  # noqa: PLC0415
 
+    data = sys.stdin.buffer.read(BYTES_MAX + 1)
+    if len(data) > BYTES_MAX:
+        raise InputError(f"standard input: is larger than {BYTES_MAX // 1024**2} MiB")
     try:
-        text = sys.stdin.buffer.read(BYTES_MAX + 1).decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise InputError("standard input: is no text in UTF-8") from None
     return topology_of_text(text, name="standard input")

@@ -221,7 +221,8 @@ def _deepspeed(launch: Launch, expander: Expander, report: Report) -> Launch:
 _MPIRUN = OptionReader(
     "np n c npernode N ppn perhost map-by bind-to rank-by x hostfile machinefile f H host hosts "
     "genvlist wdir wd prefix output-filename timeout launcher bootstrap rmk iface cpus-per-proc "
-    "cpus-per-rank envlist bind-to-core path mpi pernode-count tune",
+    "cpus-per-rank envlist bind-to-core path mpi pernode-count tune rankfile rf cpu-set cpu-list "
+    "default-hostfile",
     "oversubscribe allow-run-as-root report-bindings envall genvall display-map tag-output v q "
     "verbose quiet pernode nooversubscribe display-allocation prepend-rank l print-rank-map "
     "use-hwthread-cpus bynode byslot nolocal",
@@ -231,7 +232,8 @@ _MPIRUN = OptionReader(
 _MPIRUN_QUIET = frozenset(
     "np n c npernode N ppn perhost pernode x hostfile machinefile f H host hosts genvlist genv env "
     "wdir wd mca gmca pmixmca prtemca omca oversubscribe allow-run-as-root report-bindings envall "
-    "genvall display-map tag-output v q verbose quiet launcher bootstrap rmk prefix l".split()
+    "default-hostfile genvall display-map tag-output v q verbose quiet launcher bootstrap rmk "
+    "prefix l".split()
 )
 
 _HYDRA = frozenset(  # options of MPICH's and Intel's mpirun, which Open MPI's does not know
@@ -243,8 +245,19 @@ _HYDRA = frozenset(  # options of MPICH's and Intel's mpirun, which Open MPI's d
 def _mpirun(launch: Launch, expander: Expander, report: Report) -> Launch:
     options, rest = _MPIRUN.read(launch.words[1:], launch.line, report, "mpirun")
     known = dict.fromkeys(
-        ("map-by", "bind-to", "bind-to-core", "rank-by", "cpus-per-rank", "cpus-per-proc"), BINDING
+        "map-by bind-to bind-to-core rank-by cpus-per-rank cpus-per-proc rankfile rf cpu-set "
+        "cpu-list".split(),
+        BINDING,
     )
+    if ":" in rest:
+        first = rest.index(":")
+        report.lost(
+            launch.line,
+            " ".join(rest[first:]),
+            "hpml starts one program for all ranks, and this is a second one",
+            "have one program choose by its RANK, or keep the script",
+        )
+        rest = rest[:first]
     if _given(options, "bind-to") == "none":
         options.pop("bind-to")
     _tell(options, _MPIRUN_QUIET, launch, expander, report, known)

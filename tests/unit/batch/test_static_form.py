@@ -264,8 +264,11 @@ def test_a_partition_that_gives_whole_nodes_will_do() -> None:
     rules = {"exclusive": {"default": ""}, "partition": {"default": "gpu"}}
     bare = job(form="static", exclusive=False, partition=None)
     assert static_form(bare, site(directives=rules), machines).name == "map_ldom"
-    with pytest.raises(InputError, match=re.escape(WHOLE)):
-        static_form(job(form="static"), site(directives={"exclusive": {"omit": True}}), machines)
+    same = site(directives={"exclusive": {"rename": "--exclusive"}})
+    assert static_form(job(form="static"), same, machines).name == "map_ldom"
+    for rule in ({"omit": True}, {"rename": "--exclusive=user"}, {"rename": "--oversubscribe"}):
+        with pytest.raises(InputError, match=re.escape(WHOLE)):
+            static_form(job(form="static"), site(directives={"exclusive": rule}), machines)
 
 
 def test_node_types_must_be_alike() -> None:

@@ -66,6 +66,40 @@ def test_a_block_is_overridden_and_the_rest_stays(office: Office) -> None:
     assert set(plain.splitlines()) <= set(own.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("block", "words", "behind"),
+    [
+        ("directives", "{{ super() }}#SBATCH --licenses=a:1", "#SBATCH --licenses=a:1"),
+        ("user", "export SITE=1", "export SITE=1"),
+        ("user", "export SITE={{ job.name }}", "export SITE=a"),
+        ("user", "{% if job.name %}export SITE=2{% endif %}", "export SITE=2"),
+        ("user", "# fast\nexport SITE=1", "export SITE=1"),
+        ("ranks", "srun x &", "srun x &"),
+    ],
+)
+@pytest.mark.parametrize("end", ["{% endblock %}", "{%- endblock %}", "{% endblock %}  "])
+def test_a_block_that_ends_in_the_middle_of_a_line_ends_that_line(
+    office: Office, block: str, words: str, behind: str, end: str
+) -> None:
+    """Jinja2 takes the line end behind a tag: hpml's next line must not be glued to the block."""
+    script = office.render(CHILD + f"{{% block {block} %}}{words}{end}\n")
+    assert behind in script.split("\n")
+
+
+def test_blocks_that_are_whole_lines_get_no_more_of_them(office: Office) -> None:
+    """Empty blocks, blocks that hpml's text ends, and those that end a line stay as they are."""
+    plain = render(load_job(office.job).job, HERE)
+    for text in ("{% block user %}{% endblock %}", "{% block agent %}{{ super() }}{% endblock %}"):
+        assert office.render(CHILD + text) == plain
+    own = office.render(CHILD + "{% block user %}\nexport A=1\n  {% endblock %}\n")
+    assert own == plain.replace("\n# Ranks start when", "export A=1\n\n# Ranks start when")
+
+
+def test_a_block_in_one_line_that_starts_nothing_is_refused(office: Office) -> None:
+    """As with line ends: the script would wait for nothing."""
+    office.refused(CHILD + "{% block ranks %}srun x{% endblock %}", "starts nothing")
+
+
 def test_without_a_template_for_a_launcher_hpmls_own_is_taken(office: Office) -> None:
     """A directory may hold one template, or none."""
     plain = load_job(office.job, [("launcher", "srun")]).job

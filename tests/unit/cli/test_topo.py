@@ -49,6 +49,45 @@ def test_a_file_as_tables(hpml: Hpml) -> None:
     assert "warning: Sockets and hardware threads are not told" in told.err
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict", "utf-8:surrogateescape"])
+def test_a_name_that_is_no_text_is_shown_all_the_same(shell: Shell, encoding: str) -> None:
+    """Linux allows any bytes in names; terminals, and JSON, do not."""
+    name = b"odd\xff\xc3\xa9.txt"
+    (shell.root / os.fsdecode(name)).write_bytes(H100.read_bytes())
+    environment = {**shell.environment(), "PYTHONIOENCODING": encoding}
+    for more in ([], ["--json"], ["--ranks", "4", "--json"]):
+        done = subprocess.run(
+            [HPML, "topo", name, *more],
+            env=environment,
+            cwd=shell.root,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"internal error" not in done.stderr
+        if more:
+            json.loads(done.stdout)
+        else:
+            assert b"12 network cards" in done.stdout
+
+
+def test_standard_input_that_is_closed_or_too_large_is_refused(shell: Shell) -> None:
+    """Both in one line that says what is the matter."""
+    for feed, words in (
+        ("{} topo - <&-", "standard input: is empty"),
+        ("head -c 67108865 /dev/zero | {} topo -", "standard input: is larger than 64 MiB"),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", feed.format(HPML)],
+            env=shell.environment(),
+            cwd=shell.root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
 def test_a_file_as_json(hpml: Hpml) -> None:
     """Everything that is known, sets of CPUs in the kernel's format."""
     told = hpml("topo", str(DATA / "hwloc/nvidiaDGX2.xml"), "--json").json()

@@ -219,6 +219,14 @@ def test_horovodrun_on_several_nodes_becomes_mpirun() -> None:
     assert ["built with MPI" in one.why for one in told(made, "changed")] == [True]
 
 
+def test_the_second_program_of_an_mpirun_is_told() -> None:
+    """A colon begins another program: no argument of the first, and nothing that hpml starts."""
+    made = launch("mpirun -np 2 ./solve -x 1 : -np 2 ./serve", "-N1 -n4", "-t 60")
+    assert made.job["command"] == ["./solve", "-x", "1"]
+    (found,) = told(made, "lost")
+    assert (found.text, "one program" in found.why) == (": -np 2 ./serve", True)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -226,13 +234,18 @@ def test_horovodrun_on_several_nodes_becomes_mpirun() -> None:
         "srun --gpu-bind=closest ./solve",
         "mpirun --map-by ppr:1:socket ./solve",
         "mpirun --bind-to core ./solve",
+        "mpirun --rankfile ranks.txt ./solve",
+        "mpirun -rf ranks.txt ./solve",
+        "mpirun --cpu-set 0-7 ./solve",
         "torchrun --numa-binding node t.py",
         "numactl --cpunodebind=0 ./solve",
     ],
 )
 def test_binding_is_hpmls(line: str) -> None:
     """What binds in the script is told with the field that says how hpml does."""
-    (found,) = told(launch(line, "-N1", "-t 60"), "lost")
+    made = launch(line, "-N1", "-t 60")
+    assert [*made.job.get("command", ["./solve"])] == ["./solve"]
+    (found,) = told(made, "lost")
     assert (found.why, "binding" in found.todo) == ("hpml binds the ranks itself", True)
     assert told(launch("srun --cpu-bind=verbose,none ./solve", "-N1", "-t 60"), "lost") == []
 
