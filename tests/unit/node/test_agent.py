@@ -16,6 +16,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.node.ready import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.records.files import append_line
@@ -299,9 +300,10 @@ def test_a_node_that_cannot_be_planned(
     else:
         assert (node.attempt / "nodes/n1.ready.json").exists()
         assert planfile.find(plan.read_text(), 1)["bind"] == "no"
+        assert wait_ready(str(node.attempt), "1", str(os.getpid())) == 0
         assert capsys.readouterr().err == (
-            "hpml: n1: warning: the ranks cannot be placed: /sys: no CPUs are told there; nothing "
-            "is bound\n"
+            "hpml: 1 node ready\nhpml: warning: n1: the ranks cannot be placed: /sys: no CPUs are "
+            "told there; nothing is bound\n"
         )
 
 

@@ -28,9 +28,10 @@ def test_data_to_stage() -> None:
 def test_ranks_to_bind() -> None:
     """Options come in any order, before and behind data; what is left out has its default."""
     words = "--ranks 8 --policy numa --verify strict --ranks-per-gpu 2 --loader-workers 3"
-    everything = [*words.split(), "--one-thread", "--keep-threads"]
+    everything = [*words.split(), "--one-thread", "--keep-threads", "--no-gpus"]
     _, requests, wish = parse_arguments(["/a/0", "--stage", "x", "tar", "/s", "/t", *everything])
-    assert wish == Wish(8, "numa", "strict", 2, 3, one_thread=True, keep_threads=True)
+    flags = {"one_thread": True, "keep_threads": True, "no_gpus": True}
+    assert wish == Wish(8, "numa", "strict", 2, 3, **flags)
     assert len(requests) == 1
     assert parse_arguments(["/a/0", "--ranks", "1"])[2] == Wish(1, "gpu-local", "warn")
 

@@ -156,6 +156,14 @@ def test_a_list_that_shows_no_gpu(make: Callable[..., Node], text: str) -> None:
     assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
 
 
+def test_a_job_that_asked_for_no_gpu(make: Callable[..., Node]) -> None:
+    """The node's GPUs are nothing to it, whether Slurm says so in a variable or not."""
+    made = make().prepare(Wish(4, no_gpus=True))
+    assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
+    assert made.around.visible == ""
+    assert made.plan.warnings == ()
+
+
 LISTING = f"""GPU 0: NVIDIA A100 (UUID: {UUID.format(0)})
   MIG 3g.20gb     Device  0: (UUID: MIG-aaaaaaaa-0000-5555-8888-000000000001)
   MIG 3g.20gb     Device  1: (UUID: MIG-aaaaaaaa-0000-5555-8888-000000000002)

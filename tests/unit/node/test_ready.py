@@ -43,6 +43,44 @@ def test_all_nodes_are_ready(attempt: Path, capsys: pytest.CaptureFixture[str]) 
     assert wait(attempt, 1, os.getpid()) == 0
 
 
+def placed(cores: list[int], *warnings: str, policy: str = "gpu-local") -> dict[str, object]:
+    """What an agent tells of its node's plan."""
+    return {
+        "policy": policy,
+        "ranks": 8,
+        "cores": cores,
+        "threads": [4],
+        "warnings": list(warnings),
+    }
+
+
+def test_how_ranks_are_bound_is_told_once_for_all_nodes(
+    attempt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and each warning once, however many nodes have it."""
+    mark(attempt, "n1", "ready", placed=placed([16], "GPU0 is far", "odd"))
+    mark(attempt, "n2", "ready", placed=placed([15, 16], "GPU0 is far"))
+    mark(attempt, "n3", "ready", placed=placed([0], "nothing is bound", policy="none"))
+    assert wait(attempt, 3, os.getpid()) == 0
+    assert capsys.readouterr().err == (
+        "hpml: 3 nodes ready\n"
+        "hpml: 16 ranks bound (gpu-local), 15-16 cores and 4 threads each\n"
+        "hpml: warning: n1 and 1 more: GPU0 is far\n"
+        "hpml: warning: n1: odd\n"
+        "hpml: warning: n3: nothing is bound\n"
+    )
+
+
+def test_many_warnings_are_cut(attempt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty, and how many more there are."""
+    told = [f"GPU{number} is far" for number in range(30)]
+    mark(attempt, "n1", "ready", placed=placed([1], *told))
+    assert wait(attempt, 1, os.getpid()) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "hpml: … and 10 more warnings: `hpml show` has them"
+    assert len(lines) == 2 + 20 + 1
+
+
 def test_it_waits_ever_more_rarely_and_says_so(
     attempt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

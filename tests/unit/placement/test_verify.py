@@ -99,6 +99,27 @@ def test_ranks_on_their_plan_are_right(name: str, policy: str) -> None:
     assert [one.cores for one in proof.ranks] == [len(one.cores) for one in place.plan.ranks]
 
 
+@pytest.mark.parametrize("verify", ["warn", "strict"])
+def test_no_cpu_near_the_gpu_is_wrong_where_proof_is_wanted(verify: str) -> None:
+    """Slurm gave the GPU of one domain and the CPUs of another: told by a warning, or wrong."""
+    place = Place(milan(), 1, visible="0", allowed=list(range(8)))
+    place.around = replace(place.around, verify=verify)
+    assert any("where no CPU is allowed" in one for one in place.proof().warnings)
+    told = (
+        "runs on CPUs 0-7 (NUMA 0), its GPU 0000:01:00.0 is next to NUMA 3, where the job has no "
+        "CPU: ask for whole nodes (resources.exclusive)"
+    )
+    assert place.wrong() == ({0: (told,)} if verify == "strict" else {})
+
+
+def test_a_job_without_gpus_has_none() -> None:
+    """Whatever the ranks' own environment shows, the node's GPUs are nothing to it."""
+    place = Place(milan(), 2, visible="")
+    place.change(0, visible=None)
+    assert [one.gpu for one in place.proof().ranks] == [None, None]
+    assert place.wrong() == {}
+
+
 def test_a_proof_survives_as_plain_data() -> None:
     """What is written down is read back alike."""
     place = Place(milan(), 4)
