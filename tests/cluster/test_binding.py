@@ -247,7 +247,7 @@ def test_a_launcher_that_binds_as_well_is_caught(desk: Desk, kind: str) -> None:
     change = ("--cpu-bind=none \\\n  --kill", f"{BOUND_TWICE[kind]} \\\n  --kill")
     code, output = by_hand(desk, made, change)
     assert code == 79, output
-    assert "binding: 0 of 8 ranks where they should be" in output
+    assert "binding: 8 of 8 ranks WRONG" in output
     assert len(re.findall(r"^hpml: \d +node1 .* was bound twice: ", output, re.MULTILINE)) == 8
 
 
@@ -257,7 +257,7 @@ def test_a_step_without_the_jobs_cpus_is_caught(desk: Desk) -> None:
     change = ("--cpu-bind=none \\\n  --kill", "--cpus-per-task=2 --cpu-bind=none \\\n  --kill")
     code, output = by_hand(desk, made, change)
     assert code == 79, output
-    assert "0 of 8 ranks" in output
+    assert "binding: 8 of 8 ranks WRONG" in output
 
 
 def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
@@ -276,7 +276,7 @@ def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
     assert "1 of 8 ranks WRONG" in shown
     logs = desk.hpml("logs", ran["id"]).stdout
     sentence = "runs on CPUs 24 alone, not on its own 24-31,152-159"
-    assert logs.count(sentence) == 1
+    assert logs.count(sentence) == 1, "told while the ranks ran, and not again at the end"
     assert sentence in shown
 
 
