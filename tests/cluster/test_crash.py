@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
 
 CALLS = "rename,link,linkat,mkdir,fsync,vfork,wait4,clock_nanosleep,openat,write"
+WAITS = ("wait4", "clock_nanosleep", "poll", "select")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,9 @@ def kill_at(desk: Desk, point: Point) -> list[Path]:
         capture_output=True,
         timeout=120,
     )
-    assert done.returncode in {-signal.SIGKILL, 128 + signal.SIGKILL}, (point, done)
+    # How often it waits depends on the load: a submission that waits less often is not killed.
+    ends = {-signal.SIGKILL, 128 + signal.SIGKILL} | ({0} if point.call in WAITS else set())
+    assert done.returncode in ends, (point, done)
     return sorted(submissions(desk) - before)
 
 
