@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["site_for", "topologies_of"]
+__all__ = ["site_for", "topologies_of", "topology_faults"]
 
 
 def site_for(
@@ -67,6 +67,18 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
         if kind.topology is not None
     }
     return {name: _read(name, path, site) for name, path in files.items()}
+
+
+def topology_faults(site: ResolvedSite) -> list[InputError]:
+    """Return what is wrong with the topology files of all of a profile's node types."""
+    faults = []
+    for name, kind in site.site.node_types.items():
+        if kind.topology is not None:
+            try:
+                _read(name, kind.topology, site)
+            except InputError as error:
+                faults.append(error)
+    return faults
 
 
 def _read(name: str, path: str, site: ResolvedSite) -> Topology:
