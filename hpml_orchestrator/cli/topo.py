@@ -113,12 +113,12 @@ def topo(
 
         tell_run(store_of(context), run, node, svg=svg, as_json=as_json)
         return
-    source = file
+    known: tuple[str, Topology] | None = None
     if job_file:
         job = topoplan.job_of(context, given)
-        source = topoplan.topology_file(job, file)
+        known = topoplan.site_topology(job) if file is None else None
         wanted = topoplan.wanted_by_job(job, given)
-    topology = read_node(source)
+    source, topology = known or (file, read_node(file))
     title = _title(source, topology)
     if job_file or ranks is not None:
         if ranks is not None:
