@@ -70,6 +70,15 @@ def test_wrong_options_are_refused(
     assert message in result.err
 
 
+@pytest.mark.parametrize("option", ["--policy", "--plan", "--allowed-cpus", "--run", "--node"])
+def test_an_empty_option_is_refused(hpml: Hpml, option: str) -> None:
+    """As by a variable of the shell that is not set; it is not as if the option were not there."""
+    for given in ("", " "):
+        told = hpml("topo", option, given, *(["--ranks", "2"] if option[2] in "pa" else []))
+        assert (told.code, told.out) == (2, "")
+        assert f"{option}: must not be empty" in told.err
+
+
 QUAD = """\
         GPU0    GPU1    GPU2    GPU3    CPU Affinity    NUMA Affinity
 GPU0     X      NV4     NV4     NV4     24-31   3
