@@ -64,7 +64,7 @@ def check(
         records=store_of(context).root,
         environment=dict(os.environ),
         script=rendered.script,
-        site=rendered.site.site if rendered.site else None,
+        site=rendered.site,
         topologies=rendered.topologies,
     )
     if as_json:
@@ -91,7 +91,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         records=store.root,
         environment=dict(os.environ),
         script=rendered.script,
-        site=rendered.site.site if rendered.site else None,
+        site=rendered.site,
         topologies=rendered.topologies,
         cluster_seconds=_PATIENCE_SECONDS,
         walk_seconds=1.0,

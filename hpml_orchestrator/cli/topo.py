@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, SetOption, print_json, print_table, store_of
+from hpml_orchestrator.cli.conflicts import refuse_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -52,16 +53,16 @@ def topo(
         ),
     ] = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--policy",
             metavar="NAME",
             help="With --ranks: gpu-local, socket, numa, spread or none.",
             show_default="gpu-local",
         ),
-    ] = "",
+    ] = None,
     job_file: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--plan",
             metavar="JOB_FILE",
@@ -69,35 +70,35 @@ def topo(
             "partition, if the site profile has its topology.",
             show_default=False,
         ),
-    ] = "",
+    ] = None,
     settings: SetOption = [],  # noqa: B006 - typer copies it
     allowed_cpus: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--allowed-cpus",
             metavar="LIST",
             help="With --ranks or --plan: the only CPUs to use, such as 0-15,64-79.",
             show_default="all",
         ),
-    ] = "",
+    ] = None,
     run: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--run",
             metavar="RUN",
             help="Show a node of that run, and where its ranks ran there.",
             show_default=False,
         ),
-    ] = "",
+    ] = None,
     node: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--node",
             metavar="NODE",
             help="With --run: which of its nodes.",
             show_default="that of the first rank",
         ),
-    ] = "",
+    ] = None,
 ) -> None:
     """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other.
 
@@ -106,19 +107,36 @@ def topo(
     """
     from hpml_orchestrator.cli import topoplan  # noqa: PLC0415
 
-    given = topoplan.Asked(ranks, policy, job_file, tuple(settings), allowed_cpus, run, node)
+    refuse_empty(
+        {
+            "--policy": policy,
+            "--plan": job_file,
+            "--allowed-cpus": allowed_cpus,
+            "--run": run,
+            "--node": node,
+        }
+    )
+    given = topoplan.Asked(
+        ranks,
+        policy or "",
+        job_file or "",
+        tuple(settings),
+        allowed_cpus or "",
+        run or "",
+        node or "",
+    )
     given.check(file)
     if run:
         from hpml_orchestrator.cli.toporun import tell_run  # noqa: PLC0415
 
-        tell_run(store_of(context), run, node, svg=svg, as_json=as_json)
+        tell_run(store_of(context), run, given.node, svg=svg, as_json=as_json)
         return
-    source = file
+    known: tuple[str, Topology] | None = None
     if job_file:
         job = topoplan.job_of(context, given)
-        source = topoplan.topology_file(job, file)
+        known = topoplan.site_topology(job) if file is None else None
         wanted = topoplan.wanted_by_job(job, given)
-    topology = read_node(source)
+    source, topology = known or (file, read_node(file))
     title = _title(source, topology)
     if job_file or ranks is not None:
         if ranks is not None:

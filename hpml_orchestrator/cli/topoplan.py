@@ -22,8 +22,8 @@ __all__ = [
     "SiteJob",
     "Wanted",
     "job_of",
+    "site_topology",
     "tell_plan",
-    "topology_file",
     "wanted_by_job",
     "wanted_by_words",
 ]
@@ -149,29 +149,38 @@ def wanted_by_job(one: SiteJob, asked: Asked) -> Wanted:
     )
 
 
-def topology_file(one: SiteJob, file: str | None) -> str | None:
-    """Return FILE, else the topology that the site profile has of the job's nodes, else None.
+def site_topology(one: SiteJob) -> tuple[str, Topology] | None:
+    """Return file and content of the topology that the site profile has of the job's nodes.
+
+    It is read as rendering and checking do; None where there is none.
 
     Raises:
-        InputError: the job's nodes are of several kinds, and these differ.
+        InputError: the job's nodes are of several kinds, and these differ; or a file cannot be
+            read, or tells of no CPUs.
     """
-    if file is not None or one.site is None:
-        return file
-    kinds = one.site.site.node_types_of(one.job.resources.partition)
-    files = list(dict.fromkeys(kind.topology for kind in kinds if kind.topology))
-    if len(files) > 1:
+    if one.site is None:
+        return None
+    from hpml_orchestrator.jobs.site import kinds_for, topologies_of  # noqa: PLC0415
+
+    kinds = kinds_for(one.job, one.site)
+    found = {
+        file: topology
+        for name, topology in topologies_of(one.job, one.site).items()
+        if (file := kinds[name].topology) is not None
+    }
+    if len(found) > 1:
         raise InputError(
-            f"nodes of several kinds may run this job: {', '.join(files)}",
+            f"nodes of several kinds may run this job: {', '.join(found)}",
             field="FILE",
-            hint=f"name one: hpml topo {files[0]} --plan …",
+            hint=f"name one: hpml topo {next(iter(found))} --plan …",
         )
-    if not files and kinds:
+    if not found and kinds:
         typer.echo(
             "note: the site profile tells no topology of this job's nodes: the plan is of this "
             "machine",
             err=True,
         )
-    return files[0] if files else None
+    return next(iter(found.items()), None)
 
 
 def tell_plan(

@@ -10,6 +10,8 @@ from hpml_orchestrator.cli.common import print_json, print_table
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpml_orchestrator.jobs.bound import Bound, Place
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.store import Attempt, Store, Submission
@@ -49,11 +51,16 @@ def tell_run(store: Store, word: str, node: str, *, svg: str | None, as_json: bo
             hint=str(attempt.directory / "nodes" / f"{name}{_SUFFIX}"),
         )
     places = [one for one in bound.places if one.node == name]
-    planned = None if places else _plan(attempt, name)
+    plan, damage = _plan(attempt, name)
+    planned = None if places else plan
     title = f"{name} of {submission.label}"
     if svg is not None:
         _draw(topology, svg, title, places, planned)
-    warnings = [*topology.warnings, *(planned.warnings if planned else ())]
+    warnings = [
+        *topology.warnings,
+        *(planned.warnings if planned else ()),
+        *_unknown(bound, name, plan, damage, len(places)),
+    ]
     if as_json:
         print_json(
             {
@@ -116,15 +123,34 @@ def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
     return found
 
 
-def _plan(attempt: Attempt, node: str) -> Plan | None:
-    """Return what the node's agent planned; None where it wrote nothing that can be read."""
+def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
+    """Return what the node's agent planned, if it is there; and why it cannot be read, if so."""
     from hpml_orchestrator.placement.planfile import read  # noqa: PLC0415
     from hpml_orchestrator.records.files import read_text  # noqa: PLC0415
 
+    path = attempt.directory / "plan" / f"{node}.txt"
     try:
-        return read(read_text(attempt.directory / "plan" / f"{node}.txt"))
-    except (NotFoundError, RecordError, ValueError):
-        return None
+        return read(read_text(path)), ""
+    except NotFoundError:
+        return None, ""
+    except (RecordError, ValueError) as error:
+        told = str(error).replace(f"{path} ", "").replace(str(path), path.name)
+        return None, told or type(error).__name__
+
+
+def _unknown(
+    bound: Bound, node: str, planned: Plan | None, damage: str, shown: int
+) -> Iterator[str]:
+    """Say which records of a node cannot be read, and how many of its ranks that leaves out."""
+    for one in bound.unreadable:
+        if one.node == node:
+            yield f"the proof of node {node} cannot be read: {one.why}"
+    if damage:
+        yield f"the plan of node {node} cannot be read: {damage}"
+    proven = [one.expected for one in bound.proofs if one.node == node]
+    expected = max([*proven, len(planned.ranks) if planned else 0])
+    if 0 < shown < expected:
+        yield f"{shown} of the node's {expected} ranks are shown: the others left no record"
 
 
 def _draw(

@@ -155,7 +155,8 @@ def _ranks(  # noqa: C901 - one branch per launcher
             report.changed(
                 launch.line,
                 launch.source,
-                f"it names {launch.nodes} nodes and the header {nodes}: {nodes} are asked for",
+                f"it names {launch.nodes} node{'s' * (launch.nodes != 1)} and the header {nodes}: "
+                f"{nodes} {'is' if nodes == 1 else 'are'} asked for",
                 "write resources.nodes",
             )
         elif launch.single_node and nodes > 1:

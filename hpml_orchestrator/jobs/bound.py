@@ -124,6 +124,8 @@ def bound_of(attempt: Attempt, asked: object = None) -> Bound:
     line = ""
     if proofs or unreadable or records:
         line = _line(proofs, unreadable, total, judged, attempt.ended, asked)
+    elif asked is not None and _had_ranks(attempt):
+        line = _lost(attempt.ended, asked)
     return Bound(line, tuple(ordered), tuple(proofs), tuple(unreadable))
 
 
@@ -135,6 +137,25 @@ def node_topology(attempt: Attempt, node: str) -> Topology | None:
         return topology_of_json(read_json(attempt.directory / "nodes" / f"{node}.topology.json"))
     except (HpmlError, ValueError, RecursionError):  # a node's name may hold what no path can
         return None
+
+
+def _had_ranks(attempt: Attempt) -> bool:
+    """Return whether an attempt is over whose ranks must have left records, or were to start."""
+    ended = attempt.ended
+    if ended is None:
+        return False
+    planned = next((attempt.directory / "plan").glob("*.txt"), None) is not None
+    return planned or ended.get("exit_code") == 0 or _failed(ended)
+
+
+def _lost(ended: Mapping[str, Any] | None, asked: object) -> str:
+    """Say in one line that nothing at all was recorded."""
+    policy, verify = _asked((), asked)
+    if policy == "none":
+        return "none: nothing was bound"
+    off = ", and with verify: off nobody looked" if verify == "off" else ""
+    failed = "; the job failed for it (verify: strict)" if _failed(ended) else ""
+    return f"not proven: {policy}, there is no record of any rank{off}{failed}"
 
 
 def _proofs(directory: Path) -> tuple[list[NodeProof], list[Unreadable]]:

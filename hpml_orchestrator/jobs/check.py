@@ -18,7 +18,9 @@ from hpml_orchestrator.batch.check_binding import (
     shape_of_node,
 )
 from hpml_orchestrator.batch.check_finding import Finding, errors_of
+from hpml_orchestrator.batch.check_topology import check_topology
 from hpml_orchestrator.batch.site_rules import as_asked, without_time
+from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
 from hpml_orchestrator.jobs.check_local import check_local, this_machine
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.cluster import Cluster
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["Report", "check_job", "refusal"]
@@ -98,7 +101,7 @@ def check_job(
     cluster_seconds: float = CLUSTER_SECONDS,
     walk_seconds: float = 3.0,
     now: float | None = None,
-    site: Site | None = None,
+    site: ResolvedSite | None = None,
     topologies: Mapping[str, Topology] | None = None,
 ) -> Report:
     """Return what keeps a job from being taken, or may; nothing is submitted.
@@ -121,6 +124,7 @@ def check_job(
     """
     hasty = _Hasty(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
+    profile = site.site if site else None
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         cluster_answer = pool.submit(_ask, hasty, environment) if on_slurm else None
         stages_answer = pool.submit(check_stages, job, seconds=walk_seconds)
@@ -140,10 +144,11 @@ def check_job(
     if cluster is not None:
         moment = time.time() if now is None else now
         try:
-            found += _compared(job, cluster, sizes, script, moment, site)
+            found += _compared(job, cluster, sizes, script, moment, profile)
+            found += _described(job, cluster, site, topologies or {})
         except InputError as error:
             found.append(_as_finding(error))
-    found += _bound(job, cluster, site, topologies or {})
+    found += _bound(job, cluster, profile, topologies or {})
     return Report(_sorted(found), not_asked)
 
 
@@ -197,6 +202,55 @@ def _compared(
     if site is not None and without_time(site.directives):
         told = [finding for finding in told if finding.field != "resources.time"]
     return found + told
+
+
+def _described(
+    job: Job, cluster: Cluster, site: ResolvedSite | None, topologies: Mapping[str, Topology]
+) -> list[Finding]:
+    """Compare the topologies that the launcher binds by with the nodes as Slurm has them.
+
+    Raises:
+        InputError: a list of nodes is none, or the form that the job wants cannot be.
+    """
+    if site is None or not static_form(job, site, topologies).name:
+        return []
+    asked = as_asked(job, site.site.directives)
+    kinds = site.site.kinds_of(asked.resources.partition)
+    names = site.site.partitions_of(asked.resources.partition)
+    partitions = [one for one in map(cluster.partition, names) if one is not None]
+    nodes = {node.name: node for one in partitions for node in cluster.nodes_of(one)}
+    wanted = _nodes(asked, "--nodelist=") or frozenset(nodes)
+    for name in nodes.keys() - (wanted - _nodes(asked, "--exclude=")):
+        del nodes[name]
+    found: list[Finding] = []
+    for name, kind in kinds.items():
+        field_name = f"node_types.{name}.topology"
+        own = _members(f"node_types.{name}.nodes", kind.nodes)
+        found += check_topology(
+            name,
+            topologies[name],
+            [node for node in nodes.values() if own is None or node.name in own],
+            # Without a list of its nodes, others of the partition may be of another kind.
+            strict=own is not None or (len(kinds) == 1 and not asked.resources.constraint),
+            origin=f"{kind.topology} (named in {site.origin(field_name)})",
+        )
+    return found
+
+
+def _members(field_name: str, told: str | None) -> frozenset[str] | None:
+    """Return the nodes that a site profile counts to a kind; None where it does not say.
+
+    Raises:
+        InputError: it is no list of nodes.
+    """
+    from hpml_orchestrator.scheduler.nodelist import expand  # noqa: PLC0415
+
+    if told is None:
+        return None
+    try:
+        return frozenset(expand(told))
+    except InputError as error:
+        raise InputError(error.message, field=field_name, value=told, hint=error.hint) from error
 
 
 def _bound(

@@ -15,7 +15,7 @@ from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.batch.render import own_interpreter
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
 from hpml_orchestrator.jobs.show import bytes_text
-from hpml_orchestrator.jobs.site import site_for
+from hpml_orchestrator.jobs.site import site_for, topology_faults
 from hpml_orchestrator.scheduler.command import (
     ConfigurationMissing,
     SubprocessRunner,
@@ -136,6 +136,10 @@ def _site(chosen: str) -> Finding:
         return Finding(check, "missing", str(error).replace("\n", "; "), error.hint)
     if found is None:
         return Finding(check, "none", "none here: `hpml init` writes one")
+    faults = topology_faults(found)
+    if faults:
+        told = "; ".join(str(error).replace("\n", "; ") for error in faults)
+        return Finding(check, "missing", told, "; ".join(dict.fromkeys(one.hint for one in faults)))
     return Finding(check, "ok", ", ".join(str(path) for path in found.sources))
 
 

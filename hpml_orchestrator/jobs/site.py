@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site import NodeType
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["site_for", "topologies_of"]
+__all__ = ["kinds_for", "site_for", "topologies_of", "topology_faults"]
 
 
 def site_for(
@@ -50,6 +51,13 @@ def site_for(
     return load_site(paths)
 
 
+def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
+    """Return the node types that a job may land on by the site's own rules, by name."""
+    from hpml_orchestrator.batch.site_rules import as_asked  # noqa: PLC0415 - where there is one
+
+    return site.site.kinds_of(as_asked(job, site.site.directives).resources.partition)
+
+
 def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
     """Return the topologies of the node types that a job may land on, by the type's name.
 
@@ -58,15 +66,24 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
     """
     if site is None:
         return {}
-    from hpml_orchestrator.batch.site_rules import as_asked  # noqa: PLC0415 - where there is one
-
-    partition = as_asked(job, site.site.directives).resources.partition
     files = {
         name: kind.topology
-        for name, kind in site.site.kinds_of(partition).items()
+        for name, kind in kinds_for(job, site).items()
         if kind.topology is not None
     }
     return {name: _read(name, path, site) for name, path in files.items()}
+
+
+def topology_faults(site: ResolvedSite) -> list[InputError]:
+    """Return what is wrong with the topology files of all of a profile's node types."""
+    faults = []
+    for name, kind in site.site.node_types.items():
+        if kind.topology is not None:
+            try:
+                _read(name, kind.topology, site)
+            except InputError as error:
+                faults.append(error)
+    return faults
 
 
 def _read(name: str, path: str, site: ResolvedSite) -> Topology:

@@ -48,7 +48,8 @@ def seats(
         return [Seat(rank, None, ()) for rank in range(ranks)]
     if ranks > len(devices) * ranks_per_gpu:
         warnings.append(
-            f"{ranks} ranks for {len(devices)} visible GPUs: more than {ranks_per_gpu} on one GPU"
+            f"{ranks} ranks for {len(devices)} visible GPU{'s' * (len(devices) != 1)}: more than "
+            f"{ranks_per_gpu} on one GPU"
         )
     near = [() if one is None else local_domains(topology, machine, one) for one in devices]
     return [

@@ -123,7 +123,8 @@ def _share(
     scarce = len(machine.cores) < len(places)
     if scarce:
         warnings.append(
-            f"{len(places)} ranks on {len(machine.cores)} cores: some share a core with another"
+            f"{len(places)} ranks on {len(machine.cores)} core{'s' * (len(machine.cores) != 1)}: "
+            "some share a core with another"
         )
     if policy == "spread":
         return chunks([machine.cores], len(places))

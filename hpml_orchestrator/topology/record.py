@@ -93,7 +93,43 @@ def _coherent(topology: Topology) -> Topology:
             raise ValueError(f"the numbers of {what}s are not right")
     if len(domains) < len(topology.domains):
         raise ValueError("a domain is told twice")
+    _check_values(topology, set(domains))
     return topology
+
+
+def _check_values(topology: Topology, domains: set[int]) -> None:
+    """Refuse single values that no reader makes.
+
+    Raises:
+        ValueError: there is one; names its field.
+    """
+    homes = [(f"gpus[{place}]", one.domain) for place, one in enumerate(topology.gpus)]
+    homes += [(f"nics[{place}]", one.domain) for place, one in enumerate(topology.nics)]
+    for where, home in homes:
+        if home is not None and home not in domains:
+            raise ValueError(f"{where}.domain: there is no domain {home}")
+    amounts = [(f"cores[{place}].socket", one.socket) for place, one in enumerate(topology.cores)]
+    for place, domain in enumerate(topology.domains):
+        amounts.append((f"domains[{place}].memory_bytes", domain.memory_bytes))
+        amounts += [(f"domains[{place}].distances[{to}]", away) for to, away in domain.distances]
+    for where, amount in amounts:
+        if amount < 0:
+            raise ValueError(f"{where} is negative: {amount}")
+    names = [one.name for one in topology.nics]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(f"nics[{place}].name: {name} is told twice")
+
+
+def _of_kind(data: Any, name: str, kind: type) -> Any:
+    """Return a field that must be of one kind, since a text would pass for others as well.
+
+    Raises:
+        TypeError: it is of another.
+    """
+    if not isinstance(data[name], kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, and is {data[name]!r:.40}")
+    return data[name]
 
 
 def _made(data: Any) -> Topology:
@@ -140,6 +176,6 @@ def _made(data: Any) -> Topology:
             for one in data["nics"]
         ),
         links=tuple((str(one["gpu"]), str(one["nic"]), str(one["level"])) for one in data["links"]),
-        warnings=tuple(str(one) for one in data["warnings"]),
-        sockets_told=bool(data["sockets_told"]),
+        warnings=tuple(str(one) for one in _of_kind(data, "warnings", list)),
+        sockets_told=_of_kind(data, "sockets_told", bool),
     )

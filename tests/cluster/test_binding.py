@@ -299,6 +299,19 @@ def test_the_launcher_binds_whole_nodes_of_a_known_kind(desk: Desk, launcher: st
     script = desk.hpml("render", made).stdout
     ranks_line = script.rpartition("hpml_command=(")[2]
     assert "none" not in " ".join(re.findall(r"--(?:cpu-bind|bind-to)[ =]\S+", ranks_line))
+    # a topology of twice as many cores, by which srun could not start: refused beforehand
+    larger = json.loads(node.stdout)
+    more = len({one["number"] for one in larger["cores"]})
+    larger["domains"].append({**larger["domains"][0], "number": 8, "cpus": "256-511"})
+    larger["cores"] += [
+        {"number": more + core, "socket": 2, "domain": 8, "cpus": f"{256 + core},{384 + core}"}
+        for core in range(128)
+    ]
+    (desk.directory / "dgx.json").write_text(json.dumps(larger))
+    refused = desk.hpml("check", made, code=2).stdout
+    assert "node_types.dgx.topology: " in refused
+    assert "it has 512 CPUs, and node1 and node2 have 256 CPUs" in refused
+    (desk.directory / "dgx.json").write_text(node.stdout)
     desk.hpml("run", made)
     for proof in proofs(desk):
         assert (proof["wrong"], proof["expected"]) == ([], 8)

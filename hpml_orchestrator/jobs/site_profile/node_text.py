@@ -102,7 +102,7 @@ def _looked(group: NodeGroup, around: Surroundings) -> list[str]:
     if look is None:
         return []
     if isinstance(look, str):
-        return toml.comment(f"Not looked at: {look}.")
+        return toml.comment(f"Not looked at: {look}.") + _without_file(group)
     lines = toml.comment(f"Found on {look.host}:") + _places(look) + _networks(look)
     scratch = look.scratch
     if scratch is not None:
@@ -114,7 +114,25 @@ def _looked(group: NodeGroup, around: Surroundings) -> list[str]:
         lines += toml.entry("interfaces", interfaces)
     if group.name in around.topologies:
         return lines + toml.entry("topology", around.topologies[group.name])
-    return lines + toml.comment("- no lstopo of hwloc 2 there: no topology file")
+    lines += toml.comment("- no lstopo of hwloc 2 there: no topology file")
+    return lines + _without_file(group)
+
+
+def _without_file(group: NodeGroup) -> list[str]:
+    """Say how to make a topology file without lstopo: by a command that stays on one line."""
+    node = group.sample
+    where = [
+        f"{option} {name}"
+        for option, name in (("-p", next(iter(node.partitions), "")), ("-w", node.name))
+        if words.fits("PlainWord", name)
+    ]
+    file = f"{group.name if words.fits('PlainWord', group.name) else 'node'}.json"
+    command = " ".join(["srun -N1 -n1 --exclusive", *where, "hpml topo --json >", file])
+    return [
+        *toml.comment("This makes a topology file, which binding by the launcher needs:"),
+        f"#   {command}",
+        *toml.comment(f'topology = "{file}"'),
+    ]
 
 
 def _places(look: Look) -> list[str]:

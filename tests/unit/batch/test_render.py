@@ -22,7 +22,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
-from tests.unit.placement.machines import milan
+from tests.unit.placement.machines import dgx_a100, milan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,10 +113,16 @@ def static_scripts(directory: Path) -> list[Path]:
         ("map", "srun", milan()),
         ("by", "mpirun", milan((0, 1, 2, 3))),
         ("file", "mpirun", milan()),
+        ("parts", "mpirun", dgx_a100()),  # cores of a rank that are no one range
     ):
         one = job(
             launcher=launcher,
-            resources={"nodes": 2, "gpus": 4, "exclusive": True, "partition": "gpu"},
+            resources={
+                "nodes": 2,
+                "gpus": len(machine.devices),
+                "exclusive": True,
+                "partition": "gpu",
+            },
             binding={"form": "static"},
         )
         made.append(directory / f"{launcher}-static{name}.sh")
@@ -159,7 +165,7 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
         for path in scripts
         if re.fullmatch(r"\w+-(0\d\d0|2221|snapshot\d|static\w+)", path.stem)
     ]
-    assert len(chosen) == 2 * 21 + 2 * 17 + 3
+    assert len(chosen) == 2 * 21 + 2 * 17 + 4
     done = subprocess.run(
         [SHELLCHECK, "--severity=style", "--shell=bash", "--format=gcc", *chosen],
         capture_output=True,

@@ -208,7 +208,29 @@ def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: 
     told = hpml("topo", "--run", "bound", "--json").json()
     assert (told["seen"], told["ranks"][0]["cpus"]) == (False, "48-63,112-127")
     (attempt / "plan" / "n0.txt").write_text("nonsense")
-    assert hpml("topo", "--run", "bound").code == 0
+    told = hpml("topo", "--run", "bound")
+    assert told.code == 0
+    assert "warning: the plan of node n0 cannot be read: " in told.err
+    assert str(attempt) not in told.err
+
+
+def test_what_is_lost_of_a_run_is_told(hpml: Hpml, attempt: Path) -> None:
+    """No record at all, a part of a node's ranks, and a proof that is damaged."""
+    there_is_none = "binding    not proven: gpu-local, there is no record of any rank\n"
+    assert there_is_none in hpml("show", "bound").out
+    write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
+    (attempt / "plan" / "n0.txt").write_text(write(plan(milan(), 4)))
+    (attempt / "binding" / "n0.proof.json").write_text("{")
+    line = {"rank": 1, "local_rank": 1, "world_size": 4, "node": "n0", "cpus": "16-31"}
+    (attempt / "binding" / "n0.jsonl").write_text(f"{json.dumps(line)}\n")
+    told = hpml("topo", "--run", "bound")
+    assert told.code == 0
+    assert "warning: the proof of node n0 cannot be read: is not JSON" in told.err
+    some = "1 of the node's 4 ranks are shown: the others left no record"
+    assert f"warning: {some}\n" in told.err
+    assert some in hpml("topo", "--run", "bound", "--json").json()["warnings"]
+    prove(attempt, *cluster(1))
+    assert hpml("topo", "--run", "bound").err == ""
 
 
 def test_a_run_without_a_record_of_its_nodes(hpml: Hpml, attempt: Path) -> None:

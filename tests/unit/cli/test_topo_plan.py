@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +68,15 @@ def test_wrong_options_are_refused(
     result = hpml("topo", str(V100), *words)
     assert result.code == 2
     assert message in result.err
+
+
+@pytest.mark.parametrize("option", ["--policy", "--plan", "--allowed-cpus", "--run", "--node"])
+def test_an_empty_option_is_refused(hpml: Hpml, option: str) -> None:
+    """As by a variable of the shell that is not set; it is not as if the option were not there."""
+    for given in ("", " "):
+        told = hpml("topo", option, given, *(["--ranks", "2"] if option[2] in "pa" else []))
+        assert (told.code, told.out) == (2, "")
+        assert f"{option}: must not be empty" in told.err
 
 
 QUAD = """\
@@ -155,6 +165,33 @@ def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str)
     shell.job("dark", resources={"partition": "dark"})
     told = hpml("--site", str(profile), "topo", "--plan", "dark.yaml")
     assert (told.code, "the plan is of this machine" in told.err) == (0, True)
+
+
+def test_the_sites_topology_is_read_as_a_submission_does(
+    shell: Shell, hpml: Hpml, quad: str
+) -> None:
+    """A bad file is an error of the profile's field; a rule may choose the partition."""
+    profile = shell.root / "ruled.toml"
+    kinds = (
+        f"[partitions.gpu]\nnode_types = ['a']\n[partitions.old]\nnode_types = ['b']\n"
+        f"[node_types.a]\ntopology = '{quad}'\n[node_types.b]\ntopology = 'dark.json'\n"
+    )
+    profile.write_text(kinds)
+    job = shell.job("ruled", resources={"gpus": 4, "partition": "old"})
+    here = hpml("topo", "--json").json()
+    empty: dict[str, list[str]] = {"cores": [], "domains": [], "gpus": [], "nics": [], "links": []}
+    for text, says in (("", "no such file"), (json.dumps({**here, **empty}), "tells of no CPUs")):
+        if text:
+            (shell.root / "dark.json").write_text(text)
+        told = hpml("--site", str(profile), "topo", "--plan", job)
+        assert told.code == 2
+        assert "node_types.b.topology: " in told.err
+        assert says in told.err
+        assert f"in {profile}" in told.err
+    profile.write_text(f"{kinds}[directives.partition]\ndefault = 'gpu'\n")
+    job = shell.job("ruled", resources={"gpus": 4})
+    told = hpml("--site", str(profile), "topo", "--plan", job, "--json").json()
+    assert [one["cpus"] for one in told["ranks"]] == ["24-31", "16-23", "8-15", "0-7"]
 
 
 def test_a_plan_as_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:

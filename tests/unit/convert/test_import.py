@@ -593,3 +593,14 @@ def test_a_command_that_ran_before_a_cd_is_told() -> None:
     assert "/home/ada/proj, and runs in /home/ada/proj/sub" in told_so[0].why
     lines = ["cd sub", "D=$(cat conf)", "srun python train.py $D"]
     assert not [one for one in told(imported(*lines), "changed") if "ran in" in one.why]
+
+
+def test_numbers_of_nodes_are_told_as_numbers_are() -> None:
+    """One node is no nodes, on either side."""
+    for asked, named, words in (
+        (2, 1, "it names 1 node and the header 2: 2 are asked for"),
+        (1, 2, "it names 2 nodes and the header 1: 1 is asked for"),
+    ):
+        line = f"srun torchrun --nnodes={named} --rdzv-endpoint=$H:1 --nproc-per-node=2 t.py"
+        made = launch(line, f"-N{asked} --ntasks-per-node=1 --gres=gpu:2")
+        assert words in [one.why for one in told(made, "changed")]

@@ -106,6 +106,26 @@ def test_nothing_is_told_of_what_did_not_start(attempt: Attempt) -> None:
     assert bound_of(attempt, LOCAL) == Bound()
 
 
+def test_records_that_are_lost_are_no_proof(attempt: Attempt) -> None:
+    """A job that is over, and whose ranks had begun, is not passed over in silence."""
+    (attempt.directory / "plan").mkdir()
+    (attempt.directory / "plan" / "n0.txt").write_text("")
+    assert bound_of(attempt, LOCAL).line == "", "they may be about to start"
+    end(attempt, 1, "failed")
+    lost = "not proven: gpu-local, there is no record of any rank"
+    assert bound_of(attempt, LOCAL).line == lost
+    assert bound_of(attempt, {**LOCAL, "verify": "off"}).line == (
+        f"{lost}, and with verify: off nobody looked"
+    )
+    assert bound_of(attempt, "none").line == "none: nothing was bound"
+    (attempt.directory / "plan" / "n0.txt").unlink()
+    assert bound_of(attempt, LOCAL).line == "", "it failed before any rank was to start"
+    end(attempt, 79, "binding")
+    assert bound_of(attempt, LOCAL).line == f"{lost}; the job failed for it (verify: strict)"
+    end(attempt, 0, "completed")
+    assert bound_of(attempt, LOCAL).line == lost
+
+
 def test_wrong_ranks_are_counted(attempt: Attempt) -> None:
     """Two ranks on one node are wrong, and one node as a whole."""
     ranks = (rank(0, 0, "first", "second"), rank(1, 1, "first"), rank(2, 2), rank(3, 3))

@@ -12,6 +12,7 @@ from hpml_orchestrator.jobs.check import check_job
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.spec.site_load import ResolvedSite
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parents[1] / "scheduler" / "data" / "25.11.7"
@@ -49,7 +50,12 @@ def found(tmp_path: Path, asked: Job, site: Site | None) -> dict[str, str]:
     }
     runner = FakeRunner({command: [Completed(0, text)] * 9 for command, text in told.items()})
     report = check_job(
-        asked, backend="slurm", records=tmp_path, environment={}, run=runner, site=site
+        asked,
+        backend="slurm",
+        records=tmp_path,
+        environment={},
+        run=runner,
+        site=ResolvedSite(site) if site else None,
     )
     assert not report.not_asked, report.not_asked
     # Records in /tmp are said to be this machine's own: true here, and not what this is about.

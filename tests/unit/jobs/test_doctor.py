@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hpml_orchestrator.jobs.doctor import Finding, examine
 from hpml_orchestrator.jobs.site_profile.initialise import initialise
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.scheduler.command import ConfigurationMissing, SubprocessRunner
+from hpml_orchestrator.topology.record import topology_json
+from tests.unit.placement.machines import milan
 
 ANSWERS = {
     "sbatch": "echo slurm 24.11.0",
@@ -103,6 +106,28 @@ def test_records_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     finding = found(Store(tmp_path / "file" / "records"))["records"]
     assert (finding.result, "HPML_HOME" in finding.hint) == ("missing", True)
+
+
+def test_a_topology_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """Of every node type, with field and file; a profile whose files are good is sound."""
+    profile = tmp_path / "site.toml"
+    profile.write_text(
+        '[node_types.big]\ntopology = "big.json"\n[node_types.old]\ntopology = "old.xml"\n'
+    )
+    (tmp_path / "old.xml").write_text("<topology")
+
+    def told() -> Finding:
+        findings = examine(Store(tmp_path / "records"), site=str(profile))
+        return next(one for one in findings if one.check == "site profile")
+
+    finding = told()
+    assert finding.result == "missing"
+    assert f"node_types.big.topology: no such file: {tmp_path}/big.json" in finding.found
+    assert "node_types.old.topology" in finding.found
+    assert f"in {profile}" in finding.hint
+    for name in ("big.json", "old.xml"):
+        (tmp_path / name).write_text(json.dumps(topology_json(milan())))
+    assert (told().result, told().found) == ("ok", str(profile))
 
 
 def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,13 @@ def test_several_ranks_per_gpu_share_its_cores() -> None:
     assert more.warnings == ("3 ranks for 2 visible GPUs: more than 1 on one GPU",)
 
 
+def test_one_of_a_thing_is_told_as_one() -> None:
+    """One core, and one GPU."""
+    made = plan(intel((0,)), 2, allowed_cpus=[0])
+    assert "2 ranks for 1 visible GPU: more than 1 on one GPU" in made.warnings
+    assert "2 ranks on 1 core: some share a core with another" in made.warnings
+
+
 def mig(*instances: Gpu) -> Topology:
     """Two GPUs, of which the second is cut into instances."""
     topology = intel((0, 1))

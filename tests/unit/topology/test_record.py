@@ -41,6 +41,10 @@ def changed(where: str, place: int, **values: Any) -> str:
     return json.dumps(data)
 
 
+def told(**values: Any) -> str:
+    return json.dumps({**topology_json(dgx_a100()), **values})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -56,6 +60,14 @@ def changed(where: str, place: int, **values: Any) -> str:
         (changed("domains", 7, number=-1, cpus=""), "core 112 does not fit"),
         (changed("gpus", 1, index=0), "the numbers of GPUs are not right"),
         (changed("gpus", 1, index=1e999), "is no topology"),
+        (changed("gpus", 1, domain=8), "gpus[1].domain: there is no domain 8"),
+        (changed("nics", 2, domain=-1), "nics[2].domain: there is no domain -1"),
+        (changed("nics", 2, name="mlx5_0"), "nics[2].name: mlx5_0 is told twice"),
+        (changed("domains", 1, memory_bytes=-1), "domains[1].memory_bytes is negative: -1"),
+        (changed("domains", 1, distances={"0": -5}), "domains[1].distances[0] is negative: -5"),
+        (changed("cores", 0, socket=-1), "cores[0].socket is negative: -1"),
+        (told(warnings="none"), "warnings must be a list, and is 'none'"),
+        (told(sockets_told="false"), "sockets_told must be a bool, and is 'false'"),
         ("{" * 100_000, "is no JSON"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tomllib
 from dataclasses import replace
@@ -290,6 +291,12 @@ def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
     assert kind.topology == "topology/a100x4.xml"
     assert site.modules == ["cuda/12.4"]
     assert "# Not looked at: no node of this kind was idle." in text
+    assert re.search(
+        r"^#   srun -N1 -n1 --exclusive -p \S+ -w \S+ hpml topo --json > cpu\.json\n"
+        r'# topology = "cpu\.json"$',
+        text,
+        re.MULTILINE,
+    ), "how to have one without lstopo"
     assert "from Slurm 22.05.8" in text
     assert "- ib0: IP over InfiniBand, 200 Gbit/s" in text
     assert "a look at 1 of 2 kinds of nodes" in " ".join(text.replace("\n#", "").split())
