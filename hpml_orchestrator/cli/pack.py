@@ -148,7 +148,7 @@ def _tell_packed(request: PackRequest, *, as_json: bool) -> None:
     except KeyboardInterrupt:
         typer.echo("\nhpml: stopped; the same command with --resume goes on", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    rate = result.bytes / result.seconds if result.seconds else 0.0
+    rate = result.written_bytes / result.seconds if result.seconds else 0.0
     if as_json:
         print_json({**asdict(result), "bytes_per_second": round(rate, 1)})
         return
@@ -180,15 +180,11 @@ def _tell_verified(directory: str, workers: int, *, as_json: bool) -> None:
             for one in found.damaged[:_DAMAGE_TOLD]
         ]
         more = len(found.damaged) - len(told)
+        if more:
+            told.append(f"and {more} more; --json tells all")
+        places = "1 place" if len(found.damaged) == 1 else f"{len(found.damaged)} places"
         raise StagingError(
-            "\n".join(
-                [
-                    f"{_shown(directory)} is damaged in {len(found.damaged)} "
-                    f"{'place' if len(found.damaged) == 1 else 'places'}",
-                    *told,
-                    *([f"and {more} more; --json tells all"] if more else []),
-                ]
-            ),
+            "\n".join([f"{_shown(directory)} is damaged in {places}", *told]),
             hint="pack the tree again into a new directory",
         )
     if not as_json:

@@ -58,7 +58,23 @@ class PackRequest:
 
 @dataclass(frozen=True)
 class PackResult:
-    """What was packed; `seconds` is the wall time of this run, reading the tree included."""
+    """What was packed.
+
+    Attributes:
+        pack: the directory.
+        shards: archives.
+        kept_shards: archives that an earlier run had finished.
+        files: regular files, a file with several names once.
+        hard_links: further names of files.
+        symbolic_links: of all kinds.
+        directories: without the top.
+        bytes: sizes of the files.
+        written_bytes: those that this run read and wrote.
+        archive_bytes: sizes of the archives.
+        seconds: wall time of this run, reading the tree included.
+        index_sha256: of the index behind its first 40 bytes.
+        note: something to know; empty when there is nothing.
+    """
 
     pack: str
     shards: int
@@ -68,6 +84,7 @@ class PackResult:
     symbolic_links: int
     directories: int
     bytes: int
+    written_bytes: int
     archive_bytes: int
     seconds: float
     index_sha256: str
@@ -112,10 +129,8 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
     except OSError as error:
         path = shown(request.dest)
         raise StagingError(f"cannot write in {path}: {why(error)}") from error
-    kept = sum(part.kept for part in parts)
-    return _result(
-        layout, place_.path, kept=kept, seconds=time.monotonic() - begin, digest=digest, note=note
-    )
+    kept = [part.number for part in parts if part.kept]
+    return _result(layout, place_.path, kept, time.monotonic() - begin, digest, note)
 
 
 def _source(path: str) -> str:
@@ -260,30 +275,30 @@ def _already(place_: Place, layout: Layout, begin: float) -> PackResult:
         if not os.path.exists(path) or os.path.getsize(path) != archive.bytes:
             raise StagingError(f"{shown(path)} is damaged", hint="`hpml pack --verify` tells more")
     place_.end()
+    kept = range(len(layout.shards))
     seconds = time.monotonic() - begin
-    return _result(
-        layout,
-        place_.path,
-        kept=len(layout.shards),
-        seconds=seconds,
-        digest=index.digest,
-        note="it was finished before",
-    )
+    return _result(layout, place_.path, kept, seconds, index.digest, "the pack was finished before")
 
 
 def _result(
-    layout: Layout, path: str, *, kept: int, seconds: float, digest: str, note: str
+    layout: Layout, path: str, kept: Sequence[int], seconds: float, digest: str, note: str
 ) -> PackResult:
     tree = layout.tree
+    kept_bytes = sum(
+        entry.size
+        for number in kept
+        for entry in layout.files[layout.shards[number].first : layout.shards[number].end]
+    )
     return PackResult(
         path,
         len(layout.shards),
-        kept,
+        len(kept),
         len(tree.files),
         len(tree.hard_links),
         len(tree.symlinks),
         len(tree.directories),
         tree.bytes,
+        tree.bytes - kept_bytes,
         layout.archive_bytes,
         seconds,
         digest,
