@@ -20,6 +20,7 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, StagingError
 from hpml_orchestrator.packing import PackRequest, PackResult, pack, verify
+from hpml_orchestrator.packing import layout as layout_module
 from hpml_orchestrator.packing import pack as pack_function
 from hpml_orchestrator.packing import shards as shards_module
 from hpml_orchestrator.packing.pool import Tell, in_parallel
@@ -44,12 +45,9 @@ def same_bytes(one: Path, other: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "kills", [QUICK_KILLS, pytest.param(ALL_KILLS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kills", [QUICK_KILLS, pytest.param(ALL_KILLS, marks=pytest.mark.slow)])
 def test_a_killed_pack_goes_on(tmp_path: Path, kills: int) -> None:
-    """SIGKILL at random moments, again and again: never an index before all is there, and the end
-    is to the byte what an undisturbed run makes."""
+    """SIGKILL at random moments: no index before all is there, and in the end the same bytes."""
     tree = grow(tmp_path / "tree", 2000)
     begin = time.monotonic()
     packed(tree, tmp_path / "undisturbed")
@@ -204,7 +202,7 @@ def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
 
 def while_packing(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], None]) -> None:
     """Do something right after a file's header was written: no clock hits that moment."""
-    original = shards_module.file_header
+    original = layout_module.file_header
 
     def header(entry: Any) -> bytes:
         if entry.path == name:
