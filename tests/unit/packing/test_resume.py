@@ -192,6 +192,7 @@ def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
     for name in ("fifo", "socket", "out", "up"):
         assert f"{name}: " in str(told.value)
     assert "4 paths" in str(told.value)
+    assert "--outside-links" in told.value.hint
     assert not (tmp_path / "pack").exists()
     (tree / "fifo").unlink()
     (tree / "socket").unlink()
