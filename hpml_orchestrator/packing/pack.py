@@ -126,7 +126,10 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
         _check_directories(tree)
         digest = _write_index(layout, parts, place_.path)
         place_.end()
-    except OSError as error:
+    except BaseException as error:
+        place_.tidy()
+        if not isinstance(error, OSError):
+            raise
         path = shown(request.dest)
         raise StagingError(f"cannot write in {path}: {why(error)}") from error
     kept = [part.number for part in parts if part.kept]

@@ -159,6 +159,11 @@ class Place:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.path, _STATE_FILE))
 
+    def tidy(self) -> None:
+        """Remove what was being written; a worker that was ended may have left it."""
+        with contextlib.suppress(OSError):
+            self._remove(lambda name: name.startswith(".") and name.endswith(TEMPORARY))
+
     def give_up(self) -> None:
         """Remove the directory where this run made it and left nothing in it."""
         if self._made:

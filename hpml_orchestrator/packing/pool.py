@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -25,10 +26,11 @@ __all__ = ["Tell", "default_workers", "in_parallel"]
 
 _TOLD_EVERY_SECONDS = 0.2
 _JOIN_SECONDS = 10
+_PR_SET_PDEATHSIG = 1
 
 
 class Tell:
-    """How far a worker is; the first call after the parent died ends the worker."""
+    """How far a worker is."""
 
     def __init__(self, line: Connection) -> None:
         self._line = line
@@ -85,7 +87,7 @@ def in_parallel(
         gc.unfreeze()
         busy = set(crew)
         for line in crew:
-            line.send(todo.popleft())
+            _give(line, todo.popleft(), crew)
         while busy:
             ready = wait(list(busy), timeout=_TOLD_EVERY_SECONDS)
             progress(0, 0)
@@ -95,7 +97,7 @@ def in_parallel(
                     progress(*value)
                     continue
                 if todo:
-                    line.send(todo.popleft())
+                    _give(line, todo.popleft(), crew)
                 else:
                     busy.discard(line)
                 yield value
@@ -112,7 +114,7 @@ def _hire(crew: dict[Connection, ForkProcess], work: Callable[[int, Tell], Any])
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     foreign = [*crew, ours]
-    process = context.Process(target=_serve, args=(theirs, foreign, work), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, foreign, os.getpid(), work), daemon=True)
     sys.stdout.flush()
     sys.stderr.flush()
     process.start()
@@ -124,21 +126,40 @@ def _heard(line: Connection, crew: dict[Connection, ForkProcess]) -> tuple[str, 
     try:
         kind, value = line.recv()
     except (EOFError, ConnectionResetError):
-        process = crew[line]
-        process.join(_JOIN_SECONDS)
-        code = process.exitcode or 0
-        end = f"signal {-code}" if code < 0 else f"status {code}"
-        raise StagingError(
-            f"a worker process died ({end})",
-            hint="was memory short? What is finished is kept: --resume goes on",
-        ) from None
+        raise _dead(crew[line]) from None
     if kind == "error":
         raise value
     return kind, value
 
 
-def _serve(line: Connection, foreign: list[Connection], work: Callable[[int, Tell], Any]) -> None:
-    """Work until there is no more of it; an end of the parent is an end of this process."""
+def _give(line: Connection, number: int, crew: dict[Connection, ForkProcess]) -> None:
+    try:
+        line.send(number)
+    except (BrokenPipeError, ConnectionResetError):
+        raise _dead(crew[line]) from None
+
+
+def _dead(process: ForkProcess) -> StagingError:
+    process.join(_JOIN_SECONDS)
+    code = process.exitcode or 0
+    end = f"signal {-code}" if code < 0 else f"status {code}"
+    return StagingError(
+        f"a worker process died ({end})",
+        hint="was memory short? What is finished is kept: --resume goes on",
+    )
+
+
+def _serve(
+    line: Connection, foreign: list[Connection], parent: int, work: Callable[[int, Tell], Any]
+) -> None:
+    """Work until there is no more of it; an end of the parent is an end of this process.
+
+    The kernel sees to that: a worker that outlived its parent could rename an archive of an older
+    state of the tree over one that `--resume` has made since.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the workers
     signal.signal(signal.SIGTERM, _leave)
     for one in foreign:

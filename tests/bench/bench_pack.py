@@ -74,7 +74,14 @@ def hpml(workers: int) -> Callable[[Path, Path], None]:
     """A pack, with so many processes."""
 
     def run(source: Path, dest: Path) -> None:
-        words = ["pack", source, dest, "--workers", str(workers), "--outside-links"]
+        words: list[str | Path] = [
+            "pack",
+            source,
+            dest,
+            "--workers",
+            str(workers),
+            "--outside-links",
+        ]
         size = max(1 << 20, SIZES.get("bytes", 1 << 30) // (4 * CPUS))
         words += ["--shard-size", f"{-(-size >> 20)}M"]
         subprocess.run([HPML, *words], stdout=subprocess.DEVNULL, check=True)
