@@ -334,13 +334,16 @@ def test_a_worker_that_is_killed_while_it_waits_is_told() -> None:
     def work(_number: int, _tell: Tell) -> int:
         return os.getpid()
 
-    with pytest.raises(StagingError, match="a worker process died"):
+    def kill_at_the_third() -> None:
         for pid in in_parallel(range(20), work, workers=1, progress=lambda *_: None):
             pids.append(pid)
             if len(pids) == 3:
                 os.kill(pid, signal.SIGKILL)
                 while running(str(pid)):
                     time.sleep(0.01)
+
+    with pytest.raises(StagingError, match="a worker process died"):
+        kill_at_the_third()
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
