@@ -82,6 +82,12 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("Where a job's ranks would run:", "hpml topo --plan job.yaml"),
         ("Where a run's ranks ran:", "hpml topo --run last --svg ranks.svg"),
     ],
+    "pack": [
+        ("Pack a data set, in archives of 2 GiB:", "hpml pack imagenet packed --shard-size 2G"),
+        ("Complete a pack that was killed:", "hpml pack imagenet packed --resume"),
+        ("Check every digest:", "hpml pack --verify packed"),
+        ("List its files, for programs:", "hpml pack --list packed --json"),
+    ],
     "man": [
         ("Read about a command:", "hpml man submit"),
         ("Install all pages:", "hpml man --output /usr/local/share/man"),

@@ -11,7 +11,18 @@ from typing import Annotated
 import typer
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.cli import check, importing, init, jobfile, man, runs, site, templates, topo
+from hpml_orchestrator.cli import (
+    check,
+    importing,
+    init,
+    jobfile,
+    man,
+    pack,
+    runs,
+    site,
+    templates,
+    topo,
+)
 from hpml_orchestrator.cli.common import not_written
 from hpml_orchestrator.cli.statuses import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN
 from hpml_orchestrator.cli.usage import USAGE_ERROR, asks_for_help, explained
@@ -78,6 +89,7 @@ site.register(app)
 init.register(app)
 templates.register(app)
 topo.register(app)
+pack.register(app)
 man.register(app)
 
 

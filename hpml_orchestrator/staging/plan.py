@@ -99,8 +99,16 @@ def scan_file(source: str, retry: Retry) -> Plan:
     return plan
 
 
-def scan_tree(source: str, retry: Retry) -> Plan:
+def scan_tree(
+    source: str, retry: Retry, *, verb: str = "stage", outside_links: bool = False
+) -> Plan:
     """Plan a copy of everything below a directory.
+
+    Args:
+        source: the directory.
+        retry: calls again after faults that pass.
+        verb: what is to be done with the tree, for the error.
+        outside_links: take symbolic links that leave the tree as they are.
 
     Raises:
         StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
@@ -110,7 +118,7 @@ def scan_tree(source: str, retry: Retry) -> Plan:
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
     plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns))
-    problems = Problems(f"cannot stage {shown(source)}")
+    problems = Problems(f"cannot {verb} {shown(source)}")
     first_names: dict[tuple[int, int], str] = {}
     todo = [""]
     while todo:
@@ -124,7 +132,7 @@ def scan_tree(source: str, retry: Retry) -> Plan:
                 plan.directories.append(Entry(path, found.st_mode, found.st_mtime_ns))
                 below.append(path)
             else:
-                _add(plan, path, found, first_names, problems)
+                _add(plan, path, found, first_names, problems, outside_links=outside_links)
         todo.extend(reversed(below))
     problems.raise_any()
     return plan
@@ -162,6 +170,8 @@ def _add(
     info: os.stat_result,
     first_names: dict[tuple[int, int], str],
     problems: Problems,
+    *,
+    outside_links: bool,
 ) -> None:
     full = f"{plan.source_root}/{path}"
     if stat.S_ISLNK(info.st_mode):
@@ -170,7 +180,7 @@ def _add(
         except OSError as error:
             problems.add(path, why(error), error)
             return
-        fault = link_fault(path, target, plan.source_root)
+        fault = "" if outside_links else link_fault(path, target, plan.source_root)
         if fault:
             problems.add(path, fault)
         else:

@@ -23,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "topology": set(),
     "placement": {"topology"},
     "staging": {"records"},
+    "packing": {"staging", "records"},
     "node": {"placement", "topology", "staging", "records"},
     "batch": {"spec", "records", "cluster", "topology", "placement"},
     "scheduler": {"records", "cluster"},
@@ -42,6 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "testing": {"cluster", "scheduler", "records", "topology", "placement"},
     "cli": {
         "jobs",
+        "packing",
+        "staging",
         "convert",
         "cluster",
         "spec",

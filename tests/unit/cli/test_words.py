@@ -27,11 +27,12 @@ Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
 COMMANDS = sorted(
     "render check submit run list status logs cancel wait show doctor schema init template "
-    "man import topo".split()
+    "man import topo pack".split()
 )
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),
     *("grafana", "grafana_foundation_sdk", "grafanalib", "prometheus_client", "sklearn", "PIL"),
+    "xxhash",
 )
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;[0-9;]*)?m")
 

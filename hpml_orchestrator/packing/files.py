@@ -1,0 +1,52 @@
+"""Files of a pack appear whole, durable and under their names, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.records.files import fsync_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["TEMPORARY", "publish", "write_all"]
+
+TEMPORARY = ".writing"
+"""How the name of a file ends that is being written."""
+
+
+@contextlib.contextmanager
+def publish(directory: str, name: str) -> Iterator[int]:
+    """Yield a new file's descriptor; the file gets its name when the block ends without an error.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            yield fd
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, os.path.join(directory, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    fsync_dir(directory)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of the data, in as many calls as it takes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
