@@ -52,13 +52,14 @@ exec {compiler} "$@"
 
 # What the environment is, asked of its own Python; a line of JSON.
 ASK = """
-import importlib.metadata as m, json, platform, sysconfig
+import importlib.metadata as m, json, os, platform, sysconfig
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return ""
 print(json.dumps({"torch": version("torch"), "pip": version("pip"),
     "abi": sysconfig.get_config_var("SOABI") or "", "platform": sysconfig.get_platform(),
-    "libc": "".join(platform.libc_ver())}))
+    "libc": "".join(platform.libc_ver()),
+    "headers": os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))}))
 """
 # Which wheel was installed, by the record that pip keeps of a file it was given.
 ASK_INSTALLED = """
@@ -170,6 +171,8 @@ def look_at(python: str) -> Target:
     if lacking:
         raise BuildError(f"{found} has no {' and no '.join(lacking)}: install it there first")
     missing = sorted(package for tool, package in TOOLS.items() if shutil.which(tool) is None)
+    if not known.pop("headers"):
+        missing.append("python3-dev")
     if missing:
         raise BuildError(
             f"tools are missing: apt-get install {' '.join(missing)}, or load the modules of your"

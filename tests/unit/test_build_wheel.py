@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def test_missing_tools_are_named_with_a_status_of_their_own(tmp_path: Path) -> N
     assert done.returncode == 69
     assert "apt-get install cmake g++ libopenmpi-dev make" in done.stderr
     assert not (tmp_path / "cache").exists()
+
+
+def test_missing_headers_are_named_too(tmp_path: Path) -> None:
+    """A Python without its headers, as a fresh Debian has it: a script here plays it."""
+    asked = {"torch": "2.13.0", "pip": "23", "abi": "a", "platform": "p", "libc": "l"}
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps({**asked, 'headers': False})}'\n")
+    python.chmod(0o755)
+    done = call("--python", python, "--cache", tmp_path / "cache")
+    assert done.returncode == 69
+    assert "python3-dev" in done.stderr
 
 
 def test_a_python_that_is_not_there_is_a_wrong_option(tmp_path: Path) -> None:
