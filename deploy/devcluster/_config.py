@@ -350,14 +350,18 @@ class Files:
         return "\n".join(lines) + "\n"
 
     def _near(self, number: int) -> str:
-        """Says which cores are near a GPU of the machine, and whose GPU it is."""
+        """Says which cores are near a GPU of the machine, and whose GPU it is.
+
+        Those of its whole socket: Slurm counts by sockets, and 24.11 refuses any other range.
+        """
         machine = self.settings.machine
         if machine is None or number >= len(machine.gpus):
             return ""
         gpu = machine.gpus[number]
-        cores = machine.domain_cores(gpu.domain)
+        size = machine.cores_per_socket
+        first = machine.domain_cores(gpu.domain)[0] // size * size
         flags = " Flags=amd_gpu_env" if gpu.vendor == AMD else ""
-        return f" Cores={cores[0]}-{cores[-1]}{flags}"
+        return f" Cores={first}-{first + size - 1}{flags}"
 
     def slurmdbd_conf(self) -> str:
         """Gives slurmdbd.conf."""
