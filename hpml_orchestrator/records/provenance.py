@@ -18,7 +18,9 @@ __all__ = ["collect"]
 
 _GIT_TIMEOUT_SECONDS = 20
 # Filters are run, as by everybody's git: without Git LFS's, its files would count as changed.
-_QUIET = ("--no-optional-locks", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=")
+# `git diff` would write the index anew where only times differ, for which it asks no other option.
+_SETTINGS = ("core.hooksPath=/dev/null", "core.fsmonitor=", "diff.autoRefreshIndex=false")
+_QUIET = ("--no-optional-locks", *(word for one in _SETTINGS for word in ("-c", one)))
 _PLAIN_DIFF = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
 # Set inside git's hooks: they would name another repository than the job's.
 _GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
