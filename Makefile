@@ -65,11 +65,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# First what shares the machine, then what needs it: ranks that wait spinning starve whatever runs beside them.
 test: lint system horovod
-	$(BIN)/pytest -m 'not slow'
+	@status=0; $(BIN)/pytest -m 'not slow and not alone' || status=1; \
+	$(BIN)/pytest -n0 -m 'alone and not slow' || status=1; exit $$status
 
 test-long: lint system horovod
-	$(BIN)/pytest
+	@status=0; $(BIN)/pytest -m 'not alone' || status=1; $(BIN)/pytest -n0 -m alone || status=1; exit $$status
 
 bench: $(VENV)/.dev
 	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -33,6 +33,7 @@ __all__ = [
     "SchedulerError",
     "SchedulerUnavailable",
     "StagingError",
+    "counted",
     "did_you_mean",
     "nearest",
 ]
@@ -143,6 +144,15 @@ class BindingError(HpmlError):
 
     exit_code = 79
     meaning = "ranks do not run where they should"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words for a message.
+
+    >>> counted(1, "core"), counted(2, "core")
+    ('1 core', '2 cores')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

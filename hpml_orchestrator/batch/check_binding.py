@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.check_finding import Finding
+from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
     from hpml_orchestrator.cluster import Node
@@ -108,13 +109,13 @@ def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
     if cores >= ranks * (1 + workers):
         return
     where = f" on {shape.name}" * bool(shape.name)
-    counted = f"; Slurm counts {each} CPUs for each there" * (each > 1)
+    smt = f"; Slurm counts {each} CPUs for each there" * (each > 1)
     if cores < ranks:
-        says = f"{ranks} ranks get {_cores_text(cores)}{where}, so that some share one{counted}"
+        says = f"{ranks} ranks get {counted(cores, 'core')}{where}, so that some share one{smt}"
     else:
         says = (
-            f"each rank gets {_cores_text(cores // ranks)}{where} and needs {1 + workers}: its own "
-            f"and those of {workers} loader worker{'s' * (workers != 1)}{counted}"
+            f"each rank gets {counted(cores // ranks, 'core')}{where} and needs {1 + workers}: its "
+            f"own and those of {workers} loader worker{'s' * (workers != 1)}{smt}"
         )
     yield Finding(
         "warning",
@@ -148,7 +149,3 @@ def _units(job: Job, shape: Shape) -> Iterator[Finding]:
         there,
         f"`ranks_per_node: {there}`, or `binding: spread`",
     )
-
-
-def _cores_text(number: int) -> str:
-    return f"{number} core{'s' * (number != 1)}"

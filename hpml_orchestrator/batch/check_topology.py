@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.check_finding import Finding, listed
+from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -63,14 +64,10 @@ def _differences(topology: Topology, node: Node) -> Iterator[tuple[str, str]]:
     # Where Slurm counts one CPU per core, a job gets all hardware threads of its cores.
     whole = cores * node.threads_per_core if node.cpus == cores else node.cpus
     if cpus not in (node.cpus, whole):
-        yield f"{_counted(cpus, 'CPU')}", f"{_counted(node.cpus, 'CPU')}"
+        yield f"{counted(cpus, 'CPU')}", f"{counted(node.cpus, 'CPU')}"
     gpus, there = len(topology.devices), node.gpus()
     if gpus and there and gpus != there:
-        yield f"{_counted(gpus, 'GPU')}", f"{_counted(there, 'GPU')}"
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
+        yield f"{counted(gpus, 'GPU')}", f"{counted(there, 'GPU')}"
 
 
 def _named(nodes: Sequence[str]) -> str:

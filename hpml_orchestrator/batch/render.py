@@ -15,6 +15,7 @@ from hpml_orchestrator.batch.code import script_word, workdir_word
 from hpml_orchestrator.batch.site_rules import apply_rules
 from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
 
-_VISIBLE = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 MAX_SCRIPT_BYTES = 4 * 1024 * 1024
 """Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
 
@@ -180,7 +180,7 @@ def _agent_options(job: Job) -> list[str]:
         options.append("--one-thread")
     if "OMP_NUM_THREADS" in job.environment.variables:
         options.append("--keep-threads")
-    if not resources.gpu_count and not _VISIBLE & set(job.environment.variables):
+    if not resources.gpu_count and not set(VISIBLE_VARIABLES) & set(job.environment.variables):
         options.append("--no-gpus")
     return options
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StaticForm", "static_form", "told"]
 
-_PARTIAL = ("NCCL XML", "nvidia-smi topo -m")  # tell of the CPUs next to GPUs, not of all cores
 _REDUCING = frozenset(
     # options of sbatch after which a whole node is not all CPUs, or its tasks lie otherwise
     "core-spec thread-spec hint threads-per-core ntasks-per-core ntasks-per-socket "
@@ -140,7 +139,7 @@ def _of_kind(job: Job, name: str, kind: NodeType, topology: Topology | None) -> 
     if topology is None:
         yield f"node type {name} has no topology in the site profile"
         return
-    if topology.source in _PARTIAL:
+    if topology.source in static.PARTIAL:
         yield f"the topology of node type {name} ({topology.source}) does not tell of all cores"
     cpus = len(topology.cpus)
     if kind.cpus is not None and kind.cpus != cpus:

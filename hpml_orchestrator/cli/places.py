@@ -55,13 +55,10 @@ def _warn(bound: Bound) -> None:
     """Tell of proofs that cannot be read, and once what several nodes warn of."""
     for one in bound.unreadable:
         typer.echo(f"warning: the proof of node {one.node} cannot be read: {one.why}", err=True)
-    warnings: dict[str, list[str]] = {}
-    for proof in bound.proofs:
-        for warning in dict.fromkeys(proof.warnings):
-            warnings.setdefault(warning, []).append(proof.node)
-    for warning, nodes in warnings.items():
-        where = nodes[0] if len(nodes) == 1 else f"{nodes[0]} and {len(nodes) - 1} more"
-        typer.echo(f"warning: {where}: {warning}", err=True)
+    from hpml_orchestrator.placement.told import by_sentence  # noqa: PLC0415
+
+    for warning in by_sentence((proof.node, proof.warnings) for proof in bound.proofs):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _row(one: Place) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import typer
 
 from hpml_orchestrator.cli.common import chosen_site, print_json, print_table
 from hpml_orchestrator.cli.conflicts import refuse_with
-from hpml_orchestrator.errors import InputError, did_you_mean
+from hpml_orchestrator.errors import InputError, counted, did_you_mean
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
@@ -220,7 +220,9 @@ def tell_plan(
     )
     warnings = [*topology.warnings, *made.warnings]
     if wanted.gpus is not None and wanted.gpus > len(devices):
-        warnings.append(f"the job asks for {_gpus(wanted.gpus)}, and this node has {len(devices)}")
+        warnings.append(
+            f"the job asks for {counted(wanted.gpus, 'GPU')}, and this node has {len(devices)}"
+        )
     note = _note(topology, wanted)
     if svg is not None:
         from hpml_orchestrator.cli.rankpicture import of_plan  # noqa: PLC0415
@@ -264,15 +266,13 @@ def _note(topology: Topology, wanted: Wanted) -> str:
         if wanted.cpus is not None and wanted.cpus < len(topology.cpus):
             parts.append(f"{wanted.cpus} of {len(topology.cpus)} CPUs")
     if wanted.gpus is not None and 0 < wanted.gpus < len(topology.devices):
-        parts.append(f"{wanted.gpus} of {_gpus(len(topology.devices))}")
-        taken.append("the first GPU" if wanted.gpus == 1 else f"the first {_gpus(wanted.gpus)}")
+        parts.append(f"{wanted.gpus} of {counted(len(topology.devices), 'GPU')}")
+        taken.append(
+            "the first GPU" if wanted.gpus == 1 else f"the first {counted(wanted.gpus, 'GPU')}"
+        )
     if not parts:
         return ""
     return (
         f"the job asks for {' and '.join(parts)}: Slurm decides which; "
         f"this plan takes {' and '.join(taken)}"
     )
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' * (count != 1)}"

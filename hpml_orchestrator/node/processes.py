@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.proof import Process
+from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,7 +26,6 @@ _ENVIRONMENT_BYTES = 4 * 1024**2
 _CPUS = b"\nCpus_allowed_list:\t"
 # Fields of /proc/PID/stat behind the name: state, parent, CPU time of user and kernel, start.
 _STATE, _PARENT, _USER, _KERNEL, _START = 0, 1, 11, 12, 19
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -186,7 +186,7 @@ def entry_of(pid: int, proc_root: str = "/proc") -> Optional[Entry]:  # noqa: UP
 
 def visible_of(environment: dict[str, str]) -> Optional[str]:  # noqa: UP045
     """Return the list of visible devices in an environment; None where it is not set."""
-    return next((environment[name] for name in _VISIBLE if name in environment), None)
+    return next((environment[name] for name in VISIBLE_VARIABLES if name in environment), None)
 
 
 def openmp_of(environment: dict[str, str]) -> str:

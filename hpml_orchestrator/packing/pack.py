@@ -14,12 +14,12 @@ from hpml_orchestrator.packing.index import Archive, Row, write_index
 from hpml_orchestrator.packing.layout import lay_out
 from hpml_orchestrator.packing.order import place
 from hpml_orchestrator.packing.place import Place
-from hpml_orchestrator.packing.pool import default_workers, in_parallel
 from hpml_orchestrator.packing.shards import Part, ShardWriter, read_part
 from hpml_orchestrator.packing.stripe import stripe
 from hpml_orchestrator.staging.capacity import Need, check_room, room_at
 from hpml_orchestrator.staging.faults import Problems, Retry, shown, why
 from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.pool import default_workers, in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

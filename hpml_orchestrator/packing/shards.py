@@ -20,8 +20,8 @@ from hpml_orchestrator.staging.faults import FULL, TRANSIENT, Retry, shown, why
 
 if TYPE_CHECKING:
     from hpml_orchestrator.packing.layout import Layout, Shard
-    from hpml_orchestrator.packing.pool import Tell
     from hpml_orchestrator.staging.plan import Entry
+    from hpml_orchestrator.staging.pool import Tell
 
 __all__ = ["DONE", "Part", "ShardWriter", "read_part"]
 

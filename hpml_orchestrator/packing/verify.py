@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_128
 
 from hpml_orchestrator.packing.index import read_index
-from hpml_orchestrator.packing.pool import default_workers, in_parallel
 from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.pool import default_workers, in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.packing.index import Index, Row
-    from hpml_orchestrator.packing.pool import Tell
+    from hpml_orchestrator.staging.pool import Tell
 
 __all__ = ["Damage", "Verified", "verify"]
 

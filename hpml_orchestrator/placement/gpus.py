@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.machine import Machine
     from hpml_orchestrator.topology.model import Gpu, Topology
 
-__all__ = ["Seat", "local_domains", "seats", "visible"]
+__all__ = ["Seat", "gpu_name", "local_domains", "seats", "visible"]
 
 _ADDRESS_PARTS = 3  # domain, bus, device.function
 
@@ -104,6 +104,11 @@ def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, 
         if told and told != with_cpus:
             return told
     return ()
+
+
+def gpu_name(gpu: Gpu) -> str:
+    """Return what to call a GPU: its PCI address, else the source's name of it, else its index."""
+    return gpu.address or gpu.name or str(gpu.index)
 
 
 def _names(gpu: Gpu) -> set[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.placement.cpulist import cpu_list
-from hpml_orchestrator.placement.gpus import Seat, seats
+from hpml_orchestrator.placement.gpus import Seat, gpu_name, seats
 from hpml_orchestrator.placement.machine import Machine
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.nics import choose_nics
@@ -23,6 +23,7 @@ from hpml_orchestrator.placement.share import (
     share_group,
     share_short,
 )
+from hpml_orchestrator.placement.told import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -228,7 +229,7 @@ def _warn_of_unknown(places: Sequence[Seat], warnings: list[str]) -> None:
     if unknown:
         names = ", ".join(dict.fromkeys(_name(seat) for seat in unknown))
         warnings.append(
-            f"no NUMA domain is known for GPU {names}: {_ranks([one.rank for one in unknown])} "
+            f"no NUMA domain is known for GPU {names}: {ranks_text([one.rank for one in unknown])} "
             "spread evenly, perhaps far from the GPU"
         )
 
@@ -246,7 +247,7 @@ def _warn_of_far_homes(places: Sequence[Seat], homes: Sequence[int], warnings: l
         runs = "runs" if len(seats_there) == 1 else "run"
         warnings.append(
             f"GPU {names} {is_} next to NUMA {_domains(near)}, where no CPU is allowed: "
-            f"{_ranks([seat.rank for seat in seats_there])} {runs} on {_domains([home])}"
+            f"{ranks_text([seat.rank for seat in seats_there])} {runs} on {_domains([home])}"
         )
 
 
@@ -260,8 +261,8 @@ def _warn_of_crowded(
         if out:
             others = {machine.domain_of[core] for rank in out for core in given[rank]}
             warnings.append(
-                f"NUMA {_domains([domain])} has too few allowed cores for {_ranks(ranks)}: "
-                f"{_ranks(out)} on {_domains(others)}"
+                f"NUMA {_domains([domain])} has too few allowed cores for {ranks_text(ranks)}: "
+                f"{ranks_text(out)} on {_domains(others)}"
             )
 
 
@@ -272,20 +273,15 @@ def _warn_of_few_cores(
     short = [one.local_rank for one in plans if bound and 0 < len(one.cores) < 1 + loader_workers]
     if short and loader_workers:
         warnings.append(
-            f"{_ranks(short)}: fewer cores than 1 and {loader_workers} loader workers need"
+            f"{ranks_text(short)}: fewer cores than 1 and {loader_workers} loader workers need"
         )
 
 
 def _name(seat: Seat) -> str:
     """What to call a rank's GPU."""
-    return (seat.gpu.address or seat.gpu.name or str(seat.gpu.index)) if seat.gpu else "none"
+    return gpu_name(seat.gpu) if seat.gpu else "none"
 
 
 def _domains(numbers: Iterable[int]) -> str:
     """Write domains, such as `domain 3` or `domain 0, 1`."""
     return f"domain {', '.join(str(one) for one in sorted(numbers))}"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    """Write ranks, such as `rank 3` or `ranks 0-2`."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {cpu_list(numbers)}"

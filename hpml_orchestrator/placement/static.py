@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.topology.model import Core, Topology
 
 __all__ = [
+    "PARTIAL",
     "Form",
     "forms",
     "openmpi_map_by",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 _NOT_BOUND = "the plan binds nothing"
-_PARTIAL = ("NCCL XML", "nvidia-smi topo -m")  # tell of CPUs next to GPUs, and not of cores
+PARTIAL = ("NCCL XML", "nvidia-smi topo -m")  # tell of CPUs next to GPUs, and not of cores
 _NOT_WHOLE = (
     "not all CPUs of the node are the job's, and the launcher may count only those that are"
 )
@@ -194,7 +195,7 @@ def _whole_cores(topology: Topology, plan: Plan) -> tuple[list[list[int]], str]:
     """Return each rank's cores in order, or the reason why whole cores do not say the plan."""
     if not _bound(plan):
         return [], _NOT_BOUND
-    if topology.source in _PARTIAL:
+    if topology.source in PARTIAL:
         return [], f"{topology.source} does not tell of all cores, so that they cannot be counted"
     if not plan.whole:
         return [], _NOT_WHOLE

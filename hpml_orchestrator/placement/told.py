@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.errors import counted
 from hpml_orchestrator.placement.cpulist import cpu_list
 
 if TYPE_CHECKING:
@@ -12,7 +13,16 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.placement.proof import NodeProof, RankProof
 
-__all__ = ["COLUMNS", "node_line", "plan_figures", "plan_lines", "table", "wrong_rows"]
+__all__ = [
+    "COLUMNS",
+    "by_sentence",
+    "node_line",
+    "plan_figures",
+    "plan_lines",
+    "ranks_text",
+    "table",
+    "wrong_rows",
+]
 
 COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG")
 _ROWS_MAX = 64
@@ -45,37 +55,51 @@ def plan_lines(figures: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     lines = []
     bound = [one for _, one in figures if one["policy"] != "none"]
     if bound:
-        cores = _span({count for one in bound for count in one["cores"]}, "core")
-        threads = {count for one in bound for count in one["threads"]}
-        each = f"{cores} and {_span(threads, 'thread')}" if threads else cores
+        each = _each(
+            (count for one in bound for count in one["cores"]),
+            [count for one in bound for count in one["threads"]],
+        )
         policies = ", ".join(dict.fromkeys(str(one["policy"]) for one in bound))
         ranks = sum(int(one["ranks"]) for one in bound)
-        lines.append(f"{_many(ranks, 'rank')} bound ({policies}), {each} each")
-    nodes: dict[str, list[str]] = {}
-    for node, one in figures:
-        for sentence in one["warnings"]:
-            nodes.setdefault(str(sentence), []).append(node)
-    for sentence, where in list(nodes.items())[:_WARNINGS_MAX]:
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        lines.append(f"warning: {where[0]}{more}: {sentence}")
-    if len(nodes) > _WARNINGS_MAX:
-        lines.append(f"… and {len(nodes) - _WARNINGS_MAX} more warnings: `hpml show` has them")
+        lines.append(f"{counted(ranks, 'rank')} bound ({policies}), {each}")
+    warnings = by_sentence((node, one["warnings"]) for node, one in figures)
+    lines += [f"warning: {one}" for one in warnings[:_WARNINGS_MAX]]
+    if len(warnings) > _WARNINGS_MAX:
+        lines.append(f"… and {len(warnings) - _WARNINGS_MAX} more warnings: `hpml show` has them")
     return lines
 
 
+def by_sentence(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """Return each sentence once, behind the node that says it, or how many do.
+
+    >>> by_sentence([("n1", ["odd", "far"]), ("n2", ["far"])])
+    ['n1: odd', 'n1 and 1 more: far']
+    """
+    nodes: dict[str, list[str]] = {}
+    for node, sentences in said:
+        for sentence in dict.fromkeys(sentences):
+            nodes.setdefault(sentence, []).append(node)
+    return [
+        f"{where[0]}{f' and {len(where) - 1} more' * (len(where) > 1)}: {sentence}"
+        for sentence, where in nodes.items()
+    ]
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Return ranks in words, such as `rank 3` or `ranks 0-2`."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {cpu_list(numbers)}"
+
+
 def node_line(proof: NodeProof) -> str:
-    """Return the line about a node whose ranks have begun."""
+    """Return the line about a node of which some ranks are wrong."""
     ranks = proof.ranks
-    count = _many(len(ranks), "rank")
+    count = counted(len(ranks), "rank")
     if len(ranks) != proof.expected:
         count = f"{len(ranks)} of {proof.expected} ranks"
-    if proof.policy == "none":
-        return f"{proof.node}: {count}, not bound"
     wrong = sum(bool(one.wrong) for one in ranks)
-    cores = _span([one.cores for one in ranks], "core")
-    threads = _span([one.threads or 0 for one in ranks], "thread")
-    each = f"{cores} and {threads}" if all(one.threads for one in ranks) else cores
-    return f"{proof.node}: {count} bound ({proof.policy}), {each} each, {wrong} wrong"
+    threads = [one.threads for one in ranks if one.threads]
+    each = _each((one.cores for one in ranks), threads if len(threads) == len(ranks) else ())
+    return f"{proof.node}: {count} bound ({proof.policy}), {each}, {wrong} wrong"
 
 
 def wrong_rows(proof: NodeProof) -> list[tuple[str, ...]]:
@@ -117,11 +141,13 @@ def _short(text: str) -> str:
     return text if len(text) <= _CELL_CHARS else f"{text[: _CELL_CHARS - 1]}…"
 
 
+def _each(cores: Iterable[int], threads: Sequence[int]) -> str:
+    """What each rank has; nothing of threads where they are not known."""
+    held = _span(cores, "core")
+    return f"{held} and {_span(threads, 'thread')} each" if threads else f"{held} each"
+
+
 def _span(numbers: Iterable[int], word: str) -> str:
     found = sorted(set(numbers)) or [0]
     span = str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
     return f"{span} {word}{'' if found == [1] else 's'}"
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

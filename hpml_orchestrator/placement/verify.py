@@ -16,10 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
+from hpml_orchestrator.errors import counted
 from hpml_orchestrator.placement.cpulist import cpu_list
-from hpml_orchestrator.placement.gpus import local_domains
+from hpml_orchestrator.placement.gpus import gpu_name, local_domains
 from hpml_orchestrator.placement.machine import Machine
 from hpml_orchestrator.placement.proof import NodeProof, RankProof
+from hpml_orchestrator.placement.told import ranks_text
 from hpml_orchestrator.placement.visible import visible_devices
 
 if TYPE_CHECKING:
@@ -108,6 +110,9 @@ class _Node:
         self.machine = Machine(topology, None, smt=True)
         self.core_of = {cpu: core.number for core in topology.cores for cpu in core.cpus}
         self.devices = visible_devices(topology, around.visible, around.hidden)
+        # Of several MIG instances a process sees one alone, whatever its list is.
+        known = [one for one in self.devices if one]
+        self.divided = bool(known) and all(one.parent for one in known)
         usable = {self.core_of[cpu] for cpu in around.allowed if cpu in self.core_of}
         self.scarce = len(usable) < len(plan.ranks)
 
@@ -139,14 +144,10 @@ class _Case:
         main = frozenset(seen.main.cpus if seen.main else seen.cpus)
         self.strays = [one for one in seen.others if self.own and not self.own >= set(one.cpus)]
         self.cpus = main.union(*(one.cpus for one in self.strays))
-        # A job that was given no GPUs has none, whatever the node has.
-        none = node.around.visible == ""
-        shown = [] if none else visible_devices(node.topology, seen.visible, node.around.hidden)
-        self.devices = list(shown)
-        # Of several MIG instances a process sees one alone, whatever its list is.
-        given = [one for one in node.devices if one]
-        divided = bool(given) and all(one.parent for one in given)
-        self.hides_gpus = 0 < len(self.devices) < len(node.devices) and not divided
+        # A job that was given no GPUs has none, whatever its ranks' lists show.
+        visible = "" if node.around.visible == "" else seen.visible
+        self.devices = visible_devices(node.topology, visible, node.around.hidden)
+        self.hides_gpus = 0 < len(self.devices) < len(node.devices) and not node.divided
         self.gpu = self.devices[seen.local_rank % len(self.devices)] if self.devices else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
         self.near = local_domains(node.topology, node.machine, self.gpu) if self.gpu else ()
@@ -159,7 +160,7 @@ class _Case:
             rank=seen.rank,
             local_rank=seen.local_rank,
             pid=seen.pid,
-            gpu=_name(self.gpu) if self.gpu else None,
+            gpu=gpu_name(self.gpu) if self.gpu else None,
             uuid=self.gpu.uuid if self.gpu else "",
             cpus=cpu_list(self.cpus),
             cores=len(node.cores(self.cpus)),
@@ -231,8 +232,8 @@ def _cpu_faults(node: _Node, case: _Case, warnings: list[str]) -> list[str]:
         found.append(f"{who}runs on CPUs {cpu_list(main)} alone, not on its own {plan.cpu_list()}")
     elif len(node.cores(main)) < needed:
         found.append(
-            f"has {_count(len(node.cores(main)), 'core')}: itself and "
-            f"{_count(plan.loader_workers, 'loader worker')} need {needed}"
+            f"has {counted(len(node.cores(main)), 'core')}: itself and "
+            f"{counted(plan.loader_workers, 'loader worker')} need {needed}"
         )
     if node.around.verify == "strict" and not found:
         found += _far_faults(node, case)
@@ -252,7 +253,7 @@ def _far_faults(node: _Node, case: _Case) -> list[str]:
         return []
     if set(case.domains) & set(case.near):
         return []
-    near = f"its GPU {_name(case.gpu)} is next to NUMA {cpu_list(case.near)}"
+    near = f"its GPU {gpu_name(case.gpu)} is next to NUMA {cpu_list(case.near)}"
     ask = "ask for whole nodes (resources.exclusive)"
     return [f"runs on {case.place}, {near}, where the job has no CPU: {ask}"]
 
@@ -263,11 +264,11 @@ def _elsewhere(node: _Node, case: _Case) -> str:
     planned = case.plan.distance
     far = case.proof.distance
     if node.plan.policy in _NEAR_POLICIES and case.gpu and far is not None and planned is not None:
-        same = _name(case.gpu) == case.plan.gpu
+        same = gpu_name(case.gpu) == case.plan.gpu
         if (same and far > planned) or not set(case.domains) & set(case.near):
             own = f", its own CPUs are {case.plan.cpu_list()}" if same else ""
             return (
-                f"runs on {case.place}, its GPU {_name(case.gpu)} is next to NUMA "
+                f"runs on {case.place}, its GPU {gpu_name(case.gpu)} is next to NUMA "
                 f"{cpu_list(case.near)}{own}"
             )
     return f"runs on {case.place}, not on its own {case.plan.cpu_list()}"
@@ -309,7 +310,7 @@ def _gpu_faults(node: _Node, case: _Case) -> list[str]:
         found.append(f"sees {', '.join(sorted(shown - given))}, not the job's {told}")
     plan = case.plan
     if case.gpu and plan and plan.gpu and _key(case.gpu) != (plan.gpu, plan.gpu_uuid):
-        found.append(f"has GPU {_name(case.gpu)}, its own is {plan.gpu} {told}")
+        found.append(f"has GPU {gpu_name(case.gpu)}, its own is {plan.gpu} {told}")
     return found
 
 
@@ -323,7 +324,7 @@ def _shared_gpus(node: _Node, cases: Sequence[_Case], told: Sequence[list[str]])
         if len(places) > node.ranks_on_a_gpu:
             for place in places:
                 others = [cases[one].seen.rank for one in places if one != place]
-                told[place].append(f"shares GPU {cases[place].proof.gpu} with {_ranks(others)}")
+                told[place].append(f"shares GPU {cases[place].proof.gpu} with {ranks_text(others)}")
 
 
 def _shared_cores(node: _Node, cases: Sequence[_Case], told: Sequence[list[str]]) -> None:
@@ -345,16 +346,11 @@ def _shared_cores(node: _Node, cases: Sequence[_Case], told: Sequence[list[str]]
             if other != place
         }
         if met:
-            told[place].append(f"shares physical cores with {_ranks(sorted(met))}")
+            told[place].append(f"shares physical cores with {ranks_text(sorted(met))}")
 
 
 def _key(gpu: Gpu) -> tuple[str, str]:
-    return (_name(gpu), gpu.uuid)
-
-
-def _name(gpu: Gpu) -> str:
-    """What a plan calls a GPU."""
-    return gpu.address or gpu.name or str(gpu.index)
+    return (gpu_name(gpu), gpu.uuid)
 
 
 def _process(one: Process) -> str:
@@ -363,11 +359,3 @@ def _process(one: Process) -> str:
 
 def _shown(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {cpu_list(numbers)}"

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.topology.model import Gpu, Topology
 
-__all__ = ["chosen_names", "visible_devices"]
+__all__ = ["VISIBLE_VARIABLES", "chosen_names", "visible_devices"]
+
+VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that list the visible devices, the one that counts first."""
 
 _OLD_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECASE)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cluster.conftest import skip_or_fail
+
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
 
@@ -43,7 +45,7 @@ def seen(
 ) -> dict[str, list[dict[str, Any]]]:
     """What the processes of each launcher found."""
     if not BIND.exists():
-        pytest.skip(f"no {BIND}")
+        skip_or_fail(f"not installed: {BIND}")
     directory = tmp_path_factory.mktemp("alone")
     (directory / "tell.py").write_text(TELL)
     (directory / "job.sh").write_text(
@@ -81,7 +83,7 @@ def test_ranks_share_out_what_they_have_in_common(
 ) -> None:
     """Two ranks: their numbers are the launcher's, and no CPU is with both while there are two."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
-        pytest.skip("no mpirun found: not tested with it")
+        skip_or_fail("not installed: mpirun (Debian: openmpi-bin)")
     ranks = seen[launcher]
     assert [(one["RANK"], one["LOCAL_RANK"]) for one in ranks] == [("0", "0"), ("1", "1")]
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in ranks} == {("2", "2")}

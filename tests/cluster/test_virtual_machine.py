@@ -244,7 +244,7 @@ def test_a_mask_set_inside_a_task_is_seen_from_outside(dgx: SlurmCluster, tmp_pa
 def test_mpirun_binds_to_the_virtual_cores_of_two_nodes(dgx: SlurmCluster, tmp_path: Path) -> None:
     """Open MPI inside a job finds the machine, binds its ranks and reports what they then have."""
     if shutil.which("mpirun") is None:
-        pytest.skip("no mpirun (Debian: openmpi-bin)")
+        skip_or_fail("not installed: mpirun (Debian: openmpi-bin)")
     script = (
         "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\n"
         "mpirun -np 4 --map-by ppr:1:socket --bind-to core --report-bindings "

@@ -48,12 +48,7 @@ static int maps_shown(int file, const char *path) {
         memcpy(copy + used, line, all);
         used += all;
     }
-    int flags = fcntl(file, F_GETFD);
-    int other = memfd_create("numa_maps", flags & FD_CLOEXEC ? MFD_CLOEXEC : 0);
-    if (other < 0) goto keep;
-    if (write(other, copy, used) == (ssize_t)used && lseek(other, 0, SEEK_SET) == 0)
-        dup3(other, file, flags & FD_CLOEXEC ? O_CLOEXEC : 0);
-    close(other);
+    put_in_place(file, "numa_maps", copy, used);
 keep:
     errno = error;
     return file;

@@ -55,6 +55,17 @@ static size_t changed(char *to, size_t size, const char *line, size_t length,
     return 0;
 }
 
+/* The file behind a descriptor becomes a copy in memory. The number stays: the caller may count on
+ * getting the lowest one. Where anything fails the file stays what it was. */
+static void put_in_place(int file, const char *name, const char *copy, size_t size) {
+    int flags = fcntl(file, F_GETFD);
+    int other = memfd_create(name, flags & FD_CLOEXEC ? MFD_CLOEXEC : 0);
+    if (other < 0) return;
+    if (write(other, copy, size) == (ssize_t)size && lseek(other, 0, SEEK_SET) == 0)
+        dup3(other, file, flags & FD_CLOEXEC ? O_CLOEXEC : 0);
+    close(other);
+}
+
 /* Returns the descriptor, or in its place one of a copy that shows the machine. */
 static int shown(int file) {
     struct statfs system;
@@ -81,19 +92,7 @@ static int shown(int file) {
         used += more;
         line += length + (end ? 1 : 0);
     }
-    int flags = fcntl(file, F_GETFD);
-    int other = memfd_create("status", flags & FD_CLOEXEC ? MFD_CLOEXEC : 0);
-    if (other < 0) goto keep;
-    if (write(other, copy, used) != (ssize_t)used || lseek(other, 0, SEEK_SET) != 0) {
-        close(other);
-        goto keep;
-    }
-    /* The same number: the caller may count on getting the lowest one. */
-    if (dup3(other, file, flags & FD_CLOEXEC ? O_CLOEXEC : 0) < 0) {
-        close(other);
-        goto keep;
-    }
-    close(other);
+    put_in_place(file, "status", copy, used);
 keep:
     errno = error;
     return file;

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cluster.conftest import skip_or_fail
+
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Shell
 
@@ -24,10 +26,14 @@ def _open_mpi() -> bool:
     return "Open MPI" in told.stdout
 
 
-pytestmark = [
-    pytest.mark.xdist_group("local runs"),
-    pytest.mark.skipif(not _open_mpi(), reason="mpirun of Open MPI is not installed"),
-]
+pytestmark = pytest.mark.xdist_group("local runs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mpirun() -> None:
+    """Without it there is nothing to test here."""
+    if not _open_mpi():
+        skip_or_fail("not installed: mpirun of Open MPI (Debian: openmpi-bin)")
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from hpml_orchestrator.packing import PackRequest, PackResult, pack, verify
 from hpml_orchestrator.packing import layout as layout_module
 from hpml_orchestrator.packing import pack as pack_function
 from hpml_orchestrator.packing import shards as shards_module
-from hpml_orchestrator.packing.pool import Tell, in_parallel
 from hpml_orchestrator.packing.stripe import stripe
+from hpml_orchestrator.staging.pool import Tell, in_parallel
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 pack_module = sys.modules[pack_function.__module__]
