@@ -1,0 +1,105 @@
+"""Digests of staged data: XXH3-128 where the interpreter has xxhash, else BLAKE2b with 128 bits.
+
+The node agent runs without site-packages; xxhash is looked for beside its interpreter all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+__all__ = [
+    "DIGEST_BYTES",
+    "PIECE_BYTES",
+    "Buffer",
+    "Digest",
+    "Hashing",
+    "file_digest",
+    "hashing",
+    "hashing_named",
+]
+
+DIGEST_BYTES = 16
+PIECE_BYTES = 256 << 20
+"""Larger files are hashed in pieces of this size, so that several processes can share them."""
+
+Buffer = Union[bytes, bytearray, memoryview]
+
+
+class Digest(Protocol):
+    """A digest that is being made."""
+
+    def update(self, data: Any, /) -> object:
+        """Take more data."""
+
+    def digest(self) -> bytes:
+        """Return the 16 bytes."""
+
+
+class Hashing(NamedTuple):
+    """A way to hash; `name` is "xxh3_128" or "blake2b_128"."""
+
+    name: str
+    new: Callable[[], Digest]
+
+
+def _blake2b() -> Digest:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+@functools.lru_cache(maxsize=None)
+def hashing() -> Hashing:
+    """Return the fastest hashing that this interpreter has."""
+    return hashing_named("xxh3_128") or Hashing("blake2b_128", _blake2b)
+
+
+def hashing_named(name: str) -> Hashing | None:
+    """Return a hashing by its name; None where this interpreter does not have it."""
+    if name == "blake2b_128":
+        return Hashing(name, _blake2b)
+    module = _xxhash()
+    return Hashing(name, module.xxh3_128) if name == "xxh3_128" and module else None
+
+
+def file_digest(pieces: Sequence[bytes], how: Hashing) -> bytes:
+    """Return a file's digest from those of its pieces of PIECE_BYTES, in order.
+
+    That of the only piece, or the digest of the pieces' digests one behind the other. An empty
+    file has one empty piece.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    whole = how.new()
+    whole.update(b"".join(pieces))
+    return whole.digest()
+
+
+def _xxhash() -> ModuleType | None:
+    try:
+        return importlib.import_module("xxhash")
+    except ImportError:
+        pass
+    prefix = os.path.dirname(os.path.dirname(sys.executable))
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    places = [f"{prefix}/{lib}/{version}/site-packages" for lib in ("lib", "lib64")]
+    spec = importlib.machinery.PathFinder.find_spec("xxhash", places)
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["xxhash"] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError:  # of another Python
+        del sys.modules["xxhash"]
+        return None
+    return module
