@@ -44,6 +44,8 @@ class StageRequest:
         kind: "tree", "file", "tar" (is unpacked), or "auto": directory -> tree, .tar, .tar.gz,
             .tgz, .tar.xz, .tar.bz2 -> tar, any other file -> file.
         target: "shm" (RAM), "local" (the node's disk) or an absolute directory on the node.
+        keep: leave it in the node's cache for later jobs, rather than remove it with the job.
+        outside_links: take symbolic links that leave the tree as they are; else they are refused.
 
     Raises:
         InputError: a field is wrong; names the field.
@@ -53,6 +55,8 @@ class StageRequest:
     source: str
     kind: str = "auto"
     target: str = "local"
+    keep: bool = False
+    outside_links: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -82,8 +86,14 @@ class StageResult:
         bytes: sum of the sizes of its regular files, each inode counted once.
         files: number of its regular files, each name counted.
         seconds: wall time that this call took, waiting for another stager included.
-        method: "copy" or "unpack": how the data came here.
+        method: how the data came here: "copy", "unpack", "chain", "sbcast" or "partition".
         reused: the data was there already; this call copied nothing.
+        digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" when it was not hashed.
+        kept: it stays in the node's cache after the job.
+        private: later jobs cannot find it, because the base is this job's own; says why.
+        read_seconds: time that the workers spent reading the source, summed over all of them.
+        write_seconds: likewise writing.
+        workers: processes times threads that copied.
     """
 
     name: str
@@ -93,6 +103,17 @@ class StageResult:
     seconds: float
     method: str
     reused: bool
+    digest: str = ""
+    kept: bool = False
+    private: str = ""
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    workers: int = 1
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of this call; 0 when nothing was copied."""
+        return 0.0 if self.reused or not self.seconds else self.bytes / self.seconds
 
 
 class Stager(Protocol):
