@@ -57,7 +57,7 @@ def _blake2b() -> Digest:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def hashing() -> Hashing:
     """Return the fastest hashing that this interpreter has."""
     return hashing_named("xxh3_128") or Hashing("blake2b_128", _blake2b)
