@@ -59,6 +59,7 @@ def test_a_run_ends_with_its_summary(shell: Shell, completed: tuple[Result, str]
     assert lines["run"] == f"{sid}  COMPLETED"
     assert lines["staged"].startswith("1 file, 100 B (100 bytes)")
     assert re.search(r"staging \d+\.\d\d s", lines["phases"])
+    assert re.search(r"running \d+\.\d\d s, end \d", lines["phases"])
     assert lines["record"] == f"{shell.records}/runs/{sid}"
     assert "hpml: COMPLETED" in told.err
     assert list((shell.root / "t").iterdir()) == []
