@@ -12,10 +12,27 @@ from hpml_orchestrator.records.files import fsync_dir
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TEMPORARY", "publish", "write_all"]
+__all__ = ["TEMPORARY", "new_file", "publish", "write_all"]
 
 TEMPORARY = ".writing"
 """How the name of a file ends that is being written."""
+
+
+@contextlib.contextmanager
+def new_file(directory: str, name: str) -> Iterator[tuple[int, str]]:
+    """Yield a new file's descriptor and path; it is removed behind the block if it is still there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd, temporary
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
 
 @contextlib.contextmanager
@@ -25,19 +42,10 @@ def publish(directory: str, name: str) -> Iterator[int]:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            yield fd
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with new_file(directory, name) as (fd, temporary):
+        yield fd
+        os.fsync(fd)
         os.rename(temporary, os.path.join(directory, name))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
     fsync_dir(directory)
 
 

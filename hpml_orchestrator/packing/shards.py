@@ -19,6 +19,8 @@ from hpml_orchestrator.packing.layout import TREE_FILE, file_header
 from hpml_orchestrator.staging.faults import FULL, TRANSIENT, Retry, shown, why
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpml_orchestrator.packing.layout import Layout, Shard
     from hpml_orchestrator.staging.plan import Entry
     from hpml_orchestrator.staging.pool import Tell
@@ -57,10 +59,17 @@ class Part:
 
 
 class ShardWriter:
-    """Writes archives of a layout; called in worker processes."""
+    """Writes archives of a layout; called in worker processes.
 
-    def __init__(self, layout: Layout, directory: str) -> None:
+    Args:
+        layout: the whole pack.
+        directory: of the pack.
+        check: raises where the directory is no longer this process's to write in.
+    """
+
+    def __init__(self, layout: Layout, directory: str, check: Callable[[], None]) -> None:
         self._layout = layout
+        self._check = check
         self._directory = directory
         self._root = os.open(layout.tree.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._retry = Retry(time.sleep, lambda: False)
@@ -124,6 +133,7 @@ class ShardWriter:
                 raise StagingError(f"{shard.file} has {out.bytes} bytes, planned: {shard.bytes}")
             part.bytes, part.digest = out.bytes, out.digest.hexdigest()
             part.digests = b"".join(digests).hex()
+            self._check()
             _write_part(self._directory, shard, part)
         return part
 
