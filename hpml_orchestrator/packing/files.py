@@ -36,17 +36,24 @@ def new_file(directory: str, name: str) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def publish(directory: str, name: str) -> Iterator[int]:
+def publish(directory: str, name: str, *, durable: bool = True) -> Iterator[int]:
     """Yield a new file's descriptor; the file gets its name when the block ends without an error.
+
+    Args:
+        directory: where it is to be.
+        name: of the file.
+        durable: whether it outlives a power failure, whole; else it may be gone or damaged then.
 
     Raises:
         OSError: it cannot be written.
     """
     with new_file(directory, name) as (fd, temporary):
         yield fd
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
         os.rename(temporary, os.path.join(directory, name))
-    fsync_dir(directory)
+    if durable:
+        fsync_dir(directory)
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
