@@ -213,6 +213,7 @@ def run(
         out=sys.stderr if as_json else sys.stdout,
         output=not submission.is_array(),
         end_line=True,
+        summary=not as_json,
     )
     finish(state, as_json=as_json)
 

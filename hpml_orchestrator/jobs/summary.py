@@ -49,6 +49,8 @@ class Summary:
         samples_per_second: of all ranks: what the result says, else from the counters since the
             warm-up ended; None if neither tells.
         binding: whether the ranks ran where they should, in one line; empty if nothing tells.
+        binding_failed: whether the job failed for that; its output and `hpml show` tell of each
+            rank.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Summary:
     data_wait_ratio: float | None = None
     samples_per_second: float | None = None
     binding: str = ""
+    binding_failed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -83,6 +86,7 @@ def summarise(state: State) -> Summary:
     result.pop("final", None)
     queued = _first(events).get("queued")
     bindings = attempt.bindings()
+    bound = binding_of(state)
     ends = [] if state.ended is None else [state.ended]
     if attempt.ended is not None:
         # The scheduler's word may be rounded; the script's comes before the scheduler clears up.
@@ -109,7 +113,8 @@ def summarise(state: State) -> Summary:
             if "samples_per_second" in result
             else _rate(events)
         ),
-        binding=binding_of(state).line,
+        binding=bound.line,
+        binding_failed=bound.fatal,
     )
 
 
