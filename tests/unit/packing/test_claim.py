@@ -44,7 +44,8 @@ except StagingError as error:
 def other_host(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """An hpml of another host in the middle of packing `tree` into `pack`."""
     tree = grow(tmp_path / "tree", 1500)
-    words = [sys.executable, "-c", OTHER_HOST, str(tree), str(tmp_path / "pack"), tmp_path / "go"]
+    pack_, go = str(tmp_path / "pack"), str(tmp_path / "go")
+    words = [sys.executable, "-c", OTHER_HOST, str(tree), pack_, go]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "packing\n"
