@@ -180,15 +180,16 @@ class Cache:
     def obtain(
         self,
         key: str,
-        check: Callable[[Entry], Manifest | None],
-        fill: Callable[[Entry, NameLock], Manifest] | None,
+        check: Callable[[str], Manifest | None],
+        fill: Callable[[str, str, NameLock], Manifest] | None,
     ) -> Obtained | None:
         """Return the entry with whole data in it: found, waited for, or made.
 
         Args:
             key: see `entry_key`.
-            check: returns the manifest of published data that is whole, else None.
-            fill: publishes the data in the entry; None: do not make one, only look for it.
+            check: returns the manifest of the data at a path if that is whole, else None.
+            fill: publishes data by a name in a directory, and tells the lock how far it is; None:
+                do not make an entry, only look for it.
 
         Returns:
             None when there is none and none is to be made, and when the entry is damaged but other
@@ -212,8 +213,8 @@ class Cache:
     def _obtain(
         self,
         entry: Entry,
-        check: Callable[[Entry], Manifest | None],
-        fill: Callable[[Entry, NameLock], Manifest] | None,
+        check: Callable[[str], Manifest | None],
+        fill: Callable[[str, str, NameLock], Manifest] | None,
     ) -> Obtained | None:
         lock = NameLock(
             f"{entry.path}/.{DATA}.lock", self._retry, self._sleep, on_wait=self._on_progress
@@ -222,7 +223,7 @@ class Cache:
             for name in os.listdir(entry.path):
                 if name.startswith(f".{DATA}.partial-"):
                     remove_tree(f"{entry.path}/{name}")
-            manifest = check(entry)
+            manifest = check(entry.data)
             if manifest is not None:
                 return Obtained(entry, manifest, reused=True)
             if os.path.lexists(entry.data) and not self._take_away(entry):
@@ -231,7 +232,7 @@ class Cache:
                 return None
             lock.raise_reason("another job failed to stage the same data")
             try:
-                return Obtained(entry, fill(entry, lock), reused=False)
+                return Obtained(entry, fill(entry.path, DATA, lock), reused=False)
             except StagingStopped:
                 raise  # the next one that waits takes over
             except Exception as error:
@@ -286,6 +287,12 @@ class Cache:
         if trash:
             self._root.sweep([trash])
         return bool(trash)
+
+    def most_room(self, room: Room) -> Room:
+        """Return the room that there would be without the entries that nothing uses."""
+        found = [published_manifest(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
+        more = sum(manifest.bytes for manifest in found if manifest is not None)
+        return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
         """Remove entries that nothing uses, least recently used first, until a need is met.
