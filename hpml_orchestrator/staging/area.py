@@ -119,7 +119,8 @@ class StagingArea:
         """Remove what dead jobs of this user left under this base.
 
         A job directory stays when its owner lives or cannot be judged, when a process holds its
-        lease, or when it is this area's own.
+        lease, or when it is this area's own. Of the cache only goes what a killed stager never
+        finished.
 
         Returns:
             The job keys that were removed.
@@ -136,6 +137,9 @@ class StagingArea:
                 if retired:
                     removed.append(name)
                     trash.append(retired)
+            for key in self.place.cache_keys() if there else []:
+                if not os.path.lexists(f"{self.place.cache}/{key}/data"):
+                    trash.extend(filter(None, [self.place.retire(f"{self.place.cache}/{key}")]))
         self.place.sweep(trash)
         return removed
 

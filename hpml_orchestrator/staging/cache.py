@@ -24,6 +24,7 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_manifest
@@ -249,11 +250,12 @@ class Cache:
         with self._root.hold(create=create) as there, as_staging_error(path):
             if not there:
                 return None
-            if not os.path.lexists(path):
-                if not create:
-                    return None
+            if create:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._root.cache, 0o700)
+            if key not in self._root.cache_keys():
+                if not create:
+                    return None
                 new_directory(self._root, path, self._owner)
             lease = os.open(f"{path}/{LEASE}", FILE, 0o600)
             fcntl.flock(lease, fcntl.LOCK_SH)
@@ -281,7 +283,7 @@ class Cache:
         """
         path = f"{self._root.cache}/{key}"
         with self._root.hold(create=False) as there, as_staging_error(path):
-            if not there or not os.path.lexists(path) or self._users(key):
+            if not there or key not in self._root.cache_keys() or self._users(key):
                 return False
             trash = self._root.retire(path)
         if trash:
@@ -303,7 +305,7 @@ class Cache:
             the sources of what was removed.
 
         Raises:
-            StagingError: an entry cannot be removed.
+            StagingError: the root is not ours to use.
         """
         room = measure()
         if fits(need, room):
@@ -317,8 +319,9 @@ class Cache:
         removed = []
         for key in idle:
             manifest = published_manifest(f"{self._root.cache}/{key}/{DATA}")
-            if self.remove(key):
-                removed.append(manifest.source if manifest else key)
+            with contextlib.suppress(StagingError):  # one that resists must not stop the others
+                if self.remove(key):
+                    removed.append(manifest.source if manifest else key)
             if fits(need, measure()):
                 break
         return removed

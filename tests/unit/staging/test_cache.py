@@ -122,9 +122,7 @@ def test_eight_jobs_copy_different_data_at_once(
 
 
 class Slow:
-    """A copier that can be watched and stopped in the middle; in place of the real one, which is
-    over before a test can act.
-    """
+    """A copier that takes its time; the real one is over before a test can act."""
 
     def __init__(self, seconds: float, fault: str = "") -> None:
         self.seconds = seconds
@@ -214,6 +212,26 @@ def test_waiters_take_over_from_a_hundred_killed_copiers(
 ) -> None:
     """The same a hundred times over."""
     kill_copiers(base, start, 100)
+
+
+def test_what_a_killed_copier_left_goes_with_the_next_job(
+    base: Path, source: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """Nobody waits and nobody asks for the same data again: nothing stays all the same."""
+    fill, told = Slow(60), FORK.Queue()
+    job = start(obtain, "0.0", base, fill, told)
+    begun(fill)
+    bystander = stager(base, "1.0")
+    bystander.stage(kept(source))
+    assert len(entries(base)) == 2, "it is being copied"
+    job.kill()
+    job.join()
+    nextone = stager(base, "2.0")
+    nextone.stage(kept(source))
+    assert len(entries(base)) == 1
+    assert leftovers(base) == []
+    for one in (bystander, nextone):
+        one.cleanup()
 
 
 def test_a_failed_copy_is_told_to_all_who_waited(
@@ -411,7 +429,21 @@ def test_cleaning_up_does_not_follow_links(base: Path, source: Path, tmp_path: P
     data = entries(base)[0] / "data"
     (data / "stray").symlink_to(outside)
     mine.cleanup()
-    assert contents(data) == contents(source) | {}
+    assert contents(data) == contents(source)
     assert cache(base, "2.0").remove(data.parent.name)
     assert os.listdir(outside) == ["kept"]
     assert os.listdir(base) == []
+
+
+def test_a_cache_that_is_a_link_is_not_used(base: Path, source: Path, tmp_path: Path) -> None:
+    """What is in it would lie outside the root: nothing is put there or removed."""
+    outside = tmp_path / "outside"
+    (outside / KEY / "data").mkdir(parents=True)
+    mine = stager(base, "1.0")
+    Path(mine.area("shm").root, ".cache").symlink_to(outside)
+    with pytest.raises(StagingError, match="is a link or a file: not used"):
+        mine.stage(kept(source))
+    with pytest.raises(StagingError, match="not used"):
+        cache(base, "1.0").remove(KEY)
+    assert os.listdir(outside) == [KEY]
+    mine.cleanup()

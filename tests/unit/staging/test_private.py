@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import hpml_orchestrator
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.private import parse_mounts, private_reason, reason_from
-
 
 # Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by
 # process 1 meanwhile; lines of other file systems and the machine's own names are left out.
