@@ -1,12 +1,14 @@
 """One job's directory on a node, and its end.
 
-{base}/hpml-{uid}/{job_key}/
-    .owner.json               the process that answers for it
-    .lease                    shared flock: in use
-    .{name}.lock              one stager for this name at a time
-    .{name}.manifest.json     what was published
-    .{name}.partial-*         a copy that is being made, or was when its stager died
-    {name}/                   the data, or a link to ../.cache/{key}/data
+    {base}/hpml-{uid}/{job_key}/
+        .owner.json               the process that answers for it
+        .lease                    shared flock: in use
+        .{name}.lock              one stager for this name at a time
+        .{name}.manifest          what was published
+        .{name}.partial-*         a copy that is being made, or was when its stager died
+        {name}/                   the data, or a link to ../.cache/{key}/data
+
+The root that it lies in, and what else lies there, is told in root.py.
 """
 
 from __future__ import annotations

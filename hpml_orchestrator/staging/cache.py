@@ -4,7 +4,7 @@
         .owner.json            the process that made it
         .lease                 shared flock: in use; its modification time: last used
         .data.lock             one stager at a time
-        .data.manifest.json    what was published
+        .data.manifest    what was published
         .data.partial-*        a copy that is being made, or was when its stager died
         data/
 
@@ -28,7 +28,7 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_manifest
-from hpml_orchestrator.staging.namelock import NameLock
+from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.root import (
     CACHE,
@@ -183,6 +183,8 @@ class Cache:
         key: str,
         check: Callable[[str], Manifest | None],
         fill: Callable[[str, str, NameLock], Manifest] | None,
+        *,
+        waits: bool = True,
     ) -> Obtained | None:
         """Return the entry with whole data in it: found, waited for, or made.
 
@@ -191,10 +193,12 @@ class Cache:
             check: returns the manifest of the data at a path if that is whole, else None.
             fill: publishes data by a name in a directory, and tells the lock how far it is; None:
                 do not make an entry, only look for it.
+            waits: until another job's copy is done. Two jobs that copy from node to node could wait
+                for each other on different nodes: they must not.
 
         Returns:
-            None when there is none and none is to be made, and when the entry is damaged but other
-            jobs use it: it stays theirs.
+            None when there is none and none is to be made, when the entry is damaged but other
+            jobs use it (it stays theirs), and when another job is busy with it and `waits` is not.
 
         Raises:
             StagingError: the copy failed, here or in the job that this one waited for.
@@ -203,7 +207,9 @@ class Cache:
         if entry is None:
             return None
         try:
-            obtained = self._obtain(entry, check, fill)
+            obtained = self._obtain(entry, check, fill, waits=waits)
+        except BusyError:
+            obtained = None
         except BaseException:
             self._leave(entry)
             raise
@@ -216,9 +222,15 @@ class Cache:
         entry: Entry,
         check: Callable[[str], Manifest | None],
         fill: Callable[[str, str, NameLock], Manifest] | None,
+        *,
+        waits: bool,
     ) -> Obtained | None:
         lock = NameLock(
-            f"{entry.path}/.{DATA}.lock", self._retry, self._sleep, on_wait=self._on_progress
+            f"{entry.path}/.{DATA}.lock",
+            self._retry,
+            self._sleep,
+            on_wait=self._on_progress,
+            waits=waits,
         )
         with lock, as_staging_error(entry.path):
             for name in os.listdir(entry.path):

@@ -12,7 +12,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.staging.cache import entry_users, last_used
 from hpml_orchestrator.staging.faults import why
-from hpml_orchestrator.staging.manifest import measure, published_manifest
+from hpml_orchestrator.staging.manifest import is_whole, measure, published_manifest
 from hpml_orchestrator.staging.root import Root, as_staging_error
 
 if TYPE_CHECKING:
@@ -232,10 +232,10 @@ def _described(staged: Staged) -> Staged:
         manifest = published_manifest(staged.path)
         if manifest is None:
             return replace(staged, bytes=found_bytes, files=found_files)
-        whole = (found_bytes, found_files) == (manifest.bytes, manifest.files)
         return replace(
             staged,
-            state="ok" if whole else "damaged",
+            state="ok" if is_whole(staged.path, manifest) else "damaged",
+            digest=manifest.digest,
             source=manifest.source,
             kind=manifest.kind,
             method=manifest.method,

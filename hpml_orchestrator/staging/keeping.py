@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.cache import Cache, entry_key, linked_key
-from hpml_orchestrator.staging.manifest import measure, published_manifest
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.staging.area import StagingArea
     from hpml_orchestrator.staging.cache import Entry
+    from hpml_orchestrator.staging.delivery import Delivery
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.namelock import NameLock
-    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import OnProgress
-    from hpml_orchestrator.staging.request import StageRequest
 
-__all__ = ["Keeper", "Kept", "whole"]
-
-
-class Kept(NamedTuple):
-    """Data of an entry that a job's path leads to now."""
-
-    manifest: Manifest
-    reused: bool
+__all__ = ["Keeper", "whole"]
 
 
 class Keeper:
@@ -84,41 +76,55 @@ class Keeper:
 
     def obtain(
         self,
-        request: StageRequest,
-        kind: str,
-        plan: Plan,
+        delivery: Delivery,
         area: StagingArea,
-        fill: Callable[[str, str, NameLock], Manifest] | None,
-    ) -> Kept | None:
+        *,
+        hashed: bool,
+        job_lock: NameLock,
+        keeps: bool,
+    ) -> Manifest | None:
         """Make the job's name lead to an entry with the data: found, waited for, or made.
 
         Args:
-            request: what the job wants.
-            kind: of the source, as `kind_of` tells.
-            plan: of the source as it is now.
+            delivery: of what the job wants.
             area: the job's directory.
-            fill: publishes the data by a name in a directory; None: only look for it.
+            hashed: only data with digests will do, and what is made gets them.
+            job_lock: told how far a copy is.
+            keeps: make an entry if there is none.
 
         Returns:
-            None when there is none and none is to be made, and when the entry is damaged but other
-            jobs use it.
+            None when there is none and none is to be made, when the entry is damaged but other
+            jobs use it, and when waiting for another job could hold up other nodes.
 
         Raises:
             StagingError: the copy failed, here or in the job that this one waited for.
             OSError: the source or the job's directory cannot be used.
         """
-        options = ["outside_links"] if request.outside_links else []
-        key = entry_key(plan, source=request.source, kind=kind, options=options)
-        obtained = self.cache(area).obtain(key, whole, fill)
-        if obtained is None:
-            return None
-        try:
-            obtained.entry.link_from(area.path_of(request.name))
-        except BaseException:
-            obtained.entry.release()
-            raise
-        self._hold(obtained.entry)
-        return Kept(obtained.manifest, obtained.reused)
+        request = delivery.request
+
+        def fill(directory: str, name: str, lock: NameLock) -> Manifest:
+            return delivery.publish(directory, name, job_lock, lock)
+
+        for digests in (True,) if hashed else (True, False):
+            options = [f"outside_links={request.outside_links}", f"hash={digests}"]
+            key = entry_key(
+                delivery.plan(), source=request.source, kind=delivery.supply.kind, options=options
+            )
+            obtained = delivery.cache.obtain(
+                key,
+                whole,
+                fill if keeps and digests == hashed else None,
+                waits=not delivery.is_collective,
+            )
+            if obtained is not None:
+                try:
+                    obtained.entry.link_from(area.path_of(request.name))
+                except BaseException:
+                    obtained.entry.release()
+                    raise
+                self._hold(obtained.entry)
+                return obtained.manifest
+        return None
 
     def release(self) -> None:
         """Give up all leases; the data stays until its room is needed."""
@@ -135,8 +141,6 @@ class Keeper:
 
 
 def whole(data: str) -> Manifest | None:
-    """Return the manifest of published data if its sizes and count are right, else None."""
+    """Return the manifest of published data if its names and sizes are right, else None."""
     manifest = published_manifest(data)
-    if manifest is None or not os.path.isdir(data):
-        return None
-    return manifest if measure(data) == (manifest.bytes, manifest.files) else None
+    return manifest if manifest is not None and is_whole(data, manifest) else None

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
-from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.archive import scan_archive, unpack_archive
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import linked_key
-from hpml_orchestrator.staging.capacity import Room, check_room, room_at
+from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.delivery import Delivery, partial_path
+from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.keeping import Keeper, Kept, whole
-from hpml_orchestrator.staging.manifest import Manifest, manifest_path, published_manifest
+from hpml_orchestrator.staging.keeping import Keeper
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.namelock import NameLock
-from hpml_orchestrator.staging.plan import Plan, scan_file, scan_tree
 from hpml_orchestrator.staging.private import private_reason
-from hpml_orchestrator.staging.progress import OnProgress, Progress
-from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult, kind_of
-from hpml_orchestrator.staging.transfer import Copier
+from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
+from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import LocalSupply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpml_orchestrator.staging.manifest import Manifest
+    from hpml_orchestrator.staging.progress import OnProgress
+    from hpml_orchestrator.staging.supply import Supply
+
 __all__ = ["CopyStager"]
 
-_MOST_THREADS = 16
-_THREADS_PER_CPU = 4
+T = TypeVar("T")
 
 
 def _never() -> bool:
@@ -39,7 +40,7 @@ def _never() -> bool:
 
 
 class CopyStager:
-    """A `Stager` that copies files with sendfile and unpacks archives itself.
+    """A `Stager` that fills a directory beside the final one, and renames it when it is whole.
 
     Args:
         job_key: names the job on this node.
@@ -49,9 +50,11 @@ class CopyStager:
         should_stop: asked per file and per MiB; True ends staging with StagingStopped.
         on_progress: told (bytes, files, bytes in all, files in all) at most once a second.
         room: measures the room in a directory.
-        threads: most threads of a copy; min(16, 4 * CPUs) when left out.
         job_id: as Slurm counts, to tell bases that are this job's own; its own variable when left
             out.
+
+    Attributes:
+        options: how the engine copies; may be set between requests.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class CopyStager:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         room: Callable[[str], Room] = room_at,
-        threads: int | None = None,
+        options: EngineOptions | None = None,
         job_id: str | None = None,
     ) -> None:
         self._job_key = job_key
@@ -78,16 +81,21 @@ class CopyStager:
         self._sleep = sleep
         self._clock = clock
         self._room = room
-        cpus = len(os.sched_getaffinity(0))
-        self._threads = threads or min(_MOST_THREADS, _THREADS_PER_CPU * cpus)
+        self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
 
-    def stage(self, request: StageRequest) -> StageResult:
+    def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, or find it published already.
 
         The first request for a base also removes there what dead jobs of this user left.
+
+        Args:
+            request: what is wanted, and where.
+            supply: brings the data; this node reads the source by itself when it is left out.
+                It is closed in any case. One of all nodes is planned, then told by `fill`, `reuse`
+                or `fail` what comes of it here.
 
         Raises:
             CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
@@ -96,45 +104,96 @@ class CopyStager:
             StagingError: anything else; nothing is published and nothing is left half-done.
         """
         start = self._clock()
-        self._retry.check_stop()
-        area = self.area(request.target)
-        try:
-            kind = self._retry(lambda: kind_of(request))
-            _check_apart(request, area)
-        except OSError as error:
-            raise _cannot(request, error) from error
-        private = private_reason(area.base, self._job_id)
-        evicted: list[str] = []
+        with contextlib.ExitStack() as stack:
+            if supply is not None:
+                stack.callback(supply.close)
+            self._retry.check_stop()
+            area = self.area(request.target)
+            cache = self._keeper.cache(area)
+            room = self._look(lambda: cache.most_room(self._room(area.job_dir)), request)
+            self._look(lambda: _check_apart(request, area), request)
+            if supply is None:
+                supply = self._look(lambda: self._local(request, room), request)
+                stack.callback(supply.close)
+            delivery = Delivery(
+                request,
+                supply,
+                cache,
+                area.base,
+                self._room,
+                self._retry,
+                self._on_progress,
+                self._clock,
+            )
+            private = private_reason(area.base, self._job_id)
+            manifest = self._deliver(delivery, area, keeps=request.keep and not private)
+        path, copied = area.path_of(request.name), delivery.copied
+        return StageResult(
+            name=request.name,
+            path=path,
+            bytes=manifest.bytes,
+            files=manifest.files,
+            seconds=self._clock() - start,
+            method=manifest.method,
+            reused=copied is None,
+            digest=manifest.digest,
+            kept=bool(linked_key(path)),
+            private=private,
+            read_seconds=copied.read_seconds if copied else 0.0,
+            write_seconds=copied.write_seconds if copied else 0.0,
+            workers=copied.workers if copied else 1,
+            evicted=tuple(delivery.evicted),
+        )
+
+    def _deliver(self, delivery: Delivery, area: StagingArea, *, keeps: bool) -> Manifest:
+        """Let the job's name lead to the data, and tell all who wait what came of it."""
+        request = delivery.request
         with NameLock(
             f"{area.job_dir}/.{request.name}.lock",
             self._retry,
             self._sleep,
             on_wait=self._on_progress,
         ) as lock:
-            manifest = self._published(request, kind, area)
-            reused = manifest is not None
-            if manifest is None:
-                lock.raise_reason("another process of this job failed")
-                try:
-                    keeps = request.keep and not private
-                    manifest, reused = self._bring(
-                        request, kind, area, lock, keeps=keeps, evicted=evicted
-                    )
-                except BaseException as error:
-                    lock.fail(str(error) or type(error).__name__)
-                    raise
-        return StageResult(
-            name=request.name,
-            path=area.path_of(request.name),
-            bytes=manifest.bytes,
-            files=manifest.files,
-            seconds=self._clock() - start,
-            method=manifest.method,
-            reused=reused,
-            kept=bool(linked_key(area.path_of(request.name))),
-            private=private,
-            evicted=tuple(evicted),
-        )
+            try:
+                if delivery.is_collective:
+                    delivery.plan()
+                manifest = self._published(request, delivery.supply.kind, area)
+                if manifest is None:
+                    lock.raise_reason("another process of this job failed")
+                    manifest = self._bring(delivery, area, lock, keeps=keeps)
+                if delivery.copied is None:
+                    delivery.reuse()
+            except BaseException as error:
+                reason = str(error) or type(error).__name__
+                if not lock.holders_reason:
+                    lock.fail(reason)
+                delivery.fail(reason)
+                if isinstance(error, (OSError, HpmlError)):
+                    raise _as_told(request, error) from error
+                raise
+        return manifest
+
+    def _bring(
+        self, delivery: Delivery, area: StagingArea, lock: NameLock, *, keeps: bool
+    ) -> Manifest:
+        """Find the data in the cache, or publish it: there when it is to be kept."""
+        if not delivery.plan().at_least:
+            kept = self._keeper.obtain(
+                delivery, area, hashed=self.options.hash, job_lock=lock, keeps=keeps
+            )
+            if kept is not None:
+                return kept
+        return delivery.publish(area.job_dir, delivery.request.name, lock)
+
+    def _look(self, call: Callable[[], T], request: StageRequest) -> T:
+        """Call what only looks at things."""
+        try:
+            return call()
+        except OSError as error:
+            raise _cannot(request, error) from error
+
+    def _local(self, request: StageRequest, room: Room) -> Supply:
+        return LocalSupply(open_source(request, self._retry, room), self.options)
 
     def area(self, target: str) -> StagingArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
@@ -181,97 +240,18 @@ class CopyStager:
                     field="name",
                     value=request.name,
                 )
-            manifest = self._keeper.linked(area, request.name) or whole(path)
+            if linked_key(path):
+                manifest = self._keeper.linked(area, request.name)
+            elif manifest is not None and not is_whole(path, manifest):
+                manifest = None
             if manifest is not None or not os.path.lexists(path):
                 return manifest
-            damaged = _partial_path(area.job_dir, request.name)
+            damaged = partial_path(area.job_dir, request.name)
             os.rename(path, damaged)
             remove_tree(damaged)
         except OSError as error:
             raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
         return None
-
-    def _bring(
-        self,
-        request: StageRequest,
-        kind: str,
-        area: StagingArea,
-        lock: NameLock,
-        *,
-        keeps: bool,
-        evicted: list[str],
-    ) -> Kept:
-        """Find the data in the cache, or publish it: there when it is to be kept."""
-        try:
-            cache = self._keeper.cache(area)
-            room = self._room(area.job_dir)
-            plan = self._plan(request, kind, cache.most_room(room))
-
-            def fill(directory: str, name: str, *locks: NameLock) -> Manifest:
-                need = plan.need(room.block_bytes)
-                evicted.extend(cache.make_room(need, lambda: self._room(directory)))
-                check_room(need, self._room(directory), name=request.name, where=area.base)
-                return self._publish(request, kind, plan, directory, name, locks)
-
-            if not plan.at_least:
-                kept = self._keeper.obtain(
-                    request, kind, plan, area, (lambda *a: fill(*a, lock)) if keeps else None
-                )
-                if kept is not None:
-                    return kept
-            return Kept(fill(area.job_dir, request.name, lock), reused=False)
-        except (OSError, HpmlError) as error:
-            raise _as_told(request, error) from error
-
-    def _publish(
-        self,
-        request: StageRequest,
-        kind: str,
-        plan: Plan,
-        directory: str,
-        name: str,
-        locks: tuple[NameLock, ...],
-    ) -> Manifest:
-        partial = _partial_path(directory, name)
-        method = "unpack" if kind == "tar" else "copy"
-        manifest = Manifest(name, request.source, kind, method, plan.bytes, plan.file_count)
-        progress = Progress(_tell_all(self._on_progress, locks), clock=self._clock)
-        progress.expect(manifest.bytes, len(plan.files))
-        try:
-            os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            if kind == "tar":
-                unpack_archive(request.source, plan, partial, self._retry, progress)
-            else:
-                Copier(plan, self._retry, progress, threads=self._threads).run(partial)
-            manifest.write(manifest_path(f"{directory}/{name}"))
-            self._retry.check_stop()
-            os.rename(partial, f"{directory}/{name}")
-            fsync_dir(directory)
-            progress.finish()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                remove_tree(partial)
-            raise
-        return manifest
-
-    def _plan(self, request: StageRequest, kind: str, room: Room) -> Plan:
-        if kind == "tar":
-            return scan_archive(request.source, self._retry, most_bytes=room.bytes)
-        if kind == "tree":
-            return scan_tree(request.source, self._retry, outside_links=request.outside_links)
-        return scan_file(request.source, self._retry)
-
-
-def _tell_all(on_progress: OnProgress | None, locks: tuple[NameLock, ...]) -> OnProgress:
-    """Tell the caller and those who wait for the locks."""
-
-    def tell(done: int, files: int, bytes_total: int, files_total: int) -> None:
-        for lock in locks:
-            lock.tell(done, files, bytes_total, files_total)
-        if on_progress is not None:
-            on_progress(done, files, bytes_total, files_total)
-
-    return tell
 
 
 def _is_same_data(manifest: Manifest, request: StageRequest, kind: str) -> bool:
@@ -291,10 +271,6 @@ def _check_apart(request: StageRequest, area: StagingArea) -> None:
             field="source",
             value=request.source,
         )
-
-
-def _partial_path(directory: str, name: str) -> str:
-    return f"{directory}/.{name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _cannot(request: StageRequest, error: OSError) -> StagingError:

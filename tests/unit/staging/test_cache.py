@@ -17,7 +17,7 @@ from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingSt
 from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
-from hpml_orchestrator.staging.manifest import Manifest, manifest_path
+from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
 from hpml_orchestrator.staging.root import Root
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ class Slow:
         if self.fault:
             raise StagingError(self.fault)
         size = sum(len(str(number)) for number in range(FILES))
-        manifest = Manifest(name, "/source", "tree", "copy", size, FILES)
+        names = [str(number) for number in range(FILES)]
+        listing = Listing(names, [len(name) for name in names])
+        manifest = Manifest(name, "/source", "tree", "copy", size, FILES, listing=listing)
         manifest.write(manifest_path(f"{directory}/{name}"))
         os.rename(partial, f"{directory}/{name}")
         return manifest
