@@ -24,7 +24,7 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_manifest
@@ -232,22 +232,23 @@ class Cache:
             on_wait=self._on_progress,
             waits=waits,
         )
-        with lock, as_staging_error(entry.path):
-            for name in os.listdir(entry.path):
-                if name.startswith(f".{DATA}.partial-"):
-                    remove_tree(f"{entry.path}/{name}")
-            manifest = check(entry.data)
-            if manifest is not None:
-                return Obtained(entry, manifest, reused=True)
-            if os.path.lexists(entry.data) and not self._take_away(entry):
-                return None
+        with lock:
+            with as_staging_error(entry.path):
+                for name in os.listdir(entry.path):
+                    if name.startswith(f".{DATA}.partial-"):
+                        remove_tree(f"{entry.path}/{name}")
+                manifest = check(entry.data)
+                if manifest is not None:
+                    return Obtained(entry, manifest, reused=True)
+                if os.path.lexists(entry.data) and not self._take_away(entry):
+                    return None
             if fill is None:
                 return None
             lock.raise_reason("another job failed to stage the same data")
             try:
                 return Obtained(entry, fill(entry.path, DATA, lock), reused=False)
-            except StagingStopped:
-                raise  # the next one that waits takes over
+            except (StagingStopped, CapacityError):
+                raise  # the next one that waits takes over: it may have more time, or memory
             except Exception as error:
                 lock.fail(str(error) or type(error).__name__)
                 raise
