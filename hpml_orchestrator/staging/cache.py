@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
-from hpml_orchestrator.staging.manifest import published_manifest
+from hpml_orchestrator.staging.manifest import published_head
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.root import (
@@ -305,8 +305,8 @@ class Cache:
 
     def most_room(self, room: Room) -> Room:
         """Return the room that there would be without the entries that nothing uses."""
-        found = [published_manifest(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
-        more = sum(manifest.bytes for manifest in found if manifest is not None)
+        found = [published_head(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
+        more = sum(int(head.get("bytes", 0)) for head in found)
         return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
@@ -331,10 +331,10 @@ class Cache:
             return []
         removed = []
         for key in idle:
-            manifest = published_manifest(f"{self._root.cache}/{key}/{DATA}")
+            head = published_head(f"{self._root.cache}/{key}/{DATA}")
             with contextlib.suppress(StagingError):  # one that resists must not stop the others
                 if self.remove(key):
-                    removed.append(manifest.source if manifest else key)
+                    removed.append(str(head.get("source", key)))
             if fits(need, measure()):
                 break
         return removed
