@@ -24,7 +24,7 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_head
@@ -211,7 +211,9 @@ class Cache:
         except BusyError:
             obtained = None
         except BaseException:
-            self._leave(entry)
+            with contextlib.suppress(HpmlError, OSError):  # the first error is the one to tell
+                self._leave(entry)
+            entry.release()
             raise
         if obtained is None:
             self._leave(entry)
