@@ -248,7 +248,7 @@ class CopyStager:
             for name in os.listdir(area.job_dir):
                 if name.startswith(f".{request.name}.partial-"):
                     remove_tree(f"{area.job_dir}/{name}")
-            manifest = published_manifest(path)
+            manifest = published_manifest(path) if os.path.lexists(path) else None
             if manifest is not None and not _is_same_data(manifest, request, kind):
                 raise InputError(
                     f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
