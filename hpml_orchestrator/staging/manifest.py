@@ -10,7 +10,7 @@ from typing import Any
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
 
-__all__ = ["Manifest", "measure"]
+__all__ = ["Manifest", "manifest_path", "measure", "published_manifest"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class Manifest:
             )
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
             return None
+
+
+def manifest_path(data: str) -> str:
+    """Return where the manifest of published data lies: beside it."""
+    return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest.json"
+
+
+def published_manifest(data: str) -> Manifest | None:
+    """Read the manifest of published data, or of the entry that a job's link leads to."""
+    return Manifest.read(manifest_path(os.path.realpath(data)))
 
 
 def measure(directory: str) -> tuple[int, int]:
