@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging.area import SHARED_TYPES
 from hpml_orchestrator.staging.capacity import MEMORY_TYPES, Room, file_system_type, room_at
 from hpml_orchestrator.staging.choose import Candidate, Choice, Origin, choose
@@ -99,10 +98,9 @@ def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") 
 
 def _place(target: str, bases: Bases, room: Callable[[str], Room]) -> Candidate:
     """Return a place with its room, or with why it cannot be used."""
-    try:
-        base = bases.resolve(target)
-    except HpmlError as error:
-        return Candidate(target, "", refused=error.message)
+    base = bases.shm if target == "shm" else bases.local
+    if not base:
+        return Candidate(target, "", refused="this node has no such directory")
     try:
         kind = file_system_type(base)
         if kind in SHARED_TYPES:

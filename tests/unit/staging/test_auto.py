@@ -81,7 +81,7 @@ def test_places_that_cannot_be_used_are_named(tree: Path, tmp_path: Path) -> Non
     found = choose_target(ask(tree), none, lambda _room: scan_tree(str(tree), RETRY), own=far)
     assert (found.target, found.why) == (IN_PLACE, "nothing fits")
     assert dict(found.others)["shm"].endswith("No such file or directory")
-    assert dict(found.others)["local"].endswith("no local staging directory")
+    assert dict(found.others)["local"] == "this node has no such directory"
 
 
 def test_archives_must_go_somewhere(tmp_path: Path, bases: Bases) -> None:

@@ -87,7 +87,7 @@ def test_own_fast_storage_is_left() -> None:
 
 
 def test_it_has_to_pay() -> None:
-    """epochs * (t_remote - t_local) > t_stage, with what was measured."""
+    """What pays: epochs * (t_remote - t_local) > t_stage, with what was measured."""
     slow = Origin("/scratch/data", epoch_seconds=10.0)
     candidates = [place("shm", 1, GIB, epoch_seconds=1.0, stage_seconds=18.0)]
     assert choose(slow, candidates, epochs=2).target == IN_PLACE  # 18 + 2 against 20
