@@ -6,11 +6,11 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.area import SHARED_TYPES
 from hpml_orchestrator.staging.capacity import MEMORY_TYPES, Room, file_system_type, room_at
 from hpml_orchestrator.staging.choose import Candidate, Choice, Origin, choose
 from hpml_orchestrator.staging.faults import why
 from hpml_orchestrator.staging.request import kind_of
+from hpml_orchestrator.staging.root import SHARED_TYPES
 from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target
 
 if TYPE_CHECKING:
