@@ -65,9 +65,9 @@ def stage(
         bool,
         typer.Option(
             "--keep/--no-keep",
-            help="Leave it in the node's cache for whoever stages the same later. Else it lasts as "
+            help="Leave it in the node's cache for whoever stages the same later; else it lasts as "
             "long as the shell or script that called.",
-            show_default="--no-keep",
+            show_default=False,
         ),
     ] = False,
     name: Annotated[

@@ -150,9 +150,9 @@ def clean(
         refuse_with("--mine", {"--dry-run": dry_run})
     seconds = None if older is None else parse_age(older)
     bases = _bases(context, directories)
-    if mine:
-        _leave(bases)
+    left = _leave(bases) if mine else []
     done = remove(bases, everything=everything, older_seconds=seconds, dry_run=dry_run)
+    done.removed[:0] = left
     if as_json:
         print_json(_cleaned_json(done, dry_run=dry_run))
     else:
@@ -167,14 +167,17 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
     return [one for one in dict.fromkeys((bases.shm, bases.local)) if os.path.isdir(one)]
 
 
-def _leave(bases: list[str]) -> None:
-    """Remove what the calling shell or script staged."""
+def _leave(bases: list[str]) -> list[Staged]:
+    """Remove what the calling shell or script staged; what it kept only loses its user."""
     from hpml_orchestrator.staging import StagingArea, shell_key  # noqa: PLC0415
     from hpml_orchestrator.staging.caller import calling_process  # noqa: PLC0415
+    from hpml_orchestrator.staging.held import list_staged  # noqa: PLC0415
 
     key = shell_key(calling_process())
+    own = [one for one in list_staged(bases) if one.owner == key and not one.kept]
     for base in bases:
         StagingArea(base, key).cleanup()
+    return own
 
 
 def _row(one: Staged) -> tuple[str, ...]:
