@@ -1,12 +1,14 @@
 """One job's directory on a node, and its end.
 
-{base}/hpml-{uid}/{job_key}/
-    .owner.json               the process that answers for it
-    .lease                    shared flock: in use
-    .{name}.lock              one stager for this name at a time
-    .{name}.manifest.json     what was published
-    .{name}.partial-*         a copy that is being made, or was when its stager died
-    {name}/                   the data, or a link to ../.cache/{key}/data
+    {base}/hpml-{uid}/{job_key}/
+        .owner.json               the process that answers for it
+        .lease                    shared flock: in use
+        .{name}.lock              one stager for this name at a time
+        .{name}.manifest          what was published
+        .{name}.partial-*         a copy that is being made, or was when its stager died
+        {name}/                   the data, or a link to ../.cache/{key}/data
+
+The root that it lies in, and what else lies there, is told in root.py.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ class StagingArea:
         """Remove what dead jobs of this user left under this base.
 
         A job directory stays when its owner lives or cannot be judged, when a process holds its
-        lease, or when it is this area's own.
+        lease, or when it is this area's own. Of the cache only goes what a killed stager never
+        finished.
 
         Returns:
             The job keys that were removed.
@@ -136,6 +139,9 @@ class StagingArea:
                 if retired:
                     removed.append(name)
                     trash.append(retired)
+            for key in self.place.cache_keys() if there else []:
+                if not os.path.lexists(f"{self.place.cache}/{key}/data"):
+                    trash.extend(filter(None, [self.place.retire(f"{self.place.cache}/{key}")]))
         self.place.sweep(trash)
         return removed
 

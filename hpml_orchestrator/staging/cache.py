@@ -4,7 +4,7 @@
         .owner.json            the process that made it
         .lease                 shared flock: in use; its modification time: last used
         .data.lock             one stager at a time
-        .data.manifest.json    what was published
+        .data.manifest    what was published
         .data.partial-*        a copy that is being made, or was when its stager died
         data/
 
@@ -24,10 +24,11 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_manifest
-from hpml_orchestrator.staging.namelock import NameLock
+from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.root import (
     CACHE,
@@ -180,19 +181,24 @@ class Cache:
     def obtain(
         self,
         key: str,
-        check: Callable[[Entry], Manifest | None],
-        fill: Callable[[Entry, NameLock], Manifest] | None,
+        check: Callable[[str], Manifest | None],
+        fill: Callable[[str, str, NameLock], Manifest] | None,
+        *,
+        waits: bool = True,
     ) -> Obtained | None:
         """Return the entry with whole data in it: found, waited for, or made.
 
         Args:
             key: see `entry_key`.
-            check: returns the manifest of published data that is whole, else None.
-            fill: publishes the data in the entry; None: do not make one, only look for it.
+            check: returns the manifest of the data at a path if that is whole, else None.
+            fill: publishes data by a name in a directory, and tells the lock how far it is; None:
+                do not make an entry, only look for it.
+            waits: until another job's copy is done. Two jobs that copy from node to node could wait
+                for each other on different nodes: they must not.
 
         Returns:
-            None when there is none and none is to be made, and when the entry is damaged but other
-            jobs use it: it stays theirs.
+            None when there is none and none is to be made, when the entry is damaged but other
+            jobs use it (it stays theirs), and when another job is busy with it and `waits` is not.
 
         Raises:
             StagingError: the copy failed, here or in the job that this one waited for.
@@ -201,7 +207,9 @@ class Cache:
         if entry is None:
             return None
         try:
-            obtained = self._obtain(entry, check, fill)
+            obtained = self._obtain(entry, check, fill, waits=waits)
+        except BusyError:
+            obtained = None
         except BaseException:
             self._leave(entry)
             raise
@@ -212,17 +220,23 @@ class Cache:
     def _obtain(
         self,
         entry: Entry,
-        check: Callable[[Entry], Manifest | None],
-        fill: Callable[[Entry, NameLock], Manifest] | None,
+        check: Callable[[str], Manifest | None],
+        fill: Callable[[str, str, NameLock], Manifest] | None,
+        *,
+        waits: bool,
     ) -> Obtained | None:
         lock = NameLock(
-            f"{entry.path}/.{DATA}.lock", self._retry, self._sleep, on_wait=self._on_progress
+            f"{entry.path}/.{DATA}.lock",
+            self._retry,
+            self._sleep,
+            on_wait=self._on_progress,
+            waits=waits,
         )
         with lock, as_staging_error(entry.path):
             for name in os.listdir(entry.path):
                 if name.startswith(f".{DATA}.partial-"):
                     remove_tree(f"{entry.path}/{name}")
-            manifest = check(entry)
+            manifest = check(entry.data)
             if manifest is not None:
                 return Obtained(entry, manifest, reused=True)
             if os.path.lexists(entry.data) and not self._take_away(entry):
@@ -231,7 +245,7 @@ class Cache:
                 return None
             lock.raise_reason("another job failed to stage the same data")
             try:
-                return Obtained(entry, fill(entry, lock), reused=False)
+                return Obtained(entry, fill(entry.path, DATA, lock), reused=False)
             except StagingStopped:
                 raise  # the next one that waits takes over
             except Exception as error:
@@ -248,11 +262,12 @@ class Cache:
         with self._root.hold(create=create) as there, as_staging_error(path):
             if not there:
                 return None
-            if not os.path.lexists(path):
-                if not create:
-                    return None
+            if create:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._root.cache, 0o700)
+            if key not in self._root.cache_keys():
+                if not create:
+                    return None
                 new_directory(self._root, path, self._owner)
             lease = os.open(f"{path}/{LEASE}", FILE, 0o600)
             fcntl.flock(lease, fcntl.LOCK_SH)
@@ -280,12 +295,18 @@ class Cache:
         """
         path = f"{self._root.cache}/{key}"
         with self._root.hold(create=False) as there, as_staging_error(path):
-            if not there or not os.path.lexists(path) or self._users(key):
+            if not there or key not in self._root.cache_keys() or self._users(key):
                 return False
             trash = self._root.retire(path)
         if trash:
             self._root.sweep([trash])
         return bool(trash)
+
+    def most_room(self, room: Room) -> Room:
+        """Return the room that there would be without the entries that nothing uses."""
+        found = [published_manifest(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
+        more = sum(manifest.bytes for manifest in found if manifest is not None)
+        return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
         """Remove entries that nothing uses, least recently used first, until a need is met.
@@ -296,7 +317,7 @@ class Cache:
             the sources of what was removed.
 
         Raises:
-            StagingError: an entry cannot be removed.
+            StagingError: the root is not ours to use.
         """
         room = measure()
         if fits(need, room):
@@ -310,8 +331,9 @@ class Cache:
         removed = []
         for key in idle:
             manifest = published_manifest(f"{self._root.cache}/{key}/{DATA}")
-            if self.remove(key):
-                removed.append(manifest.source if manifest else key)
+            with contextlib.suppress(StagingError):  # one that resists must not stop the others
+                if self.remove(key):
+                    removed.append(manifest.source if manifest else key)
             if fits(need, measure()):
                 break
         return removed

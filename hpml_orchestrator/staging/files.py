@@ -25,7 +25,7 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
 def is_locked(path: str) -> bool:
     """Say whether anyone holds a flock on a file; False when there is no such file."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     free = try_lock(fd, exclusive=True)
@@ -49,6 +49,10 @@ def remove_tree(path: str) -> None:
     Raises:
         OSError: it cannot be removed.
     """
+    if os.path.islink(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
     for _ in range(_ATTEMPTS):
         try:
             shutil.rmtree(path)

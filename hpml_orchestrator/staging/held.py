@@ -12,7 +12,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.staging.cache import entry_users, last_used
 from hpml_orchestrator.staging.faults import why
-from hpml_orchestrator.staging.manifest import measure, published_manifest
+from hpml_orchestrator.staging.manifest import is_whole, measure, published_manifest
 from hpml_orchestrator.staging.root import Root, as_staging_error
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _clean(
     root: Root, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
 ) -> None:
     with root.hold(create=False) as there, as_staging_error(root.path):
-        trash = root.leftovers() if there else []
-    done.leftovers.extend(trash)
+        left = root.leftovers() if there else []
+    aside = [(path, path, list[Staged]()) for path in left]
     for directory, _ in _directories(root):
         staged = _look(root, directory)
         is_whole = any(one.state == "ok" for one in staged)
@@ -137,43 +137,34 @@ def _clean(
             reason = _reason_to_keep(
                 root, directory, everything=everything or not is_whole, older_seconds=older_seconds
             )
-            if not reason and not dry_run:
-                reason = _retire(root, directory, trash)
-        if reason:
-            done.kept.append((directory, reason))
+            try:
+                retired = directory if reason or dry_run else root.retire(directory)
+            except OSError as error:
+                retired, reason = None, f"cannot be removed: {why(error)}"
+        if reason or retired is None:
+            done.kept.append((directory, reason or "in use by a process"))
+        else:
+            aside.append((retired, directory, staged))
+    for path, directory, staged in aside:
+        try:
+            root.sweep([] if dry_run else [path])
+        except HpmlError as error:
+            done.kept.append((path, str(error)))
         else:
             done.removed.extend(staged)
             done.leftovers.extend([] if staged else [directory])
-    for path in [] if dry_run else trash:
-        try:
-            root.sweep([path])
-        except HpmlError as error:
-            done.kept.append((path, str(error)))
     if not dry_run:
         root.sweep([])
 
 
-def _retire(root: Root, directory: str, trash: list[str]) -> str:
-    """Move a directory aside, to be removed; returns why that cannot be."""
-    try:
-        retired = root.retire(directory)
-    except OSError as error:
-        return f"cannot be removed: {why(error)}"
-    if retired is None:
-        return "in use by a process"
-    trash.append(retired)
-    return ""
-
-
 def _directories(root: Root) -> list[tuple[str, str]]:
-    """Return the directories of jobs and of the cache, not following links, and who uses each."""
+    """Return the directories of jobs and of the cache, and who uses each."""
     with root.hold(create=False) as there, as_staging_error(root.path):
         if not there:
             return []
         paths = [f"{root.path}/{key}" for key in root.job_keys()]
         paths += [f"{root.cache}/{key}" for key in root.cache_keys()]
-        real = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
-        return [(path, _user_of(root, path)) for path in real]
+        return [(path, _user_of(root, path)) for path in paths]
 
 
 def _is_entry(root: Root, directory: str) -> bool:
@@ -241,10 +232,10 @@ def _described(staged: Staged) -> Staged:
         manifest = published_manifest(staged.path)
         if manifest is None:
             return replace(staged, bytes=found_bytes, files=found_files)
-        whole = (found_bytes, found_files) == (manifest.bytes, manifest.files)
         return replace(
             staged,
-            state="ok" if whole else "damaged",
+            state="ok" if is_whole(staged.path, manifest) else "damaged",
+            digest=manifest.digest,
             source=manifest.source,
             kind=manifest.kind,
             method=manifest.method,

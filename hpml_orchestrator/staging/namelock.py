@@ -17,13 +17,20 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.progress import OnProgress
 
-__all__ = ["NameLock"]
+__all__ = ["BusyError", "NameLock"]
 
 _POLL_SECONDS = 0.1
 _POLLS_PER_TELLING = 10
 _FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _FAILED, _COPYING = "failed ", "copying "
 _TEXT_BYTES = 4096
+
+
+class BusyError(StagingError):
+    """Another process holds the lock, and waiting was not wanted."""
+
+    def __init__(self) -> None:
+        super().__init__("another process is staging this")
 
 
 class NameLock:
@@ -37,6 +44,7 @@ class NameLock:
         retry: asked whether to stop.
         sleep: waits.
         on_wait: told the holder's progress about once a second.
+        waits: while another process holds it; else entering raises BusyError.
 
     Attributes:
         holders_reason: why the stager that this one waited for failed; "" when it did not fail,
@@ -50,12 +58,14 @@ class NameLock:
         sleep: Callable[[float], None],
         *,
         on_wait: OnProgress | None = None,
+        waits: bool = True,
     ) -> None:
         self.holders_reason = ""
         self._path = path
         self._retry = retry
         self._sleep = sleep
         self._on_wait = on_wait
+        self._waits = waits
         self._fd = -1
 
     def __enter__(self) -> Self:
@@ -66,6 +76,8 @@ class NameLock:
         try:
             waited = 0
             while not try_lock(self._fd, exclusive=True):
+                if not self._waits:
+                    raise BusyError
                 waited += 1
                 self._retry.check_stop()
                 if waited % _POLLS_PER_TELLING == 0:

@@ -110,14 +110,29 @@ class Root:
 
     def job_keys(self) -> list[str]:
         """Return the names of all job directories; the root is held."""
-        return sorted(name for name in os.listdir(self.path) if not name.startswith("."))
+        return [name for name in _directories(self.path) if not name.startswith(".")]
 
     def cache_keys(self) -> list[str]:
-        """Return the names of all entries of the cache; the root is held."""
+        """Return the names of all entries of the cache; the root is held.
+
+        Raises:
+            StagingError: the cache is a link.
+        """
         try:
-            return sorted(os.listdir(self.cache))
+            self.check_cache()
+            return _directories(self.cache)
         except FileNotFoundError:
             return []
+
+    def check_cache(self) -> None:
+        """Refuse a cache that is a link: what is removed in it would lie outside the root.
+
+        Raises:
+            StagingError: it is one, or a file.
+            FileNotFoundError: there is none.
+        """
+        if not stat.S_ISDIR(os.lstat(self.cache).st_mode):
+            raise StagingError(f"{shown(self.cache)} is a link or a file: not used")
 
     def owner_of(self, directory: str) -> Owner | None:
         """Return who answers for a directory of a job or of the cache."""
@@ -240,6 +255,12 @@ def as_staging_error(path: str) -> Iterator[None]:
         raise StagingError(f"{error}", hint="is the node's storage full?") from error
     except OSError as error:
         raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
+
+
+def _directories(path: str) -> list[str]:
+    """Return the names of the directories in a directory, links left out."""
+    with os.scandir(path) as entries:
+        return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
 
 
 def _same(fd: int, path: str) -> bool:
