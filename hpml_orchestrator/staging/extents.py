@@ -13,9 +13,8 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.faults import shown
+from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.transfer import SourceChangedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

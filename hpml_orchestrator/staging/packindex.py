@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import NotFoundError, StagingError
 from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.request import PACK_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ __all__ = [
     "read_index",
 ]
 
-INDEX_FILE = "pack.index"
+INDEX_FILE = PACK_INDEX
 TREE_FILE = "tree.tar"
 """The archive of directories and links. It is unpacked last, and so keeps directories' times."""
 
@@ -62,10 +63,10 @@ class Row(NamedTuple):
 class Columns(NamedTuple):
     """The files of a pack, links left out, in the order in which they lie in the archives."""
 
-    names: Sequence[str]
     shards: Sequence[int]
     offsets: Sequence[int]
     sizes: Sequence[int]
+    names: Sequence[str]
     digests: Sequence[bytes]
 
 
@@ -122,8 +123,7 @@ class Index:
             row for row, kind in zip(zip(shards, offsets, sizes, names, digests), kinds) if not kind
         ]
         rows.sort()  # they are, in a pack as we write it
-        shards, offsets, sizes, names, digests = zip(*rows) if rows else ((),) * 5
-        return Columns(names, shards, offsets, sizes, digests)
+        return Columns(*zip(*rows)) if rows else Columns((), (), (), (), ())
 
 
 def read_index(directory: str) -> Index:

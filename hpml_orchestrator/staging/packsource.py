@@ -19,14 +19,13 @@ from hpml_orchestrator.staging.extents import (
     open_archive,
     stamp_of,
 )
-from hpml_orchestrator.staging.faults import shown
+from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.packheaders import ShardError, read_headers
 from hpml_orchestrator.staging.packindex import INDEX_FILE, TREE_FILE, read_index
 from hpml_orchestrator.staging.plan import Entry
 from hpml_orchestrator.staging.streams import FileBytes
 from hpml_orchestrator.staging.tarheaders import BLOCK, scan_members
-from hpml_orchestrator.staging.transfer import SourceChangedError
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry

@@ -17,9 +17,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.extents import Blocks, Stamp, open_archive, stamp_of
-from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.transfer import SourceChangedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.extents import ExtentReader, Stamp, open_archive, stamp_of
-from hpml_orchestrator.staging.faults import shown
+from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.streams import FileBytes, Stream, compression_of
 from hpml_orchestrator.staging.tarheaders import scan_members
-from hpml_orchestrator.staging.transfer import SourceChangedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

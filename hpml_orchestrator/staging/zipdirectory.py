@@ -145,8 +145,8 @@ class _Directory:
             )
 
     def _member(self, fields: tuple[int, ...], raw: bytes, extra: bytes) -> Member:
-        made, flags, method, dos_time, dos_date = fields[1], fields[3], *fields[4:7]
-        crc, packed, size, disk, attributes, offset = *fields[7:10], fields[13], *fields[15:17]
+        made, _, flags, method, dos_time, dos_date, crc, packed, size = fields[1:10]
+        disk, _, attributes, offset = fields[13:17]
         extras = dict(_extras(extra)) if extra else {}
         wide = extras.get(_EXTRA_ZIP64, b"")
         values = [size, packed, offset]

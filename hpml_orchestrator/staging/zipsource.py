@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.extents import Blocks, PerThread, open_archive, stamp_of
-from hpml_orchestrator.staging.faults import shown
+from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.transfer import SourceChangedError
 from hpml_orchestrator.staging.zipdirectory import (
     DEFLATED,
     LOCAL_BYTES,
