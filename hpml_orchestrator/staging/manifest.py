@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Listing",
     "Manifest",
+    "content_digest",
     "is_whole",
     "manifest_path",
     "measure",
@@ -247,7 +248,7 @@ def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]
         if number is not None:
             if not stat.S_ISREG(info.st_mode) or info.st_size != listing.sizes[number]:
                 yield path, "is not a file of the size that was staged"
-            elif how and _digest_of(full, info.st_size, how) != listing.digests[number]:
+            elif how and content_digest(full, info.st_size, how) != listing.digests[number]:
                 yield path, "its contents are not what was staged"
         elif path not in others:
             yield path, "was not staged"
@@ -266,7 +267,12 @@ def _below(directory: str) -> Iterator[str]:
             yield os.path.relpath(os.path.join(parent, name), directory)
 
 
-def _digest_of(path: str, size: int, how: Hashing) -> bytes:
+def content_digest(path: str, size: int, how: Hashing) -> bytes:
+    """Return the digest of a file's contents, in pieces as the engine makes them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     buffer = memoryview(bytearray(BLOCK_BYTES))
     pieces = []
     with open(path, "rb", buffering=0) as stream:
