@@ -228,10 +228,11 @@ def _outcomes(
     import time  # noqa: PLC0415
 
     from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
-    from hpml_orchestrator.staging import CopyStager, shell_key  # noqa: PLC0415
+    from hpml_orchestrator.staging import CopyStager  # noqa: PLC0415
     from hpml_orchestrator.staging.caller import calling_process  # noqa: PLC0415
     from hpml_orchestrator.staging.errands import run_errand  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
+    from hpml_orchestrator.staging.held import shell_key  # noqa: PLC0415
     from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
     from hpml_orchestrator.staging.supply import LocalSupply  # noqa: PLC0415
 
@@ -250,6 +251,7 @@ def _outcomes(
                 should_stop=stop,
                 on_progress=meter,
                 options=options,
+                checks_source=True,
             )
             try:
                 outcome = run_errand(errand, stager, bases, supply_of, epochs=epochs)

@@ -169,9 +169,9 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
 
 def _leave(bases: list[str]) -> list[Staged]:
     """Remove what the calling shell or script staged; what it kept only loses its user."""
-    from hpml_orchestrator.staging import StagingArea, shell_key  # noqa: PLC0415
+    from hpml_orchestrator.staging import StagingArea  # noqa: PLC0415
     from hpml_orchestrator.staging.caller import calling_process  # noqa: PLC0415
-    from hpml_orchestrator.staging.held import list_staged  # noqa: PLC0415
+    from hpml_orchestrator.staging.held import list_staged, shell_key  # noqa: PLC0415
 
     key = shell_key(calling_process())
     own = [one for one in list_staged(bases) if one.owner == key and not one.kept]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import check_room
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["COLLECTIVE", "Delivery", "partial_path"]
+__all__ = ["COLLECTIVE", "SOURCE_KEY", "Delivery", "partial_path"]
+
+SOURCE_KEY = "source_key"
+"""Among the options of a manifest: the source as it was when it was staged."""
 
 COLLECTIVE = frozenset({"chain", "sbcast", "partition"})
 """Methods in which all nodes of a job take part, those too that have the data already."""
@@ -78,6 +82,10 @@ class Delivery:
         if self._plan is None:
             self._plan = self.supply.plan()
         return self._plan
+
+    def source_key(self) -> str:
+        """Return a digest of all that a look at the source tells, as it is now."""
+        return entry_key(self.plan(), source=self.request.source, kind=self.supply.kind)
 
     def reuse(self) -> None:
         """Tell the supply that the data is there; one that sends it on to other nodes still does.
@@ -141,7 +149,7 @@ class Delivery:
             plan.bytes,
             plan.file_count,
             tree_digest(listing, hashing()),
-            {"outside_links": self.request.outside_links},
+            {"outside_links": self.request.outside_links, SOURCE_KEY: self.source_key()},
             listing,
         )
 

@@ -169,6 +169,14 @@ class _Looked:
         """Copy or unpack."""
         return self._supply.fill(plan, partial_dir, retry=retry, progress=progress)
 
+    def reuse(self) -> None:
+        """Tell the supply that the data is there."""
+        self._supply.reuse()
+
+    def fail(self, reason: str) -> None:
+        """Tell the supply that nothing will come of it."""
+        self._supply.fail(reason)
+
     def close(self) -> None:
         """Close the source, once."""
         if self._open:

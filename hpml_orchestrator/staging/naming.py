@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.staging.faults import shown
-from hpml_orchestrator.staging.request import TAR_SUFFIXES
+from hpml_orchestrator.staging.request import SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["name_of", "names_of"]
 
 _MOST_CHARACTERS = 31
-_SUFFIXES = (*TAR_SUFFIXES, ".zip", ".squashfs", ".sqsh", ".sqfs")
 
 
 def name_of(source: str) -> str:
@@ -26,7 +25,7 @@ def name_of(source: str) -> str:
     ('imagenet_1k', 'data_2024', 'data')
     """
     last = os.path.basename(os.path.abspath(source)).lower()
-    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
         if last.endswith(suffix):
             last = last[: -len(suffix)]
             break

@@ -88,4 +88,7 @@ def run_program(words: Sequence[str], should_stop: Callable[[], bool]) -> None:
 
 
 def _copytree(small: str) -> Callable[[str], None]:
-    return lambda target: shutil.copytree(small, f"{target}/small") and None
+    def run(target: str) -> None:
+        shutil.copytree(small, f"{target}/small")
+
+    return run

@@ -25,9 +25,19 @@ def room(size: int, *, memory: bool = False, inodes: int | None = None) -> Room:
     return Room(size, "a limit", inodes, 4096, memory)
 
 
-def place(target: str, need: int, free: int, inodes: int | None = None, **more: float) -> Candidate:
+def place(
+    target: str,
+    need: int,
+    free: int,
+    inodes: int | None = None,
+    *,
+    epoch: float | None = None,
+    stage: float | None = None,
+) -> Candidate:
     found = room(free, memory=target == "shm", inodes=inodes)
-    return Candidate(target, f"/{target}", Need(need, 10), found, **more)
+    return Candidate(
+        target, f"/{target}", Need(need, 10), found, epoch_seconds=epoch, stage_seconds=stage
+    )
 
 
 def test_ram_comes_first() -> None:
@@ -89,7 +99,7 @@ def test_own_fast_storage_is_left() -> None:
 def test_it_has_to_pay() -> None:
     """What pays: epochs * (t_remote - t_local) > t_stage, with what was measured."""
     slow = Origin("/scratch/data", epoch_seconds=10.0)
-    candidates = [place("shm", 1, GIB, epoch_seconds=1.0, stage_seconds=18.0)]
+    candidates = [place("shm", 1, GIB, epoch=1.0, stage=18.0)]
     assert choose(slow, candidates, epochs=2).target == IN_PLACE  # 18 + 2 against 20
     found = choose(slow, candidates, epochs=3)
     assert found.target == "shm"
@@ -105,8 +115,8 @@ def test_the_least_time_in_all_wins() -> None:
     """With epochs, a disk that is faster than the RAM is taken; odd, but measured."""
     slow = Origin("/scratch/data", epoch_seconds=10.0)
     candidates = [
-        place("shm", 1, GIB, epoch_seconds=2.0, stage_seconds=5.0),
-        place("local", 1, GIB, epoch_seconds=1.0, stage_seconds=5.0),
+        place("shm", 1, GIB, epoch=2.0, stage=5.0),
+        place("local", 1, GIB, epoch=1.0, stage=5.0),
     ]
     found = choose(slow, candidates, epochs=10)
     assert found.target == "local"
