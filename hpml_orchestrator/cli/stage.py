@@ -197,21 +197,21 @@ def stage(
 def _run(
     errands: list[Errand], bases: Bases, options: EngineOptions, epochs: int | None, form: str
 ) -> None:
-    from hpml_orchestrator.cli.stopping import Stop  # noqa: PLC0415
-    from hpml_orchestrator.errors import StagingError  # noqa: PLC0415
+    from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
 
     told: list[Outcome] = []
-    with Stop() as stop:
-        try:
-            for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
-                told.append(outcome)
-                if form != "json":
-                    _tell(outcome, form)
-        except (StagingError, KeyboardInterrupt):
-            if not stop():
-                raise
-            _tell_stopped(stop, [one.request.name for one in errands], len(told))
-            raise typer.Exit(stop.status) from None
+    names = [one.request.name for one in errands]
+
+    def left() -> str:
+        done = len(told)
+        stays = f"; {', '.join(names[:done])} stays" if done else ""
+        return f"nothing was published of {', '.join(names[done:])}{stays}"
+
+    with stoppable(left) as stop:
+        for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
+            told.append(outcome)
+            if form != "json":
+                _tell(outcome, form)
     if form == "json":
         print_json([_json(one) for one in told])
 
@@ -292,11 +292,17 @@ def _tell(outcome: Outcome, field: str) -> None:
 
 
 def _notes(outcome: Outcome) -> Iterator[str]:
+    from hpml_orchestrator.staging.choose import IN_PLACE  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
     result = outcome.result
     if result.private and outcome.request.keep:
         yield f"{result.name}: later jobs will not find it: {result.private}"
+    elif outcome.request.keep and not result.kept and result.method != IN_PLACE:
+        yield (
+            f"{result.name}: this shell had staged it without --keep, and so it goes with this "
+            "shell; `hpml stage clean --mine` removes it"
+        )
     for source in result.evicted:
         yield f"{shown(source)} had to leave the cache to make room"
 
@@ -324,9 +330,3 @@ def _raw(value: Any) -> str | bytes:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return os.fsencode(value) if isinstance(value, str) else f"{value}"
-
-
-def _tell_stopped(stop: Stop, names: list[str], done: int) -> None:
-    left = ", ".join(names[done:])
-    kept = f"; {', '.join(names[:done])} stays" if done else ""
-    typer.echo(f"\nhpml: {stop.word}: nothing was published of {left}{kept}", err=True)

@@ -66,8 +66,7 @@ def bench(
     It makes files in --from and in each DIR, copies them for some seconds, and removes all of it
     again. The cache is warm: what is read was written a moment before.
     """
-    from hpml_orchestrator.cli.stopping import Stop  # noqa: PLC0415
-    from hpml_orchestrator.errors import StagingError  # noqa: PLC0415
+    from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
     from hpml_orchestrator.packing.bench import Sizes, run_bench  # noqa: PLC0415
 
     sizes = Sizes(files, _size("--size", size), _size("--large", large), runs)
@@ -77,14 +76,8 @@ def bench(
 
         bases = bases_here(chosen_site(context), None)
         targets = [("local", bases.local), ("shm", bases.shm)]
-    with Stop() as stop:
-        try:
-            found = run_bench(origin, targets, sizes, stop, say=_say)
-        except (StagingError, KeyboardInterrupt):
-            if not stop():
-                raise
-            typer.echo(f"\nhpml: {stop.word}: what was made for it is removed", err=True)
-            raise typer.Exit(stop.status) from None
+    with stoppable(lambda: "what was made for it is removed") as stop:
+        found = run_bench(origin, targets, sizes, stop, say=_say)
     if as_json:
         print_json(_json(found))
     else:

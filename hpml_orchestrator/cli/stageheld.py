@@ -89,14 +89,18 @@ def verify(
 
     The exit status is 8 when anything differs; the names are told.
     """
-    from hpml_orchestrator.cli.stopping import Stop  # noqa: PLC0415
+    from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
     from hpml_orchestrator.errors import StagingError  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import shown, why  # noqa: PLC0415
     from hpml_orchestrator.staging.verify import verify as compare  # noqa: PLC0415
 
-    reports = []
-    with Stop() as stop:
+    reports: list[Report] = []
+    with stoppable(lambda: "not all was compared") as stop:
         for path in paths:
-            report = compare(os.path.abspath(path), workers=processes, should_stop=stop)
+            try:
+                report = compare(os.path.abspath(path), workers=processes, should_stop=stop)
+            except OSError as error:
+                raise StagingError(f"cannot read {shown(path)}: {why(error)}") from error
             reports.append(report)
             if not as_json and not report.count:
                 _tell_whole(report)
@@ -210,6 +214,12 @@ def _tell_whole(report: Report) -> None:
     from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
+    if not report.hashed:
+        typer.echo(
+            f"{shown(report.path)}: {report.files} files have their names and sizes; there are no "
+            "digests to compare contents with"
+        )
+        return
     rate = report.bytes / report.seconds if report.seconds else 0.0
     typer.echo(
         f"{shown(report.path)} is whole: {report.files} files, {human_bytes(report.bytes)} "
@@ -235,6 +245,7 @@ def _report_json(report: Report) -> dict[str, Any]:
         "files": report.files,
         "bytes": report.bytes,
         "seconds": report.seconds,
+        "hashed": report.hashed,
         "count": report.count,
         "problems": [{"path": path, "reason": reason} for path, reason in report.problems],
     }

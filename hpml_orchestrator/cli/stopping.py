@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 from typing import TYPE_CHECKING
 
+import typer
+
+from hpml_orchestrator.errors import StagingError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from types import FrameType, TracebackType
     from typing import Any, Self
 
-__all__ = ["Stop"]
+__all__ = ["Stop", "stoppable"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -62,3 +69,21 @@ class Stop:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = self.number or number
+
+
+@contextlib.contextmanager
+def stoppable(told: Callable[[], str]) -> Iterator[Stop]:
+    """Do what is in the block; when a signal ended it, say so and exit with that signal's status.
+
+    Args:
+        told: what there is to say of what was done, after the signal's name.
+    """
+    with Stop() as stop:
+        try:
+            yield stop
+        except (StagingError, KeyboardInterrupt):
+            if not stop():
+                raise
+            begin = "\n" if sys.stderr.isatty() else ""  # behind the ^C
+            typer.echo(f"{begin}hpml: {stop.word}: {told()}", err=True)
+            raise typer.Exit(stop.status) from None

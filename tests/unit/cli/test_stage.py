@@ -11,89 +11,30 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.cli.stage_node import Hpml, Node, grow, same
 from tests.unit.cli.test_words import HPML, in_terminal
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
-
-Hpml = Callable[..., "Result"]
-
-
-@dataclass
-class Node:
-    """A node of the test's own: a directory for RAM, one for the disk, a site profile."""
-
-    root: Path
-    hpml: Hpml
-    shell: Shell
-
-    @property
-    def ram(self) -> Path:
-        return self.root / "ram"
-
-    @property
-    def disk(self) -> Path:
-        return self.root / "disk"
-
-    @property
-    def first(self) -> tuple[str, ...]:
-        return ("--site", str(self.root / "site.toml"))
-
-    def stage(self, *words: str) -> Result:
-        """Run `hpml stage` in this process."""
-        return self.hpml(*self.first, "stage", *words)
-
-    def start(self, *words: str, **more: object) -> subprocess.Popen[str]:
-        return self.shell.start(*self.first, "stage", *words, **more)
-
-    def left(self, base: Path | None = None) -> list[str]:
-        """What lies below a base and is more than hpml's own small files."""
-        found = []
-        for parent, directories, files in os.walk(base or self.ram):
-            found += [name for name in directories if not name.startswith(("hpml-", "shell-"))]
-            found += [one for one in files if not re.search(r"lock$|lease|owner|staging$", one)]
-            if parent.endswith(tuple(directories)):
-                break
-        return sorted(found)
+    from tests.unit.cli.conftest import Shell
 
 
 @pytest.fixture
 def node(hpml: Hpml, shell: Shell, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path, hpml, shell)
-    made.ram.mkdir()
-    made.disk.mkdir()
-    (tmp_path / "site.toml").write_text(
-        f'[paths]\nram = "{made.ram}"\nscratch = "{made.disk}"\n', encoding="utf-8"
-    )
+    made.make()
     yield made
-    made.stage("clean", "--mine", "--all", str(made.ram), str(made.disk))
-
-
-def grow(root: Path, files: int, size: int = 500) -> Path:
-    """A tree of small files, with an empty directory and a link."""
-    (root / "empty").mkdir(parents=True)
-    for number in range(files):
-        place = root / f"{number % 7}"
-        place.mkdir(exist_ok=True)
-        (place / f"{number:05}.bin").write_bytes(os.urandom(size))
-    (root / "link").symlink_to("0")
-    return root
+    made.clean()
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     return grow(tmp_path / "tree", 50)
-
-
-def same(one: str | Path, other: str | Path) -> bool:
-    return subprocess.run(["diff", "-r", one, other], check=False).returncode == 0
 
 
 def test_it_is_there_and_told(node: Node, tree: Path) -> None:
