@@ -90,10 +90,7 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
     ],
     "stage": [
         ("Into RAM, for as long as this shell or script runs:", "hpml stage imagenet --to shm"),
-        (
-            "In a batch script, to wherever it fits:",
-            'data=$(hpml stage imagenet --print path) && python train.py --data "$data"',
-        ),
+        ("In a script, `data=$(…)`, to wherever it fits:", "hpml stage imagenet --print path"),
         ("Onto the node's disk, kept for later jobs:", "hpml stage imagenet --to local --keep"),
         ("An archive and a directory that is called like a command:", "hpml stage val.tar ./ls"),
     ],

@@ -26,8 +26,8 @@ _MORE = {
     1: "; for `doctor`: something is missing",
     5: "; a submission with `hpml submit --resume RUN`; for `cancel` also: a run that is being "
     "submitted has no job to cancel yet",
-    8: "; of `hpml pack`: a tree could not be packed, or a pack is damaged; of `hpml stage verify`: "
-    "staged data differ from what came",
+    8: "; of `hpml pack`: a tree could not be packed, or a pack is damaged; of "
+    "`hpml stage verify`: staged data differ from what came",
     79: ": the status of a job's script, not of hpml",
 }
 

@@ -300,7 +300,7 @@ def test_examples_can_be_typed() -> None:
     called: list[str] = []
 
     def record(command: Any, path: str) -> None:
-        if not hasattr(command, "commands"):
+        if not hasattr(command, "commands") or command.invoke_without_command:
             command.callback = lambda **_: called.append(path)
         for name, child in getattr(command, "commands", {}).items():
             record(child, f"{path} {name}".strip())
