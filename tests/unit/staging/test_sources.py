@@ -73,7 +73,15 @@ def archived(kind: str, source: Path, path: Path) -> Path:
     elif kind == "zip":
         subprocess.run(["zip", "-qryX", "-X", target, "."], cwd=source, check=True)
     elif kind == "squashfs":
-        words = ["mksquashfs", source, target, "-quiet", "-no-progress", "-processors", "1"]
+        words = [
+            "mksquashfs",
+            str(source),
+            str(target),
+            "-quiet",
+            "-no-progress",
+            "-processors",
+            "1",
+        ]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     elif kind == "tar.zst":
         subprocess.run(["tar", "--zstd", "-cf", target, "-C", source, "."], check=True)
