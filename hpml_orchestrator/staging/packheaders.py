@@ -11,15 +11,18 @@ import os
 import struct
 import time
 import zlib
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.extents import Blocks, PerThread
+from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.tarheaders import BLOCK, HeaderError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.staging.extents import Stamp
     from hpml_orchestrator.staging.faults import Retry
@@ -40,6 +43,9 @@ _SLICE_FILES = 1024
 _AT_ONCE_SECONDS = 25e-6  # for a header; from a cache it takes 3 us
 _NEAR_BYTES = 1 << 16
 _MOST_THREADS = 16
+_MOST_PROCESSES = 8
+_FEW_FILES = 8192  # fewer are read sooner than workers are there
+_CHANGED = -(1 << 40)
 
 
 class ShardError(Exception):
@@ -64,6 +70,7 @@ def read_headers(files: Columns, archives: Sequence[Stamp], retry: Retry) -> Fou
 class _Headers:
     def __init__(self, files: Columns, archives: Sequence[Stamp], retry: Retry) -> None:
         self._files = files
+        self._archives = archives
         self._blocks = PerThread(archives, retry)
         self._retry = retry
 
@@ -76,19 +83,52 @@ class _Headers:
             found = [self._one_by_one(one) for one in slices[:1]]
             seconds = (time.perf_counter() - begin) / _FIRST_FILES
             rest = slices[1:]
-            if seconds < _AT_ONCE_SECONDS:
+            processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+            if seconds > _AT_ONCE_SECONDS:
+                found += self._waiting(rest)
+            elif count < _FEW_FILES or processes == 1:
                 found += map(self._one_by_one, rest)
             else:
-                near = sum(self._files.sizes) < count * _NEAR_BYTES
-                read = self._all_between if near else self._one_by_one
-                with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="hpml-pack") as pool:
-                    found += pool.map(read, rest)
+                found += self._forked(rest, processes)
         finally:
             self._blocks.close()
         return (
             [mode for modes, _ in found for mode in modes],
             [mtime for _, times in found for mtime in times],
         )
+
+    def _waiting(self, slices: list[tuple[int, int]]) -> list[Found]:
+        """Read what is slow to come, with threads."""
+        near = sum(self._files.sizes) < len(self._files.sizes) * _NEAR_BYTES
+        read = self._all_between if near else self._one_by_one
+        with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="hpml-pack") as pool:
+            return list(pool.map(read, slices))
+
+    def _forked(self, slices: list[tuple[int, int]], processes: int) -> list[Found]:
+        """Read what is there at once, with processes: understanding it takes the time."""
+        found: dict[int, Found] = {}
+
+        def work(_: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
+            self._blocks = PerThread(self._archives, self._retry)
+            try:
+                while (number := take()) is not None:
+                    modes, times = self._one_by_one(slices[number])
+                    tell(number, array("H", modes).tobytes(), array("q", times).tobytes())
+            except SourceChangedError:
+                tell(_CHANGED, b"", b"")
+            except ShardError as error:
+                tell(-1 - error.shard, str(error).encode(), b"")
+
+        def told(number: int, modes: bytes, times: bytes) -> None:
+            if number == _CHANGED:
+                raise SourceChangedError
+            if number < 0:
+                raise ShardError(-1 - number, modes.decode())
+            found[number] = (array("H", modes).tolist(), array("q", times).tolist())
+
+        self._blocks.close()
+        run_crew(processes, work, range(len(slices)), told=told, heartbeat=self._retry.check_stop)
+        return [found[number] for number in range(len(slices))]
 
     def _one_by_one(self, part: tuple[int, int]) -> Found:
         return self._retry(lambda: self._headers(part, BLOCK))

@@ -58,7 +58,8 @@ class SquashSource:
     ordered = False
 
     def __init__(self, path: str, retry: Retry, tree: Callable[[str], Source]) -> None:
-        program = shutil.which("squashfuse")
+        # the low-level program is faster, and tells which names are one file
+        program = shutil.which("squashfuse_ll") or shutil.which("squashfuse")
         if program is None:
             raise StagingError(
                 f"{shown(path)}: squashfuse is not installed on this node",

@@ -94,7 +94,7 @@ class ZipSource:
                 if member.size > _LONGEST_LINK_BYTES:
                     members.refuse(member.name, "symbolic link of absurd length")
                     continue
-                text = b"".join(map(bytes, _Inflating(self._path, member, blocks).pieces()))
+                text = b"".join(map(bytes, _Inflating(self._stamp, member, blocks).pieces()))
                 target = text.decode("utf-8", "surrogateescape")
                 members.symlink(member.name, target, member.mtime_ns)
             elif kind not in {0, stat.S_IFREG}:
@@ -116,7 +116,7 @@ class ZipReader:
     """A `Reader` of a zip archive. A file asked for in parts is read on from where it stopped."""
 
     def __init__(self, stamp: Stamp, members: Sequence[Member], retry: Retry) -> None:
-        self._path = stamp.path
+        self._stamp = stamp
         self._members = members
         self._blocks = PerThread([stamp], retry)
         self._local = threading.local()
@@ -132,7 +132,7 @@ class ZipReader:
         if last is not None and last[:2] == (number, start):
             inflating, at = last[2], start
         else:
-            inflating, at = _Inflating(self._path, member, self._blocks.get()), 0
+            inflating, at = _Inflating(self._stamp, member, self._blocks.get()), 0
         if member.method != DEFLATED and at < start and end < member.size:
             inflating.skip(start)  # of what is stored, any part can be had
             at = start
@@ -141,7 +141,9 @@ class ZipReader:
                 yield memoryview(piece)[max(0, start - at) :]
             at += len(piece)
         if at != end:
-            raise StagingError(f"{shown(self._path)}: {shown(member.name)} is damaged: cut short")
+            raise StagingError(
+                f"{shown(self._stamp.path)}: {shown(member.name)} is damaged: cut short"
+            )
         if end < member.size:
             self._local.last = (number, end, inflating)
 
@@ -153,8 +155,8 @@ class ZipReader:
 class _Inflating:
     """The contents of one member, from front to back."""
 
-    def __init__(self, path: str, member: Member, blocks: Blocks) -> None:
-        self._path = path
+    def __init__(self, stamp: Stamp, member: Member, blocks: Blocks) -> None:
+        self._path = stamp.path
         self._member = member
         self._blocks = blocks
         head = blocks.exactly(0, member.offset, LOCAL_BYTES)
@@ -163,6 +165,8 @@ class _Inflating:
         extra = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         self._at = member.offset + LOCAL_BYTES + extra
         self._stop = self._at + member.packed
+        if self._stop > stamp.size:
+            raise self._damaged("is damaged: its header is wrong")
         self._inflate = zlib.decompressobj(-15) if member.method == DEFLATED else None
         self._input: Buffer = b""
         self._crc = 0
