@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.cli.stage_node import Hpml, Node, grow, same
-from tests.unit.cli.test_words import HPML, in_terminal
+from tests.unit.cli.test_words import HPML, complete, in_terminal
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Shell
@@ -153,6 +153,15 @@ def test_a_directory_may_be_called_like_a_command(node: Node, tmp_path: Path) ->
     assert "no such file or directory" in told.err
     assert "hint: did you mean `hpml stage ls`?" in told.err
     assert "did you mean `hpml stage verify`?" in node.stage("verfy", "x").err
+
+
+def test_commands_and_options_are_completed(shell: Shell) -> None:
+    """A command by its beginning as the first word; else files, which the shell knows itself."""
+    assert complete(shell, "bash", "hpml stage ver").split() == ["verify"]
+    assert complete(shell, "bash", "hpml stage ").split() == []
+    assert complete(shell, "bash", "hpml stage data ver").split() == []
+    assert complete(shell, "bash", "hpml stage data --epo").split() == ["--epochs"]
+    assert complete(shell, "bash", "hpml stage clean --ol").split() == ["--older"]
 
 
 def test_auto_says_why(node: Node, tree: Path) -> None:
