@@ -32,6 +32,14 @@ group = typer.Typer(
 )
 
 
+def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete a command's name as the first word; where none begins so, the shell takes files."""
+    if ctx.params.get("sources") or not incomplete:
+        return []
+    known = [one.name or getattr(one.callback, "__name__", "") for one in group.registered_commands]
+    return [name for name in known if name.startswith(incomplete)]
+
+
 def register(app: typer.Typer) -> None:
     """Add this group's commands to the application."""
     app.add_typer(group, name="stage")
@@ -50,6 +58,7 @@ def stage(
             metavar="SRC…",
             help="Directories, files, archives or packs. One called like a command: ./ls.",
             show_default=False,
+            autocompletion=_complete,
         ),
     ] = None,
     to: Annotated[

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
+from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, nearest
 from hpml_orchestrator.staging.auto import NO_ROOM, choose_target
 from hpml_orchestrator.staging.choose import IN_PLACE, Choice
 from hpml_orchestrator.staging.faults import shown, why
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "Errand", "Outcome", "requests_for", "run_errand"]
 
 AUTO = "auto"
+_COMMANDS = ("ls", "verify", "clean", "bench")
+_PATH_CHARACTERS = 4096
+_WORD_CHARACTERS = 40
 _WORDS = (AUTO, "shm", "local")
 
 
@@ -122,8 +125,8 @@ def run_errand(
     request = errand.request
     if not os.path.lexists(request.source):
         raise NotFoundError(
-            f"no such file or directory: {shown(request.source)}",
-            hint="`hpml stage --help` lists the commands of that name: ls, verify, clean, bench",
+            f"no such file or directory: {_brief(request.source)}",
+            hint=_meant(os.path.basename(request.source)),
         )
     if not errand.auto:
         return Outcome(request, stager.stage(request))
@@ -192,9 +195,25 @@ def _target(to: str) -> str:
             "must be auto, shm, local or the path of a directory",
             field="--to",
             value=to,
-            hint=f"a directory of that name: --to ./{to}" if to and "\0" not in to else "",
+            hint=f"a directory of that name: --to {_brief(f'./{to}')}" if to else "",
         )
     return os.path.abspath(to)
+
+
+def _meant(word: str) -> str:
+    near = nearest(word[:_WORD_CHARACTERS], _COMMANDS)
+    if near:
+        return f"did you mean `hpml stage {near}`? its options stand behind it"
+    return f"`hpml stage` also has the commands {', '.join(_COMMANDS)}"
+
+
+def _brief(path: str) -> str:
+    """Return a path for a message, the middle of an absurd one left out."""
+    text = shown(path)
+    if len(text) <= _PATH_CHARACTERS:
+        return text
+    half = _PATH_CHARACTERS // 2
+    return f"{text[:half]}…{text[-half:]} ({len(text)} characters)"
 
 
 def _in_place(request: StageRequest, plan: Plan, seconds: float) -> StageResult:

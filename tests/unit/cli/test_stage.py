@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.cli.stage_node import Hpml, Node, grow, same
-from tests.unit.cli.test_words import HPML, in_terminal
+from tests.unit.cli.test_words import HPML, complete, in_terminal
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Shell
@@ -151,7 +151,17 @@ def test_a_directory_may_be_called_like_a_command(node: Node, tmp_path: Path) ->
     told = node.stage("--json", "ls")
     assert told.code == 3
     assert "no such file or directory" in told.err
-    assert "ls, verify, clean" in told.err
+    assert "hint: did you mean `hpml stage ls`?" in told.err
+    assert "did you mean `hpml stage verify`?" in node.stage("verfy", "x").err
+
+
+def test_commands_and_options_are_completed(shell: Shell) -> None:
+    """A command by its beginning as the first word; else files, which the shell knows itself."""
+    assert complete(shell, "bash", "hpml stage ver").split() == ["verify"]
+    assert complete(shell, "bash", "hpml stage ").split() == []
+    assert complete(shell, "bash", "hpml stage data ver").split() == []
+    assert complete(shell, "bash", "hpml stage data --epo").split() == ["--epochs"]
+    assert complete(shell, "bash", "hpml stage clean --ol").split() == ["--older"]
 
 
 def test_auto_says_why(node: Node, tree: Path) -> None:
@@ -216,7 +226,7 @@ def test_names_of_any_bytes(node: Node, tmp_path: Path) -> None:
     [
         ([], 2, "SRC: must be given", "hpml stage data --to shm"),
         ([""], 2, "SRC: must name a directory or a file", ""),
-        (["nowhere"], 3, "no such file or directory: ", "hpml stage --help"),
+        (["nowhere"], 3, "no such file or directory: ", "commands ls, verify, clean"),
         (["{tree}", "--to", "smh"], 2, "--to: must be auto, shm, local or the path", "--to ./smh"),
         (["{tree}", "--to", ""], 2, "--to: must be auto, shm, local or the path", ""),
         (["{tree}", "--to", "./none"], 2, "no such directory on this node", ""),
@@ -253,6 +263,32 @@ def test_what_is_wrong_is_told(
     assert hint in told.err
     assert "Traceback" not in told.err
     assert node.left() == node.left(node.disk) == []
+
+
+def test_a_shared_file_system_is_no_target(
+    node: Node, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused with what to do. A fake: the type of a file system that this test cannot mount."""
+    for module in ("root", "auto"):
+        monkeypatch.setattr(
+            f"hpml_orchestrator.staging.{module}.file_system_type", lambda *_, **__: "lustre"
+        )
+    told = node.stage(str(tree), "--to", str(node.ram))
+    assert (told.code, told.out) == (2, "")
+    assert "lies on lustre, which nodes share" in told.err
+    assert "hint: shm and local are the node's own" in told.err
+    (one,) = node.stage(str(tree), "--json").json()
+    assert one["path"] == str(tree)
+    why = {other["target"]: other["why"] for other in one["choice"]["others"]}
+    assert why["shm"] == f"{node.ram} lies on lustre, which nodes share"
+
+
+@pytest.mark.parametrize("words", [["{}"], ["x", "--to", "{}"], ["x", "--name", "{}"]])
+def test_absurd_words_are_cut(node: Node, words: list[str]) -> None:
+    """A word of 100,000 characters is an error that fits a page."""
+    told = node.stage(*(word.format("x" * 100_000) for word in words))
+    assert told.code in {2, 3}
+    assert len(told.err) < 10_000
 
 
 def test_a_fault_in_the_second_leaves_the_first(node: Node, tree: Path, tmp_path: Path) -> None:
