@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, StageResult, archive
+from hpml_orchestrator.staging import (
+    Bases,
+    CopyStager,
+    Room,
+    StageRequest,
+    StageResult,
+    extents,
+    members,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 Member = tuple[str, dict[str, Any]]
 
@@ -214,7 +222,7 @@ def test_too_many_members_are_refused(
     stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The count of members has a limit."""
-    monkeypatch.setattr(archive, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(members, "MOST_MEMBERS", 3)
     refused(stager, make(tmp_path / "x.tar", *[(f"f{n}", {}) for n in range(4)]), "more than 3")
 
 
@@ -223,11 +231,11 @@ def test_an_archive_that_changes_is_an_error(
 ) -> None:
     """An archive that is written to while it is unpacked is not published."""
     path = make(tmp_path / "x.tar", *[(f"f{n}", {"data": b"1" * 512}) for n in range(3)])
-    real: Callable[..., None] = archive._write
+    real = extents.ExtentReader.read
 
-    def write(*arguments: Any) -> None:
-        real(*arguments)
+    def read(*arguments: Any) -> Iterator[memoryview]:
         os.utime(path, (9, 9))
+        return real(*arguments)
 
-    monkeypatch.setattr(archive, "_write", write)
+    monkeypatch.setattr(extents.ExtentReader, "read", read)
     refused(stager, path, "changed while")
