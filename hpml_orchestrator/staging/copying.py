@@ -468,9 +468,7 @@ class ReaderCopying(Copying):
                 wrote = os.write(target, data) if size else 0
                 while wrote < size:
                     wrote += os.write(target, memoryview(data)[wrote:])
-                for (
-                    _
-                ) in rest:  # nothing; what the reader checks at the end of a file, it checks here
+                if next(rest, None) is not None:  # what is checked at a file's end, is checked now
                     raise SourceChangedError
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
             finally:
