@@ -146,7 +146,8 @@ class Copying:
                         "choose another target",
                     ) from error
                 self._wrong(entry, why(error), error)
-            tally.tell()
+            tally.tell_often()
+        tally.tell()
 
     def _wrong(self, entry: Entry, reason: str, error: BaseException) -> None:
         self._board.set_faulty()
