@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.staging.batches import share_out
 from hpml_orchestrator.staging.board import MOST_TALLIES, Board
 from hpml_orchestrator.staging.capacity import file_system_type
-from hpml_orchestrator.staging.copying import CREATE, Copying, ReaderCopying, Task, TreeCopying
+from hpml_orchestrator.staging.copying import CREATE, Copying, Task, TreeCopying
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
 from hpml_orchestrator.staging.pace import Pace
+from hpml_orchestrator.staging.readercopying import ReaderCopying
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
