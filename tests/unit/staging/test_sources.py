@@ -375,6 +375,32 @@ def test_a_zstd_archive_needs_the_program(
     refused(stager, path, "nothing here can decompress zstd")
 
 
+@pytest.mark.parametrize("by", ["program", "module"])
+def test_zstd_is_read_by_program_or_module(
+    stager: CopyStager, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Of several frames, as parallel compressors write them; what is cut short is refused."""
+    if shutil.which("zstd") is None:
+        skip_or_fail("NOT TESTED: zstd is not installed")
+    with tarfile.open(tmp_path / "x.tar", "w:") as tar:
+        tar.add(source, ".")
+    whole = (tmp_path / "x.tar").read_bytes()
+    path = tmp_path / "x.tar.zst"
+    frames = [
+        subprocess.run(["zstd", "-qc"], input=part, stdout=subprocess.PIPE, check=True).stdout
+        for part in (whole[:3000], whole[3000:])
+    ]
+    path.write_bytes(b"".join(frames))
+    if by == "module":
+        pytest.importorskip("zstandard")
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert contents(Path(stage(stager, path).path)) == contents(source)
+    for data in (frames[0], frames[0] + frames[1][:20]):
+        path.write_bytes(data)
+        with pytest.raises(StagingError, match="not a whole"):
+            stage(stager, path, name="again")
+
+
 def test_a_zstd_bomb_is_given_up_early(base: Path, tmp_path: Path) -> None:
     """No more is decompressed than there is room for, and a bit."""
     if shutil.which("zstd") is None:
