@@ -35,8 +35,8 @@ __all__ = ["COLLECTIVE", "SOURCE_KEY", "Delivery", "partial_path"]
 SOURCE_KEY = "source_key"
 """Among the options of a manifest: the source as it was when it was staged."""
 
-COLLECTIVE = frozenset({"chain", "sbcast", "partition"})
-"""Methods in which all nodes of a job take part, those too that have the data already."""
+COLLECTIVE = frozenset({"chain", "sbcast"})
+"""Methods in which the nodes of a job need each other, those too that have the data already."""
 
 
 @dataclass
@@ -66,7 +66,6 @@ class Delivery:
     copied: Copied | None = None
     evicted: list[str] = field(default_factory=list)
     _plan: Plan | None = None
-    _is_told: bool = False
 
     @property
     def is_collective(self) -> bool:
@@ -86,22 +85,6 @@ class Delivery:
     def source_key(self) -> str:
         """Return a digest of all that a look at the source tells, as it is now."""
         return entry_key(self.plan(), source=self.request.source, kind=self.supply.kind)
-
-    def reuse(self) -> None:
-        """Tell the supply that the data is there; one that sends it on to other nodes still does.
-
-        Raises:
-            StagingError: another node failed.
-        """
-        if self._plan is not None and not self._is_told:
-            self._is_told = True
-            self.supply.reuse()
-
-    def fail(self, reason: str) -> None:
-        """Tell the supply that nothing will come of it, unless it knows."""
-        if self._plan is not None and not self._is_told:
-            self._is_told = True
-            self.supply.fail(reason)
 
     def publish(self, directory: str, name: str, *locks: NameLock) -> Manifest:
         """Bring the data into a directory, by a name that appears when all of it is there.
@@ -124,7 +107,6 @@ class Delivery:
         partial = partial_path(directory, name)
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            self._is_told = True
             copied = self.supply.fill(plan, partial, retry=self.retry, progress=progress)
             manifest = self._manifest(plan, copied)
             manifest.write(manifest_path(f"{directory}/{name}"))

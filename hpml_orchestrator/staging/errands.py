@@ -176,9 +176,9 @@ class _Looked:
         """Tell the supply that the data is there."""
         self._supply.reuse()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, hint: str = "") -> None:
         """Tell the supply that nothing will come of it."""
-        self._supply.fail(reason)
+        self._supply.fail(reason, hint)
 
     def close(self) -> None:
         """Close the source, once."""

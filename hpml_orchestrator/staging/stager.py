@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import linked_key
-from hpml_orchestrator.staging.capacity import Need, Room, room_at
+from hpml_orchestrator.staging.capacity import Room, room_at
 from hpml_orchestrator.staging.delivery import SOURCE_KEY, Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["CopyStager"]
 
 T = TypeVar("T")
-
-_ROOM_TO_BEGIN = Need(1 << 20, 64)
 
 
 def _never() -> bool:
@@ -88,10 +87,10 @@ class CopyStager:
         self._room = room
         self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
-        self._evicted: list[str] = []
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._checks_source = checks_source
         self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
+        self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, or find it published already.
@@ -101,8 +100,8 @@ class CopyStager:
         Args:
             request: what is wanted, and where.
             supply: brings the data; this node reads the source by itself when it is left out.
-                It is closed in any case. One of all nodes is planned, then told by `fill`, `reuse`
-                or `fail` what comes of it here.
+                It is closed in any case; before, it is told by `fill`, `reuse` or `fail` what
+                comes of it here. One that all nodes share is planned on each of them.
 
         Raises:
             CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
@@ -113,7 +112,7 @@ class CopyStager:
         start = self._clock()
         with contextlib.ExitStack() as stack:
             if supply is not None:
-                stack.callback(supply.close)
+                stack.push(functools.partial(_ended, supply))
             self._retry.check_stop()
             area = self.area(request.target)
             cache = self._keeper.cache(area)
@@ -121,7 +120,7 @@ class CopyStager:
             self._look(lambda: _check_apart(request, area), request)
             if supply is None:
                 supply = self._look(lambda: self._local(request, room), request)
-                stack.callback(supply.close)
+                stack.push(functools.partial(_ended, supply))
             delivery = Delivery(
                 request,
                 supply,
@@ -171,12 +170,10 @@ class CopyStager:
                     lock.raise_reason("another process of this job failed")
                     manifest = self._bring(delivery, area, lock, keeps=keeps)
                 if delivery.copied is None:
-                    delivery.reuse()
+                    delivery.supply.reuse()
             except BaseException as error:
-                reason = str(error) or type(error).__name__
                 if not lock.holders_reason:
-                    lock.fail(reason)
-                delivery.fail(reason)
+                    lock.fail(str(error) or type(error).__name__)
                 if isinstance(error, (OSError, HpmlError)):
                     raise _as_told(request, error) from error
                 raise
@@ -221,8 +218,7 @@ class CopyStager:
         except StagingError:
             gone = []
             with contextlib.suppress(HpmlError, OSError):
-                cache = self._keeper.cache(area)
-                gone = cache.make_room(_ROOM_TO_BEGIN, lambda: self._room(area.base))
+                gone = self._keeper.cache(area).make_room_to_begin(lambda: self._room(area.base))
             if not gone:
                 raise
             self._evicted.extend(gone)
@@ -257,7 +253,7 @@ class CopyStager:
             for name in os.listdir(area.job_dir):
                 if name.startswith(f".{request.name}.partial-"):
                     remove_tree(f"{area.job_dir}/{name}")
-            manifest = published_manifest(path)
+            manifest = published_manifest(path) if os.path.lexists(path) else None
             if manifest is not None and not _is_same_data(manifest, request, kind):
                 raise InputError(
                     f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
@@ -288,6 +284,16 @@ class CopyStager:
         if self.options.hash and not manifest.digest:
             return True
         return manifest.options.get(SOURCE_KEY) != delivery.source_key()
+
+
+def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Close a supply; one that was left by an error lets the other nodes know of it."""
+    try:
+        if error is not None:
+            reason = str(error) or type(error).__name__
+            supply.fail(reason, str(getattr(error, "hint", "")))
+    finally:
+        supply.close()
 
 
 def _is_same_data(manifest: Manifest, request: StageRequest, kind: str) -> bool:
