@@ -23,8 +23,11 @@ class Supply(Protocol):
         method: how the data comes: "copy", "unpack", "chain", "sbcast" or "partition".
     """
 
-    kind: str
-    method: str
+    @property
+    def kind(self) -> str: ...  # noqa: D102 - see above
+
+    @property
+    def method(self) -> str: ...  # noqa: D102
 
     def plan(self) -> Plan:
         """Say what will be made; nothing is written, and the room is checked by it.
@@ -41,6 +44,17 @@ class Supply(Protocol):
             StagingStopped: retry's should_stop said so.
             OSError: the directory cannot be written.
         """
+
+    def reuse(self) -> None:
+        """Do what other nodes need of this one, which has the data already; in place of `fill`.
+
+        Raises:
+            StagingError: another node failed.
+            StagingStopped: should_stop said so.
+        """
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Let other nodes know that this one ends, and why; raises nothing."""
 
     def close(self) -> None:
         """Give back what it holds; called once at the end, also after errors."""
@@ -69,6 +83,12 @@ class LocalSupply:
             retry=retry,
             progress=progress,
         )
+
+    def reuse(self) -> None:
+        """Nobody else needs anything."""
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Nobody else needs to know."""
 
     def close(self) -> None:
         """Close the source."""
