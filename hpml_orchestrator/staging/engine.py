@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.staging.batches import share_out
 from hpml_orchestrator.staging.board import MOST_TALLIES, Board
 from hpml_orchestrator.staging.capacity import file_system_type
-from hpml_orchestrator.staging.copying import CREATE, Copying, Task, TreeCopying
+from hpml_orchestrator.staging.copying import CREATE, Copying, Task
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
 from hpml_orchestrator.staging.pace import Pace
 from hpml_orchestrator.staging.readercopying import ReaderCopying
+from hpml_orchestrator.staging.root import SHARED_TYPES
 from hpml_orchestrator.staging.transfer import make_directories, make_links
+from hpml_orchestrator.staging.treecopying import TreeCopying
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,10 +46,6 @@ _MOST_PROCESSES = 16
 _MOST_WORKERS = 64
 _SMALL_FILES = 400  # fewer are copied sooner than workers are there
 _SMALL_BYTES = 32 << 20
-_SHARED_TYPES = frozenset(
-    "afs beegfs ceph cifs fhgfs fuse.glusterfs fuse.sshfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
-    "orangefs panfs pvfs2 smb3 smbfs wekafs".split()
-)
 _TREES = ("tree", "file")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -151,7 +149,7 @@ class _Copy:
         )
         drop_cache = options.drop_cache
         if drop_cache is None:
-            drop_cache = file_system_type(plan.source_root) in _SHARED_TYPES
+            drop_cache = file_system_type(plan.source_root) in SHARED_TYPES
         self._task = Task(
             plan=plan,
             shares=shares,
