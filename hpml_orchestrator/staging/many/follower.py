@@ -7,7 +7,7 @@ import json
 import os
 import select
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.engine import Copied
@@ -244,7 +244,7 @@ class Follower:
             lines = {relay.line.fileno(): relay for relay in self._relays.values()}
             waiting = [number for number, relay in lines.items() if not relay.is_done]
             writers = [link for link in links if link.is_waiting]
-            wanted = [member.door, *links, *waiting]
+            wanted: list[Any] = [member.door, *links, *waiting]
             ready = select.select(wanted, writers, [], _POLL_SECONDS)[0]
             self._note(member.tick())
             for caller in member.door.poll() if member.door in ready else ():
@@ -305,7 +305,9 @@ class Follower:
         found = []
         landed = self._landed
         for number, entry in enumerate(plan.files):
-            pieces = [landed[number, start] for start in range(0, entry.size, PIECE_BYTES)] or [empty]
+            pieces = [landed[number, start] for start in range(0, entry.size, PIECE_BYTES)] or [
+                empty
+            ]
             found.append(file_digest(pieces, how))
         return found
 

@@ -184,7 +184,11 @@ class Head:
             StagingError: another node failed.
         """
         now = time.monotonic()
-        if os.getpid() == self._pid and now >= self._tick_at and self._ticks.acquire(blocking=False):
+        if (
+            os.getpid() == self._pid
+            and now >= self._tick_at
+            and self._ticks.acquire(blocking=False)
+        ):
             try:
                 self._tick_at = now + _TICK_SECONDS
                 self._note()

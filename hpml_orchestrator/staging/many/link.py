@@ -224,7 +224,11 @@ def _notice_dead_hosts(sock: socket.socket, timeout: float) -> None:
     """Have the kernel ask a silent neighbour's kernel whether it is there."""
     seconds = max(1, int(timeout / 3))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", seconds), ("TCP_KEEPINTVL", seconds), ("TCP_KEEPCNT", 2)):
+    for option, value in (
+        ("TCP_KEEPIDLE", seconds),
+        ("TCP_KEEPINTVL", seconds),
+        ("TCP_KEEPCNT", 2),
+    ):
         sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, 18, int(timeout * 1000))  # TCP_USER_TIMEOUT

@@ -234,7 +234,7 @@ class Member:
         )
 
     def explain(self, lost: StagingError) -> StagingError:
-        """Return why a data connection broke, if a neighbour says so soon, else the error itself."""
+        """Return why a data connection broke if a neighbour says so soon, else the error itself."""
         end = time.monotonic() + _GRACE_SECONDS
         try:
             while time.monotonic() < end:

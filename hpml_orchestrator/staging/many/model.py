@@ -36,7 +36,7 @@ CHUNK_BYTES = 4 << 20
 
 _TREE_WIDTH = 16
 _START_SECONDS = {"shared": 0.0, "chain": 0.5, "sbcast": 1.0, "partition": 0.0}
-"""Time until the first byte: nodes find one another; sbcast is a command that asks the controller."""
+"""Time until the first byte: nodes find one another; sbcast asks the controller."""
 
 _WORTH = 0.9
 """A way that needs other nodes is chosen when it takes at most so much of the time of `shared`."""

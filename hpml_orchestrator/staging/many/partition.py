@@ -41,7 +41,7 @@ def part_numbers(names: list[str], part: int, parts: int) -> list[int]:
 
 
 def part_of(plan: Plan, numbers: list[int]) -> Plan:
-    """Return a plan of some of the files: with all directories, and the links that still lead on."""
+    """Return a plan of some of the files, with all directories and the links that still lead on."""
     kept = [plan.files[number] for number in numbers]
     names = {entry.path for entry in kept}
     hard = [link for link in plan.hard_links if link.first in names]
@@ -124,9 +124,7 @@ def _sample(name: str) -> tuple[bytes, bytes]:
 
 
 def _leads(path: str, target: str, there: set[str]) -> bool:
-    """Say whether a symbolic link's text leads to something of the part, or is not for us to say."""
+    """Say whether a symbolic link leads to something of the part, or out of the tree."""
     if target.startswith("/"):
         return True
     return os.path.normpath(os.path.join(os.path.dirname(path), target)) in there | {"."}
-
-

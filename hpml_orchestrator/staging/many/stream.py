@@ -197,7 +197,7 @@ class Sender:
 
 def lost(peer: str, timeout: float, error: OSError) -> ChainLostError:
     """Return what to say of a data connection that failed."""
-    if isinstance(error, socket.timeout):  # noqa: UP041 - another class on Python 3.9
+    if isinstance(error, socket.timeout):
         return ChainLostError(f"{peer} hangs: it took no bytes for {timeout:.0f} s")
     return ChainLostError(f"{peer} was lost: {error.strerror or error}")
 
@@ -229,7 +229,7 @@ class SendingSource:
     def __init__(self, source: Source, sender: Callable[[], Sender]) -> None:
         self._source = source
         self._sender = sender
-        self.kind = source.kind
+        self.kind = "sent"  # the engine reads trees and files past their readers
         self.ordered = source.ordered
 
     def plan(self) -> Plan:
