@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import time
@@ -97,20 +98,22 @@ class CopyStager:
         start = self._clock()
         with contextlib.ExitStack() as stack:
             if supply is not None:
-                stack.callback(supply.close)
+                stack.push(functools.partial(_ended, supply))
             self._retry.check_stop()
             area = self.area(request.target)
             room = self._look(lambda: self._room(area.job_dir), request)
             self._look(lambda: _check_apart(request, area), request)
             if supply is None:
                 supply = self._look(lambda: self._local(request, room), request)
-                stack.callback(supply.close)
+                stack.push(functools.partial(_ended, supply))
             copied = None
             lock = stack.enter_context(
                 NameLock(f"{area.job_dir}/.{request.name}.lock", self._retry, self._sleep)
             )
             manifest = self._published(request, supply.kind, area)
-            if manifest is None:
+            if manifest is not None:
+                supply.reuse()
+            else:
                 if lock.holders_reason:
                     raise StagingError(f"another process of this job failed: {lock.holders_reason}")
                 try:
@@ -225,6 +228,16 @@ class CopyStager:
                 raise _as_told(request, error) from error
             raise
         return manifest, copied
+
+
+def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Close a supply; one that was left by an error lets the other nodes know of it."""
+    try:
+        if error is not None:
+            reason = str(error) or type(error).__name__
+            supply.fail(reason, str(getattr(error, "hint", "")))
+    finally:
+        supply.close()
 
 
 def _check_apart(request: StageRequest, area: StagingArea) -> None:

@@ -45,6 +45,17 @@ class Supply(Protocol):
             OSError: the directory cannot be written.
         """
 
+    def reuse(self) -> None:
+        """Do what other nodes need of this one, which has the data already; in place of `fill`.
+
+        Raises:
+            StagingError: another node failed.
+            StagingStopped: should_stop said so.
+        """
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Let other nodes know that this one ends, and why; raises nothing."""
+
     def close(self) -> None:
         """Give back what it holds; called once at the end, also after errors."""
 
@@ -72,6 +83,12 @@ class LocalSupply:
             retry=retry,
             progress=progress,
         )
+
+    def reuse(self) -> None:
+        """Nobody else needs anything."""
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Nobody else needs to know."""
 
     def close(self) -> None:
         """Close the source."""

@@ -129,10 +129,10 @@ class Head:
                 self._go(b"\0")
         self._is_over = True
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, hint: str = "") -> None:
         """Tell the others why this node ends."""
         self._is_over = True
-        self._member.fail(reason)
+        self._member.fail(StagingError(reason, hint=hint))
 
     def close(self) -> None:
         """Leave the chain and close the source."""
