@@ -36,7 +36,7 @@ def tmpfs(root: Path) -> Iterator[Callable[[Path, int], None]]:
 
     def mount(point: Path, size: int) -> None:
         point.mkdir()
-        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "hpml-test", point]
+        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "hpml-test", str(point)]
         if subprocess.run(words, check=False, capture_output=True).returncode:
             pytest.skip("mounting needs root")
         mounted.append(point)
