@@ -37,7 +37,18 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.plan import Plan
 
-__all__ = ["Listing", "Manifest", "measure", "tree_digest", "verify_tree"]
+__all__ = [
+    "Listing",
+    "Manifest",
+    "content_digest",
+    "is_whole",
+    "manifest_path",
+    "measure",
+    "published_head",
+    "published_manifest",
+    "tree_digest",
+    "verify_tree",
+]
 
 _PLAIN = ("name", "source", "kind", "method", "bytes", "files", "digest", "options")
 
@@ -238,7 +249,7 @@ def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]
         if number is not None:
             if not stat.S_ISREG(info.st_mode) or info.st_size != listing.sizes[number]:
                 yield path, "is not a file of the size that was staged"
-            elif how and _digest_of(full, info.st_size, how) != listing.digests[number]:
+            elif how and content_digest(full, info.st_size, how) != listing.digests[number]:
                 yield path, "its contents are not what was staged"
         elif path not in others:
             yield path, "was not staged"
@@ -257,7 +268,12 @@ def _below(directory: str) -> Iterator[str]:
             yield os.path.relpath(os.path.join(parent, name), directory)
 
 
-def _digest_of(path: str, size: int, how: Hashing) -> bytes:
+def content_digest(path: str, size: int, how: Hashing) -> bytes:
+    """Return the digest of a file's contents, in pieces as the engine makes them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     buffer = memoryview(bytearray(BLOCK_BYTES))
     pieces = []
     with open(path, "rb", buffering=0) as stream:
@@ -269,6 +285,59 @@ def _digest_of(path: str, size: int, how: Hashing) -> bytes:
                 left -= count
             pieces.append(now.digest())
     return file_digest(pieces, how)
+
+
+def manifest_path(data: str) -> str:
+    """Return where the manifest of published data lies: beside it."""
+    return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
+
+
+def published_head(data: str) -> dict[str, Any]:
+    """Read only the first line of a published manifest, whatever its length; {} without one."""
+    try:
+        with open(manifest_path(os.path.realpath(data)), "rb") as stream:
+            head = json.loads(stream.readline())
+    except (OSError, ValueError):
+        return {}
+    return head if isinstance(head, dict) else {}
+
+
+def published_manifest(data: str) -> Manifest | None:
+    """Read the manifest of published data, or of the entry that a job's link leads to."""
+    return Manifest.read(manifest_path(os.path.realpath(data)))
+
+
+def is_whole(directory: str, manifest: Manifest) -> bool:
+    """Say whether published data has the files that its manifest tells, by name and size.
+
+    Contents are not read: see `verify_tree`.
+    """
+    listing = manifest.listing
+    sizes = dict(zip(listing.files, listing.sizes))
+    sizes.update([(name, sizes[first]) for name, first in listing.hard_links])
+    directories = set(listing.directories)
+    links = {name for name, _ in listing.symlinks}
+    found = 0
+    todo = [""]
+    try:
+        while todo:
+            prefix = todo.pop()
+            with os.scandir(f"{directory}/{prefix}") as entries:
+                for entry in entries:
+                    found += 1
+                    path = prefix + entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        fine = path in directories
+                        todo.append(f"{path}/")
+                    elif entry.is_symlink():
+                        fine = path in links
+                    else:
+                        fine = sizes.get(path) == entry.stat(follow_symlinks=False).st_size
+                    if not fine:
+                        return False
+    except OSError:
+        return False
+    return found == len(sizes) + len(directories) + len(links)
 
 
 def measure(directory: str) -> tuple[int, int]:
