@@ -60,6 +60,7 @@ if told["clean"]:
     stager.cleanup()
 sys.exit(status)
 """
+AT_HOME = f"import sys; sys.path.insert(0, {str(CHECKOUT)!r})\n"
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Nodes:
     options: dict[str, Any] = field(default_factory=dict)
     started: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
     attempt: str = "attempt"
+    python: tuple[str, ...] = (sys.executable,)
 
     def base(self, index: int) -> Path:
         """The directory that a node stages to."""
@@ -116,7 +118,7 @@ class Nodes:
                 **options,
             }
             self.started[index] = subprocess.Popen(
-                [*prefix, sys.executable, "-c", NODE, json.dumps(told)],
+                [*prefix, *self.python, "-c", AT_HOME + NODE, json.dumps(told)],
                 env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
