@@ -116,8 +116,10 @@ class Head:
                 )
             except (PeerFailedError, BrokenLinkError):
                 raise
-            except StagingError as error:  # of a worker, whose class does not come through
-                if self._down.peer in str(error):
+            except StagingError as error:
+                # a worker lost its connection, or was ended because another one did
+                stopped = str(error) == str(StagingStopped())
+                if self._down.peer in str(error) or stopped:
                     raise self._member.explain(error) from error
                 raise
             self._check_directories(plan, retry)
