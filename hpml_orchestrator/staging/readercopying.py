@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ReaderCopying"]
 
 _clock = time.perf_counter
+_ZEROS = bytes(BLOCK_BYTES)
 
 
 class ReaderCopying(Copying):
@@ -64,7 +65,10 @@ class ReaderCopying(Copying):
         target = self._create(entry)
         try:
             try:
-                self._write(pieces, (0, size), target, digest, tally)
+                sparse = entry.stored < size
+                if sparse:
+                    os.ftruncate(target, size)
+                self._write(pieces, (0, size), target, digest, tally, sparse=sparse)
                 self._settle(digest)
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
             finally:
@@ -120,7 +124,8 @@ class ReaderCopying(Copying):
         target = os.open(entry.path, WRITE, dir_fd=self._to)
         try:
             pieces = self._reader.read(number, batch.start, batch.end)
-            self._write(pieces, (batch.start, batch.end), target, digest, tally)
+            sparse = entry.stored < entry.size
+            self._write(pieces, (batch.start, batch.end), target, digest, tally, sparse=sparse)
         finally:
             os.close(target)
         self._settle(digest)
@@ -134,15 +139,17 @@ class ReaderCopying(Copying):
         target: int,
         digest: FileHash | None,
         tally: Tally,
+        *,
+        sparse: bool,
     ) -> None:
-        at = part[0]
+        at = part[0]  # of a sparse file zeros are left out: its holes stay, as was counted
         begin = _clock()
         for data in pieces:
             if digest is not None:
                 digest.update(data)
             middle = _clock()
             count = len(data)
-            wrote = os.pwrite(target, data, at)
+            wrote = count if sparse and data == _ZEROS[:count] else os.pwrite(target, data, at)
             while wrote < count:
                 wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
             at += count
