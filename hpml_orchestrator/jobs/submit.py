@@ -13,15 +13,17 @@ from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.batch.render import directives
 from hpml_orchestrator.batch.site_rules import leaves_out
+from hpml_orchestrator.batch.stage_target import NodeRoom, room_of_site
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
-from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.measure import chosen_targets, measured
 from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.scheduler.local_resources import memory_mb
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
     GRACE_SECONDS,
@@ -93,7 +95,8 @@ def render_job(
         InputError: the job cannot be rendered, or templates of the user's own make a script that
             cannot run.
     """
-    complete = measured(resolved)
+    room = NodeRoom(memory_mb() or None) if here else room_of_site(resolved.job, site and site.site)
+    complete = measured(resolved, room)
     snapshot = find(complete.job) if complete.job.snapshot else None
     topologies = {} if here else topologies_of(complete.job, site)
     script = render(
@@ -102,6 +105,7 @@ def render_job(
         site,
         snapshot=snapshot.paths if snapshot else None,
         topologies=topologies,
+        targets=chosen_targets(complete),
     )
     if site is not None and site.site.templates:
         from hpml_orchestrator.jobs.script_check import check_script  # noqa: PLC0415 - few have such
