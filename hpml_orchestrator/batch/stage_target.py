@@ -1,4 +1,4 @@
-"""Where `target: auto` leads: to RAM where data fits well beside the job, else to the node's disk."""
+"""Where `target: auto` leads: to RAM where data fits well beside the job, else to the disk."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_what_the_site_says_of_its_file_system_is_told_where_it_matters() -> Non
 
 @pytest.mark.parametrize("name", [*GOLDEN, "staged.sh"])
 def test_the_script_to_the_byte(name: str) -> None:
-    """One script of each launcher, and one with all about staging; HPML_GOLDEN=write writes it anew."""
+    """One of each launcher, and one with all about staging; HPML_GOLDEN=write writes them anew."""
     text = staged_script() if name == "staged.sh" else render(GOLDEN[name], HERE)
     text = re.sub(
         r"^# Written by hpml \S+\.", "# Written by hpml VERSION.", text, flags=re.MULTILINE
