@@ -46,6 +46,9 @@ def staging_options(job: Job, site: ResolvedSite | None) -> list[str]:
         for name in names
         if (value := getattr(staging, name)) is not None
     ]
+    interfaces = site.site.interfaces_of(job.resources.partition)
+    if interfaces and job.resources.nodes > 1:
+        options.append(f"--interfaces {','.join(interfaces)}")
     if job.tasks is not None and staging.array_jitter:
         options.append(f"--array-jitter {staging.array_jitter}")
         options.append(f"--array-tasks {len(job.tasks.indices)}")

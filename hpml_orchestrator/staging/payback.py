@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Payback", "Sample", "break_even", "payback_of", "sample_read"]
 
 SAMPLE_SECONDS = 0.5
+_LEAST_SECONDS = 0.02
 _FILE_BYTES = 64 << 20  # of one file at most, so that a sample of few large files is one of several
 _MOST_READERS = 4
 
@@ -99,7 +100,11 @@ def payback_of(
     if result.reused or not result.bytes or result.read_seconds <= 0:
         return None
     workers = max(1, result.workers)
-    read = sample(result.path) if sample else sample_read(result.path, readers=workers)
+    if sample is not None:
+        read = sample(result.path)
+    else:  # the ranks wait for it: a tenth of what they have waited at most
+        seconds = min(SAMPLE_SECONDS, max(_LEAST_SECONDS, result.seconds / 10))
+        read = sample_read(result.path, readers=workers, seconds=seconds)
     if not read.bytes or not read.seconds:
         return None
     remote = result.read_seconds / workers
