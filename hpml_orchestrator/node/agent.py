@@ -26,7 +26,7 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.claim import node_name
 from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.node.rendezvous import resolve
-from hpml_orchestrator.node.stages import NodeStaging
+from hpml_orchestrator.node.stages import NodeStaging, parts_of
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 
@@ -174,7 +174,8 @@ class Agent:
             made = planning.unbound(
                 wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
             )
-        planning.publish(self.attempt, wish, made, channel=channel)
+        parts = parts_of(self.asked.entries, os.environ)
+        planning.publish(self.attempt, wish, made, channel=channel, parts=parts)
         if wish.verify != "off":
             self._watch = Watch(self.attempt, made)
         return plan_figures(made.plan, sets_threads=not wish.keep_threads)

@@ -15,12 +15,12 @@ from hpml_orchestrator.staging.manners import array_delay
 from hpml_orchestrator.staging.payback import Payback, payback_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpml_orchestrator.node.arguments import Arguments, Entry
 
-__all__ = ["NodeStaging", "Progress", "figures_of"]
+__all__ = ["NodeStaging", "Progress", "figures_of", "parts_of"]
 
 TOLD_EVERY_SECONDS = 10.0
 _NAP_SECONDS = 0.2
@@ -126,8 +126,8 @@ class NodeStaging:
     def _stage(self, entry: Entry) -> dict[str, Any]:
         request = entry.request
         self._note(name=request.name, source=request.source, target=request.target)
-        first = self.environment.get("SLURM_NODEID", "0") == "0"
-        self._progress = Progress(request.name, self._note, self.say if first else None)
+        index, _ = place_of(self.environment)
+        self._progress = Progress(request.name, self._note, None if index else self.say)
         try:
             result = self.stager.stage(request)
         finally:
@@ -156,6 +156,28 @@ class NodeStaging:
                 raise StagingStopped
             time.sleep(min(left, _NAP_SECONDS))
         return delay
+
+
+def parts_of(entries: Sequence[Entry], environment: Mapping[str, str]) -> str:
+    """Return which part of which data this node has, for the plan's header; empty for none.
+
+    >>> from hpml_orchestrator.node.arguments import parse_arguments
+    >>> asked = parse_arguments("/a --stage x tree /s /t --distribution partition".split())
+    >>> parts_of(asked.entries, {"SLURM_NODEID": "2", "SLURM_NNODES": "4"})
+    '2/4:x'
+    """
+    names = [one.request.name for one in entries if one.distribution == "partition"]
+    if not names:
+        return ""
+    index, nodes = place_of(environment)
+    return f"{index}/{nodes}:{','.join(names)}"
+
+
+def place_of(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return this node's number in the job, from 0, and how many nodes the job has."""
+    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
+    count = int(nodes) if nodes.isdecimal() else 1
+    return (int(index) if index.isdecimal() else 0), max(1, count)
 
 
 def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0) -> dict[str, Any]:
