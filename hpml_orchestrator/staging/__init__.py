@@ -8,6 +8,8 @@ from __future__ import annotations
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.area import MARKER, StagingArea
 from hpml_orchestrator.staging.capacity import Need, Room, check_room, human_bytes, room_at
+from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.manifest import Manifest
 from hpml_orchestrator.staging.progress import OnProgress
 from hpml_orchestrator.staging.request import (
     Bases,
@@ -18,11 +20,15 @@ from hpml_orchestrator.staging.request import (
     target_path,
 )
 from hpml_orchestrator.staging.stager import CopyStager
+from hpml_orchestrator.staging.supply import LocalSupply, Supply
 
 __all__ = [
     "MARKER",
     "Bases",
     "CopyStager",
+    "EngineOptions",
+    "LocalSupply",
+    "Manifest",
     "Need",
     "OnProgress",
     "Owner",
@@ -32,6 +38,7 @@ __all__ = [
     "Stager",
     "StagingArea",
     "StagingStopped",
+    "Supply",
     "check_room",
     "human_bytes",
     "owner_is_alive",

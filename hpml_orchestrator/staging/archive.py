@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.progress import Progress
 
-__all__ = ["scan_archive", "unpack_archive"]
+__all__ = ["DAMAGED", "members_of", "scan_archive", "unpack_archive"]
 
 MOST_MEMBERS = 10_000_000
+DAMAGED = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError, OverflowError)
+"""What reading a damaged archive raises, beside OSError."""
+
 _LATEST_SECONDS = 1 << 34
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -86,11 +89,23 @@ def unpack_archive(source: str, plan: Plan, target: str, retry: Retry, progress:
         make_links(plan, top, retry)
 
 
+def members_of(source: str, retry: Retry) -> Generator[tuple[str, int, IO[bytes]], None, None]:
+    """Yield (path, size, data) of the regular files in order; read each before the next.
+
+    Raises:
+        StagingError: the archive is damaged or changed since it was opened.
+    """
+    with contextlib.closing(_members(source, retry)) as members:
+        for tar, member in members:
+            data = tar.extractfile(member) if member.isreg() else None
+            if data is not None:
+                yield _plain_name(member.name), member.size, data
+
+
 def _members(
     source: str, retry: Retry
 ) -> Generator[tuple[tarfile.TarFile, tarfile.TarInfo], None, None]:
     """Yield the members in order; nothing of those before is kept in memory."""
-    damaged = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError, OverflowError)
     with ArchiveStream(source, retry) as stream:
         try:
             with tarfile.open(
@@ -106,7 +121,7 @@ def _members(
                     tar.members.clear()  # type: ignore[attr-defined]
                     member = tar.next()
                 stream.finish()
-        except damaged as error:
+        except DAMAGED as error:
             raise StagingError(
                 f"{shown(source)}: not a whole tar archive: {why(error)}",
                 hint="the archive is cut short or damaged: make or copy it again",

@@ -7,7 +7,7 @@
             .owner.json           the process that answers for it
             .lease                shared flock: in use
             .{name}.lock          one stager for this name at a time
-            .{name}.manifest.json what was published
+            .{name}.manifest      what was published
             .{name}.partial-*     a copy that is being made, or was when its stager died
             {name}/               the data
         .new-*, .trash-*          a job directory before and after its life

@@ -13,7 +13,7 @@ from hpml_orchestrator.staging.request import StagingStopped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Problems", "Retry", "shown", "why"]
+__all__ = ["DamagedSourceError", "Problems", "Retry", "SourceChangedError", "shown", "why"]
 
 T = TypeVar("T")
 
@@ -22,6 +22,20 @@ TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
+
+
+class SourceChangedError(Exception):
+    """A source is not what it was when it was scanned."""
+
+    def __init__(self) -> None:
+        super().__init__("changed while it was copied")
+
+
+class DamagedSourceError(Exception):
+    """What was read is not what the source itself says it holds."""
+
+    def __init__(self) -> None:
+        super().__init__("is damaged: its digest is not the one that was recorded")
 
 
 def shown(path: str) -> str:
@@ -51,18 +65,30 @@ class Retry:
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Return what the call returns; its last OSError when the fault does not pass."""
+        try:
+            return call()
+        except OSError as error:
+            return self.again(call, error)
+
+    def again(self, call: Callable[[], T], fault: OSError) -> T:
+        """Go on after a first fault of a call; raises it when it is none that passes."""
         delay = _FIRST_DELAY_SECONDS
         for _ in range(_DELAYS):
-            try:
-                return call()
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
+            if fault.errno not in TRANSIENT:
+                raise fault
             self.check_stop()
             self._sleep(delay)
             self.check_stop()
             delay *= 2
-        return call()
+            try:
+                return call()
+            except OSError as error:
+                fault = error
+        raise fault
+
+    def stopped_by(self, should_stop: Callable[[], bool]) -> Retry:
+        """Return the same but for what stops it."""
+        return Retry(self._sleep, should_stop)
 
 
 class Problems:

@@ -1,21 +1,95 @@
-"""What was published, written down so that a later stager can tell whether it is all there."""
+r"""What was published, written down so that a later stager can tell whether it is all there.
+
+A file of two parts: a line of JSON, and a body with all names, sizes and digests. Names are bytes
+and may be anything but NUL, which therefore ends each of them. The line holds a digest of the body.
+
+    {"schema_version": 1, "name": ..., "counts": [files, hard links, directories, symbolic links],
+     "body": "<BLAKE2b-128 of the body>", ...}\n
+    names of files, NUL after each; hard links and their first names alternating; directories;
+    symbolic links and their texts alternating
+    sizes of files, 8 bytes little-endian each
+    digests of files, 16 bytes each; nothing when they were not hashed
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
-from dataclasses import asdict, dataclass
-from typing import Any
+import sys
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
+from hpml_orchestrator.staging.hashing import (
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    file_digest,
+    hashing_named,
+)
+from hpml_orchestrator.staging.source import BLOCK_BYTES
 
-__all__ = ["Manifest", "measure"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hpml_orchestrator.staging.hashing import Hashing
+    from hpml_orchestrator.staging.plan import Plan
+
+__all__ = ["Listing", "Manifest", "measure", "tree_digest", "verify_tree"]
+
+_PLAIN = ("name", "source", "kind", "method", "bytes", "files", "digest", "options")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies in a published directory, all paths relative to it.
+
+    Attributes:
+        files: names of files; of several hard links the first.
+        sizes: of the files, in bytes.
+        digests: of the files, or empty.
+        hard_links: (name, first name).
+        directories: names, parents before children.
+        symlinks: (name, text).
+    """
+
+    files: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    hard_links: list[tuple[str, str]] = field(default_factory=list)
+    directories: list[str] = field(default_factory=list)
+    symlinks: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, digests: list[bytes]) -> Listing:
+        """Return the listing of what a plan made."""
+        return cls(
+            [entry.path for entry in plan.files],
+            [entry.size for entry in plan.files],
+            digests,
+            [(link.path, link.first) for link in plan.hard_links],
+            [entry.path for entry in plan.directories],
+            [(link.path, link.target) for link in plan.symlinks],
+        )
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of one published directory; bytes count each inode once, files each name."""
+    """The record of one published directory; bytes count each inode once, files each name.
+
+    Attributes:
+        name: what the job calls it.
+        source: path that it came from.
+        kind: the source's kind.
+        method: how it came.
+        bytes: sum of the sizes of its files.
+        files: number of names of files.
+        digest: of the tree, as "xxh3_128:<hex>"; "" when it was not hashed.
+        options: what else decides whether the data can be used again.
+        listing: what is in it.
+    """
 
     name: str
     source: str
@@ -23,6 +97,9 @@ class Manifest:
     method: str
     bytes: int
     files: int
+    digest: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    listing: Listing = field(default_factory=Listing)
 
     def write(self, path: str) -> None:
         """Write durably.
@@ -30,23 +107,168 @@ class Manifest:
         Raises:
             RecordError: the directory cannot be written.
         """
-        write_json(path, asdict(self))
+        body = _body(self.listing)
+        there = self.listing
+        head = {
+            "schema_version": SCHEMA_VERSION,
+            **{key: getattr(self, key) for key in _PLAIN},
+            "counts": [
+                len(there.files),
+                len(there.hard_links),
+                len(there.directories),
+                len(there.symlinks),
+            ],
+            "body": _sum(body),
+        }
+        write_text(path, json.dumps(head, default=dict).encode() + b"\n" + body)
 
     @classmethod
     def read(cls, path: str) -> Manifest | None:
         """Read; None when there is none or it cannot be understood."""
         try:
-            record: dict[str, Any] = read_json(path)
+            with open(path, "rb") as stream:
+                line, _, body = stream.read().partition(b"\n")
+            head: dict[str, Any] = json.loads(line)
+            if head["schema_version"] != SCHEMA_VERSION or head["body"] != _sum(body):
+                return None
             return cls(
-                name=str(record["name"]),
-                source=str(record["source"]),
-                kind=str(record["kind"]),
-                method=str(record["method"]),
-                bytes=int(record["bytes"]),
-                files=int(record["files"]),
+                name=str(head["name"]),
+                source=str(head["source"]),
+                kind=str(head["kind"]),
+                method=str(head["method"]),
+                bytes=int(head["bytes"]),
+                files=int(head["files"]),
+                digest=str(head["digest"]),
+                options=dict(head["options"]),
+                listing=_listing(body, head["counts"]),
             )
-        except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, IndexError):
             return None
+
+
+def _sum(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _body(listing: Listing) -> bytes:
+    names = [
+        *listing.files,
+        *(name for pair in listing.hard_links for name in pair),
+        *listing.directories,
+        *(name for pair in listing.symlinks for name in pair),
+    ]
+    text = "\0".join([*names, ""]).encode(sys.getfilesystemencoding(), "surrogateescape")
+    sizes = array("Q", listing.sizes)
+    if sys.byteorder == "big":
+        sizes.byteswap()
+    return b"".join([text, sizes.tobytes(), *listing.digests])
+
+
+def _listing(body: bytes, counts: list[int]) -> Listing:
+    files, hard_links, directories, symlinks = counts
+    total = files + 2 * hard_links + directories + 2 * symlinks
+    *names, rest = body.split(b"\0", total)
+    if len(names) != total:
+        raise ValueError("too few names")
+    texts = iter([name.decode(sys.getfilesystemencoding(), "surrogateescape") for name in names])
+    sizes = array("Q", rest[: 8 * files])
+    if sys.byteorder == "big":
+        sizes.byteswap()
+    sums = rest[8 * files :]
+    if len(sizes) != files or len(sums) not in {0, files * DIGEST_BYTES}:
+        raise ValueError("too short")
+    return Listing(
+        [next(texts) for _ in range(files)],
+        sizes.tolist(),
+        [sums[at : at + DIGEST_BYTES] for at in range(0, len(sums), DIGEST_BYTES)],
+        [(next(texts), next(texts)) for _ in range(hard_links)],
+        [next(texts) for _ in range(directories)],
+        [(next(texts), next(texts)) for _ in range(symlinks)],
+    )
+
+
+def tree_digest(listing: Listing, how: Hashing) -> str:
+    """Return the digest of all names, types, sizes, contents and link texts, "" without digests.
+
+    It is the same for a tree however it came: hard links count as the files they are, and modes
+    and times are left out. Hashed are records, sorted by name: name, NUL, type (f, d or l), size
+    in 8 bytes, little-endian, and the file's digest or the link's text and NUL.
+    """
+    if len(listing.digests) != len(listing.files):
+        return ""
+    code = sys.getfilesystemencoding()
+    records = [
+        b"%b\0f%b%b" % (name.encode(code, "surrogateescape"), size.to_bytes(8, "little"), digest)
+        for name, size, digest in zip(listing.files, listing.sizes, listing.digests)
+    ]
+    if listing.hard_links:
+        at = {name: number for number, name in enumerate(listing.files)}
+        for name, first in listing.hard_links:
+            size = listing.sizes[at[first]].to_bytes(8, "little")
+            records.append(b"%b\0f%b%b" % (os.fsencode(name), size, listing.digests[at[first]]))
+    records += [b"%b\0d" % os.fsencode(name) for name in listing.directories]
+    for name, text in listing.symlinks:
+        target = os.fsencode(text)
+        records.append(
+            b"%b\0l%b%b\0" % (os.fsencode(name), len(target).to_bytes(8, "little"), target)
+        )
+    records.sort()
+    whole = how.new()
+    whole.update(b"".join(records))
+    return f"{how.name}:{whole.digest().hex()}"
+
+
+def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield (path, fault) of all that is not as the manifest says: names, types, sizes, contents.
+
+    Contents are compared where the manifest holds digests that this interpreter can make.
+
+    Raises:
+        OSError: the directory cannot be looked at.
+    """
+    listing = manifest.listing
+    how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
+    at = {name: number for number, name in enumerate(listing.files)}
+    at.update([(name, at[first]) for name, first in listing.hard_links])
+    others: dict[str, str | None] = {**dict.fromkeys(listing.directories), **dict(listing.symlinks)}
+    for path in _below(directory):
+        full = os.path.join(directory, path)
+        info = os.lstat(full)
+        number = at.pop(path, None)
+        if number is not None:
+            if not stat.S_ISREG(info.st_mode) or info.st_size != listing.sizes[number]:
+                yield path, "is not a file of the size that was staged"
+            elif how and _digest_of(full, info.st_size, how) != listing.digests[number]:
+                yield path, "its contents are not what was staged"
+        elif path not in others:
+            yield path, "was not staged"
+        else:
+            text = os.readlink(full) if stat.S_ISLNK(info.st_mode) else None
+            if text != others.pop(path) or (text is None and not stat.S_ISDIR(info.st_mode)):
+                yield path, "is not the directory or link that was staged"
+    for path in [*at, *others]:
+        yield path, "is missing"
+
+
+def _below(directory: str) -> Iterator[str]:
+    for parent, directories, files in os.walk(directory):
+        directories.sort()
+        for name in sorted([*directories, *files]):
+            yield os.path.relpath(os.path.join(parent, name), directory)
+
+
+def _digest_of(path: str, size: int, how: Hashing) -> bytes:
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    pieces = []
+    with open(path, "rb", buffering=0) as stream:
+        for start in range(0, max(1, size), PIECE_BYTES):
+            left = min(PIECE_BYTES, size - start)
+            now = how.new()
+            while left > 0 and (count := stream.readinto(buffer[:left])):
+                now.update(buffer[:count])
+                left -= count
+            pieces.append(now.digest())
+    return file_digest(pieces, how)
 
 
 def measure(directory: str) -> tuple[int, int]:

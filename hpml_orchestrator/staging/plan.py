@@ -55,6 +55,8 @@ class Plan:
         top: the directory itself.
         directories: parents before children.
         origins: source name of an entry that changes its name.
+        expected: XXH3-128 of each of the files, b"" where the source does not tell it; empty when
+            it tells none.
         at_least: scanning stopped early because it cannot fit.
     """
 
@@ -65,6 +67,7 @@ class Plan:
     hard_links: list[HardLink] = field(default_factory=list)
     symlinks: list[Symlink] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
+    expected: list[bytes] = field(default_factory=list)
     at_least: bool = False
 
     @property

@@ -6,29 +6,32 @@ import contextlib
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.archive import scan_archive, unpack_archive
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.capacity import Room, check_room, room_at
+from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.manifest import Manifest, measure
+from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.manifest import Listing, Manifest, measure, tree_digest
 from hpml_orchestrator.staging.namelock import NameLock
-from hpml_orchestrator.staging.plan import Plan, scan_file, scan_tree
 from hpml_orchestrator.staging.progress import OnProgress, Progress
-from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult, kind_of
-from hpml_orchestrator.staging.transfer import Copier
+from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
+from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import LocalSupply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpml_orchestrator.staging.engine import Copied
+    from hpml_orchestrator.staging.supply import Supply
+
 __all__ = ["CopyStager"]
 
-_MOST_THREADS = 16
-_THREADS_PER_CPU = 4
+T = TypeVar("T")
 
 
 def _never() -> bool:
@@ -36,7 +39,7 @@ def _never() -> bool:
 
 
 class CopyStager:
-    """A `Stager` that copies files with sendfile and unpacks archives itself.
+    """A `Stager` that fills a directory beside the final one, and renames it when it is whole.
 
     Args:
         job_key: names the job on this node.
@@ -46,7 +49,7 @@ class CopyStager:
         should_stop: asked per file and per MiB; True ends staging with StagingStopped.
         on_progress: told (bytes, files, bytes in all, files in all) at most once a second.
         room: measures the room in a directory.
-        threads: most threads of a copy; min(16, 4 * CPUs) when left out.
+        options: how the engine copies.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class CopyStager:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         room: Callable[[str], Room] = room_at,
-        threads: int | None = None,
+        options: EngineOptions | None = None,
     ) -> None:
         self._job_key = job_key
         self._bases = bases or Bases()
@@ -72,14 +75,18 @@ class CopyStager:
         self._sleep = sleep
         self._clock = clock
         self._room = room
-        cpus = len(os.sched_getaffinity(0))
-        self._threads = threads or min(_MOST_THREADS, _THREADS_PER_CPU * cpus)
+        self._options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
 
-    def stage(self, request: StageRequest) -> StageResult:
+    def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, or find it published already.
 
         The first request for a base also removes there what dead jobs of this user left.
+
+        Args:
+            request: what is wanted, and where.
+            supply: brings the data; this node reads the source by itself when it is left out.
+                It is closed in any case.
 
         Raises:
             CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
@@ -88,21 +95,26 @@ class CopyStager:
             StagingError: anything else; nothing is published and nothing is left half-done.
         """
         start = self._clock()
-        self._retry.check_stop()
-        area = self.area(request.target)
-        try:
-            kind = self._retry(lambda: kind_of(request))
-            _check_apart(request, area)
-        except OSError as error:
-            raise _cannot(request, error) from error
-        with NameLock(f"{area.job_dir}/.{request.name}.lock", self._retry, self._sleep) as lock:
-            manifest = self._published(request, kind, area)
-            reused = manifest is not None
+        with contextlib.ExitStack() as stack:
+            if supply is not None:
+                stack.callback(supply.close)
+            self._retry.check_stop()
+            area = self.area(request.target)
+            room = self._look(lambda: self._room(area.job_dir), request)
+            self._look(lambda: _check_apart(request, area), request)
+            if supply is None:
+                supply = self._look(lambda: self._local(request, room), request)
+                stack.callback(supply.close)
+            copied = None
+            lock = stack.enter_context(
+                NameLock(f"{area.job_dir}/.{request.name}.lock", self._retry, self._sleep)
+            )
+            manifest = self._published(request, supply.kind, area)
             if manifest is None:
                 if lock.holders_reason:
                     raise StagingError(f"another process of this job failed: {lock.holders_reason}")
                 try:
-                    manifest = self._publish(request, kind, area)
+                    manifest, copied = self._publish(request, supply, area)
                 except BaseException as error:
                     lock.fail(str(error) or type(error).__name__)
                     raise
@@ -113,8 +125,22 @@ class CopyStager:
             files=manifest.files,
             seconds=self._clock() - start,
             method=manifest.method,
-            reused=reused,
+            reused=copied is None,
+            digest=manifest.digest,
+            read_seconds=copied.read_seconds if copied else 0.0,
+            write_seconds=copied.write_seconds if copied else 0.0,
+            workers=copied.workers if copied else 1,
         )
+
+    def _look(self, call: Callable[[], T], request: StageRequest) -> T:
+        """Call what only looks at things."""
+        try:
+            return call()
+        except OSError as error:
+            raise _cannot(request, error) from error
+
+    def _local(self, request: StageRequest, room: Room) -> Supply:
+        return LocalSupply(open_source(request, self._retry, room), self._options)
 
     def area(self, target: str) -> StagingArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
@@ -163,23 +189,30 @@ class CopyStager:
             raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
         return None
 
-    def _publish(self, request: StageRequest, kind: str, area: StagingArea) -> Manifest:
+    def _publish(
+        self, request: StageRequest, supply: Supply, area: StagingArea
+    ) -> tuple[Manifest, Copied]:
         partial = _partial_path(request, area)
         try:
             room = self._room(area.job_dir)
-            plan = self._plan(request, kind, room)
+            plan = supply.plan()
             check_room(plan.need(room.block_bytes), room, name=request.name, where=area.base)
-            method = "unpack" if kind == "tar" else "copy"
-            manifest = Manifest(
-                request.name, request.source, kind, method, plan.bytes, plan.file_count
-            )
             progress = Progress(self._on_progress, clock=self._clock)
-            progress.expect(manifest.bytes, len(plan.files))
+            progress.expect(plan.bytes, len(plan.files))
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            if kind == "tar":
-                unpack_archive(request.source, plan, partial, self._retry, progress)
-            else:
-                Copier(plan, self._retry, progress, threads=self._threads).run(partial)
+            copied = supply.fill(plan, partial, retry=self._retry, progress=progress)
+            listing = Listing.of(plan, copied.digests)
+            manifest = Manifest(
+                request.name,
+                request.source,
+                supply.kind,
+                supply.method,
+                plan.bytes,
+                plan.file_count,
+                tree_digest(listing, hashing()),
+                {"outside_links": request.outside_links},
+                listing,
+            )
             manifest.write(_manifest_path(request, area))
             self._retry.check_stop()
             os.rename(partial, area.path_of(request.name))
@@ -191,13 +224,7 @@ class CopyStager:
             if isinstance(error, (OSError, HpmlError)):
                 raise _as_told(request, error) from error
             raise
-        return manifest
-
-    def _plan(self, request: StageRequest, kind: str, room: Room) -> Plan:
-        if kind == "tar":
-            return scan_archive(request.source, self._retry, most_bytes=room.bytes)
-        scan = scan_tree if kind == "tree" else scan_file
-        return scan(request.source, self._retry)
+        return manifest, copied
 
 
 def _check_apart(request: StageRequest, area: StagingArea) -> None:
@@ -214,7 +241,7 @@ def _check_apart(request: StageRequest, area: StagingArea) -> None:
 
 
 def _manifest_path(request: StageRequest, area: StagingArea) -> str:
-    return f"{area.job_dir}/.{request.name}.manifest.json"
+    return f"{area.job_dir}/.{request.name}.manifest"
 
 
 def _partial_path(request: StageRequest, area: StagingArea) -> str:

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, StageResult, archive
+from hpml_orchestrator.staging import (
+    Bases,
+    CopyStager,
+    Room,
+    StageRequest,
+    StageResult,
+    archive,
+    sources,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 Member = tuple[str, dict[str, Any]]
 
@@ -223,11 +231,12 @@ def test_an_archive_that_changes_is_an_error(
 ) -> None:
     """An archive that is written to while it is unpacked is not published."""
     path = make(tmp_path / "x.tar", *[(f"f{n}", {"data": b"1" * 512}) for n in range(3)])
-    real: Callable[..., None] = archive._write
+    real = archive.members_of
 
-    def write(*arguments: Any) -> None:
-        real(*arguments)
-        os.utime(path, (9, 9))
+    def members_of(*arguments: Any) -> Iterator[object]:
+        for member in real(*arguments):
+            os.utime(path, (9, 9))
+            yield member
 
-    monkeypatch.setattr(archive, "_write", write)
+    monkeypatch.setattr(sources, "members_of", members_of)
     refused(stager, path, "changed while")

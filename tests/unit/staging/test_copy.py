@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,6 +46,19 @@ def picture(top: Path) -> dict[str, Node]:
 
 def shm(source: Path, kind: str = "auto") -> StageRequest:
     return StageRequest("data", str(source), kind=kind, target="shm")
+
+
+def around_reading(
+    monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Callable[[], int]], int]
+) -> None:
+    """Let something happen around every call that reads a source, with and without hashing."""
+    for name in ("readv", "preadv", "sendfile"):
+        real = getattr(os, name)
+
+        def instead(*arguments: Any, real: Callable[..., int] = real) -> int:
+            return wrap(lambda: real(*arguments))
+
+        monkeypatch.setattr(os, name, instead)
 
 
 def nothing_published(stager: CopyStager) -> bool:
@@ -168,17 +181,16 @@ def test_source_and_target_stay_apart(stager: CopyStager, base: Path) -> None:
 
 
 def _during(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
-    """Do something once, just after the first bytes were copied."""
-    real = os.sendfile
+    """Do something once, just after the first bytes were read."""
     todo = [action]
 
-    def sendfile(*arguments: Any) -> int:
-        count = real(*arguments)
+    def after(call: Callable[[], int]) -> int:
+        count = call()
         if todo:
             todo.pop()()
         return count
 
-    monkeypatch.setattr(os, "sendfile", sendfile)
+    around_reading(monkeypatch, after)
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "touch", "remove next", "add"])
@@ -207,15 +219,14 @@ def test_faults_that_pass_are_tried_again(
 ) -> None:
     """EIO, ESTALE and EAGAIN are retried with a growing wait, and the file is whole then."""
     naps: list[float] = []
-    real = os.sendfile
     faults = [code, code, code]
 
-    def sendfile(*arguments: Any) -> int:
+    def failing(call: Callable[[], int]) -> int:
         if faults:
             raise OSError(faults.pop(), "injected")
-        return real(*arguments)
+        return call()
 
-    monkeypatch.setattr(os, "sendfile", sendfile)
+    around_reading(monkeypatch, failing)
     told: list[tuple[int, int, int, int]] = []
     stager = CopyStager(
         "1",
@@ -234,25 +245,29 @@ def test_faults_that_stay_end_it(
 ) -> None:
     """A fault that does not pass, or cannot, is an error that names path and reason."""
 
-    def sendfile(*_arguments: Any) -> int:
+    def failing(_call: Callable[[], int]) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "sendfile", sendfile)
+    around_reading(monkeypatch, failing)
     with pytest.raises(StagingError, match=os.strerror(code)):
         stager.stage(shm(source))
     assert nothing_published(stager)
 
 
 def test_without_sendfile_bytes_go_through_memory(
-    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that cannot sendfile is read and written."""
 
     def sendfile(*_arguments: Any) -> int:
+        asked.append(1)
         raise OSError(errno.EINVAL, "injected")
 
+    asked: list[int] = []
     monkeypatch.setattr(os, "sendfile", sendfile)
+    stager = CopyStager("1", bases=Bases(shm=str(base)), options=EngineOptions(hash=False))
     assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
+    assert asked
 
 
 def test_slow_sources_are_read_by_several_threads(
@@ -262,14 +277,13 @@ def test_slow_sources_are_read_by_several_threads(
     for number in range(200):
         (source / f"f{number}").write_bytes(b"%d" % number)
     seen = set()
-    real = os.sendfile
 
-    def sendfile(*arguments: Any) -> int:
+    def slowly(call: Callable[[], int]) -> int:
         seen.add(threading.get_ident())
         time.sleep(0.001)
-        return real(*arguments)
+        return call()
 
-    monkeypatch.setattr(os, "sendfile", sendfile)
+    around_reading(monkeypatch, slowly)
     assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
     assert len(seen) > 2
 

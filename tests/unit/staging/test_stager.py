@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 STAGE = """
 import os, signal, sys, time
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
 base, source, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-real = os.sendfile
+real = os.readv
 def slow(*arguments):
     print("copying", flush=True)
     time.sleep(pause)
     return real(*arguments)
-os.sendfile = slow
-stager = CopyStager("7.0", bases=Bases(shm=base), should_stop=lambda: bool(stop))
+os.readv = slow
+options = EngineOptions(threads=1)
+stager = CopyStager(
+    "7.0", bases=Bases(shm=base), should_stop=lambda: bool(stop), options=options
+)
 try:
     result = stager.stage(StageRequest("data", source, target="shm"))
     print("reused" if result.reused else "copied", result.bytes, result.files, flush=True)
@@ -199,7 +202,7 @@ def test_published_data_is_verified_before_reuse(
     elif damage == "extra":
         (path / "cache").touch()
     else:
-        (path.parent / ".data.manifest.json").write_text("{")
+        (path.parent / ".data.manifest").write_text("{")
     assert not stager.stage(request).reused
     assert sorted(os.listdir(path)) == ["a", "empty", "one.bin"]
     assert stager.stage(request).reused

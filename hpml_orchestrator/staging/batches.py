@@ -1,0 +1,111 @@
+"""How the files of a plan are shared out: batches of small ones, pieces of large ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpml_orchestrator.staging.hashing import file_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpml_orchestrator.staging.hashing import Hashing
+    from hpml_orchestrator.staging.plan import Entry, Plan
+
+__all__ = ["WHOLE", "Batch", "Shares", "share_out"]
+
+WHOLE = -1
+"""End of a batch whose files are copied whole."""
+
+FILE_COST_BYTES = 64 << 10
+"""Opening and creating a file takes as long as copying so many bytes (measured, warm cache)."""
+
+_MOST_BATCHES = 8192
+_LEAST_COST_BYTES = 2 << 20
+_BATCHES_PER_WORKER = 16
+
+
+class Batch(NamedTuple):
+    """Files `first` to before `last`, or the bytes `start` to `end` of file `first`.
+
+    `slot` is where the digest of such a piece goes.
+    """
+
+    first: int
+    last: int
+    start: int = 0
+    end: int = WHOLE
+    slot: int = 0
+
+
+class Shares(NamedTuple):
+    """What there is to do.
+
+    Attributes:
+        batches: pieces first, because they take longest.
+        pieces: slots of the digests of a file's pieces, by the file's number.
+        slots: how many digests there are.
+    """
+
+    batches: list[Batch]
+    pieces: dict[int, range]
+    slots: int
+
+    def digests(self, plan: Plan, slot: Callable[[int], bytes], how: Hashing) -> list[bytes]:
+        """Return the digest of every file from those in the slots."""
+        found = [slot(number) for number in range(len(plan.files))]
+        for number, slots in self.pieces.items():
+            found[number] = file_digest([slot(one) for one in slots], how)
+        return found
+
+
+def share_out(plan: Plan, workers: int, *, piece_bytes: int, ordered: bool = False) -> Shares:
+    """Divide the files of a plan.
+
+    Args:
+        plan: what is to be copied.
+        workers: how many will work at most.
+        piece_bytes: larger files are divided.
+        ordered: one batch of everything, in the plan's order.
+    """
+    files = plan.files
+    pieces: dict[int, range] = {}
+    work: list[Batch] = []
+    slots = len(files)
+    for number, entry in enumerate(files):
+        if entry.size > piece_bytes:
+            count = -(-entry.size // piece_bytes)
+            pieces[number] = range(slots, slots + count)
+            slots += count
+    if ordered:
+        return Shares([Batch(0, len(files))], pieces, slots)
+    for number, held in pieces.items():
+        if plan.expected and plan.expected[number]:  # can only be compared from front to back
+            work.append(Batch(number, number + 1))
+            continue
+        size = files[number].size
+        for at, slot in enumerate(held):
+            end = min(size, (at + 1) * piece_bytes)
+            work.append(Batch(number, number + 1, at * piece_bytes, end, slot))
+    return Shares(work + _batches(files, pieces, workers), pieces, slots)
+
+
+def _batches(files: list[Entry], pieces: dict[int, range], workers: int) -> list[Batch]:
+    total = sum(entry.size for entry in files) + len(files) * FILE_COST_BYTES
+    most = max(_LEAST_COST_BYTES, total // _MOST_BATCHES)
+    most = max(1, min(most, total // (max(1, workers) * _BATCHES_PER_WORKER)))
+    found = []
+    first = cost = 0
+    for number, entry in enumerate(files):
+        if number in pieces:
+            if number > first:
+                found.append(Batch(first, number))
+            first, cost = number + 1, 0
+            continue
+        cost += entry.size + FILE_COST_BYTES
+        if cost >= most:
+            found.append(Batch(first, number + 1))
+            first, cost = number + 1, 0
+    if first < len(files):
+        found.append(Batch(first, len(files)))
+    return found

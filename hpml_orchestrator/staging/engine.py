@@ -1,0 +1,319 @@
+"""The staging engine: share a plan out, copy it with processes and threads, hash it on the way.
+
+Small jobs are done by the calling process. Larger ones are done by forked workers, one per CPU
+that this job really has; where the source makes them wait, each of them uses more threads for as
+long as that brings more files per second.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import stat
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.staging.batches import share_out
+from hpml_orchestrator.staging.board import MOST_TALLIES, Board
+from hpml_orchestrator.staging.capacity import file_system_type
+from hpml_orchestrator.staging.copying import CREATE, Copying, ReaderCopying, Task, TreeCopying
+from hpml_orchestrator.staging.crew import run_crew
+from hpml_orchestrator.staging.drain import Drain
+from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
+from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
+from hpml_orchestrator.staging.pace import Pace
+from hpml_orchestrator.staging.transfer import make_directories, make_links
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpml_orchestrator.staging.batches import Batch
+    from hpml_orchestrator.staging.board import Tally
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.source import Source
+
+__all__ = ["Copied", "EngineOptions", "copy"]
+
+_MOST_PROCESSES = 16
+_MOST_WORKERS = 64
+_SMALL_FILES = 400  # fewer are copied sooner than workers are there
+_SMALL_BYTES = 32 << 20
+_SHARED_TYPES = frozenset(
+    "afs beegfs ceph cifs fhgfs fuse.glusterfs fuse.sshfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
+    "orangefs panfs pvfs2 smb3 smbfs wekafs".split()
+)
+_TREES = ("tree", "file")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to copy.
+
+    Attributes:
+        hash: make a digest of every file while it is copied.
+        processes: workers; None for as many as CPUs (at most 16).
+        threads: most threads of a worker; None for 64 among all of them.
+        opens_per_second: most source files opened per second, all workers together; 0 for any.
+        drop_cache: let the source's pages leave the memory once they are read; None for where
+            the source lies on a file system that nodes share.
+    """
+
+    hash: bool = True
+    processes: int | None = None
+    threads: int | None = None
+    opens_per_second: float = 0.0
+    drop_cache: bool | None = None
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy took.
+
+    Attributes:
+        digests: of each of the plan's files; empty when they were not hashed.
+        seconds: wall time.
+        read_seconds: of reading and hashing, summed over the workers.
+        write_seconds: of writing, summed over the workers.
+        workers: processes times threads.
+    """
+
+    digests: list[bytes] = field(default_factory=list)
+    seconds: float = 0.0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    workers: int = 1
+
+
+def copy(
+    plan: Plan,
+    source: Source,
+    target_dir: str,
+    *,
+    options: EngineOptions,
+    retry: Retry,
+    progress: Progress,
+    piece_bytes: int = PIECE_BYTES,
+) -> Copied:
+    """Fill an existing empty directory with what was planned.
+
+    Args:
+        plan: from `source.plan()`.
+        source: what is copied.
+        target_dir: the directory.
+        options: how.
+        retry: calls again after faults that pass, and says when to stop.
+        progress: told what is done.
+        piece_bytes: larger files are shared by several workers and hashed in pieces of this size.
+
+    Raises:
+        StagingError: a source cannot be read, is damaged or changed, the target is full, or a
+            worker died. What lies in the directory then is for the caller to remove.
+        StagingStopped: retry's should_stop said so.
+        OSError: the target cannot be written.
+    """
+    return _Copy(plan, source, target_dir, options, retry, progress, piece_bytes).run()
+
+
+class _Copy:
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        target_dir: str,
+        options: EngineOptions,
+        retry: Retry,
+        progress: Progress,
+        piece_bytes: int,
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._options = options
+        self._retry = retry
+        self._progress = progress
+        self._told = (0, 0)
+        self._threads = 1
+        self._tree = source.kind in _TREES
+        self._problems = Problems(f"cannot stage {shown(plan.source_root)}")
+        self._processes = self._process_count()
+        shares = share_out(plan, _MOST_WORKERS, piece_bytes=piece_bytes, ordered=source.ordered)
+        drop_cache = options.drop_cache
+        if drop_cache is None:
+            drop_cache = file_system_type(plan.source_root) in _SHARED_TYPES
+        self._task = Task(
+            plan=plan,
+            shares=shares,
+            target=target_dir,
+            how=hashing() if options.hash else None,
+            piece_bytes=piece_bytes,
+            drop_cache=drop_cache,
+            ordered=source.ordered,
+            take=None,
+        )
+        self._board = Board(shares.slots)
+
+    def _process_count(self) -> int:
+        plan = self._plan
+        if self._source.ordered:
+            return 1
+        wanted = self._options.processes or len(os.sched_getaffinity(0))
+        small = len(plan.files) <= _SMALL_FILES and plan.bytes <= _SMALL_BYTES
+        if small and self._options.processes is None:
+            return 1
+        return max(1, min(wanted, _MOST_PROCESSES))
+
+    @property
+    def _most_threads(self) -> int:
+        if self._source.ordered:
+            return 1
+        return self._options.threads or max(1, _MOST_WORKERS // self._processes)
+
+    def run(self) -> Copied:
+        begin = time.perf_counter()
+        task, plan = self._task, self._plan
+        target = os.open(task.target, _DIRECTORY)
+        try:
+            make_directories(plan, target, self._retry)
+            self._make_large(target)
+            self._copy_files()
+            if self._tree:
+                self._check_directories()
+            self._problems.raise_any("if the source is being written, stage it when it is complete")
+            self._finish_large(target)
+            make_links(plan, target, self._retry)
+            done = self._board.done()
+            digests = []
+            if task.how is not None:
+                digests = task.shares.digests(plan, self._board.digest, task.how)
+        finally:
+            os.close(target)
+            self._board.close()
+        return Copied(
+            digests=digests,
+            seconds=time.perf_counter() - begin,
+            read_seconds=done.read_seconds,
+            write_seconds=done.write_seconds,
+            workers=self._processes * self._threads,
+        )
+
+    def _in_pieces(self) -> list[int]:
+        return [batch.first for batch in self._task.shares.batches if batch.start == 0 < batch.end]
+
+    def _make_large(self, target: int) -> None:
+        """Create the files that several workers will write."""
+        for number in self._in_pieces():
+            entry = self._plan.files[number]
+            fd = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=target)
+            try:
+                os.ftruncate(fd, entry.size)
+            finally:
+                os.close(fd)
+
+    def _finish_large(self, target: int) -> None:
+        for number in self._in_pieces():
+            entry = self._plan.files[number]
+            times = (entry.mtime_ns, entry.mtime_ns)
+            os.utime(entry.path, ns=times, dir_fd=target, follow_symlinks=False)
+
+    def _copy_files(self) -> None:
+        batches = self._task.shares.batches
+        if self._processes == 1:
+            left = iter(batches)
+            lock = threading.Lock()
+
+            def take() -> Batch | None:
+                with lock:
+                    return next(left, None)
+
+            self._threads = self._work(0, take, self._problem, self._retry, self._progress)
+            return
+        run_crew(
+            self._processes,
+            self._work_forked,
+            range(len(batches)),
+            told=self._told_by_worker,
+            heartbeat=self._heartbeat,
+        )
+        self._heartbeat()
+
+    def _problem(self, path: str, reason: str, error: BaseException) -> None:
+        self._problems.add(path, reason, error)
+
+    def _told_by_worker(self, kind: str, *values: object) -> None:
+        if kind == "threads":
+            self._threads = max(self._threads, int(str(values[0])))
+        else:
+            self._problems.add(str(values[0]), str(values[1]))
+
+    def _heartbeat(self) -> None:
+        self._retry.check_stop()
+        done = self._board.done()
+        then, self._told = self._told, (done.bytes, done.files)
+        self._progress.add(done.bytes - then[0], done.files - then[1])
+
+    def _work_forked(
+        self, number: int, take: Callable[[], int | None], tell: Callable[..., None]
+    ) -> None:
+        """Do what one worker does, in the forked process."""
+        batches = self._task.shares.batches
+
+        def take_batch() -> Batch | None:
+            found = take()
+            return None if found is None else batches[found]
+
+        def problem(path: str, reason: str, _error: BaseException) -> None:
+            tell("problem", path, reason)
+
+        retry = self._retry.stopped_by(self._board.stopped)
+        tell("threads", self._work(number, take_batch, problem, retry, None))
+
+    def _work(
+        self,
+        number: int,
+        take: Callable[[], Batch | None],
+        problem: Callable[[str, str, BaseException], None],
+        retry: Retry,
+        progress: Progress | None,
+    ) -> int:
+        rate = self._options.opens_per_second / self._processes
+        task = self._task
+        if rate > 0:
+            task = task._replace(take=Pace(rate, retry.check_stop).take)
+        tallies = itertools.count(number, self._processes)
+
+        def tally() -> Tally:
+            return self._board.tally(next(tallies) % MOST_TALLIES, progress)
+
+        copying = self._copying(task, retry, problem)
+        try:
+            return Drain(copying, self._board, take, tally, most_threads=self._most_threads).run()
+        finally:
+            copying.close()
+
+    def _copying(
+        self, task: Task, retry: Retry, problem: Callable[[str, str, BaseException], None]
+    ) -> Copying:
+        if self._tree:
+            return TreeCopying(task, self._board, retry, problem)
+        reader = self._source.reader(self._plan)
+        return ReaderCopying(task, self._board, retry, problem, reader)
+
+    def _check_directories(self) -> None:
+        """Look at the source's directories again: files that came or went show there."""
+        root = self._plan.source_root
+        for entry in [self._plan.top, *self._plan.directories]:
+            if not stat.S_ISDIR(entry.mode):
+                continue  # made up for a single file
+            path = f"{root}/{entry.path}" if entry.path else root
+            try:
+                info = self._retry(functools.partial(os.lstat, path))
+            except OSError as error:
+                self._problems.add(entry.path or ".", why(error), error)
+                continue
+            if info.st_mtime_ns != entry.mtime_ns:
+                self._problems.add(entry.path or ".", str(SourceChangedError()))

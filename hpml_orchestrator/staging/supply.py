@@ -1,0 +1,75 @@
+"""Where the data of a request comes from: this node reads the source, or others send it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from hpml_orchestrator.staging.engine import Copied, EngineOptions, copy
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.source import Source
+
+__all__ = ["LocalSupply", "Supply"]
+
+
+class Supply(Protocol):
+    """Fills the directory that `CopyStager` then publishes.
+
+    Attributes:
+        kind: the source's, as in the manifest.
+        method: how the data comes: "copy", "unpack", "chain", "sbcast" or "partition".
+    """
+
+    kind: str
+    method: str
+
+    def plan(self) -> Plan:
+        """Say what will be made; nothing is written, and the room is checked by it.
+
+        Raises:
+            StagingError, OSError: it cannot be staged.
+        """
+
+    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+        """Make everything of the plan in an empty directory.
+
+        Raises:
+            StagingError: something went wrong; the caller removes the directory.
+            StagingStopped: retry's should_stop said so.
+            OSError: the directory cannot be written.
+        """
+
+    def close(self) -> None:
+        """Give back what it holds; called once at the end, also after errors."""
+
+
+class LocalSupply:
+    """This node reads the source by itself."""
+
+    def __init__(self, source: Source, options: EngineOptions | None = None) -> None:
+        self._source = source
+        self._options = options or EngineOptions()
+        self.kind = source.kind
+        self.method = "copy" if source.kind in {"tree", "file"} else "unpack"
+
+    def plan(self) -> Plan:
+        """Look at the source."""
+        return self._source.plan()
+
+    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+        """Copy or unpack it with the engine."""
+        return copy(
+            plan,
+            self._source,
+            partial_dir,
+            options=self._options,
+            retry=retry,
+            progress=progress,
+        )
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
