@@ -24,7 +24,7 @@ from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
-from hpml_orchestrator.staging.pace import Pace
+from hpml_orchestrator.staging.manners import TokenBucket, drops_cache
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
@@ -43,10 +43,6 @@ _MOST_PROCESSES = 16
 _MOST_WORKERS = 64
 _SMALL_FILES = 400  # fewer are copied sooner than workers are there
 _SMALL_BYTES = 32 << 20
-_SHARED_TYPES = frozenset(
-    "afs beegfs ceph cifs fhgfs fuse.glusterfs fuse.sshfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
-    "orangefs panfs pvfs2 smb3 smbfs wekafs".split()
-)
 _TREES = ("tree", "file")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -144,7 +140,7 @@ class _Copy:
         shares = share_out(plan, _MOST_WORKERS, piece_bytes=piece_bytes, ordered=source.ordered)
         drop_cache = options.drop_cache
         if drop_cache is None:
-            drop_cache = file_system_type(plan.source_root) in _SHARED_TYPES
+            drop_cache = drops_cache(file_system_type(plan.source_root), plan.bytes, 0)
         self._task = Task(
             plan=plan,
             shares=shares,
@@ -283,7 +279,7 @@ class _Copy:
         rate = self._options.opens_per_second / self._processes
         task = self._task
         if rate > 0:
-            task = task._replace(take=Pace(rate, retry.check_stop).take)
+            task = task._replace(take=TokenBucket(rate, check_stop=retry.check_stop).take)
         tallies = itertools.count(number, self._processes)
 
         def tally() -> Tally:

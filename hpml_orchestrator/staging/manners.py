@@ -6,46 +6,40 @@ it can makes everybody's `ls` wait.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import os
-import struct
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.area import SHARED_TYPES
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 __all__ = ["TokenBucket", "array_delay", "drops_cache", "is_shared_type", "open_rate"]
 
 SECONDS_PER_TASK = 0.5
 """What each task of an array adds to the time that their starts are spread over."""
 
-_BURST_SECONDS = 0.1
 _NAP_SECONDS = 0.2
-_STATE = struct.Struct("d")
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
-_SHARED_TYPES = frozenset(
-    "9p afs beegfs ceph cifs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 "
-    "smbfs virtiofs vast wekafs".split()
-)
+_MORE_SHARED_TYPES = frozenset({"9p", "cvmfs2", "gfs2", "virtiofs"})
 _CACHE_SHARE = 0.25
 
 
 class TokenBucket:
-    """Lets through so many calls per second, over all threads and forked processes together.
+    """Lets through so many calls per second; safe from several threads of one process.
 
     It is the generic cell rate algorithm (ITU-T I.371): one number, the time at which the next
-    call would be on schedule, kept in a nameless file in memory that forked workers share. The
-    lock on it is the kernel's and ends with its holder.
+    call would be on schedule. Forked workers have a bucket each, with their share of the rate.
 
     Args:
         rate: calls per second; 0 lets everything through at once.
-        burst: calls that may come at once after a pause; a tenth of a second's when left out.
-        should_stop: asked while waiting, several times a second; True ends the wait early.
+        burst: calls that may come at once after a pause; those of a fifth of a second when left
+            out.
+        check_stop: called while waiting, several times a second; may raise to end the wait.
+        clock: seconds that never go back.
+        sleep: how to wait.
     """
 
     def __init__(
@@ -53,23 +47,18 @@ class TokenBucket:
         rate: float,
         *,
         burst: float | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        check_stop: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.rate = max(0.0, rate)
-        self._ahead = (max(1.0, burst) if burst is not None else self.rate * _BURST_SECONDS) / (
-            self.rate or 1.0
-        )
-        self._should_stop = should_stop
+        calls = self.rate * _NAP_SECONDS if burst is None else max(1.0, burst)
+        self._ahead_seconds = calls / (self.rate or 1.0)
+        self._check_stop = check_stop
         self._clock = clock
         self._sleep = sleep
-        self._mutex = threading.Lock()
-        self._file = -1
-        if self.rate:
-            self._file = os.memfd_create("hpml-rate", os.MFD_CLOEXEC)
-            os.pwrite(self._file, _STATE.pack(clock()), 0)
-            _buckets.add(self)
+        self._lock = threading.Lock()
+        self._due = clock()
 
     def take(self, count: float = 1) -> float:
         """Wait until `count` more calls are on schedule.
@@ -79,43 +68,14 @@ class TokenBucket:
         """
         if not self.rate or count <= 0:
             return 0.0
-        with self._state():
+        with self._lock:
             now = self._clock()
-            due: float = _STATE.unpack(os.pread(self._file, _STATE.size, 0))[0]
-            due = max(due, now - self._ahead)
-            os.pwrite(self._file, _STATE.pack(due + count / self.rate), 0)
-        wait = max(0.0, due - now)
-        until = wait
-        while until > 0 and not self._should_stop():
-            self._sleep(min(until, _NAP_SECONDS))
-            until = now + wait - self._clock()
-        return wait
-
-    def close(self) -> None:
-        """Give back the memory that the processes share; nothing is held back afterwards."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file, self.rate = -1, 0.0
-
-    @contextlib.contextmanager
-    def _state(self) -> Iterator[None]:
-        with self._mutex:  # lockf is between processes: threads of one have it together
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
-
-
-_buckets: weakref.WeakSet[TokenBucket] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for bucket in _buckets:  # a thread of the parent may have held it, and is not in the child
-        bucket._mutex = threading.Lock()  # noqa: SLF001
-
-
-os.register_at_fork(after_in_child=_renew_locks)
+            due = max(self._due, now - self._ahead_seconds)
+            self._due = due + count / self.rate
+        while (left := due - self._clock()) > 0:
+            self._sleep(min(left, _NAP_SECONDS))
+            self._check_stop()
+        return max(0.0, due - now)
 
 
 def open_rate(per_node: float, per_job: float, nodes: int) -> float:
@@ -160,7 +120,9 @@ def is_shared_type(file_system: str) -> bool:
     >>> is_shared_type("lustre"), is_shared_type("fuse.sshfs"), is_shared_type("ext4")
     (True, True, False)
     """
-    return file_system in _SHARED_TYPES or file_system.startswith("fuse.")
+    if file_system in SHARED_TYPES or file_system in _MORE_SHARED_TYPES:
+        return True
+    return file_system.startswith("fuse.")
 
 
 def drops_cache(file_system: str, source_bytes: int, available_bytes: int) -> bool:
