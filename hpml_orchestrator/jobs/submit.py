@@ -95,7 +95,11 @@ def render_job(
         InputError: the job cannot be rendered, or templates of the user's own make a script that
             cannot run.
     """
-    room = NodeRoom(memory_mb() or None) if here else room_of_site(resolved.job, site and site.site)
+    room = (
+        NodeRoom(memory_mb() or None)
+        if here
+        else room_of_site(resolved.job, site.site if site else None)
+    )
     complete = measured(resolved, room)
     snapshot = find(complete.job) if complete.job.snapshot else None
     topologies = {} if here else topologies_of(complete.job, site)

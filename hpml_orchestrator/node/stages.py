@@ -197,7 +197,7 @@ def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0)
         figures["digest"] = result.digest
     if result.private:
         figures["private"] = result.private
-    evicted = getattr(result, "evicted", ())
+    evicted: tuple[str, ...] = getattr(result, "evicted", ())
     if evicted:
         figures["evicted"] = list(evicted)
     if payback is not None:
