@@ -15,7 +15,7 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import ResolvedJob, Stage
 
-__all__ = ["chosen_targets", "measured", "tree_bytes"]
+__all__ = ["chosen_targets", "is_compressed", "measured", "tree_bytes"]
 
 AUTO = "auto: "
 """Begins the origin of a target that was chosen; the reason follows."""
@@ -48,7 +48,7 @@ def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob
     for index, given in enumerate(job.stage):
         stage = given
         needed = own and stage.target in ("shm", "auto") and stage.size is None
-        if needed and (stage.target == "shm" or not _is_compressed(stage)):
+        if needed and (stage.target == "shm" or not is_compressed(stage)):
             stage = stage.model_copy(update={"size": _size(stage, index)})
             origins[f"stage.{index}.size"] = "measured"
         size = int(stage.size.removesuffix("M")) if stage.size else None
@@ -76,7 +76,7 @@ def chosen_targets(resolved: ResolvedJob) -> dict[str, str]:
 
 
 def _size(stage: Stage, index: int) -> str:
-    if _is_compressed(stage):
+    if is_compressed(stage):
         raise InputError(
             "must be given for a compressed archive that is unpacked into RAM",
             field=f"stage.{index}.size",
@@ -94,7 +94,7 @@ def _size(stage: Stage, index: int) -> str:
     return f"{max(1, -(-size // _MEBIBYTE))}M"
 
 
-def _is_compressed(stage: Stage) -> bool:
+def is_compressed(stage: Stage) -> bool:
     """Tell whether only reading all of an archive would tell what it holds."""
     if stage.kind in ("file", "zip"):
         return False

@@ -67,6 +67,7 @@ class Rendered:
         site: the site profile that it is for, if any.
         snapshot: the repository that the submission shall hold a copy of, if any.
         topologies: of the site profile's node types that it may land on, by the type's name.
+        targets: why each `target: auto` became what it is, by the name of its entry.
     """
 
     resolved: ResolvedJob
@@ -74,6 +75,7 @@ class Rendered:
     site: ResolvedSite | None = None
     snapshot: Snapshot | None = None
     topologies: Mapping[str, Topology] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
 
 
 def render_job(
@@ -101,6 +103,7 @@ def render_job(
         else room_of_site(resolved.job, site.site if site else None)
     )
     complete = measured(resolved, room)
+    targets = chosen_targets(complete)
     snapshot = find(complete.job) if complete.job.snapshot else None
     topologies = {} if here else topologies_of(complete.job, site)
     script = render(
@@ -109,13 +112,13 @@ def render_job(
         site,
         snapshot=snapshot.paths if snapshot else None,
         topologies=topologies,
-        targets=chosen_targets(complete),
+        targets=targets,
     )
     if site is not None and site.site.templates:
         from hpml_orchestrator.jobs.script_check import check_script  # noqa: PLC0415 - few have such
 
         check_script(script, directives(complete.job, site), site.site.templates)
-    return Rendered(complete, script, site, snapshot, topologies)
+    return Rendered(complete, script, site, snapshot, topologies, targets)
 
 
 def prepare(
