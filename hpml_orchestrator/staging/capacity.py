@@ -13,7 +13,17 @@ from hpml_orchestrator.staging.cgroup import memory_headroom
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Need", "Room", "check_room", "file_system_type", "human_bytes", "room_at"]
+__all__ = [
+    "Need",
+    "Room",
+    "check_room",
+    "file_system_type",
+    "fits",
+    "human_bytes",
+    "room_at",
+    "round_up",
+    "unescape",
+]
 
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
@@ -99,10 +109,19 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
         kind = right.split(" ")[0]
         if fields[2] == wanted:
             return kind
-        point = _unescape(fields[4]).rstrip("/") + "/"
+        point = unescape(fields[4]).rstrip("/") + "/"
         if real.startswith(point) and len(point) >= longest:
             best, longest = kind, len(point)
     return best
+
+
+def fits(need: Need, room: Room) -> bool:
+    """Say whether a need is met.
+
+    >>> fits(Need(10, 1), Room(10, "", None, 1, False)), fits(Need(1, 2), Room(1, "", 1, 1, False))
+    (True, False)
+    """
+    return need.bytes <= room.bytes and (room.inodes is None or need.inodes <= room.inodes)
 
 
 def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
@@ -154,5 +173,10 @@ def round_up(count: int, block_bytes: int) -> int:
     return -(-count // block_bytes) * block_bytes
 
 
-def _unescape(text: str) -> str:
+def unescape(text: str) -> str:
+    r"""Return a path of mountinfo with its octal escapes resolved.
+
+    >>> unescape(r"/a\040b")
+    '/a b'
+    """
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

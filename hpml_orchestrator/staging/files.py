@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 
-__all__ = ["remove_tree", "try_lock", "unlock"]
+__all__ = ["is_locked", "remove_tree", "try_lock", "unlock"]
 
 _ATTEMPTS = 5
 
@@ -20,6 +20,20 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_locked(path: str) -> bool:
+    """Say whether anyone holds a flock on a file; False when there is no such file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    free = try_lock(fd, exclusive=True)
+    if free:
+        unlock(fd)
+    else:
+        os.close(fd)
+    return not free
 
 
 def unlock(fd: int) -> None:
@@ -35,6 +49,10 @@ def remove_tree(path: str) -> None:
     Raises:
         OSError: it cannot be removed.
     """
+    if os.path.islink(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
     for _ in range(_ATTEMPTS):
         try:
             shutil.rmtree(path)

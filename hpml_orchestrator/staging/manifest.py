@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.plan import Plan
 
-__all__ = ["Listing", "Manifest", "measure", "tree_digest", "verify_tree"]
+__all__ = [
+    "Listing",
+    "Manifest",
+    "is_whole",
+    "manifest_path",
+    "measure",
+    "published_manifest",
+    "tree_digest",
+    "verify_tree",
+]
 
 _PLAIN = ("name", "source", "kind", "method", "bytes", "files", "digest", "options")
 
@@ -269,6 +278,36 @@ def _digest_of(path: str, size: int, how: Hashing) -> bytes:
                 left -= count
             pieces.append(now.digest())
     return file_digest(pieces, how)
+
+
+def manifest_path(data: str) -> str:
+    """Return where the manifest of published data lies: beside it."""
+    return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
+
+
+def published_manifest(data: str) -> Manifest | None:
+    """Read the manifest of published data, or of the entry that a job's link leads to."""
+    return Manifest.read(manifest_path(os.path.realpath(data)))
+
+
+def is_whole(directory: str, manifest: Manifest) -> bool:
+    """Say whether published data has the files that its manifest tells, by name and size.
+
+    Contents are not read: see `verify_tree`.
+    """
+    listing = manifest.listing
+    sizes = dict(zip(listing.files, listing.sizes))
+    sizes.update([(name, sizes[first]) for name, first in listing.hard_links])
+    others = {*listing.directories, *(name for name, _ in listing.symlinks)}
+    try:
+        for path in _below(directory):
+            if path in others:
+                others.remove(path)
+            elif os.lstat(os.path.join(directory, path)).st_size != sizes.pop(path, -1):
+                return False
+    except OSError:
+        return False
+    return not sizes and not others
 
 
 def measure(directory: str) -> tuple[int, int]:

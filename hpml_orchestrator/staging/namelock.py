@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -14,29 +15,57 @@ if TYPE_CHECKING:
     from typing import Self
 
     from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.progress import OnProgress
 
-__all__ = ["NameLock"]
+__all__ = ["BusyError", "NameLock"]
 
 _POLL_SECONDS = 0.1
+_POLLS_PER_TELLING = 10
 _FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_REASON_BYTES = 4096
+_FAILED, _COPYING = "failed ", "copying "
+_TEXT_BYTES = 4096
+
+
+class BusyError(StagingError):
+    """Another process holds the lock, and waiting was not wanted."""
+
+    def __init__(self) -> None:
+        super().__init__("another process is staging this")
 
 
 class NameLock:
     """An exclusive flock on a node-local file, as a context manager.
 
-    The kernel frees it when its holder dies, so a lock that is held means "still copying".
+    The kernel frees it when its holder dies, so a lock that is held means "still copying". The
+    file tells those who wait how far the holder is, or why it failed.
+
+    Args:
+        path: of the file.
+        retry: asked whether to stop.
+        sleep: waits.
+        on_wait: told the holder's progress about once a second.
+        waits: while another process holds it; else entering raises BusyError.
 
     Attributes:
         holders_reason: why the stager that this one waited for failed; "" when it did not fail,
             was killed, or nobody was waited for.
     """
 
-    def __init__(self, path: str, retry: Retry, sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        retry: Retry,
+        sleep: Callable[[float], None],
+        *,
+        on_wait: OnProgress | None = None,
+        waits: bool = True,
+    ) -> None:
         self.holders_reason = ""
         self._path = path
         self._retry = retry
         self._sleep = sleep
+        self._on_wait = on_wait
+        self._waits = waits
         self._fd = -1
 
     def __enter__(self) -> Self:
@@ -45,15 +74,20 @@ class NameLock:
         except OSError as error:
             raise StagingError(f"cannot lock {shown(self._path)}: {why(error)}") from error
         try:
-            waited = False
+            waited = 0
             while not try_lock(self._fd, exclusive=True):
-                waited = True
+                if not self._waits:
+                    raise BusyError
+                waited += 1
                 self._retry.check_stop()
+                if waited % _POLLS_PER_TELLING == 0:
+                    self._tell_of_holder()
                 self._sleep(_POLL_SECONDS)
-            if waited:
-                reason = os.pread(self._fd, _REASON_BYTES, 0)
-                self.holders_reason = reason.decode("utf-8", "replace")
-            os.ftruncate(self._fd, 0)
+            text = self._text() if waited else ""
+            if text.startswith(_FAILED):
+                self.holders_reason = text[len(_FAILED) :]  # stays for the others who wait
+            else:
+                os.ftruncate(self._fd, 0)
         except BaseException:
             unlock(self._fd)
             raise
@@ -61,7 +95,37 @@ class NameLock:
 
     def fail(self, reason: str) -> None:
         """Leave the reason for those who wait."""
-        os.pwrite(self._fd, reason.encode("utf-8", "backslashreplace")[:_REASON_BYTES], 0)
+        self._write(_FAILED + reason)
+
+    def tell(self, done: int, files: int, bytes_total: int, files_total: int) -> None:
+        """Leave how far the copy is for those who wait."""
+        self._write(f"{_COPYING}{done} {files} {bytes_total} {files_total} ")
+
+    def raise_reason(self, what: str) -> None:
+        """Stop a caller who waited for a stager that failed.
+
+        Raises:
+            StagingError: what happened, and the reason that was left.
+        """
+        if self.holders_reason:
+            raise StagingError(f"{what}: {self.holders_reason}")
 
     def __exit__(self, *_: object) -> None:
         unlock(self._fd)
+
+    def _tell_of_holder(self) -> None:
+        text = self._text()
+        numbers = [int(field) for field in text.split()[1:5] if field.isdigit()]
+        if self._on_wait is None or not text.startswith(_COPYING):
+            return
+        if len(numbers) == 4:  # noqa: PLR2004 - as `tell` writes them
+            self._on_wait(*numbers)
+
+    def _text(self) -> str:
+        return os.pread(self._fd, _TEXT_BYTES, 0).decode("utf-8", "replace")
+
+    def _write(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")[:_TEXT_BYTES]
+        with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))

@@ -94,6 +94,7 @@ class StageResult:
         read_seconds: time that the workers spent reading the source, summed over all of them.
         write_seconds: likewise writing.
         workers: processes times threads that copied.
+        evicted: sources of kept data that had to go to make room.
     """
 
     name: str
@@ -109,6 +110,7 @@ class StageResult:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     workers: int = 1
+    evicted: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
-from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.area import StagingArea
-from hpml_orchestrator.staging.capacity import Room, check_room, room_at
+from hpml_orchestrator.staging.cache import linked_key
+from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.delivery import Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.manifest import Listing, Manifest, measure, tree_digest
+from hpml_orchestrator.staging.keeping import Keeper
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.namelock import NameLock
-from hpml_orchestrator.staging.progress import OnProgress, Progress
+from hpml_orchestrator.staging.private import private_reason
 from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
@@ -26,7 +26,8 @@ from hpml_orchestrator.staging.supply import LocalSupply
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.engine import Copied
+    from hpml_orchestrator.staging.manifest import Manifest
+    from hpml_orchestrator.staging.progress import OnProgress
     from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["CopyStager"]
@@ -49,7 +50,11 @@ class CopyStager:
         should_stop: asked per file and per MiB; True ends staging with StagingStopped.
         on_progress: told (bytes, files, bytes in all, files in all) at most once a second.
         room: measures the room in a directory.
-        options: how the engine copies.
+        job_id: as Slurm counts, to tell bases that are this job's own; its own variable when left
+            out.
+
+    Attributes:
+        options: how the engine copies; may be set between requests.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class CopyStager:
         clock: Callable[[], float] = time.monotonic,
         room: Callable[[str], Room] = room_at,
         options: EngineOptions | None = None,
+        job_id: str | None = None,
     ) -> None:
         self._job_key = job_key
         self._bases = bases or Bases()
@@ -75,8 +81,10 @@ class CopyStager:
         self._sleep = sleep
         self._clock = clock
         self._room = room
-        self._options = options or EngineOptions()
+        self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
+        self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
+        self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, or find it published already.
@@ -86,7 +94,8 @@ class CopyStager:
         Args:
             request: what is wanted, and where.
             supply: brings the data; this node reads the source by itself when it is left out.
-                It is closed in any case.
+                It is closed in any case. One of all nodes is planned, then told by `fill`, `reuse`
+                or `fail` what comes of it here.
 
         Raises:
             CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
@@ -100,37 +109,81 @@ class CopyStager:
                 stack.callback(supply.close)
             self._retry.check_stop()
             area = self.area(request.target)
-            room = self._look(lambda: self._room(area.job_dir), request)
+            cache = self._keeper.cache(area)
+            room = self._look(lambda: cache.most_room(self._room(area.job_dir)), request)
             self._look(lambda: _check_apart(request, area), request)
             if supply is None:
                 supply = self._look(lambda: self._local(request, room), request)
                 stack.callback(supply.close)
-            copied = None
-            lock = stack.enter_context(
-                NameLock(f"{area.job_dir}/.{request.name}.lock", self._retry, self._sleep)
+            delivery = Delivery(
+                request,
+                supply,
+                cache,
+                area.base,
+                self._room,
+                self._retry,
+                self._on_progress,
+                self._clock,
             )
-            manifest = self._published(request, supply.kind, area)
-            if manifest is None:
-                if lock.holders_reason:
-                    raise StagingError(f"another process of this job failed: {lock.holders_reason}")
-                try:
-                    manifest, copied = self._publish(request, supply, area)
-                except BaseException as error:
-                    lock.fail(str(error) or type(error).__name__)
-                    raise
+            private = private_reason(area.base, self._job_id)
+            manifest = self._deliver(delivery, area, keeps=request.keep and not private)
+        path, copied = area.path_of(request.name), delivery.copied
         return StageResult(
             name=request.name,
-            path=area.path_of(request.name),
+            path=path,
             bytes=manifest.bytes,
             files=manifest.files,
             seconds=self._clock() - start,
             method=manifest.method,
             reused=copied is None,
             digest=manifest.digest,
+            kept=bool(linked_key(path)),
+            private=private,
             read_seconds=copied.read_seconds if copied else 0.0,
             write_seconds=copied.write_seconds if copied else 0.0,
             workers=copied.workers if copied else 1,
+            evicted=tuple(delivery.evicted),
         )
+
+    def _deliver(self, delivery: Delivery, area: StagingArea, *, keeps: bool) -> Manifest:
+        """Let the job's name lead to the data, and tell all who wait what came of it."""
+        request = delivery.request
+        with NameLock(
+            f"{area.job_dir}/.{request.name}.lock",
+            self._retry,
+            self._sleep,
+            on_wait=self._on_progress,
+        ) as lock:
+            try:
+                if delivery.is_collective:
+                    delivery.plan()
+                manifest = self._published(request, delivery.supply.kind, area)
+                if manifest is None:
+                    lock.raise_reason("another process of this job failed")
+                    manifest = self._bring(delivery, area, lock, keeps=keeps)
+                if delivery.copied is None:
+                    delivery.reuse()
+            except BaseException as error:
+                reason = str(error) or type(error).__name__
+                if not lock.holders_reason:
+                    lock.fail(reason)
+                delivery.fail(reason)
+                if isinstance(error, (OSError, HpmlError)):
+                    raise _as_told(request, error) from error
+                raise
+        return manifest
+
+    def _bring(
+        self, delivery: Delivery, area: StagingArea, lock: NameLock, *, keeps: bool
+    ) -> Manifest:
+        """Find the data in the cache, or publish it: there when it is to be kept."""
+        if not delivery.plan().at_least:
+            kept = self._keeper.obtain(
+                delivery, area, hashed=self.options.hash, job_lock=lock, keeps=keeps
+            )
+            if kept is not None:
+                return kept
+        return delivery.publish(area.job_dir, delivery.request.name, lock)
 
     def _look(self, call: Callable[[], T], request: StageRequest) -> T:
         """Call what only looks at things."""
@@ -140,7 +193,7 @@ class CopyStager:
             raise _cannot(request, error) from error
 
     def _local(self, request: StageRequest, room: Room) -> Supply:
-        return LocalSupply(open_source(request, self._retry, room), self._options)
+        return LocalSupply(open_source(request, self._retry, room), self.options)
 
     def area(self, target: str) -> StagingArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
@@ -152,12 +205,22 @@ class CopyStager:
             area.remove_stale()
         return self._areas[base]
 
+    def leave(self) -> None:
+        """Go without removing anything: it stays while the owner lives."""
+        self._keeper.release()
+        for area in self._areas.values():
+            area.close()
+        self._areas.clear()
+
     def cleanup(self) -> None:
         """Remove what this job staged, everywhere; may be called any number of times.
+
+        What is kept for later jobs stays in the caches.
 
         Raises:
             StagingError: something cannot be removed; the other bases are cleaned all the same.
         """
+        self._keeper.release()
         with contextlib.ExitStack() as stack:
             for area in self._areas.values():
                 stack.callback(area.cleanup)
@@ -170,61 +233,31 @@ class CopyStager:
             for name in os.listdir(area.job_dir):
                 if name.startswith(f".{request.name}.partial-"):
                     remove_tree(f"{area.job_dir}/{name}")
-            if not os.path.lexists(path):
-                return None
-            manifest = Manifest.read(_manifest_path(request, area))
-            if manifest is not None:
-                if (manifest.source, manifest.kind) != (request.source, kind):
-                    raise InputError(
-                        f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
-                        field="name",
-                        value=request.name,
-                    )
-                if measure(path) == (manifest.bytes, manifest.files):
-                    return manifest
-            damaged = _partial_path(request, area)
+            manifest = published_manifest(path)
+            if manifest is not None and not _is_same_data(manifest, request, kind):
+                raise InputError(
+                    f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
+                    field="name",
+                    value=request.name,
+                )
+            if linked_key(path):
+                manifest = self._keeper.linked(area, request.name)
+            elif manifest is not None and not is_whole(path, manifest):
+                manifest = None
+            if manifest is not None or not os.path.lexists(path):
+                return manifest
+            damaged = partial_path(area.job_dir, request.name)
             os.rename(path, damaged)
             remove_tree(damaged)
         except OSError as error:
             raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
         return None
 
-    def _publish(
-        self, request: StageRequest, supply: Supply, area: StagingArea
-    ) -> tuple[Manifest, Copied]:
-        partial = _partial_path(request, area)
-        try:
-            room = self._room(area.job_dir)
-            plan = supply.plan()
-            check_room(plan.need(room.block_bytes), room, name=request.name, where=area.base)
-            progress = Progress(self._on_progress, clock=self._clock)
-            progress.expect(plan.bytes, len(plan.files))
-            os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            copied = supply.fill(plan, partial, retry=self._retry, progress=progress)
-            listing = Listing.of(plan, copied.digests)
-            manifest = Manifest(
-                request.name,
-                request.source,
-                supply.kind,
-                supply.method,
-                plan.bytes,
-                plan.file_count,
-                tree_digest(listing, hashing()),
-                {"outside_links": request.outside_links},
-                listing,
-            )
-            manifest.write(_manifest_path(request, area))
-            self._retry.check_stop()
-            os.rename(partial, area.path_of(request.name))
-            fsync_dir(area.job_dir)
-            progress.finish()
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                remove_tree(partial)
-            if isinstance(error, (OSError, HpmlError)):
-                raise _as_told(request, error) from error
-            raise
-        return manifest, copied
+
+def _is_same_data(manifest: Manifest, request: StageRequest, kind: str) -> bool:
+    """Say whether published data came from where a request's would; a link to it is the same."""
+    same = os.path.realpath(manifest.source) == os.path.realpath(request.source)
+    return same and manifest.kind == kind
 
 
 def _check_apart(request: StageRequest, area: StagingArea) -> None:
@@ -238,14 +271,6 @@ def _check_apart(request: StageRequest, area: StagingArea) -> None:
             field="source",
             value=request.source,
         )
-
-
-def _manifest_path(request: StageRequest, area: StagingArea) -> str:
-    return f"{area.job_dir}/.{request.name}.manifest"
-
-
-def _partial_path(request: StageRequest, area: StagingArea) -> str:
-    return f"{area.job_dir}/.{request.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _cannot(request: StageRequest, error: OSError) -> StagingError:

@@ -42,6 +42,16 @@ class Supply(Protocol):
             OSError: the directory cannot be written.
         """
 
+    def reuse(self) -> None:
+        """Go without `fill`: this node has the data already, others may still need it from here.
+
+        Raises:
+            StagingError: another node failed.
+        """
+
+    def fail(self, reason: str) -> None:
+        """Learn that this node failed after `plan` and before `fill`; must not raise."""
+
     def close(self) -> None:
         """Give back what it holds; called once at the end, also after errors."""
 
@@ -69,6 +79,12 @@ class LocalSupply:
             retry=retry,
             progress=progress,
         )
+
+    def reuse(self) -> None:
+        """Nobody else waits for this node."""
+
+    def fail(self, reason: str) -> None:
+        """Nobody else waits for this node."""
 
     def close(self) -> None:
         """Close the source."""

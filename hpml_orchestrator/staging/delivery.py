@@ -1,0 +1,162 @@
+"""The data of one request on its way: planned once, then brought once or found to be there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.staging.capacity import check_room
+from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path, tree_digest
+from hpml_orchestrator.staging.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpml_orchestrator.staging.cache import Cache
+    from hpml_orchestrator.staging.capacity import Room
+    from hpml_orchestrator.staging.engine import Copied
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.namelock import NameLock
+    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.progress import OnProgress
+    from hpml_orchestrator.staging.request import StageRequest
+    from hpml_orchestrator.staging.supply import Supply
+
+__all__ = ["COLLECTIVE", "Delivery", "partial_path"]
+
+COLLECTIVE = frozenset({"chain", "sbcast", "partition"})
+"""Methods in which all nodes of a job take part, those too that have the data already."""
+
+
+@dataclass
+class Delivery:
+    """What `CopyStager` does for one request.
+
+    Attributes:
+        request: what is wanted.
+        supply: brings it.
+        cache: of the base; entries that nothing uses make room.
+        where: the base, for messages.
+        room: measures the room in a directory.
+        retry: calls again after faults that pass.
+        on_progress: told how far the copy is.
+        copied: what the copy took; None when nothing was copied.
+        evicted: sources of the kept data that went to make room.
+    """
+
+    request: StageRequest
+    supply: Supply
+    cache: Cache
+    where: str
+    room: Callable[[str], Room]
+    retry: Retry
+    on_progress: OnProgress | None = None
+    clock: Callable[[], float] = time.monotonic
+    copied: Copied | None = None
+    evicted: list[str] = field(default_factory=list)
+    _plan: Plan | None = None
+    _is_told: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the other nodes wait for this one."""
+        return self.supply.method in COLLECTIVE
+
+    def plan(self) -> Plan:
+        """Look at the source, once.
+
+        Raises:
+            StagingError, OSError: it cannot be staged.
+        """
+        if self._plan is None:
+            self._plan = self.supply.plan()
+        return self._plan
+
+    def reuse(self) -> None:
+        """Tell the supply that the data is there; one that sends it on to other nodes still does.
+
+        Raises:
+            StagingError: another node failed.
+        """
+        if self._plan is not None and not self._is_told:
+            self._is_told = True
+            self.supply.reuse()
+
+    def fail(self, reason: str) -> None:
+        """Tell the supply that nothing will come of it, unless it knows."""
+        if self._plan is not None and not self._is_told:
+            self._is_told = True
+            self.supply.fail(reason)
+
+    def publish(self, directory: str, name: str, *locks: NameLock) -> Manifest:
+        """Bring the data into a directory, by a name that appears when all of it is there.
+
+        Args:
+            directory: of the job or of an entry of the cache.
+            name: of the data in it.
+            locks: told how far the copy is, for those who wait.
+
+        Raises:
+            CapacityError: it does not fit; found before a byte is copied.
+            StagingError, RecordError, OSError: something else; nothing is left half-done.
+        """
+        plan = self.plan()
+        need = plan.need(self.room(directory).block_bytes)
+        self.evicted.extend(self.cache.make_room(need, lambda: self.room(directory)))
+        check_room(need, self.room(directory), name=self.request.name, where=self.where)
+        progress = Progress(self._tell(locks), clock=self.clock)
+        progress.expect(plan.bytes, len(plan.files))
+        partial = partial_path(directory, name)
+        try:
+            os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
+            self._is_told = True
+            copied = self.supply.fill(plan, partial, retry=self.retry, progress=progress)
+            manifest = self._manifest(plan, copied)
+            manifest.write(manifest_path(f"{directory}/{name}"))
+            self.retry.check_stop()
+            os.rename(partial, f"{directory}/{name}")
+            fsync_dir(directory)
+            progress.finish()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove_tree(partial)
+            raise
+        self.copied = copied
+        return manifest
+
+    def _manifest(self, plan: Plan, copied: Copied) -> Manifest:
+        listing = Listing.of(plan, copied.digests)
+        return Manifest(
+            self.request.name,
+            self.request.source,
+            self.supply.kind,
+            self.supply.method,
+            plan.bytes,
+            plan.file_count,
+            tree_digest(listing, hashing()),
+            {"outside_links": self.request.outside_links},
+            listing,
+        )
+
+    def _tell(self, locks: tuple[NameLock, ...]) -> OnProgress:
+        """Return what tells the caller and those who wait for the locks."""
+
+        def tell(done: int, files: int, bytes_total: int, files_total: int) -> None:
+            for lock in locks:
+                lock.tell(done, files, bytes_total, files_total)
+            if self.on_progress is not None:
+                self.on_progress(done, files, bytes_total, files_total)
+
+        return tell
+
+
+def partial_path(directory: str, name: str) -> str:
+    """Return a path for data that is not whole yet; one of a kind."""
+    return f"{directory}/.{name}.partial-{os.getpid()}-{secrets.token_hex(4)}"

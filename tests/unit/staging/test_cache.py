@@ -1,0 +1,451 @@
+"""The cache: one copy for all jobs, whoever is killed, and never the wrong data."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingStopped, this_owner
+from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.keeping import whole
+from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
+from hpml_orchestrator.staging.root import Root
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.context import ForkProcess
+
+    from hpml_orchestrator.staging.namelock import NameLock
+    from hpml_orchestrator.staging.progress import OnProgress
+
+FORK = multiprocessing.get_context("fork")
+KEY = "0" * 32
+FILES = 20
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., ForkProcess]]:
+    """Run functions in forked processes; they are killed when the test ends."""
+    started: list[ForkProcess] = []
+
+    def run(work: Callable[..., None], *arguments: object) -> ForkProcess:
+        process = FORK.Process(target=work, args=arguments)
+        process.start()
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def stager(base: Path, key: str) -> CopyStager:
+    """A job's stager on one base."""
+    return CopyStager(key, bases=Bases(shm=str(base)), job_id="")
+
+
+def kept(source: Path, *, keep: bool = True, name: str = "data") -> StageRequest:
+    """A request for data that stays."""
+    return StageRequest(name, str(source), target="shm", keep=keep)
+
+
+def entries(base: Path) -> list[Path]:
+    """The entries of the user's cache."""
+    return sorted(base.glob("hpml-*/.cache/*"))
+
+
+def leftovers(base: Path) -> list[str]:
+    """What must not be there once all is quiet."""
+    patterns = ("hpml-*/.trash-*", "hpml-*/.new-*", "hpml-*/.cache/*/.data.partial-*")
+    return [str(path) for pattern in patterns for path in base.glob(pattern)]
+
+
+def contents(path: Path | str) -> dict[str, bytes]:
+    """All files below a directory."""
+    root = Path(path).resolve()
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def stage_at_once(key: str, base: Path, source: Path, barrier: Any, told: Any) -> None:
+    """One of several jobs: all begin together and end together."""
+    mine = stager(base, key)
+    barrier.wait()
+    result = mine.stage(kept(source))
+    told.put((key, result.reused, result.kept, contents(result.path) == contents(source)))
+    barrier.wait()
+    mine.cleanup()
+
+
+def test_eight_jobs_copy_the_same_data_once(
+    base: Path, source: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """One of them copies, seven wait and use its copy; it outlives them all."""
+    barrier, told = FORK.Barrier(8), FORK.Queue()
+    jobs = [start(stage_at_once, f"{n}.0", base, source, barrier, told) for n in range(8)]
+    said = [told.get(timeout=60) for _ in jobs]
+    for job in jobs:
+        job.join()
+    assert sorted(reused for _, reused, _, _ in said) == [False] + [True] * 7
+    assert all(is_kept and is_right for _, _, is_kept, is_right in said)
+    assert len(entries(base)) == 1
+    assert contents(entries(base)[0] / "data") == contents(source)
+    assert leftovers(base) == []
+    assert not list(base.glob("hpml-*/[0-9]*"))
+
+
+def test_eight_jobs_copy_different_data_at_once(
+    base: Path, source: Path, tmp_path: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """Each gets its own entry."""
+    barrier, told = FORK.Barrier(8), FORK.Queue()
+    jobs = []
+    for number in range(8):
+        tree = shutil.copytree(source, tmp_path / f"tree{number}")
+        (tree / "own").write_text(str(number))
+        jobs.append(start(stage_at_once, f"{number}.0", base, tree, barrier, told))
+    said = [told.get(timeout=60) for _ in jobs]
+    for job in jobs:
+        job.join()
+    assert all(is_right and not reused for _, reused, _, is_right in said)
+    assert len(entries(base)) == 8
+    assert leftovers(base) == []
+
+
+class Slow:
+    """A copier that takes its time; the real one is over before a test can act."""
+
+    def __init__(self, seconds: float, fault: str = "") -> None:
+        self.seconds = seconds
+        self.fault = fault
+        self.begun = FORK.Value("i", 0)
+        self.pid = FORK.Value("i", 0)
+
+    def __call__(self, directory: str, name: str, lock: NameLock) -> Manifest:
+        """Publish FILES small files."""
+        partial = f"{directory}/.{name}.partial-{os.getpid()}-slow"
+        self.pid.value = os.getpid()
+        self.begun.value += 1
+        os.mkdir(partial)
+        for number in range(FILES):
+            (Path(partial) / str(number)).write_text(str(number))
+            lock.tell(number, number, FILES, FILES)
+            time.sleep(self.seconds / FILES)
+        if self.fault == "stopped":
+            raise StagingStopped
+        if self.fault:
+            raise StagingError(self.fault)
+        size = sum(len(str(number)) for number in range(FILES))
+        names = [str(number) for number in range(FILES)]
+        listing = Listing(names, [len(name) for name in names])
+        manifest = Manifest(name, "/source", "tree", "copy", size, FILES, listing=listing)
+        manifest.write(manifest_path(f"{directory}/{name}"))
+        os.rename(partial, f"{directory}/{name}")
+        return manifest
+
+
+def cache(base: Path, key: str, on_progress: OnProgress | None = None) -> Cache:
+    """A job's view of the cache."""
+    root = Root(str(base))
+    retry = Retry(time.sleep, lambda: False)
+    return Cache(root, this_owner(key), retry, sleep=time.sleep, on_progress=on_progress)
+
+
+def obtain(key: str, base: Path, fill: Slow, told: Any) -> None:
+    """Get the entry and say how that went, then keep it until the end."""
+    try:
+        got = cache(base, key).obtain(KEY, whole, fill)
+        assert got is not None
+        told.put((key, "reused" if got.reused else "copied", sorted(os.listdir(got.entry.data))))
+        time.sleep(60)
+    except StagingError as error:
+        told.put((key, "error", str(error)))
+
+
+def begun(fill: Slow, times: int = 1) -> int:
+    """Wait until a copy began; returns the process that copies."""
+    deadline = time.monotonic() + 30
+    while fill.begun.value < times:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return int(fill.pid.value)
+
+
+def kill_copiers(base: Path, start: Callable[..., ForkProcess], kills: int) -> None:
+    """Kill whoever copies while eight wait, then let the last one through."""
+    fill, told = Slow(0.3), FORK.Queue()
+    jobs = {}
+    for number in range(9):
+        process = start(obtain, f"{number}.0", base, fill, told)
+        jobs[process.pid] = process
+    for number in range(kills):
+        pid = begun(fill, number + 1)
+        time.sleep(0.01 * (number % 20))
+        os.kill(pid, signal.SIGKILL)
+        jobs.pop(pid).join()
+        replacement = start(obtain, f"{number + 9}.0", base, fill, told)
+        jobs[replacement.pid] = replacement
+    said = [told.get(timeout=60) for _ in jobs]
+    assert sorted(how for _, how, _ in said) == ["copied"] + ["reused"] * (len(jobs) - 1)
+    assert {tuple(names) for _, _, names in said} == {tuple(sorted(map(str, range(FILES))))}
+    assert leftovers(base) == []
+    assert len(entries(base)) == 1
+
+
+def test_waiters_take_over_from_a_killed_copier(
+    base: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """Five copiers in a row are killed in the middle: the next takes over, nothing is left."""
+    kill_copiers(base, start, 5)
+
+
+@pytest.mark.slow
+def test_waiters_take_over_from_a_hundred_killed_copiers(
+    base: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """The same a hundred times over."""
+    kill_copiers(base, start, 100)
+
+
+def test_what_a_killed_copier_left_goes_with_the_next_job(
+    base: Path, source: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """Nobody waits and nobody asks for the same data again: nothing stays all the same."""
+    fill, told = Slow(60), FORK.Queue()
+    job = start(obtain, "0.0", base, fill, told)
+    begun(fill)
+    bystander = stager(base, "1.0")
+    bystander.stage(kept(source))
+    assert len(entries(base)) == 2, "it is being copied"
+    job.kill()
+    job.join()
+    nextone = stager(base, "2.0")
+    nextone.stage(kept(source))
+    assert len(entries(base)) == 1
+    assert leftovers(base) == []
+    for one in (bystander, nextone):
+        one.cleanup()
+
+
+def test_a_failed_copy_is_told_to_all_who_waited(
+    base: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """None of four waiters tries the same again, and an entry without data does not stay."""
+    fill, told = Slow(0.6, "cannot read x: Input/output error"), FORK.Queue()
+    jobs = [start(obtain, "0.0", base, fill, told)]
+    begun(fill)
+    jobs += [start(obtain, f"{number}.0", base, fill, told) for number in range(1, 5)]
+    said = sorted(told.get(timeout=60) for _ in jobs)
+    for job in jobs:
+        job.join()
+    assert said[0] == ("0.0", "error", "cannot read x: Input/output error")
+    for _, how, text in said[1:]:
+        assert (how, text) == (
+            "error",
+            "another job failed to stage the same data: cannot read x: Input/output error",
+        )
+    assert fill.begun.value == 1
+    assert entries(base) == []
+    fine = cache(base, "9.0").obtain(KEY, whole, Slow(0))
+    assert fine is not None, "who did not wait tries again"
+    fine.entry.release()
+
+
+def test_a_stopped_copy_is_taken_over(base: Path, start: Callable[..., ForkProcess]) -> None:
+    """A cancelled job's end is no fault of the data: the job that waited copies."""
+    stopped, told = Slow(0.5, "stopped"), FORK.Queue()
+    start(obtain, "0.0", base, stopped, told)
+    begun(stopped)
+    start(obtain, "1.0", base, Slow(0), told)
+    said = sorted(told.get(timeout=60)[:2] for _ in range(2))
+    assert said == [("0.0", "error"), ("1.0", "copied")]
+
+
+def test_who_waits_is_told_how_far_the_copy_is(
+    base: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """The waiter hears the copier's figures, so that it can tell copying from hanging."""
+    fill, told = Slow(2.5), FORK.Queue()
+    start(obtain, "0.0", base, fill, told)
+    begun(fill)
+    heard: list[tuple[int, ...]] = []
+    got = cache(base, "1.0", lambda *figures: heard.append(figures)).obtain(KEY, whole, Slow(0))
+    assert got is not None
+    assert got.reused
+    got.entry.release()
+    assert len(heard) >= 1
+    assert all(0 < done < FILES and total == FILES for done, _, total, _ in heard)
+
+
+def test_a_copy_does_not_hold_up_other_data(
+    base: Path, source: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """While one entry is being copied another one is made and used."""
+    fill, told = Slow(60), FORK.Queue()
+    start(obtain, "0.0", base, fill, told)
+    begun(fill)
+    other = stager(base, "1.0")
+    assert contents(other.stage(kept(source)).path) == contents(source)
+    other.cleanup()
+    assert whole(f"{base}/hpml-{os.getuid()}/.cache/{KEY}/data") is None
+
+
+def test_a_later_job_reuses_what_an_earlier_one_kept(base: Path, source: Path) -> None:
+    """The path in the job stays as it is without the cache; cleaning up leaves the entry."""
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    made = first.stage(kept(source))
+    assert made.path == f"{base}/hpml-{os.getuid()}/1.0/data"
+    assert (made.kept, made.reused) == (True, False)
+    first.cleanup()
+    found = second.stage(kept(source))
+    assert (found.kept, found.reused, found.bytes) == (True, True, made.bytes)
+    assert contents(found.path) == contents(source)
+    again = second.stage(kept(source))
+    assert (again.kept, again.reused) == (True, True)
+    second.cleanup()
+
+
+def test_data_that_is_not_kept_goes_with_the_job(base: Path, source: Path) -> None:
+    """A request without keep makes no entry, but uses one that is there."""
+    first = stager(base, "1.0")
+    assert not first.stage(kept(source, keep=False)).kept
+    assert entries(base) == []
+    first.cleanup()
+    assert os.listdir(base) == []
+    second = stager(base, "2.0")
+    second.stage(kept(source))
+    result = second.stage(kept(source, keep=False, name="other"))
+    assert (result.kept, result.reused) == (True, True)
+    second.cleanup()
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "content": lambda root: (root / "one.bin").write_bytes(b"2" * 5000),
+    "size": lambda root: (root / "one.bin").write_bytes(b"1"),
+    "new": lambda root: (root / "a" / "new").touch(),
+    "gone": lambda root: (root / "a" / "deep" / "none").unlink(),
+    "name": lambda root: (root / "one.bin").rename(root / "two.bin"),
+    "mode": lambda root: (root / "one.bin").chmod(0o755),
+    "link": lambda root: (root / "link").symlink_to("one.bin"),
+    "hard link": lambda root: (root / "again").hardlink_to(root / "one.bin"),
+    "directory": lambda root: (root / "empty" / "new").mkdir(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_source_is_another_entry(base: Path, source: Path, change: str) -> None:
+    """Whatever changed, the old data is not taken for the new."""
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    first.stage(kept(source))
+    CHANGES[change](source)
+    result = second.stage(kept(source))
+    assert not result.reused
+    assert contents(result.path) == contents(source)
+    assert len(entries(base)) == 2
+    first.cleanup()
+    second.cleanup()
+
+
+def test_links_to_the_source_are_the_same_source(base: Path, source: Path, tmp_path: Path) -> None:
+    """The entry belongs to the real path, and so does the job's name for it."""
+    (tmp_path / "link").symlink_to(source)
+    mine = stager(base, "1.0")
+    mine.stage(kept(source))
+    assert mine.stage(kept(tmp_path / "link", name="other")).reused
+    assert mine.stage(kept(tmp_path / "link")).reused
+    assert len(entries(base)) == 1
+    mine.cleanup()
+
+
+def damage(data: Path, how: str) -> None:
+    """Do something to published data."""
+    if how == "missing":
+        (data / "a" / "two.txt").unlink()
+    elif how == "short":
+        os.truncate(data / "one.bin", 3)
+    elif how == "extra":
+        (data / "extra").touch()
+    elif how == "gone":
+        shutil.rmtree(data)
+    else:
+        Path(manifest_path(str(data))).write_text("{")
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "extra", "gone", "manifest"])
+def test_a_damaged_entry_is_replaced(base: Path, source: Path, how: str) -> None:
+    """Data that is not whole is staged anew in its place."""
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    first.stage(kept(source))
+    first.cleanup()
+    damage(entries(base)[0] / "data", how)
+    result = second.stage(kept(source))
+    assert (result.reused, result.kept) == (False, True)
+    assert contents(result.path) == contents(source)
+    assert len(entries(base)) == 1
+    assert leftovers(base) == []
+    second.cleanup()
+
+
+def test_a_damaged_entry_in_use_stays_with_its_users(base: Path, source: Path) -> None:
+    """A job that finds it damaged stages its own copy, and takes nothing from the others."""
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    path = Path(first.stage(kept(source)).path)
+    (path / "extra").write_text("written by the first job")
+    result = second.stage(kept(source))
+    assert (result.reused, result.kept) == (False, False)
+    assert contents(result.path) == contents(source)
+    assert (path / "extra").exists()
+    second.cleanup()
+    first.cleanup()
+
+
+def test_a_link_to_an_entry_that_is_gone_is_made_anew(base: Path, source: Path) -> None:
+    """A job whose kept data was removed by hand gets it again."""
+    mine = stager(base, "1.0")
+    mine.stage(kept(source))
+    shutil.rmtree(entries(base)[0])
+    result = mine.stage(kept(source))
+    assert not result.reused
+    assert contents(result.path) == contents(source)
+    mine.cleanup()
+
+
+def test_cleaning_up_does_not_follow_links(base: Path, source: Path, tmp_path: Path) -> None:
+    """Links in a job directory and in an entry lead to nothing that is removed."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    mine = stager(base, "1.0")
+    mine.stage(kept(source))
+    job_dir = Path(mine.area("shm").job_dir)
+    (job_dir / "stray").symlink_to(outside)
+    data = entries(base)[0] / "data"
+    (data / "stray").symlink_to(outside)
+    mine.cleanup()
+    assert contents(data) == contents(source)
+    assert cache(base, "2.0").remove(data.parent.name)
+    assert os.listdir(outside) == ["kept"]
+    assert os.listdir(base) == []
+
+
+def test_a_cache_that_is_a_link_is_not_used(base: Path, source: Path, tmp_path: Path) -> None:
+    """What is in it would lie outside the root: nothing is put there or removed."""
+    outside = tmp_path / "outside"
+    (outside / KEY / "data").mkdir(parents=True)
+    mine = stager(base, "1.0")
+    Path(mine.area("shm").root, ".cache").symlink_to(outside)
+    with pytest.raises(StagingError, match="is a link or a file: not used"):
+        mine.stage(kept(source))
+    with pytest.raises(StagingError, match="not used"):
+        cache(base, "1.0").remove(KEY)
+    assert os.listdir(outside) == [KEY]
+    mine.cleanup()

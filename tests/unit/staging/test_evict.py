@@ -1,0 +1,245 @@
+"""Room is made by removing what nothing uses, the least recently used first, and never more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, this_owner
+from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.capacity import room_at
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.keeping import whole
+from hpml_orchestrator.staging.root import Root
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> list[Path]:
+    """Give five trees of 2 MiB each."""
+    made = []
+    for number in range(5):
+        tree = tmp_path / f"tree{number}"
+        tree.mkdir()
+        (tree / "data").write_bytes(bytes([number]) * 2 * MIB)
+        made.append(tree)
+    return made
+
+
+def plain_room(path: str) -> Room:
+    """The file system's own room: memory limits of this machine play no part."""
+    return room_at(path, cgroup_root="/nonexistent")
+
+
+def stager(base: Path, key: str, *, owner_pid: int | None = None) -> CopyStager:
+    """A job's stager on a small file system."""
+    bases = Bases(shm=str(base))
+    return CopyStager(key, bases=bases, room=plain_room, owner_pid=owner_pid, job_id="")
+
+
+def keep(base: Path, tree: Path, key: str, used: float) -> None:
+    """Leave a tree in the cache, last used at some time."""
+    job = stager(base, key)
+    path = job.stage(StageRequest("data", str(tree), target="shm", keep=True)).path
+    lease = Path(path).resolve().parent / ".lease"
+    job.cleanup()
+    os.utime(lease, (used, used))
+
+
+def held(base: Path) -> set[int]:
+    """Which of the trees are in the cache."""
+    return {path.read_bytes()[0] for path in base.glob("hpml-*/.cache/*/data/data")}
+
+
+def request(tree: Path, *, keeps: bool = True) -> StageRequest:
+    """Stage a tree by a name of its own."""
+    return StageRequest(tree.name, str(tree), target="shm", keep=keeps)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_least_recently_used_goes_first(
+    small_tmpfs: Callable[[str], Path], trees: list[Path], keeps: bool
+) -> None:
+    """One of three has to go, and that is the oldest; the result tells."""
+    base = small_tmpfs("size=8m")
+    for number, used in ((0, 2000.0), (1, 1000.0), (2, 3000.0)):
+        keep(base, trees[number], f"{number}.0", used)
+    job = stager(base, "9.0")
+    result = job.stage(request(trees[3], keeps=keeps))
+    assert result.evicted == (str(trees[1]),)
+    assert held(base) == {0, 2} | ({3} if keeps else set())
+    assert list(base.glob("hpml-*/.trash-*")) == []
+    job.cleanup()
+
+
+def test_reuse_counts_as_use(small_tmpfs: Callable[[str], Path], trees: list[Path]) -> None:
+    """An old entry that a job used lately stays."""
+    base = small_tmpfs("size=8m")
+    for number in range(3):
+        keep(base, trees[number], f"{number}.0", 1000.0 + number)
+    user = stager(base, "8.0")
+    assert user.stage(request(trees[0])).reused
+    user.cleanup()
+    job = stager(base, "9.0")
+    assert job.stage(request(trees[3])).evicted == (str(trees[1]),)
+    job.cleanup()
+
+
+def test_what_is_leased_stays(small_tmpfs: Callable[[str], Path], trees: list[Path]) -> None:
+    """The oldest is in use: the next one goes; with all in use nothing fits, and all stay."""
+    base = small_tmpfs("size=8m")
+    for number in range(3):
+        keep(base, trees[number], f"{number}.0", 1000.0 + number)
+    users = [stager(base, "8.0")]
+    users[0].stage(request(trees[0]))
+    job = stager(base, "9.0")
+    assert job.stage(request(trees[3])).evicted == (str(trees[1]),)
+    users.append(stager(base, "7.0"))
+    users[1].stage(request(trees[2]))
+    with pytest.raises(CapacityError, match="needs"):
+        job.stage(request(trees[4]))
+    assert held(base) == {0, 2, 3}
+    for one in (*users, job):
+        one.cleanup()
+
+
+def test_nothing_goes_in_vain(
+    small_tmpfs: Callable[[str], Path], trees: list[Path], tmp_path: Path
+) -> None:
+    """What would not fit into the empty file system leaves the cache as it is."""
+    base = small_tmpfs("size=8m")
+    for number in range(3):
+        keep(base, trees[number], f"{number}.0", 1000.0)
+    big = tmp_path / "big"
+    big.mkdir()
+    (big / "data").write_bytes(bytes(9 * MIB))
+    job = stager(base, "9.0")
+    with pytest.raises(CapacityError):
+        job.stage(request(big))
+    assert held(base) == {0, 1, 2}
+    job.cleanup()
+
+
+def test_inodes_are_room_too(
+    small_tmpfs: Callable[[str], Path], trees: list[Path], tmp_path: Path
+) -> None:
+    """Entries go for their inodes where bytes are plenty."""
+    base = small_tmpfs("size=64m,nr_inodes=40")
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(12):
+        (many / str(number)).touch()
+    keep(base, many, "1.0", 1000.0)
+    keep(base, trees[0], "2.0", 2000.0)
+    (many / "another").touch()
+    job = stager(base, "9.0")
+    assert job.stage(request(many)).evicted == (str(many),)
+    assert held(base) == {0}
+    job.cleanup()
+
+
+LEAVE = """
+import os, sys
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+stager = CopyStager("shell-1", bases=Bases(shm=sys.argv[1]), owner_pid=os.getppid(), job_id="")
+print(stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=True)).path, flush=True)
+stager.leave()
+"""
+
+
+def test_data_of_a_living_shell_stays(
+    small_tmpfs: Callable[[str], Path], trees: list[Path]
+) -> None:
+    """What a shell staged stays while it lives, without any process that holds a lease."""
+    base = small_tmpfs("size=6m")
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", '"$@"; read line', "sh", sys.executable, "-c", LEAVE, base, trees[0]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert shell.stdout is not None
+    path = shell.stdout.readline().strip()
+    keep(base, trees[1], "2.0", time.time() + 60)
+    job = stager(base, "9.0")
+    assert job.stage(request(trees[2])).evicted == (str(trees[1]),)
+    assert Path(path, "data").read_bytes()[0] == 0
+    shell.communicate("\n")
+    last = stager(base, "10.0")
+    assert last.stage(request(trees[3])).evicted == (str(trees[0]),)
+    assert not os.path.lexists(path), "the dead shell's directory goes as well"
+    for one in (job, last):
+        one.cleanup()
+
+
+USE = """
+import os, sys, time
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+base, source, key = sys.argv[1:4]
+for number in range(40):
+    job = CopyStager(f"{key}.{number}", bases=Bases(shm=base), job_id="")
+    path = job.stage(StageRequest("data", source, target="shm", keep=True)).path
+    for _ in range(5):
+        assert os.path.getsize(f"{path}/data") == 1000, "evicted under a reader"
+    job.cleanup()
+"""
+EVICT = """
+import os, sys, time
+from hpml_orchestrator.staging import this_owner
+from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.root import Root
+cache = Cache(Root(sys.argv[1]), this_owner("e.0"), Retry(time.sleep, bool), sleep=time.sleep)
+removed = 0
+print("ready", flush=True)
+while not os.path.exists(sys.argv[2]):
+    removed += sum(cache.remove(key) for _, key in cache.idle())
+print(removed, flush=True)
+"""
+
+
+def test_eviction_races_with_readers(
+    base: Path, tmp_path: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Two evict whatever they may while three jobs come and go: no reader loses its data."""
+    source = tmp_path / "small"
+    source.mkdir()
+    (source / "data").write_bytes(b"x" * 1000)
+    stop = tmp_path / "stop"
+    evictors = [child(EVICT, base, stop) for _ in range(2)]
+    for evictor in evictors:
+        assert evictor.stdout is not None
+        assert evictor.stdout.readline() == "ready\n"
+    users = [child(USE, base, source, name) for name in "abc"]
+    assert [user.wait(timeout=60) for user in users] == [0, 0, 0]
+    stop.touch()
+    removed = [int(evictor.communicate(timeout=60)[0]) for evictor in evictors]
+    assert sum(removed) > 0
+    assert list(base.glob("hpml-*/.trash-*")) == []
+
+
+def test_a_full_cache_of_another_user_is_not_looked_at(base: Path, trees: list[Path]) -> None:
+    """Only the caller's own root is ever a place to make room in."""
+    other = base / "hpml-4242"
+    entry = other / ".cache" / ("0" * 32) / "data"
+    entry.mkdir(parents=True)
+    (other / ".hpml-staging").touch()
+    cache = Cache(
+        Root(str(base)), this_owner("1.0"), Retry(time.sleep, lambda: False), sleep=time.sleep
+    )
+    assert cache.idle() == []
+    assert not cache.remove("0" * 32)
+    assert entry.is_dir()
+    assert whole(str(entry)) is None
+    assert trees[0].is_dir()

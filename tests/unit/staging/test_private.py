@@ -1,0 +1,146 @@
+"""Directories that are one job's own are told from those that later jobs see too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpml_orchestrator
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.private import parse_mounts, private_reason, reason_from
+
+# Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by
+# process 1 meanwhile; lines of other file systems and the machine's own names are left out.
+DATA = Path(__file__).parent / "data"
+MINE = parse_mounts((DATA / "job_container-22.05.8.self.mountinfo").read_text())
+EVERYONES = parse_mounts((DATA / "job_container-22.05.8.init.mountinfo").read_text())
+CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
+
+
+def test_a_tmp_that_slurm_mounted_is_the_jobs_own() -> None:
+    """The directory that is mounted there names the job."""
+    assert reason_from("/tmp/x", "2", MINE, EVERYONES) == (
+        "/tmp belongs to job 2 alone (/var/spool/slurm/container/node1/2/.2 is mounted there) "
+        "and ends with it"
+    )
+
+
+def test_a_shm_that_slurm_mounted_is_the_jobs_own() -> None:
+    """Its tmpfs names no job: it is new beside what process 1 sees."""
+    assert reason_from("/dev/shm", "2", MINE, EVERYONES) == (
+        "/dev/shm belongs to job 2 alone (a new tmpfs) and ends with it"
+    )
+
+
+def test_other_directories_of_a_contained_job_are_common() -> None:
+    """What Slurm did not mount over is the node's."""
+    assert reason_from("/scratch", "2", MINE, EVERYONES) == ""
+    assert reason_from("/", "2", MINE, EVERYONES) == ""
+
+
+def test_a_node_of_its_own_is_not_a_job_of_its_own() -> None:
+    """Mounts of another namespace that no job container made say nothing."""
+    node = [mount for mount in MINE if "container" not in mount.root]
+    assert reason_from("/dev/shm", "2", node, EVERYONES) == ""
+    assert reason_from("/tmp", "2", node, EVERYONES) == ""
+
+
+def test_another_jobs_number_says_nothing() -> None:
+    """Only this job's."""
+    assert reason_from("/tmp", "22", MINE, EVERYONES) == ""
+    assert reason_from("/dev/shm", "22", MINE, EVERYONES) == ""
+
+
+def test_mounts_of_process_1_may_be_hidden() -> None:
+    """Then a new tmpfs cannot be told, and a named directory still can."""
+    assert reason_from("/dev/shm", "2", MINE, []) == ""
+    assert reason_from("/tmp", "2", MINE, []) != ""
+
+
+@pytest.mark.parametrize(
+    "base", ["/scratch/4711", "/scratch/slurm-job.4711/x", "/tmp/job_4711", "/local/.4711"]
+)
+def test_a_directory_named_after_the_job_is_its_own(base: str) -> None:
+    """A prolog made it and an epilog removes it."""
+    assert "is named after job 4711" in reason_from(base, "4711", [], [])
+
+
+@pytest.mark.parametrize(
+    "base", ["/scratch", "/nvme1", "/data-1", "/tmp/pytest-1", "/mnt/disk1", "/user1", "/11"]
+)
+def test_a_number_in_a_name_is_not_the_job(base: str) -> None:
+    """Numbers of disks, users and runs are no job's."""
+    assert reason_from(base, "1", [], []) == ""
+
+
+def test_outside_a_job_nothing_is_private(base: Path) -> None:
+    """No job, no job's directory."""
+    assert private_reason(str(base), "") == ""
+    assert private_reason("/dev/shm", "4711") == ""
+
+
+CONTAINED = """
+set -e
+mkdir -p "$1/4711/.4711"
+touch "$1/4711/.ns"
+mount --bind "$1/4711/.4711" "$2"
+umount -l "$3" 2>/dev/null || true
+mount -t tmpfs tmpfs "$3"
+exec "$4" -c "$5" "$2" "$3" "$6"
+"""
+STAGE = """
+import sys
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+local, shm, source = sys.argv[1:4]
+stager = CopyStager("4711.0", bases=Bases(shm=shm, local=local), job_id="4711")
+for target in ("local", "shm"):
+    result = stager.stage(StageRequest("data", source, target=target, keep=True))
+    print(result.kept, result.private)
+stager.cleanup()
+"""
+
+
+def test_a_job_in_a_container_is_told_that_nothing_can_be_kept(
+    tmp_path: Path, source: Path
+) -> None:
+    """In the layout of job_container/tmpfs, really mounted: staged, not kept, and why not."""
+    folders = [tmp_path / name for name in ("container", "tmp", "shm")]
+    for folder in folders:
+        folder.mkdir()
+    done = subprocess.run(
+        [
+            "unshare", "-m", "/bin/sh", "-c", CONTAINED, "sh", *map(str, folders),
+            sys.executable, STAGE, str(source),
+        ],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode and os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    assert done.returncode == 0, done.stderr
+    local, shm = done.stdout.splitlines()
+    assert local.startswith(f"False {folders[1]} belongs to job 4711 alone (")
+    assert "/container/4711/.4711 is mounted there" in local
+    assert shm == f"False {folders[2]} belongs to job 4711 alone (a new tmpfs) and ends with it"
+    assert [os.listdir(folder) for folder in folders] == [["4711"], [], []]
+    assert os.listdir(folders[0] / "4711" / ".4711") == []
+
+
+def test_a_private_base_stages_without_the_cache(tmp_path: Path, source: Path) -> None:
+    """A directory named after the job gets no cache: nobody would find it."""
+    local = tmp_path / "4711"
+    local.mkdir()
+    stager = CopyStager("4711.0", bases=Bases(local=str(local)), job_id="4711")
+    result = stager.stage(StageRequest("data", str(source), target="local", keep=True))
+    assert (result.kept, result.private) == (
+        False,
+        f"{local} is named after job 4711 and ends with it",
+    )
+    stager.cleanup()
+    assert os.listdir(local) == []
