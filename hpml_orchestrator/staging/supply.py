@@ -23,8 +23,11 @@ class Supply(Protocol):
         method: how the data comes: "copy", "unpack", "chain", "sbcast" or "partition".
     """
 
-    kind: str
-    method: str
+    @property
+    def kind(self) -> str: ...  # noqa: D102 - see above
+
+    @property
+    def method(self) -> str: ...  # noqa: D102
 
     def plan(self) -> Plan:
         """Say what will be made; nothing is written, and the room is checked by it.

@@ -1,0 +1,198 @@
+"""From what a job asks for to the `Supply` of each of its nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.capacity import room_at
+from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.faults import Retry, why
+from hpml_orchestrator.staging.many.follower import Follower
+from hpml_orchestrator.staging.many.head import Head
+from hpml_orchestrator.staging.many.member import ChainPlace, Member
+from hpml_orchestrator.staging.many.model import Rates, choose
+from hpml_orchestrator.staging.many.notices import Notices
+from hpml_orchestrator.staging.many.partition import PartitionSource
+from hpml_orchestrator.staging.many.pulse import Pulse
+from hpml_orchestrator.staging.many.sbcast import Broadcast, has_sbcast
+from hpml_orchestrator.staging.request import kind_of
+from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import LocalSupply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpml_orchestrator.staging.capacity import Room
+    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.request import StageRequest
+    from hpml_orchestrator.staging.source import Reader, Source
+    from hpml_orchestrator.staging.supply import Supply
+
+__all__ = ["supply_for"]
+
+
+def _print(sentence: str) -> None:
+    sys.stderr.write(f"hpml: {sentence}\n")
+
+
+def supply_for(
+    request: StageRequest,
+    method: str,
+    *,
+    node_index: int,
+    nodes: int,
+    attempt: str,
+    place: str,
+    node: str,
+    should_stop: Callable[[], bool],
+    options: EngineOptions | None = None,
+    rates: Rates | None = None,
+    interfaces: Sequence[str] = (),
+    names: Sequence[str] = (),
+    timeout: float = 30.0,
+    join_seconds: float = 300.0,
+    tell: Callable[[str], object] = _print,
+    room: Callable[[str], Room] = room_at,
+) -> Supply:
+    """Return what brings the data of a request to this node; called on all nodes alike.
+
+    Args:
+        request: what is staged; the same on all nodes.
+        method: "auto", "shared", "chain", "sbcast" or "partition".
+        node_index: of this node in the job, from 0 on.
+        nodes: how many the job has.
+        attempt: the attempt's directory, on the shared file system.
+        place: the job's directory on this node's target (`stager.area(request.target).job_dir`).
+        node: this node's name.
+        should_stop: asked a few times a second.
+        options: how the engine copies.
+        rates: what is known of file system, network and nodes, for "auto".
+        interfaces: network interfaces between nodes, the best first.
+        names: of all nodes in order, where they are known; for errors.
+        timeout: seconds after which a silent node counts as lost.
+        join_seconds: how long nodes wait for one another to come.
+        tell: prints one sentence; called on the first node.
+        room: measures the room in a directory.
+
+    Raises:
+        InputError: the method is none of these, or cannot be had for this source.
+        StagingError: the first node could not choose, or did not come.
+        StagingStopped: should_stop said so.
+        OSError: the source cannot be looked at.
+    """
+    notices = Notices(attempt, request.name, should_stop=should_stop)
+    chain = ChainPlace(
+        index=node_index,
+        nodes=nodes,
+        node=node,
+        names=names,
+        interfaces=interfaces,
+        towards=names[0] if names and node_index else "",
+        timeout=timeout,
+        join_seconds=join_seconds,
+    )
+    found = options or EngineOptions()
+    retry = Retry(time.sleep, should_stop)
+
+    def source() -> Source:
+        return open_source(request, retry, room(place))
+
+    opened: Source | None = None
+    if method == "auto" and nodes > 1:
+        if node_index == 0:
+            opened = _Planned(
+                open_source(request, Retry(time.sleep, Pulse(notices, chain).beat), room(place))
+            )
+            method = _decide(request, opened, notices, nodes, rates, tell)
+        else:
+            method = _hear(Pulse(notices, chain))
+    else:
+        one_file = method == "sbcast" and kind_of(request) != "tree"
+        method = choose(
+            size=0, files=0, nodes=nodes, wanted=method, one_file=one_file, has_sbcast=has_sbcast()
+        ).method
+        if node_index == 0 and nodes > 1:
+            tell(f"{request.name} comes to {nodes} nodes by {method}, as asked for")
+    if method == "shared":
+        return LocalSupply(opened or source(), found)
+    if method == "partition":
+        supply = LocalSupply(PartitionSource(source(), node_index, nodes), found)
+        supply.method = "partition"
+        return supply
+    if method == "sbcast":
+        if opened is not None:
+            opened.close()
+        return Broadcast(request, notices, chain, directory=place, room=room, options=found)
+    member = Member(notices, chain)
+    if node_index:
+        return Follower(request, member)
+    return Head(opened or source(), member, found)
+
+
+def _decide(
+    request: StageRequest,
+    source: Source,
+    notices: Notices,
+    nodes: int,
+    rates: Rates | None,
+    tell: Callable[[str], object],
+) -> str:
+    """Look at the source, choose a way, and let the other nodes know."""
+    try:
+        plan = source.plan()
+        packed = kind_of(request) != "tree"
+        choice = choose(
+            size=_source_bytes(request, plan),
+            files=1 if packed else len(plan.files),
+            nodes=nodes,
+            rates=rates,
+            one_file=packed,
+            archive=packed and source.kind != "file",
+            has_sbcast=has_sbcast(),
+        )
+    except BaseException as error:
+        notices.post("choice", error=str(error) or why(error), hint=getattr(error, "hint", ""))
+        raise
+    notices.post("choice", method=choice.method, reason=choice.reason)
+    tell(f"{request.name}: {choice.reason}")
+    return choice.method
+
+
+def _source_bytes(request: StageRequest, plan: Plan) -> int:
+    """Return how much is read: of an archive its own size, not that of what is in it."""
+    if os.path.isfile(request.source):
+        return os.path.getsize(request.source)
+    return plan.bytes
+
+
+def _hear(pulse: Pulse) -> str:
+    """Return what the first node chose."""
+    told = pulse.wait("choice", 0)
+    if "error" in told:
+        raise StagingError(f"the first node: {told['error']}", hint=str(told.get("hint", "")))
+    return str(told["method"])
+
+
+class _Planned:
+    """A source that is looked at once, whoever asks."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._plan: Plan | None = None
+        self.kind = source.kind
+        self.ordered = source.ordered
+
+    def plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = self._source.plan()
+        return self._plan
+
+    def reader(self, plan: Plan) -> Reader:
+        return self._source.reader(plan)
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,327 @@
+"""A node of a chain that is told what there is, takes it, and passes it on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.engine import Copied
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest, hashing_named
+from hpml_orchestrator.staging.manifest import Listing, tree_digest
+from hpml_orchestrator.staging.many.handshake import DATA
+from hpml_orchestrator.staging.many.landing import Landing, make_large_and_empty, pieces_of
+from hpml_orchestrator.staging.many.link import COMMIT, DONE, END, GO, PLAN, PLAN_END, READY
+from hpml_orchestrator.staging.many.member import Member
+from hpml_orchestrator.staging.many.planwire import PlanReader
+from hpml_orchestrator.staging.many.relay import Relay, RelayPart
+from hpml_orchestrator.staging.many.stream import ChainLostError, chunk_hashing
+from hpml_orchestrator.staging.transfer import make_directories, make_links
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hpml_orchestrator.staging.hashing import Buffer, Hashing
+    from hpml_orchestrator.staging.many.handshake import Caller
+    from hpml_orchestrator.staging.many.relay import Report
+    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.request import StageRequest
+
+__all__ = ["Follower"]
+
+_POLL_SECONDS = 0.2
+_MOST_RELAYS = 256
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Follower:
+    """All nodes of a chain but the first; a `Supply`.
+
+    Args:
+        request: what is staged.
+        member: this node in the chain.
+    """
+
+    method = "chain"
+
+    def __init__(self, request: StageRequest, member: Member) -> None:
+        self._request = request
+        self._member = member
+        self._plan: Plan | None = None
+        self._kind = ""
+        self._how: Hashing | None = None
+        self._said: dict[int, bytes] = {}
+        self._relays: dict[int, Relay] = {}
+        self._landed: dict[tuple[int, int], bytes] = {}
+        self._missing = 0
+        self._figures = [0.0, 0, 0]  # seconds of writing, bytes, files
+        self._is_over = False
+
+    @property
+    def kind(self) -> str:
+        """The source's kind, as the first node found it."""
+        self.plan()
+        return self._kind
+
+    def plan(self) -> Plan:
+        """Join the chain and hear what will be made.
+
+        Raises:
+            StagingError: a node did not come, is gone or failed.
+            StagingStopped: should_stop said so.
+        """
+        if self._plan is None:
+            with self._failing():
+                self._member.join()
+                self._plan = self._hear_plan()
+        return self._plan
+
+    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+        """Take all files from the node before, and pass them on.
+
+        Raises:
+            StagingError: this or another node failed; all nodes end, and none publishes.
+            StagingStopped: should_stop said so.
+        """
+        with self._failing():
+            fd = os.open(partial_dir, _DIRECTORY)
+            try:
+                make_directories(plan, fd, retry)
+                make_large_and_empty(plan, fd)
+                copied = self._receive(plan, fd, retry, progress, needed=True)
+            finally:
+                os.close(fd)
+        self._is_over = True
+        return copied
+
+    def reuse(self) -> None:
+        """Pass on what others need; this node has the data already.
+
+        Raises:
+            StagingError: another node failed.
+            StagingStopped: should_stop said so.
+        """
+        plan = self.plan()
+        with self._failing():
+            retry = Retry(time.sleep, self._member.notices.should_stop)
+            self._receive(plan, -1, retry, None, needed=False)
+        self._is_over = True
+
+    def fail(self, reason: str) -> None:
+        """Tell the others why this node ends."""
+        self._is_over = True
+        self._drop_relays()
+        self._member.fail(reason)
+
+    def close(self) -> None:
+        """Leave the chain."""
+        if self._is_over:
+            self._drop_relays()
+            self._member.close()
+        else:
+            self.fail("ended before the data came")
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._is_over = True
+            self._drop_relays()
+            self._member.fail(error)
+            raise
+
+    def _hear_plan(self) -> Plan:
+        reader = PlanReader(self._request.source, outside_links=self._request.outside_links)
+        member = self._member
+        while True:
+            for kind, payload, from_up in self._heard():
+                if not from_up:
+                    self._said[kind] = payload  # READY of a node that has begun to wait
+                elif kind == PLAN:
+                    reader.add(payload)
+                    self._pass_on(kind, payload)
+                elif kind == PLAN_END:
+                    self._pass_on(kind, payload)
+                    self._set_terms(payload)
+                    return reader.finish(at_least=json.loads(payload).get("at_least") is True)
+                else:
+                    raise StagingError(f"{member.names[0]} said something out of turn")
+
+    def _heard(self) -> list[tuple[int, bytes, bool]]:
+        """Wait a moment for the neighbours."""
+        links = [link for link in (self._member.up, self._member.down) if link is not None]
+        select.select(links, [link for link in links if link.is_waiting], [], _POLL_SECONDS)
+        return self._member.tick()
+
+    def _pass_on(self, kind: int, payload: bytes = b"") -> None:
+        if self._member.down is not None:
+            self._member.down.send(kind, payload)
+
+    def _set_terms(self, payload: bytes) -> None:
+        try:
+            terms = json.loads(payload)
+            self._kind, name = str(terms["kind"]), str(terms["hashing"])
+        except (ValueError, KeyError, TypeError):
+            raise StagingError("the plan that came over the network has no end") from None
+        self._how = hashing_named(name)
+        if self._how is None:
+            raise StagingError(
+                f"this node cannot hash with {name}, as the first node does",
+                hint="install xxhash for this node's interpreter, or stage with method shared",
+            )
+
+    def _receive(
+        self, plan: Plan, fd: int, retry: Retry, progress: Progress | None, *, needed: bool
+    ) -> Copied:
+        begin = time.perf_counter()
+        assert self._how is not None  # noqa: S101 - plan() has set it
+        self._missing = sum(map(pieces_of, plan.files))
+        if self._wait_ready(needed=needed):
+            self._take_all(plan, fd, progress)
+        elif needed:
+            raise StagingError("the first node sends nothing, but this node has nothing")
+        else:
+            return Copied()
+        if fd >= 0:
+            make_links(plan, fd, retry)
+        digests = self._digests(plan, self._how)
+        self._agree(tree_digest(Listing.of(plan, digests), self._how))
+        seconds = time.perf_counter() - begin
+        return Copied(
+            digests=digests,
+            seconds=seconds,
+            read_seconds=max(0.0, seconds * len(self._relays) - self._figures[0]),
+            write_seconds=self._figures[0],
+            workers=max(1, len(self._relays)),
+        )
+
+    def _wait_ready(self, *, needed: bool) -> bool:
+        """Wait until all nodes are ready; returns whether data will come."""
+        member = self._member
+        told_up = False
+        while GO not in self._said:
+            if not told_up and (member.is_last or READY in self._said):
+                told_up = True
+                any_needs = needed or self._said.get(READY) == b"\1"
+                self._tell_up(READY, b"\1" if any_needs else b"\0")
+            self._note(self._heard())
+        for link in (member.up, member.down):
+            if link is not None:
+                link.watch()
+        return self._said[GO] == b"\1"
+
+    def _tell_up(self, kind: int, payload: bytes) -> None:
+        assert self._member.up is not None  # noqa: S101 - joined
+        self._member.up.send(kind, payload)
+
+    def _note(self, said: list[tuple[int, bytes, bool]]) -> None:
+        """Remember what neighbours said, and tell the node behind what comes from before."""
+        for kind, payload, from_up in said:
+            if from_up != (kind in {GO, END, COMMIT}) or kind in self._said:
+                name = self._member.names[0 if from_up else 1]
+                raise StagingError(f"{name} said something out of turn")
+            self._said[kind] = payload
+            if from_up:
+                self._pass_on(kind, payload)
+
+    def _take_all(self, plan: Plan, fd: int, progress: Progress | None) -> None:
+        member = self._member
+        assert member.door is not None  # noqa: S101 - joined
+        how = self._how
+        assert how is not None  # noqa: S101
+        digest = chunk_hashing(how.name, member.secret)
+        same = how.name != "blake2b_128"
+        idle_since = member.notices.clock()
+        while not (END in self._said and not self._missing and self._relays_are_done()):
+            links = [link for link in (member.up, member.down) if link is not None]
+            lines = {relay.line.fileno(): relay for relay in self._relays.values()}
+            waiting = [number for number, relay in lines.items() if not relay.is_done]
+            writers = [link for link in links if link.is_waiting]
+            wanted: list[Any] = [member.door, *links, *waiting]
+            ready = select.select(wanted, writers, [], _POLL_SECONDS)[0]
+            self._note(member.tick())
+            for caller in member.door.poll() if member.door in ready else ():
+                self._start_relay(caller, plan, Landing(plan, fd, how, same=same), digest)
+                idle_since = member.notices.clock()
+            for number in waiting:
+                if number in ready:
+                    self._take_report(lines[number].report(), plan, progress)
+                    idle_since = member.notices.clock()
+            silent = member.notices.clock() - idle_since
+            if END in self._said and self._relays_are_done() and silent > member.place.timeout:
+                raise StagingError(f"{self._missing} pieces of files did not come")
+
+    def _relays_are_done(self) -> bool:
+        return all(relay.is_done for relay in self._relays.values())
+
+    def _start_relay(
+        self, caller: Caller, plan: Plan, landing: Landing, digest: Callable[[Buffer], bytes]
+    ) -> None:
+        if caller.kind != DATA or len(self._relays) >= _MOST_RELAYS:
+            caller.sock.close()
+            return
+        member = self._member
+        timeout = member.place.timeout
+        onward = None if member.is_last else (lambda: member.call(DATA, timeout))
+        part = RelayPart(caller.sock, onward, digest, names=member.names, timeout=timeout)
+        relay = Relay(part, plan, landing, self._drop_in_child)
+        self._relays[relay.line.fileno()] = relay
+
+    def _drop_in_child(self) -> None:
+        self._member.drop()
+        for relay in self._relays.values():
+            relay.line.close()
+
+    def _drop_relays(self) -> None:
+        for relay in self._relays.values():
+            relay.close()
+        self._relays.clear()
+
+    def _take_report(self, report: Report, plan: Plan, progress: Progress | None) -> None:
+        if report.error is not None:
+            error = report.error
+            if isinstance(error, ChainLostError):
+                raise self._member.explain(error)
+            raise error
+        files = 0
+        for number, start, digest in report.landed:
+            if (number, start) not in self._landed:
+                self._missing -= 1
+                files += pieces_of(plan.files[number]) == 1
+            self._landed[number, start] = digest
+        self._figures[0] += report.write_seconds
+        if progress is not None:
+            progress.add(report.bytes, files)
+
+    def _digests(self, plan: Plan, how: Hashing) -> list[bytes]:
+        empty = how.new().digest()
+        found = []
+        landed = self._landed
+        for number, entry in enumerate(plan.files):
+            pieces = [landed[number, start] for start in range(0, entry.size, PIECE_BYTES)] or [
+                empty
+            ]
+            found.append(file_digest(pieces, how))
+        return found
+
+    def _agree(self, digest: str) -> None:
+        """Compare with the nodes behind, tell the one before, and wait for its word."""
+        member = self._member
+        while not member.is_last and DONE not in self._said:
+            self._note(self._heard())
+        below = self._said.get(DONE, digest.encode())
+        if below != digest.encode():
+            raise StagingError(
+                f"what came to {member.names[1]} is not what came to this node: digests "
+                f"{below.decode('ascii', 'replace')} and {digest}"
+            )
+        self._tell_up(DONE, digest.encode())
+        while COMMIT not in self._said:
+            self._note(self._heard())

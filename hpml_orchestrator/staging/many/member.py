@@ -1,0 +1,283 @@
+"""A node's place in a chain: its neighbours, what they say, and the end of all when one ends.
+
+Node 0 reads the source. Each of the others has one neighbour before it, which connects to it, and
+but for the last one behind it. Words go from neighbour to neighbour:
+
+    NAME      who connected                        down, at once
+    PLAN…     what will be made, in parts          down
+    PLAN_END  the source's kind, the hashing       down
+    READY     this node and all behind it could    up; with whether any of them needs the data
+    GO        all are ready                        down; from here on silence counts
+    END       all data was sent                    down
+    DONE      digest of the tree                   up, once all behind say the same
+    COMMIT    all have the same: publish           down
+    FAIL      who ends and why                     both ways, at any time
+    BEAT      a sign of life                       both ways
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Optional
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.many.address import own_address
+from hpml_orchestrator.staging.many.handshake import CONTROL, SECRET_BYTES, Caller, Door, call
+from hpml_orchestrator.staging.many.link import FAIL, NAME, BrokenLinkError, Link
+from hpml_orchestrator.staging.request import StagingStopped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpml_orchestrator.staging.many.notices import Notices
+
+__all__ = ["ChainPlace", "Member", "PeerFailedError"]
+
+_POLL_SECONDS = 0.05
+_CALL_EVERY_SECONDS = 0.2
+_CALL_SECONDS = 10.0
+_GRACE_SECONDS = 2.0
+
+
+class PeerFailedError(StagingError):
+    """Another node of the chain ended; its reason is in the message."""
+
+
+@dataclass(frozen=True)
+class ChainPlace:
+    """Where a node stands.
+
+    Attributes:
+        index: 0 reads the source.
+        nodes: how many there are.
+        node: this node's name.
+        names: of all nodes, in order; empty when not known.
+        interfaces: network interfaces to use, the best first.
+        towards: another node's name, for choosing the address.
+        timeout: seconds of silence after which a neighbour counts as hung.
+        join_seconds: how long nodes wait for one another to come.
+    """
+
+    index: int
+    nodes: int
+    node: str
+    names: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
+    towards: str = ""
+    timeout: float = 30.0
+    join_seconds: float = 300.0
+
+    def called(self, index: int) -> str:
+        """Return what to call a node before it said its name."""
+        return self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
+
+
+@dataclass
+class Member:
+    """A node in the chain."""
+
+    notices: Notices
+    place: ChainPlace
+    secret: bytes = b""
+    # Optional[] because dataclasses look at the text of annotations on Python 3.9 as well
+    door: Optional[Door] = None  # noqa: UP045
+    up: Optional[Link] = None  # noqa: UP045
+    down: Optional[Link] = None  # noqa: UP045
+    next_at: tuple[str, int] = ("", 0)
+    _reason: dict[str, str] = field(default_factory=dict)
+    _closed: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this node reads the source."""
+        return self.place.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no node stands behind this one."""
+        return self.place.index == self.place.nodes - 1
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the nodes before and behind are called."""
+        return (self.up.peer if self.up else "", self.down.peer if self.down else "")
+
+    def join(self) -> None:
+        """Find the neighbours.
+
+        Raises:
+            StagingError: one of them did not come in time.
+            StagingStopped: should_stop said so.
+            RecordError: the attempt's directory cannot be written.
+        """
+        place = self.place
+        if self.is_first:
+            self.secret = secrets.token_bytes(SECRET_BYTES)
+            self.notices.post("secret", secret=self.secret.hex())
+        else:
+            first = place.called(0)
+            told = self.notices.wait("secret", place.join_seconds, f"{first} did not begin")
+            self.secret = bytes.fromhex(str(told["secret"]))
+            address = own_address(place.interfaces, towards=place.towards)
+            self.door = Door(address, self.secret, me=place.index, caller=place.index - 1)
+            self.notices.post(
+                str(place.index), node=place.node, address=address, port=self.door.port
+            )
+        self._meet(self.notices.clock() + place.join_seconds)
+
+    def _meet(self, end: float) -> None:
+        place, clock = self.place, self.notices.clock
+        call_at = 0.0
+        trouble = ""
+        while self._is_missing_up or self._is_missing_down:
+            if self.notices.should_stop():
+                raise StagingStopped
+            if self.down is None and not self.is_last and clock() >= call_at:
+                call_at = clock() + _CALL_EVERY_SECONDS
+                trouble = self._try_to_call() or trouble
+            for caller in self.door.poll(_POLL_SECONDS) if self.door else ():
+                self._take(caller)
+            if self.door is None:
+                time.sleep(_POLL_SECONDS)
+            if clock() > end:
+                which = place.index - 1 if self._is_missing_up else place.index + 1
+                raise StagingError(
+                    f"{place.called(which)} did not come within {place.join_seconds:.0f} s"
+                    f"{f' ({trouble})' if trouble else ''}",
+                    hint="if the nodes cannot reach one another, name the interfaces that can in "
+                    "the site profile, or stage with method shared",
+                )
+
+    @property
+    def _is_missing_up(self) -> bool:
+        return not self.is_first and self.up is None
+
+    @property
+    def _is_missing_down(self) -> bool:
+        return not self.is_last and self.down is None
+
+    def _take(self, caller: Caller) -> None:
+        if caller.kind != CONTROL or self.up is not None:
+            caller.sock.close()
+            return
+        name = self.place.called(self.place.index - 1)
+        self.up = Link(caller, name, connector=False, timeout=self.place.timeout)
+
+    def _try_to_call(self) -> str:
+        """Connect to the node behind once it has said where it is; returns what went wrong."""
+        index = self.place.index
+        card = self.notices.read(str(index + 1))
+        if card is None:
+            return ""
+        name = str(card.get("node"))
+        self.next_at = (str(card.get("address")), int(card.get("port") or 0))
+        try:
+            caller = self.call(CONTROL, _CALL_SECONDS)
+        except (OSError, StagingError) as error:
+            return f"{name} at {self.next_at[0]}: {error}"
+        self.down = Link(caller, name, connector=True, timeout=self.place.timeout)
+        self.down.send(NAME, self.place.node.encode("utf-8", "surrogateescape"))
+        return ""
+
+    def call(self, kind: int, timeout: float) -> Caller:
+        """Connect to the node behind (see `handshake.call`)."""
+        me = self.place.index
+        return call(*self.next_at, self.secret, kind, me=me, callee=me + 1, timeout=timeout)
+
+    def tick(self) -> list[tuple[int, bytes, bool]]:
+        """Return what the neighbours said: (kind, payload, whether from the one before).
+
+        Raises:
+            PeerFailedError: a node failed; the others were told.
+            BrokenLinkError: a neighbour is gone or hangs.
+            StagingStopped: should_stop said so.
+        """
+        if self.notices.should_stop():
+            raise StagingStopped
+        found = []
+        broken: BrokenLinkError | None = None
+        for link in (self.up, self.down):
+            if link is None:
+                continue
+            try:
+                messages = link.tick()
+            except BrokenLinkError as error:
+                broken = broken or error
+                continue
+            for kind, payload in messages:
+                if kind == FAIL:
+                    self._failed(link, payload)
+                elif kind == NAME:
+                    link.peer = payload.decode("utf-8", "backslashreplace")[:255]
+                else:
+                    found.append((kind, payload, link is self.up))
+        if broken is not None and not found:
+            raise broken
+        return found
+
+    def _failed(self, link: Link, payload: bytes) -> None:
+        try:
+            told: dict[str, Any] = json.loads(payload)
+        except ValueError:
+            told = {}
+        self._reason = {key: str(told.get(key, "")) for key in ("node", "message", "hint")}
+        other = self.down if link is self.up else self.up
+        if other is not None:
+            with contextlib.suppress(BrokenLinkError):
+                other.send(FAIL, json.dumps(self._reason).encode())
+        raise PeerFailedError(
+            f"{self._reason['node']}: {self._reason['message']}", hint=self._reason["hint"]
+        )
+
+    def explain(self, lost: StagingError) -> StagingError:
+        """Return why a data connection broke if a neighbour says so soon, else the error itself."""
+        end = time.monotonic() + _GRACE_SECONDS
+        try:
+            while time.monotonic() < end:
+                self.tick()
+                time.sleep(_POLL_SECONDS)
+        except StagingError as error:
+            return error
+        return lost
+
+    def fail(self, error: BaseException | str) -> None:
+        """Tell the neighbours why this node ends, and leave the chain."""
+        if self._closed:
+            return
+        if not isinstance(error, PeerFailedError):
+            message = str(error) or type(error).__name__
+            if isinstance(error, StagingStopped):
+                message = "was told to stop"
+            told = {
+                "node": self.place.node,
+                "message": message,
+                "hint": str(getattr(error, "hint", "")),
+            }
+            for link in (self.up, self.down):
+                if link is not None:
+                    with contextlib.suppress(BrokenLinkError):
+                        link.send(FAIL, json.dumps(told).encode())
+        self.close()
+
+    def close(self) -> None:
+        """Leave the chain and take away what was posted."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in (self.up, self.down):
+            if link is not None:
+                link.close()
+        if self.door is not None:
+            self.door.close()
+        mine = str(self.place.index)
+        self.notices.remove(*(("secret",) if self.is_first else (mine,)))
+
+    def drop(self) -> None:
+        """Close this process's copies of the descriptors; for a forked child."""
+        for one in (self.up, self.down, self.door):
+            if one is not None:
+                one.drop()

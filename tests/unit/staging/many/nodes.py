@@ -1,0 +1,178 @@
+"""Processes that stand for the nodes of a job: each stages for itself, as its agent would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hpml_orchestrator
+
+CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
+NODE = """
+import json, os, signal, sys
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.many.distribute import supply_for
+from hpml_orchestrator.staging.many.model import Rates
+told = json.loads(sys.argv[1])
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+if told["umask"] is not None:
+    os.umask(told["umask"])
+def room(path):
+    found = room_at(path)
+    return Room(told["room"], "a test", None, 4096, False) if told["room"] is not None else found
+exec(told["before"])
+stager = CopyStager("7.0", bases=Bases(shm=told["base"]), should_stop=lambda: bool(stop), room=room)
+request = StageRequest("data", told["source"], kind=told["kind"], target="shm")
+status = 0
+try:
+    supply = supply_for(
+        request, told["method"], node_index=told["index"], nodes=told["nodes"],
+        attempt=told["attempt"], place=stager.area("shm").job_dir, node=f"n{told['index']}",
+        should_stop=lambda: bool(stop), timeout=told["timeout"], room=room,
+        join_seconds=told["join_seconds"], options=EngineOptions(**told["options"]),
+        rates=Rates(**told["rates"]), interfaces=told["interfaces"],
+        tell=lambda line: print(json.dumps({"tell": line}), flush=True),
+    )
+    result = stager.stage(request, supply)
+    print(json.dumps({
+        "path": result.path, "bytes": result.bytes, "files": result.files,
+        "digest": result.digest, "method": result.method, "reused": result.reused,
+    }), flush=True)
+except HpmlError as error:
+    print(json.dumps({"error": str(error), "hint": error.hint, "code": error.exit_code}), flush=True)
+    status = error.exit_code
+if told["stay"]:
+    sys.stdin.read()
+if told["clean"]:
+    stager.cleanup()
+sys.exit(status)
+"""
+
+
+@dataclass
+class Nodes:
+    """A job of several nodes on this machine, each with a base of its own.
+
+    Attributes:
+        root: an empty directory.
+        source: what is staged.
+        count: how many nodes there are.
+        options: of all nodes, see `start`.
+    """
+
+    root: Path
+    source: Path
+    count: int
+    options: dict[str, Any] = field(default_factory=dict)
+    started: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    attempt: str = "attempt"
+
+    def base(self, index: int) -> Path:
+        """The directory that a node stages to."""
+        return self.root / f"base{index}"
+
+    def data(self, index: int) -> Path:
+        """Where a node publishes."""
+        return self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data"
+
+    def start(self, *indices: int, prefix: tuple[str, ...] = (), **options: Any) -> None:
+        """Start nodes; all of them when none is named."""
+        attempt = self.root / self.attempt
+        attempt.mkdir(exist_ok=True)
+        for index in indices or range(self.count):
+            self.base(index).mkdir(exist_ok=True)
+            told = {
+                "index": index,
+                "nodes": self.count,
+                "source": str(self.source),
+                "base": str(self.base(index)),
+                "attempt": str(attempt),
+                "method": "chain",
+                "kind": "auto",
+                "timeout": 5.0,
+                "join_seconds": 20.0,
+                "options": {"processes": 2},
+                "rates": {},
+                "interfaces": ["lo"],
+                "room": None,
+                "umask": None,
+                "before": "",
+                "stay": False,
+                "clean": False,
+                **self.options,
+                **options,
+            }
+            self.started[index] = subprocess.Popen(
+                [*prefix, sys.executable, "-c", NODE, json.dumps(told)],
+                env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def ends(self, *indices: int, seconds: float = 60) -> list[dict[str, Any]]:
+        """What nodes say at their end, in order; `status` is how they ended."""
+        found = []
+        for index in indices or sorted(self.started):
+            process = self.started[index]
+            output, _ = process.communicate(timeout=seconds)
+            said: dict[str, Any] = {"status": process.returncode, "output": output}
+            for line in output.splitlines():
+                if line.startswith("{"):
+                    said.update(json.loads(line))
+            found.append(said)
+        return found
+
+    def signal(self, index: int, number: signal.Signals) -> None:
+        """Send a node's main process a signal."""
+        self.started[index].send_signal(number)
+
+    def leftovers(self) -> list[str]:
+        """All that nodes left which is no published data: parts of copies, notices, processes."""
+        found = [
+            str(path.relative_to(self.root))
+            for index in range(self.count)
+            for path in self.base(index).rglob("*")
+            if ".partial-" in path.name or ".sbcast-" in path.name
+        ]
+        found += [str(path) for path in (self.root / self.attempt).rglob("*.secret")]
+        return found + children_of(self.root)
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in self.started.values():
+            process.kill()
+            process.communicate()
+
+
+def children_of(root: Path) -> list[str]:
+    """Living processes that were started for a job in that directory, forked ones too."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(root) + b"/base" in words and int(pid) != os.getpid():
+            found.append(f"process {pid}")
+    return found
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)
