@@ -8,10 +8,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
-from hpml_orchestrator.node.names import job_key
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.node.names import job_key, node_names
 from hpml_orchestrator.records import events
-from hpml_orchestrator.staging import CopyStager, StageResult, StagingStopped, human_bytes
-from hpml_orchestrator.staging.manners import array_delay
+from hpml_orchestrator.staging import (
+    CopyStager,
+    EngineOptions,
+    StageResult,
+    StagingStopped,
+    human_bytes,
+)
+from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.manners import array_delay, open_rate
 from hpml_orchestrator.staging.payback import Payback, payback_of
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.node.arguments import Arguments, Entry
+    from hpml_orchestrator.staging import Supply
 
 __all__ = ["NodeStaging", "Progress", "figures_of", "parts_of"]
 
@@ -126,14 +135,59 @@ class NodeStaging:
     def _stage(self, entry: Entry) -> dict[str, Any]:
         request = entry.request
         self._note(name=request.name, source=request.source, target=request.target)
-        index, _ = place_of(self.environment)
+        index, nodes = place_of(self.environment)
         self._progress = Progress(request.name, self._note, None if index else self.say)
         try:
-            result = self.stager.stage(request)
+            self.stager.options = self._options(entry, readers=nodes)
+            supply = self._supply(entry, index, nodes) if nodes > 1 else None
+            result = self.stager.stage(request, supply)
         finally:
             self._progress = None
         payback = None if self.is_ending() else payback_of(result)
         return figures_of(result, payback, epochs=entry.epochs)
+
+    def _options(self, entry: Entry, *, readers: int) -> EngineOptions:
+        """Return how an entry is copied where so many nodes read the source at once."""
+        limits = self.asked.limits
+        rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
+        return EngineOptions(hash=entry.hash, opens_per_second=rate)
+
+    def _supply(self, entry: Entry, index: int, nodes: int) -> Supply:
+        """Return what brings an entry to this one of several nodes.
+
+        Raises:
+            HpmlError: there is no such way for it, or other nodes failed.
+        """
+        from hpml_orchestrator.staging.many.distribute import supply_for  # noqa: PLC0415 - sockets
+        from hpml_orchestrator.staging.many.model import Rates  # noqa: PLC0415
+
+        request, limits = entry.request, self.asked.limits
+        try:
+            return supply_for(
+                request,
+                entry.distribution,
+                node_index=index,
+                nodes=nodes,
+                attempt=str(self.asked.attempt),
+                place=self.stager.area(request.target).job_dir,
+                node=self.node,
+                should_stop=self.is_ending,
+                options=self._options(entry, readers=1),
+                options_of_all=self.stager.options,
+                rates=Rates(
+                    shared_rate=limits.shared_rate,
+                    link_rate=limits.link_rate,
+                    disk_rate=limits.disk_rate,
+                    metadata_rate=limits.metadata_rate,
+                ),
+                interfaces=self.asked.interfaces,
+                names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
+                tell=self.say,
+            )
+        except OSError as error:
+            raise StagingError(
+                f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"
+            ) from error
 
     def _note(self, **data: Any) -> None:
         events.append(self.log, "staging", node=self.node, **data)
@@ -197,9 +251,8 @@ def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0)
         figures["digest"] = result.digest
     if result.private:
         figures["private"] = result.private
-    evicted: tuple[str, ...] = getattr(result, "evicted", ())
-    if evicted:
-        figures["evicted"] = list(evicted)
+    if result.evicted:
+        figures["evicted"] = list(result.evicted)
     if payback is not None:
         figures["payback"] = payback.to_json()
     if epochs:

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.area import SHARED_TYPES
+from hpml_orchestrator.staging.root import SHARED_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -50,6 +50,7 @@ def supply_for(
     node: str,
     should_stop: Callable[[], bool],
     options: EngineOptions | None = None,
+    options_of_all: EngineOptions | None = None,
     rates: Rates | None = None,
     interfaces: Sequence[str] = (),
     names: Sequence[str] = (),
@@ -69,7 +70,8 @@ def supply_for(
         place: the job's directory on this node's target (`stager.area(request.target).job_dir`).
         node: this node's name.
         should_stop: asked a few times a second.
-        options: how the engine copies.
+        options: how the engine copies where one node reads.
+        options_of_all: how it copies where all nodes read at once; the same when left out.
         rates: what is known of file system, network and nodes, for "auto".
         interfaces: network interfaces between nodes, the best first.
         names: of all nodes in order, where they are known; for errors.
@@ -118,9 +120,9 @@ def supply_for(
         if node_index == 0 and nodes > 1:
             tell(f"{request.name} comes to {nodes} nodes by {method}, as asked for")
     if method == "shared":
-        return LocalSupply(opened or source(), found)
+        return LocalSupply(opened or source(), options_of_all or found)
     if method == "partition":
-        supply = LocalSupply(PartitionSource(source(), node_index, nodes), found)
+        supply = LocalSupply(PartitionSource(source(), node_index, nodes), options_of_all or found)
         supply.method = "partition"
         return supply
     if method == "sbcast":
