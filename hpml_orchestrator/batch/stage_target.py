@@ -74,13 +74,13 @@ def choose_target(size_mib: int | None, *, own_mib: int, in_ram_mib: int, room: 
     >>> choose_target(100, own_mib=4096, in_ram_mib=0, room=NodeRoom(65536)).target
     'shm'
     """
-    if size_mib is None:
-        return Target("local", "its size is not known, and RAM has to be asked for")
-    size = size_text(size_mib)
     if not own_mib:
         return Target(
             "local", "the job asks for no memory, to which what goes to RAM would be added"
         )
+    if size_mib is None:
+        return Target("local", "its size is not known, and RAM has to be asked for")
+    size = size_text(size_mib)
     if room.memory_mib is None:
         return Target("local", "the memory of the nodes is not known, a site profile would tell it")
     left = max(0, room.memory_mib - own_mib)
