@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
 
-__all__ = ["WHOLE", "Batch", "Shares", "share_out"]
+__all__ = ["FILE_COST_BYTES", "WHOLE", "Batch", "Shares", "share_out"]
 
 WHOLE = -1
 """End of a batch whose files are copied whole."""
@@ -22,7 +22,8 @@ FILE_COST_BYTES = 64 << 10
 
 _MOST_BATCHES = 8192
 _LEAST_COST_BYTES = 2 << 20
-_BATCHES_PER_WORKER = 16
+_BATCHES_PER_WORKER = 8
+_FEWEST_FILES = 4
 
 
 class Batch(NamedTuple):
@@ -93,7 +94,8 @@ def share_out(plan: Plan, workers: int, *, piece_bytes: int, ordered: bool = Fal
 def _batches(files: list[Entry], pieces: dict[int, range], workers: int) -> list[Batch]:
     total = sum(entry.size for entry in files) + len(files) * FILE_COST_BYTES
     most = max(_LEAST_COST_BYTES, total // _MOST_BATCHES)
-    most = max(1, min(most, total // (max(1, workers) * _BATCHES_PER_WORKER)))
+    most = min(most, total // (max(1, workers) * _BATCHES_PER_WORKER))
+    most = max(most, _FEWEST_FILES * FILE_COST_BYTES, total // _MOST_BATCHES)
     found = []
     first = cost = 0
     for number, entry in enumerate(files):

@@ -24,10 +24,10 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
-from hpml_orchestrator.staging.manifest import published_manifest
+from hpml_orchestrator.staging.manifest import published_head
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.root import (
@@ -211,7 +211,9 @@ class Cache:
         except BusyError:
             obtained = None
         except BaseException:
-            self._leave(entry)
+            with contextlib.suppress(HpmlError, OSError):  # the first error is the one to tell
+                self._leave(entry)
+            entry.release()
             raise
         if obtained is None:
             self._leave(entry)
@@ -232,22 +234,23 @@ class Cache:
             on_wait=self._on_progress,
             waits=waits,
         )
-        with lock, as_staging_error(entry.path):
-            for name in os.listdir(entry.path):
-                if name.startswith(f".{DATA}.partial-"):
-                    remove_tree(f"{entry.path}/{name}")
-            manifest = check(entry.data)
-            if manifest is not None:
-                return Obtained(entry, manifest, reused=True)
-            if os.path.lexists(entry.data) and not self._take_away(entry):
-                return None
+        with lock:
+            with as_staging_error(entry.path):
+                for name in os.listdir(entry.path):
+                    if name.startswith(f".{DATA}.partial-"):
+                        remove_tree(f"{entry.path}/{name}")
+                manifest = check(entry.data)
+                if manifest is not None:
+                    return Obtained(entry, manifest, reused=True)
+                if os.path.lexists(entry.data) and not self._take_away(entry):
+                    return None
             if fill is None:
                 return None
             lock.raise_reason("another job failed to stage the same data")
             try:
                 return Obtained(entry, fill(entry.path, DATA, lock), reused=False)
-            except StagingStopped:
-                raise  # the next one that waits takes over
+            except (StagingStopped, CapacityError):
+                raise  # the next one that waits takes over: it may have more time, or memory
             except Exception as error:
                 lock.fail(str(error) or type(error).__name__)
                 raise
@@ -304,8 +307,8 @@ class Cache:
 
     def most_room(self, room: Room) -> Room:
         """Return the room that there would be without the entries that nothing uses."""
-        found = [published_manifest(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
-        more = sum(manifest.bytes for manifest in found if manifest is not None)
+        found = [published_head(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
+        more = sum(int(head.get("bytes", 0)) for head in found)
         return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
@@ -330,10 +333,10 @@ class Cache:
             return []
         removed = []
         for key in idle:
-            manifest = published_manifest(f"{self._root.cache}/{key}/{DATA}")
+            head = published_head(f"{self._root.cache}/{key}/{DATA}")
             with contextlib.suppress(StagingError):  # one that resists must not stop the others
                 if self.remove(key):
-                    removed.append(manifest.source if manifest else key)
+                    removed.append(str(head.get("source", key)))
             if fits(need, measure()):
                 break
         return removed

@@ -18,16 +18,18 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from hpml_orchestrator.errors import HpmlError, StagingError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
-__all__ = ["Work", "run_crew"]
+    Work = Callable[[int, Callable[[], int | None], Callable[..., None]], None]
+    # called in a worker with its number, what returns the next number or None, and what tells
+
+__all__ = ["run_crew"]
 
 _HEARTBEAT_SECONDS = 0.1
 _REAP_SECONDS = 5.0
@@ -35,9 +37,6 @@ _PR_SET_PDEATHSIG = 1
 _NUMBER = struct.Struct("=i")
 _LENGTH = struct.Struct("=I")
 _NUMBERS_AT_ONCE = 1024  # fits the smallest pipe, a page
-
-Work = Callable[[int, Callable[[], int | None], Callable[..., None]], None]
-"""Called in a worker with (its number, what returns the next number or None, what tells)."""
 
 
 def run_crew(

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.batches import FILE_COST_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -17,9 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["Drain"]
 
 _WAIT_SECONDS_PER_FILE = 0.0002  # less is a busy CPU rather than a slow source
+_WAITS_PER_CPU = 2.0
 _FIRST_THREADS = 8
 _LOOK_EVERY_SECONDS = 0.1
-_GROWTH = 1.1
+_REST_SECONDS = 1.0
+"""How long threads that brought nothing are not tried again."""
+
+_GROWTH = 1.2
 """Throughput that twice the threads must bring at least for them to be doubled again."""
 
 
@@ -53,6 +59,9 @@ class Drain:
         self._most_threads = most_threads
         self._tallies: list[Tally] = []
         self._failed: list[BaseException] = []
+        self._wanted = 1
+        self._alone = 0.0  # throughput of one thread
+        self._since = (0.0, 0.0, 0, 0, 0)
 
     def run(self) -> int:
         """Copy until there are no more batches.
@@ -64,15 +73,20 @@ class Drain:
             StagingError, StagingStopped, OSError: as the copying does; the first of them.
         """
         tally = self._tally()
-        while not self._failed:
-            batch = self._take()
-            if batch is None:
-                break
-            if self._most_threads == 1:
+        self._begin(tally)
+        most = 1
+        rest_until = 0.0
+        while (batch := self._take()) is not None:
+            if self._most_threads == 1 or time.monotonic() < rest_until:
                 self._copying.do(batch, tally)
             elif self._waits(batch, tally):
-                return self._widen()
-        return 1
+                threads, useful = self._widen()
+                most = max(most, threads)
+                if useful:
+                    return most
+                self._begin(tally)
+                rest_until = time.monotonic() + _REST_SECONDS
+        return most
 
     def _tally(self) -> Tally:
         tally = self._new_tally()
@@ -80,49 +94,76 @@ class Drain:
         return tally
 
     def _waits(self, batch: Batch, tally: Tally) -> bool:
-        """Copy a batch, and say whether that was mostly waiting."""
-        used = resource.getrusage(resource.RUSAGE_THREAD)
-        wall, files = time.perf_counter(), tally.files
+        """Copy a batch, and say whether what was done since the last look was mostly waiting."""
         self._copying.do(batch, tally)
-        wall = time.perf_counter() - wall
-        now = resource.getrusage(resource.RUSAGE_THREAD)
-        cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-        done = max(1, tally.files - files)
-        slow = wall - cpu > max(cpu, _WAIT_SECONDS_PER_FILE * done)
-        return slow and now.ru_nvcsw - used.ru_nvcsw >= done
+        wall, cpu, waits, files, some_bytes = self._look(tally)
+        if wall < _LOOK_EVERY_SECONDS / 2:
+            return False  # too short to tell
+        self._begin(tally)
+        self._alone = _cost(some_bytes, files) / wall
+        waited = wall - cpu
+        slow = waited > max(cpu * _WAITS_PER_CPU, _WAIT_SECONDS_PER_FILE * files)
+        return slow and waits >= max(1, files)
 
-    def _widen(self) -> int:
-        """Add threads as long as that brings more."""
+    def _begin(self, tally: Tally) -> None:
+        """Begin to look how much of the time is waiting."""
+        self._since = (0.0, 0.0, 0, 0, 0)
+        self._since = self._look(tally)
+
+    def _look(self, tally: Tally) -> tuple[float, float, int, int, int]:
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        wall, cpu, waits, files, some_bytes = self._since
+        return (
+            time.perf_counter() - wall,
+            used.ru_utime + used.ru_stime - cpu,
+            used.ru_nvcsw - waits,
+            tally.files - files,
+            tally.bytes - some_bytes,
+        )
+
+    def _widen(self) -> tuple[int, bool]:
+        """Add threads as long as that brings more.
+
+        Returns:
+            How many there were, and whether they copied all that was left; else they brought
+            nothing and are gone.
+        """
         threads: list[threading.Thread] = []
-        wanted = min(_FIRST_THREADS, self._most_threads)
-        rate = 0.0
+        self._wanted = min(_FIRST_THREADS, self._most_threads)
+        rate = self._alone
         try:
             while True:
-                while len(threads) < wanted:
-                    one = threading.Thread(target=self._work, args=(self._tally(),), daemon=True)
+                while len(threads) < self._wanted:
+                    arguments = (len(threads), self._tally())
+                    one = threading.Thread(target=self._work, args=arguments, daemon=True)
                     threads.append(one)
                     one.start()
-                before, begin = self._files(), time.perf_counter()
+                before, begin = self._done(), time.perf_counter()
                 if not self._join(threads, _LOOK_EVERY_SECONDS):
                     break
-                now = (self._files() - before) / (time.perf_counter() - begin)
-                if wanted >= self._most_threads or now < rate * _GROWTH:
+                now = (self._done() - before) / (time.perf_counter() - begin)
+                if now < rate * _GROWTH and len(threads) <= _FIRST_THREADS:
+                    self._wanted = 0
+                    self._join(threads, None)
+                    self._raise_any()
+                    return len(threads), False
+                if self._wanted >= self._most_threads or now < rate * _GROWTH:
                     self._join(threads, None)
                     break
                 rate = now
-                wanted = min(wanted * 2, self._most_threads)
+                self._wanted = min(self._wanted * 2, self._most_threads)
         finally:
-            if self._failed or any(one.is_alive() for one in threads):
-                self._failed.append(RuntimeError())
-                for one in threads:
-                    one.join()
-                self._failed.pop()
+            self._wanted = 0  # an interrupt must not leave threads that write
+            self._join(threads, None)
+        self._raise_any()
+        return len(threads), True
+
+    def _raise_any(self) -> None:
         if self._failed:
             raise self._failed[0]
-        return len(threads)
 
-    def _files(self) -> int:
-        return sum(tally.files for tally in self._tallies)
+    def _done(self) -> float:
+        return sum(_cost(tally.bytes, tally.files) for tally in self._tallies)
 
     def _join(self, threads: list[threading.Thread], seconds: float | None) -> bool:
         """Wait for all threads; say whether some still work when the time is over."""
@@ -131,9 +172,9 @@ class Drain:
             one.join(None if end is None else max(0.0, end - time.monotonic()))
         return any(one.is_alive() for one in threads)
 
-    def _work(self, tally: Tally) -> None:
+    def _work(self, number: int, tally: Tally) -> None:
         try:
-            while not self._failed:
+            while number < self._wanted and not self._failed:
                 batch = self._take()
                 if batch is None:
                     return
@@ -141,3 +182,7 @@ class Drain:
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that joins
             self._failed.append(error)
             self._board.stop()
+
+
+def _cost(some_bytes: int, files: int) -> float:
+    return some_bytes + files * FILE_COST_BYTES

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Listing",
     "Manifest",
+    "content_digest",
     "is_whole",
     "manifest_path",
     "measure",
+    "published_head",
     "published_manifest",
     "tree_digest",
     "verify_tree",
@@ -247,7 +249,7 @@ def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]
         if number is not None:
             if not stat.S_ISREG(info.st_mode) or info.st_size != listing.sizes[number]:
                 yield path, "is not a file of the size that was staged"
-            elif how and _digest_of(full, info.st_size, how) != listing.digests[number]:
+            elif how and content_digest(full, info.st_size, how) != listing.digests[number]:
                 yield path, "its contents are not what was staged"
         elif path not in others:
             yield path, "was not staged"
@@ -266,7 +268,12 @@ def _below(directory: str) -> Iterator[str]:
             yield os.path.relpath(os.path.join(parent, name), directory)
 
 
-def _digest_of(path: str, size: int, how: Hashing) -> bytes:
+def content_digest(path: str, size: int, how: Hashing) -> bytes:
+    """Return the digest of a file's contents, in pieces as the engine makes them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     buffer = memoryview(bytearray(BLOCK_BYTES))
     pieces = []
     with open(path, "rb", buffering=0) as stream:
@@ -285,6 +292,16 @@ def manifest_path(data: str) -> str:
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
 
 
+def published_head(data: str) -> dict[str, Any]:
+    """Read only the first line of a published manifest, whatever its length; {} without one."""
+    try:
+        with open(manifest_path(os.path.realpath(data)), "rb") as stream:
+            head = json.loads(stream.readline())
+    except (OSError, ValueError):
+        return {}
+    return head if isinstance(head, dict) else {}
+
+
 def published_manifest(data: str) -> Manifest | None:
     """Read the manifest of published data, or of the entry that a job's link leads to."""
     return Manifest.read(manifest_path(os.path.realpath(data)))
@@ -298,16 +315,29 @@ def is_whole(directory: str, manifest: Manifest) -> bool:
     listing = manifest.listing
     sizes = dict(zip(listing.files, listing.sizes))
     sizes.update([(name, sizes[first]) for name, first in listing.hard_links])
-    others = {*listing.directories, *(name for name, _ in listing.symlinks)}
+    directories = set(listing.directories)
+    links = {name for name, _ in listing.symlinks}
+    found = 0
+    todo = [""]
     try:
-        for path in _below(directory):
-            if path in others:
-                others.remove(path)
-            elif os.lstat(os.path.join(directory, path)).st_size != sizes.pop(path, -1):
-                return False
+        while todo:
+            prefix = todo.pop()
+            with os.scandir(f"{directory}/{prefix}") as entries:
+                for entry in entries:
+                    found += 1
+                    path = prefix + entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        fine = path in directories
+                        todo.append(f"{path}/")
+                    elif entry.is_symlink():
+                        fine = path in links
+                    else:
+                        fine = sizes.get(path) == entry.stat(follow_symlinks=False).st_size
+                    if not fine:
+                        return False
     except OSError:
         return False
-    return not sizes and not others
+    return found == len(sizes) + len(directories) + len(links)
 
 
 def measure(directory: str) -> tuple[int, int]:

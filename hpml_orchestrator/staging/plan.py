@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.staging.capacity import Need, round_up
 from hpml_orchestrator.staging.faults import Problems, shown, why
+from hpml_orchestrator.staging.lister import DEEPEST, Lister
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
 
-__all__ = ["Entry", "Plan", "data_ranges", "link_fault", "scan_file", "scan_tree"]
+__all__ = ["DEEPEST", "Entry", "Plan", "data_ranges", "link_fault", "scan_file", "scan_tree"]
 
-DEEPEST = 256
 _STAT_BLOCK_BYTES = 512
+_S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
 class Entry(NamedTuple):
@@ -123,48 +124,30 @@ def scan_tree(
     plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns))
     problems = Problems(f"cannot {verb} {shown(source)}")
     first_names: dict[tuple[int, int], str] = {}
+    lister = Lister(real, retry)
     todo = [""]
     while todo:
         directory = todo.pop()
+        prefix = f"{directory}/" if directory else ""
         below = []
-        for name, found, fault in _listing(real, directory, retry):
-            path = f"{directory}/{name}" if directory else name
-            if fault or found is None:
+        for name, found, fault in lister.rows(directory, todo):
+            path = prefix + name
+            if found is None:
                 problems.add(path, fault)
-            elif stat.S_ISDIR(found.st_mode):
-                plan.directories.append(Entry(path, found.st_mode, found.st_mtime_ns))
+                continue
+            mode = found.st_mode
+            kind = mode & _S_IFMT
+            if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
+                size = found.st_size
+                plan.files.append(Entry(path, mode, found.st_mtime_ns, size, size, found.st_ino))
+            elif kind == _S_IFDIR:
+                plan.directories.append(Entry(path, mode, found.st_mtime_ns))
                 below.append(path)
             else:
                 _add(plan, path, found, first_names, problems, outside_links=outside_links)
         todo.extend(reversed(below))
     problems.raise_any()
     return plan
-
-
-def _listing(
-    root: str, directory: str, retry: Retry
-) -> list[tuple[str, os.stat_result | None, str]]:
-    """Return (name, status, fault) of a directory's entries by name; one of the two is set."""
-    retry.check_stop()
-    if directory.count("/") >= DEEPEST:
-        return [(".", None, f"nested deeper than {DEEPEST} directories")]
-    full = f"{root}/{directory}"
-    try:
-        names = sorted(retry(lambda: os.listdir(full)))
-    except OSError as error:
-        return [(".", None, why(error))]
-    result: list[tuple[str, os.stat_result | None, str]] = []
-    for name in names:
-        retry.check_stop()
-        try:
-            result.append((name, _lstat(f"{full}/{name}", retry), ""))
-        except OSError as error:
-            result.append((name, None, why(error)))
-    return result
-
-
-def _lstat(path: str, retry: Retry) -> os.stat_result:
-    return retry(lambda: os.lstat(path))
 
 
 def _add(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import linked_key
-from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.capacity import Need, Room, room_at
 from hpml_orchestrator.staging.delivery import Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["CopyStager"]
 
 T = TypeVar("T")
+
+_ROOM_TO_BEGIN = Need(1 << 20, 64)
 
 
 def _never() -> bool:
@@ -83,6 +85,7 @@ class CopyStager:
         self._room = room
         self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
+        self._evicted: list[str] = []
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
 
@@ -124,7 +127,9 @@ class CopyStager:
                 self._retry,
                 self._on_progress,
                 self._clock,
+                evicted=self._evicted,
             )
+            self._evicted = []
             private = private_reason(area.base, self._job_id)
             manifest = self._deliver(delivery, area, keeps=request.keep and not private)
         path, copied = area.path_of(request.name), delivery.copied
@@ -200,10 +205,24 @@ class CopyStager:
         base = self._bases.resolve(target)
         if base not in self._areas:
             area = StagingArea(base, self._job_key, uid=self._uid, owner_pid=self._owner_pid)
-            area.open()
+            self._open(area)
             self._areas[base] = area
             area.remove_stale()
         return self._areas[base]
+
+    def _open(self, area: StagingArea) -> None:
+        """Open an area, also where kept data takes the very last block."""
+        try:
+            area.open()
+        except StagingError:
+            gone = []
+            with contextlib.suppress(HpmlError, OSError):
+                cache = self._keeper.cache(area)
+                gone = cache.make_room(_ROOM_TO_BEGIN, lambda: self._room(area.base))
+            if not gone:
+                raise
+            self._evicted.extend(gone)
+            area.open()
 
     def leave(self) -> None:
         """Go without removing anything: it stays while the owner lives."""

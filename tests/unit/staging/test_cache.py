@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingStopped, this_owner
+from hpml_orchestrator.staging import (
+    Bases,
+    CopyStager,
+    EngineOptions,
+    StageRequest,
+    StagingStopped,
+    this_owner,
+)
 from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
@@ -21,7 +28,7 @@ from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
 from hpml_orchestrator.staging.root import Root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkProcess
 
     from hpml_orchestrator.staging.namelock import NameLock
@@ -214,6 +221,67 @@ def test_waiters_take_over_from_a_hundred_killed_copiers(
 ) -> None:
     """The same a hundred times over."""
     kill_copiers(base, start, 100)
+
+
+def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
+    """A job that stages with the real engine, slowed by its own limit, then goes on."""
+    mine = stager(base, key)
+    mine.options = EngineOptions(opens_per_second=4000)
+    result = mine.stage(kept(source))
+    told.put((key, result.reused, contents(result.path) == contents(source)))
+    time.sleep(60)
+
+
+def copier(base: Path, alive: Iterable[int]) -> int:
+    """The process that copies now, by the name of the directory that it fills; 0: it is done."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not list(base.glob("hpml-*/.cache/*/data")):
+        for path in base.glob("hpml-*/.cache/*/.data.partial-*"):
+            if int(path.name.split("-")[1]) in alive:
+                return int(path.name.split("-")[1])
+    return 0
+
+
+def kill_engines(
+    base: Path, tree: Path, start: Callable[..., ForkProcess], most_kills: int
+) -> None:
+    """Kill whoever copies while eight wait, until that was often enough or one was faster."""
+    told = FORK.Queue()
+    tree.mkdir()
+    for number in range(2000):
+        (tree / str(number)).write_bytes(b"%d" % number * 100)
+    jobs: dict[int | None, ForkProcess] = {}
+    kills = 0
+    while len(jobs) < 9:
+        process = start(stage_and_stay, f"{len(jobs)}.0", base, tree, told)
+        jobs[process.pid] = process
+    while kills < most_kills and (pid := copier(base, [pid for pid in jobs if pid])):
+        os.kill(pid, signal.SIGKILL)
+        jobs.pop(pid).join()
+        kills += 1
+        process = start(stage_and_stay, f"{kills + 9}.0", base, tree, told)
+        jobs[process.pid] = process
+    assert kills
+    said = [told.get(timeout=120) for _ in jobs]
+    assert sorted(reused for _, reused, _ in said) == [False] + [True] * 8
+    assert all(is_right for _, _, is_right in said)
+    assert len(entries(base)) == 1
+    assert leftovers(base) == []
+
+
+def test_the_real_engine_is_killed_while_eight_wait(
+    base: Path, tmp_path: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """With its workers and all: each time another job begins anew, and the last one is right."""
+    kill_engines(base, tmp_path / "tree", start, 5)
+
+
+@pytest.mark.slow
+def test_the_real_engine_is_killed_a_hundred_times(
+    base: Path, tmp_path: Path, start: Callable[..., ForkProcess]
+) -> None:
+    """The same a hundred times over."""
+    kill_engines(base, tmp_path / "tree", start, 100)
 
 
 def test_what_a_killed_copier_left_goes_with_the_next_job(

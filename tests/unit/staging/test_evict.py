@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -146,6 +147,30 @@ def test_inodes_are_room_too(
     job = stager(base, "9.0")
     assert job.stage(request(many)).evicted == (str(many),)
     assert held(base) == {0}
+    job.cleanup()
+
+
+def fill_up(path: Path) -> None:
+    """Write a file until the file system is full."""
+    with path.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+
+
+def test_a_job_can_begin_where_kept_data_took_the_last_block(
+    small_tmpfs: Callable[[str], Path], trees: list[Path], tmp_path: Path
+) -> None:
+    """Not even an owner's record fits: kept data goes first, and the result tells."""
+    base = small_tmpfs("size=8m")
+    for number in range(2):
+        keep(base, trees[number], f"{number}.0", 1000.0 + number)
+    fill_up(base / "filler")
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "data").write_bytes(b"\7")
+    job = stager(base, "9.0")
+    assert job.stage(request(small)).evicted == (str(trees[0]),)
+    assert held(base) == {1, 7}
     job.cleanup()
 
 

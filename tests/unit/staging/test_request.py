@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         ("target", {"target": "tmp/x"}),
     ],
 )
-def test_wrong_fields_are_named(field: str, values: dict[str, str]) -> None:
+def test_wrong_fields_are_named(field: str, values: dict[str, Any]) -> None:
     """A request refuses a wrong value and says which field it was."""
     with pytest.raises(InputError) as caught:
         StageRequest(**{"name": "a", "source": "/data", **values})

@@ -1,0 +1,394 @@
+"""The engine by itself: what it makes is what find, cmp and hashlib say the source is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from xxhash import xxh3_128
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging import EngineOptions, StagingStopped, engine
+from hpml_orchestrator.staging.board import Board
+from hpml_orchestrator.staging.engine import Copied, copy
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.hashing import Hashing, file_digest, hashing
+from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.sources import FileSource, TreeSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hpml_orchestrator.staging.source import Source
+
+MIB = 1 << 20
+CREWS = [
+    pytest.param(EngineOptions(processes=1, threads=1), id="alone"),
+    pytest.param(EngineOptions(processes=3), id="forked"),
+    pytest.param(EngineOptions(processes=1, threads=1, hash=False), id="alone, no hash"),
+    pytest.param(EngineOptions(processes=3, hash=False), id="forked, no hash"),
+    pytest.param(EngineOptions(processes=2, drop_cache=True), id="dropping the cache"),
+]
+
+
+def never() -> bool:
+    return False
+
+
+def copied(
+    source: Source,
+    target: Path,
+    options: EngineOptions,
+    *,
+    should_stop: Callable[[], bool] = never,
+    piece_bytes: int = 256 * MIB,
+    progress: Progress | None = None,
+) -> Copied:
+    """Plan and copy into a new directory."""
+    target.mkdir()
+    retry = Retry(time.sleep, should_stop)
+    return copy(
+        source.plan(),
+        source,
+        str(target),
+        options=options,
+        retry=retry,
+        progress=progress or Progress(None),
+        piece_bytes=piece_bytes,
+    )
+
+
+def tree(path: Path) -> TreeSource:
+    return TreeSource(str(path), Retry(time.sleep, never))
+
+
+def told_by_find(top: Path) -> bytes:
+    """Type, mode, size, link count, time, link text and name of everything, as find prints them."""
+    words = ["find", ".", "-printf", r"%y %m %n %T@ %l %P\0"]
+    found = subprocess.run(words, cwd=top, check=True, capture_output=True).stdout
+    return b"\0".join(sorted(found.split(b"\0")))
+
+
+def sums(top: Path) -> dict[str, str]:
+    """SHA-256 of every regular file."""
+    return {
+        os.path.relpath(os.path.join(parent, name), top): hashlib.sha256(
+            Path(parent, name).read_bytes()
+        ).hexdigest()
+        for parent, _, names in os.walk(top)
+        for name in names
+        if not os.path.islink(os.path.join(parent, name))
+    }
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """Give a tree with some of everything: small, empty, larger, sparse, linked, odd names."""
+    top = tmp_path / "wide"
+    for number in range(40):
+        below = top / f"d{number % 7}" / f"e{number % 3}"
+        below.mkdir(parents=True, exist_ok=True)
+        (below / f"f{number}").write_bytes(os.urandom(number * 1009))
+    (top / "none").mkdir()
+    (top / "empty").touch()
+    (top / "line\nend").write_bytes(b"odd")
+    (top / os.fsdecode(b"\xff\xfe")).write_bytes(b"no text")
+    (top / "large").write_bytes(os.urandom(5 * MIB + 17))
+    (top / "block").write_bytes(os.urandom(MIB))
+    with open(top / "sparse", "wb") as stream:
+        stream.seek(9 * MIB)
+        stream.write(b"data")
+        stream.truncate(20 * MIB)
+    os.link(top / "d0/e0/f0", top / "d1/second name")
+    (top / "d2" / "link").symlink_to("../large")
+    (top / "d3").chmod(0o750)
+    (top / "block").chmod(0o700)
+    os.utime(top / "large", ns=(5, 1_234_567_890_123_456_789))
+    return top
+
+
+@pytest.mark.parametrize("options", CREWS)
+@pytest.mark.parametrize("piece_bytes", [256 * MIB, 2 * MIB])
+def test_a_tree_is_copied_as_find_and_sha256_see_it(
+    wide: Path, base: Path, options: EngineOptions, piece_bytes: int
+) -> None:
+    """Names, types, modes, link counts, times and contents are the source's, however it is done."""
+    copied(tree(wide), base / "to", options, piece_bytes=piece_bytes)
+    assert told_by_find(base / "to") == told_by_find(wide)
+    assert sums(base / "to") == sums(wide)
+    assert (base / "to" / "sparse").stat().st_blocks * 512 < 2 * MIB
+
+
+def test_onto_a_disk(wide: Path, tmp_path: Path) -> None:
+    """The same on a file system that is no tmpfs."""
+    copied(tree(wide), tmp_path / "to", EngineOptions(processes=2))
+    assert told_by_find(tmp_path / "to") == told_by_find(wide)
+    assert sums(tmp_path / "to") == sums(wide)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_digests_are_those_of_the_files(wide: Path, base: Path, processes: int) -> None:
+    """Each is the XXH3-128 of the file, or over those of its pieces when it is larger than one."""
+    source = tree(wide)
+    options = EngineOptions(processes=processes)
+    found = copied(source, base / "to", options, piece_bytes=2 * MIB).digests
+    for entry, digest in zip(source.plan().files, found, strict=True):
+        data = (wide / entry.path).read_bytes()
+        pieces = [data[at : at + 2 * MIB] for at in range(0, max(1, len(data)), 2 * MIB)]
+        each = [xxh3_128(piece).digest() for piece in pieces]
+        wanted = each[0] if len(each) == 1 else xxh3_128(b"".join(each)).digest()
+        assert digest == wanted, entry.path
+
+
+def test_without_hash_there_are_no_digests(wide: Path, base: Path) -> None:
+    """Nothing is made up for what was not hashed."""
+    assert copied(tree(wide), base / "to", EngineOptions(hash=False)).digests == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_damaged_source_is_named(wide: Path, base: Path, processes: int) -> None:
+    """A digest that the source records and its bytes do not have is an error; others pass."""
+    source = tree(wide)
+    plan = source.plan()
+    plan.expected = [xxh3_128((wide / e.path).read_bytes()).digest() for e in plan.files]
+    (base / "good").mkdir()
+    arguments = {
+        "options": EngineOptions(processes=processes),
+        "retry": Retry(time.sleep, never),
+        "progress": Progress(None),
+        "piece_bytes": 2 * MIB,
+    }
+    good = copy(plan, source, str(base / "good"), **arguments)  # type: ignore[arg-type]
+    assert sums(base / "good") == sums(wide)
+    again = copied(source, base / "again", EngineOptions(), piece_bytes=2 * MIB)
+    assert good.digests == again.digests
+    number = [entry.path for entry in plan.files].index("large")
+    plan.expected[number] = bytes(16)
+    (base / "bad").mkdir()
+    with pytest.raises(StagingError, match=r"1 path\n  large: is damaged"):
+        copy(plan, source, str(base / "bad"), **arguments)  # type: ignore[arg-type]
+
+
+def test_set_bits_are_left_out_and_the_umask_holds(wide: Path, base: Path) -> None:
+    """No setuid or setgid; what the umask takes is taken, but not from the owner."""
+    (wide / "large").chmod(0o6777)
+    (wide / "d3").chmod(0o2070)
+    old = os.umask(0o027)
+    try:
+        copied(tree(wide), base / "to", EngineOptions(processes=2), piece_bytes=2 * MIB)
+    finally:
+        os.umask(old)
+    assert (base / "to" / "large").stat().st_mode & 0o7777 == 0o750
+    assert (base / "to" / "d3").stat().st_mode & 0o7777 == 0o750
+
+
+def test_a_single_large_file_is_shared_by_workers(base: Path, tmp_path: Path) -> None:
+    """Pieces of one file are copied by several processes, and progress adds up to its size."""
+    (tmp_path / "file").write_bytes(os.urandom(9 * MIB + 1))
+    told: list[tuple[int, int, int, int]] = []
+    progress = Progress(lambda *figures: told.append(figures))
+    source = FileSource(str(tmp_path / "file"), Retry(time.sleep, never))
+    options = EngineOptions(processes=2)
+    done = copied(source, base / "to", options, piece_bytes=MIB, progress=progress)
+    progress.finish()
+    assert sums(base / "to") == {"file": sums(tmp_path)["file"]}
+    assert told[-1][:2] == (9 * MIB + 1, 1)
+    assert done.workers == 2
+    assert done.read_seconds > 0
+    assert done.write_seconds > 0
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Give a fault: every call that reads a file takes longer, in forked workers too."""
+
+    def make(seconds: float) -> None:
+        for name in ("readv", "preadv"):
+            real = getattr(os, name)
+
+            def slow(*arguments: object, real: Callable[..., int] = real) -> int:
+                time.sleep(seconds)
+                return real(*arguments)
+
+            monkeypatch.setattr(os, name, slow)
+
+    return make
+
+
+@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "replace", "remove", "add"])
+def test_a_source_that_changes_under_forked_workers(
+    wide: Path, base: Path, slowly: Callable[[float], None], change: str
+) -> None:
+    """Size, time, inode and directories are compared, and the path is named."""
+    last = wide / "zz"
+    last.mkdir()
+    for number in range(60):
+        (last / f"{number:02}").write_bytes(b"x")
+    slowly(0.02)
+    victim = last / "59"
+    actions: dict[str, Callable[[], object]] = {
+        "grow": lambda: victim.write_bytes(b"xx"),
+        "shrink": lambda: victim.write_bytes(b""),
+        "touch": lambda: os.utime(victim, (9, 9)),
+        "replace": lambda: (shutil.copy2(victim, f"{victim}~"), os.rename(f"{victim}~", victim)),
+        "remove": victim.unlink,
+        "add": (last / "new").touch,
+    }
+    timer = threading.Timer(0.3, actions[change])
+    timer.start()
+    options = EngineOptions(processes=2, threads=1)
+    with pytest.raises(StagingError, match=r"changed while it was copied|No such file") as caught:
+        copied(tree(wide), base / "to", options)
+    timer.join()
+    assert "zz" in str(caught.value)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("one_file", [True, False])
+def test_a_stop_is_heard_within_a_second(
+    wide: Path, base: Path, slowly: Callable[[float], None], processes: int, *, one_file: bool
+) -> None:
+    """Workers that copy for long are ended, between files and in the middle of one."""
+    if one_file:
+        with open(wide / "large", "wb") as stream:
+            stream.write(bytes(128 * MIB))
+    else:
+        for number in range(100):
+            (wide / f"n{number}").write_bytes(b"%d" % number)
+    slowly(0.1)
+    stop = threading.Event()
+    timer = threading.Timer(0.3, stop.set)
+    timer.start()
+    begin = time.monotonic()
+    options = EngineOptions(processes=processes, threads=1)
+    source = FileSource(str(wide / "large"), Retry(time.sleep, never)) if one_file else tree(wide)
+    with pytest.raises(StagingStopped):
+        copied(source, base / "to", options, should_stop=stop.is_set, piece_bytes=32 * MIB)
+    assert time.monotonic() - begin < 2.5  # whole, it takes at least twice as long as that
+    assert children() == []
+
+
+def children() -> list[str]:
+    """Return the processes that this one has forked and not yet reaped."""
+    task = f"/proc/self/task/{threading.get_native_id()}/children"
+    return Path(task).read_text("ascii").split()
+
+
+def test_a_worker_that_is_killed_is_an_error(
+    wide: Path, base: Path, slowly: Callable[[float], None]
+) -> None:
+    """What killed it is told, and the other workers are gone too."""
+    slowly(0.05)
+    forked: list[int] = []
+
+    def kill() -> None:
+        forked.extend(map(int, children_of(main)))
+        os.kill(forked[0], 9)
+
+    main = threading.get_native_id()
+    timer = threading.Timer(0.2, kill)
+    timer.start()
+    with pytest.raises(StagingError, match=r"a worker process died \(signal 9\)"):
+        copied(tree(wide), base / "to", EngineOptions(processes=2, threads=1))
+    timer.join()
+    assert len(forked) == 2
+    assert children() == []
+
+
+def children_of(thread: int) -> list[str]:
+    return Path(f"/proc/self/task/{thread}/children").read_text("ascii").split()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_target_is_final(
+    wide: Path, small_tmpfs: Callable[[str], Path], processes: int
+) -> None:
+    """ENOSPC ends it at once with the reason, whoever met it."""
+    target = small_tmpfs("size=3m")
+    options = EngineOptions(processes=processes)
+    with pytest.raises(StagingError, match="No space left on device"):
+        copied(tree(wide), target / "to", options, piece_bytes=MIB)
+
+
+def test_no_more_files_are_opened_than_allowed(
+    wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers with many threads together keep to the rate: 44 files at 40/s take a second."""
+    begin = time.monotonic()
+    options = EngineOptions(processes=2, opens_per_second=40)
+    copied(tree(wide), base / "to", options)
+    assert time.monotonic() - begin > 0.6
+    assert sums(base / "to") == sums(wide)
+
+
+def test_waiting_sources_get_more_threads(
+    wide: Path, base: Path, slowly: Callable[[float], None]
+) -> None:
+    """Where each file waits 10 ms, workers widen, and the tree is the same."""
+    for number in range(600):
+        (wide / f"n{number}").write_bytes(b"%d" % number)
+    slowly(0.01)
+    done = copied(tree(wide), base / "to", EngineOptions(processes=2))
+    assert done.workers >= 16
+    assert sums(base / "to") == sums(wide)
+
+
+def test_small_jobs_do_not_fork(wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few files are copied sooner than workers would be there."""
+    monkeypatch.setattr(engine, "run_crew", None)
+    copied(tree(wide), base / "to", EngineOptions())
+    assert sums(base / "to") == sums(wide)
+
+
+def test_forked_workers_hold_no_descriptors(
+    wide: Path, base: Path, slowly: Callable[[float], None]
+) -> None:
+    """A lock of this process is not kept by its workers."""
+    slowly(0.05)
+    held: list[set[str]] = []
+    main = threading.get_native_id()
+
+    def look() -> None:
+        for process in children_of(main):
+            links = Path(f"/proc/{process}/fd").iterdir()
+            held.append({os.readlink(one) for one in links})
+
+    timer = threading.Timer(0.2, look)
+    timer.start()
+    with open(base / "lock", "w") as lock:
+        copied(tree(wide), base / "to", EngineOptions(processes=2, threads=1))
+        name = lock.name
+    timer.join()
+    assert len(held) == 2
+    assert not any(name in links for links in held)
+
+
+def test_the_board_adds_up() -> None:
+    """Tallies of several threads are summed, digests keep their slots."""
+    board = Board(3)
+    first, second = board.tally(0), board.tally(1)
+    first.bytes, first.files, first.read_seconds = 5, 1, 0.5
+    second.bytes, second.write_seconds = 1 << 40, 0.25
+    first.tell()
+    assert board.done().bytes == 5
+    second.tell()
+    done = board.done()
+    assert (done.bytes, done.files) == (5 + (1 << 40), 1)
+    assert (done.read_seconds, done.write_seconds) == (0.5, 0.25)
+    board.put(2, b"0123456789abcdef")
+    assert (board.digest(1), board.digest(2)) == (bytes(16), b"0123456789abcdef")
+    board.close()
+
+
+def test_pieces_of_a_file_have_one_digest() -> None:
+    """One piece is the file; of several the digest is over theirs."""
+    how: Hashing = hashing()
+    assert file_digest([b"a" * 16], how) == b"a" * 16
+    assert file_digest([b"a" * 16, b"b" * 16], how) == xxh3_128(b"a" * 16 + b"b" * 16).digest()

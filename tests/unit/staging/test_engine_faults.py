@@ -1,0 +1,169 @@
+"""Kills and missing permissions: nothing half-published, nothing left, and the next run works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STAGE = """
+import sys
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+stager = CopyStager("7.0", bases=Bases(shm=sys.argv[1]), options=EngineOptions(processes=2))
+print("ready", flush=True)
+stager.stage(StageRequest("data", sys.argv[2], target="shm"))
+print("done", flush=True)
+sys.stdin.read()
+"""
+MIB = 1 << 20
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Path:
+    """Give a tree that takes a moment: 1200 small files, one of 24 MiB."""
+    top = tmp_path / "crowd"
+    for number in range(12):
+        (top / f"d{number}").mkdir(parents=True)
+        for other in range(100):
+            (top / f"d{number}" / f"f{other}").write_bytes(b"%d" % other * 2000)
+    (top / "large").write_bytes(os.urandom(24 * MIB))
+    return top
+
+
+def same(left: Path, right: Path) -> bool:
+    """Compare two trees with diff."""
+    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
+
+
+def alive(marker: str) -> list[str]:
+    """Return the processes that have a word in their command line, zombies left out."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            line = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if marker.encode() in line:
+            found.append(process.name)
+    return found
+
+
+def kill_once(
+    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]], delay: float
+) -> bool:
+    """Kill a stager after a delay, then stage anew; say whether it was in the middle."""
+    process = child(STAGE, base, crowd)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    root = base / f"hpml-{os.getuid()}" / "7.0"
+    partial = list(root.glob(".data.partial-*"))
+    published = (root / "data").exists()
+    if published:
+        assert same(root / "data", crowd)
+    end = time.monotonic() + 5
+    while alive(str(base)):  # the workers go with their parent
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    stager = CopyStager("7.0", bases=Bases(shm=str(base)))
+    result = stager.stage(StageRequest("data", str(crowd), target="shm"))
+    assert result.reused == published
+    assert same(Path(result.path), crowd)
+    assert not list(root.glob(".data.partial-*"))
+    stager.cleanup()
+    assert os.listdir(base) == []
+    return bool(partial)
+
+
+def kills(base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]], count: int) -> None:
+    chance = random.Random(5)
+    begin = time.monotonic()
+    stager = CopyStager("6.0", bases=Bases(shm=str(base)), options=EngineOptions(processes=2))
+    stager.stage(StageRequest("data", str(crowd), target="shm"))
+    stager.cleanup()
+    takes = time.monotonic() - begin
+    middles = sum(
+        kill_once(base, crowd, child, chance.uniform(0.1, 0.9) * takes) for _ in range(count)
+    )
+    assert middles > 0
+
+
+def test_a_stager_killed_at_any_moment(
+    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Whole data or none is published, its workers end with it, and the next one starts over."""
+    kills(base, crowd, child, 5)
+
+
+@pytest.mark.slow
+def test_a_stager_killed_a_hundred_times(
+    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """The same, at a hundred moments."""
+    kills(base, crowd, child, 100)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_cannot_be_read_is_listed(
+    base: Path, crowd: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """EACCES is final: the first 20 paths are told, the rest counted, nothing is published."""
+    real = os.open
+
+    def closed(path: str, flags: int, *arguments: int, dir_fd: int | None = None) -> int:
+        if flags & os.O_NONBLOCK and str(path).startswith("d3/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, flags, *arguments, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", closed)  # a fault: root may read everything
+    options = EngineOptions(processes=processes, threads=1)
+    stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
+    with pytest.raises(StagingError) as caught:
+        stager.stage(StageRequest("data", str(crowd), target="shm"))
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith(": 100 paths")
+    assert len(lines) == 22
+    assert all("Permission denied" in line for line in lines[1:21])
+    monkeypatch.undo()
+    assert not stager.stage(StageRequest("data", str(crowd), target="shm")).reused
+    stager.cleanup()
+    assert os.listdir(base) == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EAGAIN])
+def test_faults_in_workers_that_pass_are_tried_again(
+    base: Path, crowd: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Each worker repeats what failed, also in the middle of a large file."""
+    for name in ("readv", "preadv"):
+        real = getattr(os, name)
+        faults = [code]
+
+        def failing(
+            *arguments: object, real: Callable[..., int] = real, faults: list[int] = faults
+        ) -> int:
+            if faults:
+                raise OSError(faults.pop(), "injected")
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, failing)
+    options = EngineOptions(processes=2, threads=1)
+    stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
+    result = stager.stage(StageRequest("data", str(crowd), target="shm"))
+    assert same(Path(result.path), crowd)
+    stager.cleanup()

@@ -1,0 +1,151 @@
+"""The manifest keeps every name and digest, and finds what is not as it says."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_128
+
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, Manifest, StageRequest
+from hpml_orchestrator.staging.hashing import Hashing, hashing, hashing_named
+from hpml_orchestrator.staging.manifest import Listing, tree_digest, verify_tree
+
+
+@pytest.fixture
+def odd(source: Path) -> Path:
+    """Give the small tree with odd names and links of both kinds."""
+    (source / "new\nline").write_bytes(b"n")
+    (source / os.fsdecode(b"\xff")).write_bytes(b"f")
+    (source / "link").symlink_to(os.fsdecode(b"a/\xfe\n"))
+    os.link(source / "one.bin", source / "a" / "again")
+    return source
+
+
+def staged(stager: CopyStager, source: Path) -> tuple[Path, Manifest]:
+    result = stager.stage(StageRequest("data", str(source), target="shm"))
+    manifest = Manifest.read(f"{os.path.dirname(result.path)}/.data.manifest")
+    assert manifest is not None
+    assert manifest.digest == result.digest
+    return Path(result.path), manifest
+
+
+def test_it_holds_every_name_and_digest(stager: CopyStager, odd: Path) -> None:
+    """What was staged can be read back, whatever bytes its names are made of."""
+    _, manifest = staged(stager, odd)
+    found = dict(zip(manifest.listing.files, manifest.listing.digests, strict=True))
+    # of two hard links the first by the scan's order is the file
+    assert sorted(found) == ["a/deep/none", "a/two.txt", "new\nline", "one.bin", "\udcff"]
+    for name, digest in found.items():
+        assert digest == xxh3_128((odd / name).read_bytes()).digest()
+    assert manifest.listing.hard_links == [("a/again", "one.bin")]
+    assert manifest.listing.symlinks == [("link", os.fsdecode(b"a/\xfe\n"))]
+    assert sorted(manifest.listing.directories) == ["a", "a/deep", "empty"]
+    assert (manifest.files, manifest.bytes) == (6, 5005)
+
+
+def test_the_tree_digest_is_over_sorted_records(stager: CopyStager, odd: Path) -> None:
+    """Anybody can make it: records of names, types, sizes, digests and link texts, by name."""
+    _, manifest = staged(stager, odd)
+    records = []
+    for parent, directories, files in os.walk(os.fsencode(odd)):
+        for name in [*directories, *files]:
+            path = os.path.join(parent, name)
+            relative = os.path.relpath(path, os.fsencode(odd))
+            if os.path.islink(path):
+                text = os.readlink(path)
+                records.append(relative + b"\0l" + len(text).to_bytes(8, "little") + text + b"\0")
+            elif os.path.isdir(path):
+                records.append(relative + b"\0d")
+            else:
+                data = Path(os.fsdecode(path)).read_bytes()
+                digest = xxh3_128(data).digest()
+                records.append(relative + b"\0f" + len(data).to_bytes(8, "little") + digest)
+    wanted = xxh3_128(b"".join(sorted(records))).hexdigest()
+    assert manifest.digest == f"xxh3_128:{wanted}"
+
+
+def test_the_tree_digest_tells_trees_apart() -> None:
+    """A name, a size, a content, a type or a link text that differs gives another one."""
+    how = hashing()
+    trees = [
+        Listing(["a"], [1], [bytes(16)]),
+        Listing(["b"], [1], [bytes(16)]),
+        Listing(["a"], [2], [bytes(16)]),
+        Listing(["a"], [1], [b"1" * 16]),
+        Listing(directories=["a"]),
+        Listing(symlinks=[("a", "x")]),
+        Listing(symlinks=[("a", "y")]),
+        Listing(["a"], [1], [bytes(16)], directories=["b"]),
+    ]
+    assert len({tree_digest(tree, how) for tree in trees}) == len(trees)
+    one = Listing(["a", "b"], [1, 1], [bytes(16)] * 2)
+    linked = Listing(["b"], [1], [bytes(16)], hard_links=[("a", "b")])
+    assert tree_digest(one, how) == tree_digest(linked, how)
+    assert tree_digest(Listing(["a"], [1], []), how) == ""
+
+
+@pytest.mark.parametrize("damage", ["contents", "size", "missing", "extra", "link", "type"])
+def test_what_was_altered_is_found(stager: CopyStager, odd: Path, damage: str) -> None:
+    """One path is named, and why; untouched data has no fault."""
+    path, manifest = staged(stager, odd)
+    assert list(verify_tree(str(path), manifest)) == []
+    if damage == "contents":
+        (path / "new\nline").write_bytes(b"N")
+        wanted = "new\nline"
+    elif damage == "size":
+        (path / "new\nline").write_bytes(b"nn")
+        wanted = "new\nline"
+    elif damage == "missing":
+        (path / "a" / "two.txt").unlink()
+        wanted = "a/two.txt"
+    elif damage == "extra":
+        (path / "empty" / "new").touch()
+        wanted = "empty/new"
+    elif damage == "link":
+        (path / "link").unlink()
+        (path / "link").symlink_to("a")
+        wanted = "link"
+    else:
+        (path / "empty").rmdir()
+        (path / "empty").symlink_to("a")
+        wanted = "empty"
+    assert [name for name, _ in verify_tree(str(path), manifest)] == [wanted]
+
+
+@pytest.mark.parametrize("at", [0, 10, -1])
+def test_a_damaged_manifest_is_not_read(stager: CopyStager, odd: Path, at: int) -> None:
+    """A changed byte anywhere, and a shorter file, are found."""
+    path, manifest = staged(stager, odd)
+    record = path.parent / ".data.manifest"
+    data = bytearray(record.read_bytes())
+    record.write_bytes(data[:-5])
+    assert Manifest.read(str(record)) is None
+    data[at] ^= 1
+    record.write_bytes(data)
+    found = Manifest.read(str(record))
+    assert found is None or found != manifest
+
+
+def test_without_hash_the_manifest_has_no_digests(base: Path, odd: Path) -> None:
+    """Names and sizes are there, and names and sizes are what is verified."""
+    stager = CopyStager("1", bases=Bases(shm=str(base)), options=EngineOptions(hash=False))
+    path, manifest = staged(stager, odd)
+    assert manifest.digest == ""
+    assert manifest.listing.digests == []
+    (path / "new\nline").write_bytes(b"N")
+    assert list(verify_tree(str(path), manifest)) == []
+    (path / "new\nline").write_bytes(b"NN")
+    assert len(list(verify_tree(str(path), manifest))) == 1
+    stager.cleanup()
+
+
+def test_other_interpreters_hash_too() -> None:
+    """Without xxhash BLAKE2b is used, and its name says so."""
+    how = hashing_named("blake2b_128")
+    assert isinstance(how, Hashing)
+    found = tree_digest(Listing(["a"], [0], [bytes(16)]), how)
+    record = b"a\0f" + bytes(8) + bytes(16)
+    assert found == f"blake2b_128:{hashlib.blake2b(record, digest_size=16).hexdigest()}"

@@ -1,0 +1,122 @@
+"""Staged data is compared with its manifest to the last bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import NotFoundError
+from hpml_orchestrator.staging import (
+    Bases,
+    CopyStager,
+    EngineOptions,
+    StageRequest,
+    StagingStopped,
+)
+from hpml_orchestrator.staging.verify import verify
+
+
+@pytest.fixture
+def staged(base: Path, source: Path) -> Path:
+    """Give kept data by the job's name for it; a source with links among files."""
+    (source / "again").hardlink_to(source / "one.bin")
+    (source / "link").symlink_to("one.bin")
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
+    path = Path(job.stage(StageRequest("data", str(source), target="shm", keep=True)).path)
+    job.leave()
+    return path
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit and neither size nor time."""
+    info = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+def test_whole_data_is_whole(staged: Path) -> None:
+    """Everything is read once, through the job's link."""
+    report = verify(str(staged))
+    assert (report.count, report.problems, report.hashed) == (0, [], True)
+    assert (report.files, report.bytes) == (4, 5003)
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda d: flip_a_bit(d / "one.bin"), "its contents are not what was staged"),
+        (lambda d: (d / "a" / "two.txt").unlink(), "is missing"),
+        (lambda d: (d / "extra").touch(), "was not staged"),
+        (lambda d: os.truncate(d / "one.bin", 9), "is not a file of the size that was staged"),
+        (lambda d: (d / "empty").rmdir(), "is missing"),
+        (lambda d: ((d / "link").unlink(), (d / "link").symlink_to("a")), "is not the directory"),
+    ],
+    ids=["flip", "missing", "extra", "short", "directory", "link"],
+)
+def test_damage_is_named(staged: Path, damage: object, problem: str) -> None:
+    """Each kind of damage, with the path."""
+    damage(staged)  # type: ignore[operator]
+    report = verify(str(staged), workers=2)
+    assert report.count in {1, 2}, "both names of a hard link are named"
+    assert all(problem in fault for _, fault in report.problems)
+
+
+def test_the_first_twenty_paths_and_the_count_are_told(base: Path, tmp_path: Path) -> None:
+    """Several workers find it all; no more than 20 are named."""
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(600):
+        (many / f"f{number}").write_text(str(number))
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
+    path = Path(job.stage(StageRequest("data", str(many), target="shm")).path)
+    for number in range(0, 600, 2):
+        flip_a_bit(path / f"f{number}")
+    report = verify(str(path), workers=3)
+    assert (report.count, len(report.problems)) == (300, 20)
+    assert all(int(name[1:]) % 2 == 0 for name, _ in report.problems)
+    job.cleanup()
+
+
+def test_odd_names_are_compared(base: Path, tmp_path: Path) -> None:
+    """Names that are no text and names with line ends are found, and found damaged."""
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    name = os.fsdecode(b"\xff\n x")
+    (odd / name).write_text("data")
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
+    path = Path(job.stage(StageRequest("data", str(odd), target="shm")).path)
+    assert verify(str(path)).count == 0
+    flip_a_bit(path / name)
+    assert verify(str(path)).problems == [(name, "its contents are not what was staged")]
+    job.cleanup()
+
+
+def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None:
+    """Names and sizes are compared; a flipped bit cannot be seen, and the report says that."""
+    options = EngineOptions(hash=False)
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), options=options, job_id="")
+    path = Path(job.stage(StageRequest("data", str(source), target="shm")).path)
+    report = verify(str(path))
+    assert (report.hashed, report.count, report.bytes) == (False, 0, 0)
+    (path / "extra").touch()
+    assert verify(str(path)).count == 1
+    job.cleanup()
+
+
+def test_only_what_was_staged_can_be_verified(staged: Path, tmp_path: Path) -> None:
+    """Paths without a manifest, and paths that are not there, are told apart."""
+    with pytest.raises(NotFoundError, match="has no manifest"):
+        verify(str(tmp_path))
+    with pytest.raises(NotFoundError, match="is not there"):
+        verify(str(staged / "none"))
+
+
+def test_comparing_can_be_stopped(staged: Path) -> None:
+    """A told stop ends it."""
+    with pytest.raises(StagingStopped):
+        verify(str(staged), should_stop=lambda: True)
