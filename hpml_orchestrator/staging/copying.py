@@ -423,6 +423,8 @@ class ReaderCopying(Copying):
         target = self._create(entry)
         try:
             try:
+                if entry.stored < entry.size:
+                    os.ftruncate(target, entry.size)
                 self._write(number, (0, entry.size), target, digest, tally)
                 self._settle(digest)
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
@@ -455,13 +457,15 @@ class ReaderCopying(Copying):
         tally: Tally,
     ) -> None:
         at = part[0]
+        entry = self._task.plan.files[number]
+        sparse = entry.stored < entry.size  # what was a hole is not written
         begin = _clock()
         for data in self._reader.read(number, *part):
             if digest is not None:
                 digest.update(data)
             middle = _clock()
             count = len(data)
-            wrote = os.pwrite(target, data, at)
+            wrote = count if sparse and data == _ZEROS[:count] else os.pwrite(target, data, at)
             while wrote < count:
                 wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
             at += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -109,7 +110,7 @@ class CopyStager:
         start = self._clock()
         with contextlib.ExitStack() as stack:
             if supply is not None:
-                stack.callback(supply.close)
+                stack.push(functools.partial(_ended, supply))
             self._retry.check_stop()
             area = self.area(request.target)
             cache = self._keeper.cache(area)
@@ -117,7 +118,7 @@ class CopyStager:
             self._look(lambda: _check_apart(request, area), request)
             if supply is None:
                 supply = self._look(lambda: self._local(request, room), request)
-                stack.callback(supply.close)
+                stack.push(functools.partial(_ended, supply))
             delivery = Delivery(
                 request,
                 supply,
@@ -277,6 +278,16 @@ def _is_same_data(manifest: Manifest, request: StageRequest, kind: str) -> bool:
     """Say whether published data came from where a request's would; a link to it is the same."""
     same = os.path.realpath(manifest.source) == os.path.realpath(request.source)
     return same and manifest.kind == kind
+
+
+def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Close a supply; one that was left by an error lets the other nodes know of it."""
+    try:
+        if error is not None:
+            reason = str(error) or type(error).__name__
+            supply.fail(reason, str(getattr(error, "hint", "")))
+    finally:
+        supply.close()
 
 
 def _check_apart(request: StageRequest, area: StagingArea) -> None:

@@ -46,14 +46,15 @@ class Supply(Protocol):
         """
 
     def reuse(self) -> None:
-        """Go without `fill`: this node has the data already, others may still need it from here.
+        """Do what other nodes need of this one, which has the data already; in place of `fill`.
 
         Raises:
             StagingError: another node failed.
+            StagingStopped: should_stop said so.
         """
 
-    def fail(self, reason: str) -> None:
-        """Learn that this node failed after `plan` and before `fill`; must not raise."""
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Let other nodes know that this one ends, and why; raises nothing."""
 
     def close(self) -> None:
         """Give back what it holds; called once at the end, also after errors."""
@@ -84,10 +85,10 @@ class LocalSupply:
         )
 
     def reuse(self) -> None:
-        """Nobody else waits for this node."""
+        """Nobody else needs anything."""
 
-    def fail(self, reason: str) -> None:
-        """Nobody else waits for this node."""
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Nobody else needs to know."""
 
     def close(self) -> None:
         """Close the source."""

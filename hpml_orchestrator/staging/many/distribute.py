@@ -7,10 +7,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.errors import HpmlError, StagingError
 from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.engine import EngineOptions
-from hpml_orchestrator.staging.faults import Retry, why
+from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.many.follower import Follower
 from hpml_orchestrator.staging.many.head import Head
 from hpml_orchestrator.staging.many.member import ChainPlace, Member
@@ -99,40 +99,53 @@ def supply_for(
     )
     found = options or EngineOptions()
     retry = Retry(time.sleep, should_stop)
-
-    def source() -> Source:
-        return open_source(request, retry, room(place))
-
     opened: Source | None = None
-    if method == "auto" and nodes > 1:
-        if node_index == 0:
-            opened = _Planned(
-                open_source(request, Retry(time.sleep, Pulse(notices, chain).beat), room(place))
-            )
-            method = _decide(request, opened, notices, nodes, rates, tell)
-        else:
-            method = _hear(Pulse(notices, chain))
-    else:
-        one_file = method == "sbcast" and kind_of(request) != "tree"
-        method = choose(
-            size=0, files=0, nodes=nodes, wanted=method, one_file=one_file, has_sbcast=has_sbcast()
-        ).method
+    if method != "auto" or nodes == 1:
+        method = _checked(request, method, nodes)
         if node_index == 0 and nodes > 1:
             tell(f"{request.name} comes to {nodes} nodes by {method}, as asked for")
-    if method == "shared":
-        return LocalSupply(opened or source(), options_of_all or found)
-    if method == "partition":
-        supply = LocalSupply(PartitionSource(source(), node_index, nodes), options_of_all or found)
-        supply.method = "partition"
-        return supply
+    elif node_index:
+        method = _hear(Pulse(notices, chain))
+    else:
+        beating = Retry(time.sleep, Pulse(notices, chain).beat)
+        opened = _Planned(_open(request, beating, room(place)))
+        method = _decide(request, opened, notices, nodes, rates, tell)
     if method == "sbcast":
         if opened is not None:
             opened.close()
         return Broadcast(request, notices, chain, directory=place, room=room, options=found)
-    member = Member(notices, chain)
-    if node_index:
-        return Follower(request, member)
-    return Head(opened or source(), member, found)
+    if method == "chain":
+        member = Member(notices, chain)
+        if node_index:
+            return Follower(request, member)
+        try:
+            return Head(opened or _open(request, retry, room(place)), member, found)
+        except (HpmlError, OSError) as error:
+            member.refuse(error)
+            raise
+    source = opened or _open(request, retry, room(place))
+    if method == "shared":
+        return LocalSupply(source, options_of_all or found)
+    supply = LocalSupply(PartitionSource(source, node_index, nodes), options_of_all or found)
+    supply.method = "partition"
+    return supply
+
+
+def _open(request: StageRequest, retry: Retry, room: Room) -> Source:
+    try:
+        return open_source(request, retry, room)
+    except OSError as error:
+        raise StagingError(
+            f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"
+        ) from error
+
+
+def _checked(request: StageRequest, method: str, nodes: int) -> str:
+    """Return the method that was asked for, if it can be had."""
+    one_file = method == "sbcast" and kind_of(request) != "tree"
+    return choose(
+        size=0, files=0, nodes=nodes, wanted=method, one_file=one_file, has_sbcast=has_sbcast()
+    ).method
 
 
 def _decide(

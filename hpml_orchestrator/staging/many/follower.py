@@ -113,11 +113,11 @@ class Follower:
             self._receive(plan, -1, retry, None, needed=False)
         self._is_over = True
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, hint: str = "") -> None:
         """Tell the others why this node ends."""
         self._is_over = True
         self._drop_relays()
-        self._member.fail(reason)
+        self._member.fail(StagingError(reason, hint=hint))
 
     def close(self) -> None:
         """Leave the chain."""

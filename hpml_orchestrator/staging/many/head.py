@@ -19,7 +19,17 @@ from hpml_orchestrator.staging.filehash import FileHash
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest, hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.many.handshake import DATA
-from hpml_orchestrator.staging.many.link import COMMIT, DONE, END, GO, PLAN, PLAN_END, READY
+from hpml_orchestrator.staging.many.link import (
+    COMMIT,
+    DONE,
+    END,
+    GO,
+    PLAN,
+    PLAN_END,
+    READY,
+    BrokenLinkError,
+)
+from hpml_orchestrator.staging.many.member import PeerFailedError
 from hpml_orchestrator.staging.many.planwire import plan_parts
 from hpml_orchestrator.staging.many.stream import Sender, SendingSource, chunk_hashing
 from hpml_orchestrator.staging.request import StagingStopped
@@ -104,7 +114,9 @@ class Head:
                     retry=retry.stopped_by(self._beat),
                     progress=progress,
                 )
-            except StagingError as error:
+            except (PeerFailedError, BrokenLinkError):
+                raise
+            except StagingError as error:  # of a worker, whose class does not come through
                 if self._down.peer in str(error):
                     raise self._member.explain(error) from error
                 raise
@@ -129,10 +141,10 @@ class Head:
                 self._go(b"\0")
         self._is_over = True
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, hint: str = "") -> None:
         """Tell the others why this node ends."""
         self._is_over = True
-        self._member.fail(reason)
+        self._member.fail(StagingError(reason, hint=hint))
 
     def close(self) -> None:
         """Leave the chain and close the source."""

@@ -106,6 +106,11 @@ class Member:
         """What the nodes before and behind are called."""
         return (self.up.peer if self.up else "", self.down.peer if self.down else "")
 
+    def refuse(self, error: BaseException) -> None:
+        """Let the others know, before they come, why the first node does not begin."""
+        message = f"{self.place.node}: {error}"
+        self.notices.post("secret", error=message, hint=str(getattr(error, "hint", "")))
+
     def join(self) -> None:
         """Find the neighbours.
 
@@ -121,6 +126,8 @@ class Member:
         else:
             first = place.called(0)
             told = self.notices.wait("secret", place.join_seconds, f"{first} did not begin")
+            if "error" in told:
+                raise PeerFailedError(str(told["error"]), hint=str(told.get("hint", "")))
             self.secret = bytes.fromhex(str(told["secret"]))
             address = own_address(place.interfaces, towards=place.towards)
             self.door = Door(address, self.secret, me=place.index, caller=place.index - 1)
@@ -244,7 +251,7 @@ class Member:
             return error
         return lost
 
-    def fail(self, error: BaseException | str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the neighbours why this node ends, and leave the chain."""
         if self._closed:
             return

@@ -84,7 +84,7 @@ class PartitionSource:
         plan = self._whole = self._source.plan()
         names = [entry.path for entry in plan.files]
         if self.kind == "file" or _PACK_INDEX in names:
-            what = "a pack is read as a whole" if _PACK_INDEX in names else "is one file"
+            what = "this is one file" if self.kind == "file" else "a pack is read as a whole"
             raise InputError(
                 f"partition divides trees and archives that are unpacked, but {what}",
                 field="distribution",

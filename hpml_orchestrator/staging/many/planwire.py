@@ -160,7 +160,8 @@ class PlanReader:
     def _check(self, entry: Entry) -> None:
         path = entry.path
         parent, _, base = path.rpartition("/")
-        if not base or base in {".", ".."} or "\0" in path or path.count("/") > DEEPEST:
+        bad = path.startswith("/") or base in {"", ".", ".."} or "\0" in path
+        if bad or path.count("/") > DEEPEST:
             raise _wrong(f"the name {shown(path)!r} may not be made")
         if parent not in self._directories:
             raise _wrong(f"{shown(path)} is in no directory of it")

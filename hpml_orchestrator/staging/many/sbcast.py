@@ -148,10 +148,12 @@ class Broadcast:
     def reuse(self) -> None:
         """Nothing is left to do for the others."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, hint: str = "") -> None:
         """Let the first node know, should it wait for this one."""
         with contextlib.suppress(HpmlError):
-            self._notices.post(f"{self._place.index}.done", node=self._place.node, error=reason)
+            self._notices.post(
+                f"{self._place.index}.done", node=self._place.node, error=reason, hint=hint
+            )
 
     def close(self) -> None:
         """Remove the copy, or what sbcast left of one."""
@@ -323,4 +325,5 @@ class Broadcast:
         for index in range(1, self._place.nodes):
             found = self._pulse.wait(f"{index}.{what}", index)
             if found.get("error"):
-                raise StagingError(f"{found.get('node')}: {found['error']}")
+                hint = str(found.get("hint", ""))
+                raise StagingError(f"{found.get('node')}: {found['error']}", hint=hint)

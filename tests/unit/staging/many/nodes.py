@@ -50,7 +50,8 @@ try:
         "digest": result.digest, "method": result.method, "reused": result.reused,
     }), flush=True)
 except HpmlError as error:
-    print(json.dumps({"error": str(error), "hint": error.hint, "code": error.exit_code}), flush=True)
+    said = {"error": str(error), "hint": error.hint, "code": error.exit_code}
+    print(json.dumps(said), flush=True)
     status = error.exit_code
 if told["stay"]:
     sys.stdin.read()

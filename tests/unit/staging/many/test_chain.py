@@ -1,0 +1,167 @@
+"""A chain brings the same tree to all nodes, and the source is read once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.unit.staging.many.nodes import Nodes
+
+COUNT_OPENS = """
+import hpml_orchestrator.staging.sources as S
+opened = os.path.join(told["attempt"], "..", f"opened{told['index']}")
+real = S._TreeReader.read
+def read(self, number, start, end):
+    with open(opened, "a") as stream:
+        stream.write(f"{number}\\n")
+    return real(self, number, start, end)
+S._TreeReader.read = read
+"""
+
+
+def same(first: Path, second: Path) -> bool:
+    """Whether two trees have the same names, types and contents (GNU diff)."""
+    words = ["diff", "-r", "--no-dereference", first, second]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0
+
+
+def test_all_nodes_get_the_tree(job: Callable[..., Nodes], tree: Path) -> None:
+    """Four nodes: same names, contents, links, times, holes; modes without what umask takes."""
+    nodes = job(tree, 4, umask=0o027)
+    nodes.start()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0] * 4, ends
+    assert len({end["digest"] for end in ends}) == 1
+    assert ends[0]["digest"].startswith("xxh3_128:")
+    assert all(end["method"] == "chain" and not end["reused"] for end in ends)
+    for index in range(4):
+        data = nodes.data(index)
+        assert same(tree, data)
+        assert stat.S_IMODE((data / "run.sh").stat().st_mode) == 0o750
+        assert os.readlink(data / "link") == "a/../a/7.bin"
+        assert (data / "a" / "same").stat().st_ino == (data / "large").stat().st_ino
+        assert (data / "holes").stat().st_blocks * 512 < 4 << 20
+        for name in ("large", "a", "a/7.bin"):
+            assert (data / name).stat().st_mtime_ns == (tree / name).stat().st_mtime_ns
+    assert nodes.leftovers() == []
+
+
+def test_only_the_first_node_reads_the_source(job: Callable[..., Nodes], tree: Path) -> None:
+    """Each file with contents is read once, on node 0."""
+    nodes = job(tree, 3, before=COUNT_OPENS)
+    nodes.start()
+    assert [end["status"] for end in nodes.ends()] == [0, 0, 0]
+    opened = (nodes.root / "opened0").read_text().split()
+    assert len(opened) == len(set(opened)) >= 300
+    assert not (nodes.root / "opened1").exists()
+    assert not (nodes.root / "opened2").exists()
+
+
+def test_digest_is_that_of_a_plain_copy(job: Callable[..., Nodes], tree: Path) -> None:
+    """A tree has one digest however it came."""
+    nodes = job(tree, 2)
+    nodes.start()
+    chained = nodes.ends()
+    alone = job(tree, 2)
+    alone.attempt = "second"
+    shutil.rmtree(nodes.base(0))
+    alone.start(0, method="shared")
+    assert alone.ends()[0]["digest"] == chained[0]["digest"] == chained[1]["digest"]
+
+
+def test_files_larger_than_a_piece(job: Callable[..., Nodes], root: Path) -> None:
+    """600 MiB come in three pieces, over several connections."""
+    source = root / "one"
+    with open(source, "wb") as stream:
+        stream.truncate(600 << 20)
+        for at in (0, 255 << 20, 256 << 20, (600 << 20) - 3):
+            stream.seek(at)
+            stream.write(b"xyz")
+    nodes = job(source, 3)
+    nodes.start()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0, 0, 0], ends
+    assert len({end["digest"] for end in ends}) == 1
+    for index in range(3):
+        words = ["cmp", source, nodes.data(index) / "one"]
+        assert subprocess.run(words, check=False).returncode == 0
+
+
+def test_archives_are_unpacked_once(job: Callable[..., Nodes], tree: Path, root: Path) -> None:
+    """What travels is what is in the archive."""
+    archive = root / "data.tar.gz"
+    shutil.rmtree(tree / "empty dir")
+    with tarfile.open(archive, "w:gz") as made:
+        for path in sorted((tree / "a").iterdir()):
+            made.add(path, path.name)
+    nodes = job(archive, 3)
+    nodes.start()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0, 0, 0], ends
+    assert all(same(tree / "a", nodes.data(index)) for index in range(3))
+
+
+def test_without_xxhash_chunks_have_keyed_digests(job: Callable[..., Nodes], tree: Path) -> None:
+    """BLAKE2b takes over where no node has xxhash."""
+    before = "import hpml_orchestrator.staging.hashing as H; H._xxhash = lambda: None"
+    nodes = job(tree, 3, before=before)
+    nodes.start()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0, 0, 0], ends
+    assert ends[2]["digest"].startswith("blake2b_128:")
+    assert same(tree, nodes.data(2))
+
+
+def test_a_node_that_cannot_hash_alike_is_named(job: Callable[..., Nodes], tree: Path) -> None:
+    """One node without xxhash ends all, rather than trust what it cannot check."""
+    before = "import hpml_orchestrator.staging.hashing as H; H._xxhash = lambda: None"
+    nodes = job(tree, 3)
+    nodes.start(0, 1)
+    nodes.start(2, before=before)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert "n2: this node cannot hash with xxh3_128" in ends[0]["error"]
+
+
+def test_a_node_that_has_the_data_passes_it_on(job: Callable[..., Nodes], tree: Path) -> None:
+    """Whichever node has it already, first, middle or last, the others get theirs."""
+    for number, having in enumerate(((0,), (1,), (2,), (0, 1, 2))):
+        nodes = job(tree, 3, stay=True)
+        nodes.attempt = f"attempt{number}"
+        for index in having:
+            nodes.start(index, nodes=1, method="shared", stay=False)
+        assert all(end["status"] == 0 for end in nodes.ends())
+        inodes = {index: nodes.data(index).stat().st_ino for index in having}
+        nodes.start(stay=False)
+        ends = nodes.ends()
+        assert [end["status"] for end in ends] == [0, 0, 0], ends
+        assert [end["reused"] for end in ends] == [index in having for index in range(3)]
+        assert all(same(tree, nodes.data(index)) for index in range(3))
+        assert inodes == {index: nodes.data(index).stat().st_ino for index in having}
+        assert nodes.leftovers() == []
+        for index in range(3):
+            shutil.rmtree(nodes.base(index))
+
+
+def test_the_notices_are_for_the_user_alone(job: Callable[..., Nodes], tree: Path) -> None:
+    """The secret's file is mode 0600 in a directory of mode 0700, and gone at the end."""
+    nodes = job(tree, 2)
+    nodes.start(0)
+    chain = nodes.root / "attempt" / "chain"
+    secret = chain / "data.secret"
+    from tests.unit.staging.many.nodes import until  # noqa: PLC0415
+
+    until(secret.exists)
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(chain.stat().st_mode) == 0o700
+    nodes.start(1)
+    assert [end["status"] for end in nodes.ends()] == [0, 0]
+    assert not chain.exists()

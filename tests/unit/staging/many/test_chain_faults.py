@@ -1,0 +1,277 @@
+"""Whatever ends one node ends all, soon, with its reason; nothing is published, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.staging.many.nodes import Nodes, until
+from tests.unit.staging.many.proxy import Proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SLOW_SOURCE = """
+import time, hpml_orchestrator.staging.sources as S
+real = S._TreeReader.read
+def read(self, number, start, end):
+    for data in real(self, number, start, end):
+        time.sleep(0.05)
+        yield data
+S._TreeReader.read = read
+"""
+
+
+@pytest.fixture
+def tmpfs(root: Path) -> Iterator[Callable[[Path, int], None]]:
+    """Mount small file systems; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(point: Path, size: int) -> None:
+        point.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "hpml-test", point]
+        if subprocess.run(words, check=False, capture_output=True).returncode:
+            pytest.skip("mounting needs root")
+        mounted.append(point)
+
+    yield mount
+    for point in mounted:
+        subprocess.run(["umount", point], check=True)
+
+
+def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
+    """Return what says whether files have come to a node."""
+    area = nodes.data(index).parent
+    return lambda: any(
+        path.is_file() and path.stat().st_size for path in area.glob(".data.partial-*/*")
+    )
+
+
+def assert_nothing_is_there(nodes: Nodes, *indices: int) -> None:
+    """Nothing published, no part of a copy, no process, no secret."""
+    for index in indices or range(nodes.count):
+        assert not nodes.data(index).exists()
+    until(lambda: nodes.leftovers() == [])
+
+
+def assert_next_run_works(nodes: Nodes) -> None:
+    """The same nodes stage the same data in the next attempt."""
+    nodes.attempt += "+"
+    nodes.start()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0] * nodes.count, ends
+    assert all(nodes.data(index).exists() for index in range(nodes.count))
+    assert nodes.leftovers() == []
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_killed_node_ends_all(job: Callable[..., Nodes], big: Path, lost: int) -> None:
+    """SIGKILL of the first, middle or last agent: the others name it within seconds."""
+    nodes = job(big, 3)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 2))
+    nodes.signal(lost, signal.SIGKILL)
+    began = time.monotonic()
+    others = [index for index in range(3) if index != lost]
+    ends = nodes.ends(*others)
+    assert time.monotonic() - began < 10
+    for end in ends:
+        assert end["status"] == 8, end
+        assert f"n{lost} was lost" in end["error"], end
+    nodes.ends(lost)
+    assert not any(nodes.data(index).exists() for index in range(3))
+    assert_next_run_works(nodes)
+
+
+def test_a_killed_relay_ends_all(job: Callable[..., Nodes], big: Path) -> None:
+    """The process that receives data dies, as the kernel's memory killer would have it."""
+    nodes = job(big, 3)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 2))
+    agent = nodes.started[1].pid
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert "a process that receives data died (signal 9)" in ends[1]["error"]
+    assert all("n1: a process that receives" in ends[index]["error"] for index in (0, 2)), ends
+    assert_nothing_is_there(nodes)
+    assert_next_run_works(nodes)
+
+
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_hung_node_ends_all(job: Callable[..., Nodes], big: Path, hung: int) -> None:
+    """A stopped agent gives no sign of life: after the timeout the others name it."""
+    nodes = job(big, 3, timeout=2.0)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 2))
+    nodes.signal(hung, signal.SIGSTOP)
+    began = time.monotonic()
+    others = [index for index in range(3) if index != hung]
+    ends = nodes.ends(*others)
+    assert time.monotonic() - began < 12
+    assert all(end["status"] == 8 and f"n{hung} hangs" in end["error"] for end in ends), ends
+    nodes.signal(hung, signal.SIGCONT)
+    end = nodes.ends(hung)[0]
+    assert end["status"] == 8, end
+    assert_nothing_is_there(nodes)
+
+
+def test_a_node_that_is_told_to_stop_ends_all(job: Callable[..., Nodes], big: Path) -> None:
+    """SIGTERM, as at the time limit, on one node; the others say which."""
+    nodes = job(big, 3)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 2))
+    nodes.signal(1, signal.SIGTERM)
+    ends = nodes.ends()
+    assert "stopped" in ends[1]["error"]
+    assert all("n1: was told to stop" in ends[index]["error"] for index in (0, 2)), ends
+    assert_nothing_is_there(nodes)
+
+
+def test_all_nodes_told_to_stop_leave_nothing(job: Callable[..., Nodes], big: Path) -> None:
+    """SIGTERM everywhere at once, as scancel does."""
+    nodes = job(big, 3)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 2))
+    for index in range(3):
+        nodes.signal(index, signal.SIGTERM)
+    assert all(end["status"] == 8 for end in nodes.ends())
+    assert_nothing_is_there(nodes)
+
+
+def test_a_node_that_never_comes(job: Callable[..., Nodes], tree: Path) -> None:
+    """Both its neighbours name it, the others hear of it, and stopping does not have to wait."""
+    nodes = job(tree, 4, join_seconds=2.0)
+    nodes.start(0, 1, 3)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert "n1: node 2 of 4 did not come within 2 s" in ends[0]["error"]
+    assert "node 2 of 4 did not come within 2 s" in ends[1]["error"]
+    assert "node 2 of 4 did not come within 2 s" in ends[2]["error"]
+    nodes.count = 4
+    assert_nothing_is_there(nodes, 0, 1, 3)
+
+
+def test_one_node_without_room_ends_all_before_a_byte(
+    job: Callable[..., Nodes], tree: Path
+) -> None:
+    """The last node has too little room: everybody says so, and nothing was copied."""
+    nodes = job(tree, 3)
+    nodes.start(0, 1, before=SLOW_SOURCE)
+    nodes.start(2, room=10_000)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8, 2], ends
+    for index in (0, 1):
+        assert "n2: data: needs" in ends[index]["error"]
+        assert ends[index]["hint"] == ends[2]["hint"] != ""
+    assert_nothing_is_there(nodes)
+
+
+def test_a_full_disk_ends_all(
+    job: Callable[..., Nodes], big: Path, tmpfs: Callable[[Path, int], None]
+) -> None:
+    """The room that was there goes while data comes (a real tmpfs that is too small)."""
+    nodes = job(big, 3)
+    tmpfs(nodes.base(1), 40 << 20)
+    nodes.start(0, 2)
+    nodes.start(1, room=1 << 40)  # told more than there is
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert "No space left on device" in ends[1]["error"]
+    assert all("n1: cannot write" in ends[index]["error"] for index in (0, 2)), ends
+    assert_nothing_is_there(nodes)
+
+
+@pytest.mark.parametrize(("kind", "told"), [(2, "was damaged on its way from"), (1, "is damaged")])
+def test_a_flipped_bit_is_found(job: Callable[..., Nodes], big: Path, kind: int, told: str) -> None:
+    """A fake network flips one bit of the data, or of what nodes say: all end."""
+    nodes = job(big, 3)
+    at = 5_000_000 if kind == 2 else 200
+    proxy = Proxy(nodes.root / "attempt" / "chain" / "data.1", kind=kind, at=at)
+    try:
+        nodes.start(0, before=proxy.before)
+        nodes.start(1, 2)
+        ends = nodes.ends()
+    finally:
+        proxy.close()
+    assert proxy.flipped >= 1
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert any(told in end["error"] for end in ends), ends
+    if kind == 2:
+        assert "n0" in ends[1]["error"]
+        assert all("n1: a chunk" in ends[index]["error"] for index in (0, 2)), ends
+    assert_nothing_is_there(nodes)
+    assert_next_run_works(nodes)
+
+
+def test_a_source_that_changes_ends_all(job: Callable[..., Nodes], big: Path) -> None:
+    """Node 0 sees it, and nobody publishes."""
+    nodes = job(big, 3)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 2))
+    (big / "9").write_bytes(b"other")
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert all("changed while it was copied" in end["error"] for end in ends)
+    assert_nothing_is_there(nodes)
+
+
+def test_a_file_that_comes_to_the_source_ends_all(job: Callable[..., Nodes], big: Path) -> None:
+    """A new name in a directory shows in its time."""
+    nodes = job(big, 2)
+    nodes.start(before=SLOW_SOURCE)
+    until(begun(nodes, 1))
+    (big / "new").touch()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [8, 8], ends
+    assert "changed while it was copied" in ends[1]["error"]
+    assert_nothing_is_there(nodes)
+
+
+def test_a_source_that_is_not_there_ends_all(job: Callable[..., Nodes], root: Path) -> None:
+    """The others need not wait for a first node that cannot begin."""
+    nodes = job(root / "nowhere", 3)
+    began = time.monotonic()
+    nodes.start()
+    ends = nodes.ends()
+    assert time.monotonic() - began < 15
+    assert [end["status"] for end in ends] == [8, 8, 8], ends
+    assert "n0: cannot stage data from" in ends[2]["error"]
+
+
+def test_strangers_neither_break_nor_stall(job: Callable[..., Nodes], big: Path) -> None:
+    """Port scans, silence, nonsense, and a replay of a real connection's first bytes."""
+    nodes = job(big, 3)
+    nodes.start(1, 2)
+    nodes.start(0, before=SLOW_SOURCE)
+    cards = [nodes.root / "attempt" / "chain" / f"data.{index}" for index in (1, 2)]
+    until(lambda: all(card.exists() for card in cards))
+    strangers = []
+    for card in cards:
+        found = card_of(card)
+        for said in (b"", b"GET / HTTP/1.0\r\n\r\n", b"HPMLchn1" + bytes(45), bytes(53) * 9):
+            stranger = socket.create_connection((found["address"], found["port"]))
+            stranger.sendall(said)
+            strangers.append(stranger)
+        socket.create_connection((found["address"], found["port"])).close()
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0, 0, 0], ends
+    for stranger in strangers:
+        stranger.close()
+    assert nodes.leftovers() == []
+
+
+def card_of(path: Path) -> dict[str, Any]:
+    """A notice, once it is whole."""
+    import json  # noqa: PLC0415
+
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
