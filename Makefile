@@ -41,7 +41,7 @@ demo: $(VENV)/.train
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 
-# Real Slurm, MariaDB, Open MPI, compilers, strace and readers of manual pages for the tests, from Debian's packages;
+# Real Slurm, MariaDB, Open MPI, compilers, strace, archivers and readers of manual pages for the tests, from Debian's packages;
 # without root they skip, loudly.
 system: | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -50,9 +50,12 @@ system: | $(BIN)/pip
 	    command -v man >/dev/null && command -v groff >/dev/null && command -v mandoc >/dev/null && \
 	    command -v mpirun >/dev/null && command -v mpicxx >/dev/null && command -v numactl >/dev/null && \
 	    command -v cmake >/dev/null && command -v gcc >/dev/null && command -v g++ >/dev/null && \
+	    command -v mksquashfs >/dev/null && command -v squashfuse_ll >/dev/null && \
+	    command -v zstd >/dev/null && command -v zip >/dev/null && command -v unzip >/dev/null && \
 	    test -e "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
 	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-	      strace git tmux man-db groff mandoc openmpi-bin libopenmpi-dev numactl cmake gcc g++ make python3-dev; }; }; \
+	      strace git tmux man-db groff mandoc openmpi-bin libopenmpi-dev numactl cmake gcc g++ make python3-dev \
+	      squashfs-tools squashfuse zstd zip unzip; }; }; \
 	else echo 'make: not root: tests that need Debian packages skip if these are not installed'; fi
 
 # Horovod, built once per PyTorch and kept in the user's cache. Where the compilers are missing its tests skip; on CI they fail.

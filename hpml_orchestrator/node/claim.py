@@ -159,7 +159,7 @@ def _forget(attempt: Attempt) -> None:
     """Remove the markers of an earlier start of the same attempt."""
     markers = [
         path
-        for name in ("nodes", "plan", "binding")
+        for name in ("nodes", "plan", "binding", "chain")
         for path in (attempt.directory / name).glob("*")
         if path.is_file()
     ]

@@ -24,80 +24,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
-import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import NotFoundError, StagingError
 from hpml_orchestrator.packing.files import publish
-from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.packindex import (
+    INDEX_FILE,
+    INDEX_MAGIC,
+    INDEX_RECORD,
+    INDEX_START,
+    INDEX_VERSION,
+    Archive,
+    Index,
+    Row,
+    read_index,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["INDEX_FILE", "KINDS", "Archive", "Index", "Row", "read_index", "write_index"]
 
-INDEX_FILE = "pack.index"
 KINDS = ("file", "hard link", "symbolic link")
-VERSION = 1
-
-_MAGIC = b"HPMLPACK"
-_START = struct.Struct("<II")
-_RECORD = struct.Struct("<QQQIB3x16s")
-_BODY_AT = len(_MAGIC) + hashlib.sha256().digest_size
-_HEADER_AT = _BODY_AT + _START.size
-_PIECE_BYTES = 1 << 20
-
-
-class Row(NamedTuple):
-    """One name of a pack."""
-
-    name: bytes
-    shard: int
-    offset: int
-    size: int
-    kind: int
-    digest: bytes
-
-
-class Archive(NamedTuple):
-    """One archive of a pack; `digest` is XXH3-128 of the whole, in hexadecimal."""
-
-    file: str
-    bytes: int
-    files: int
-    digest: str
-
-
-@dataclass(frozen=True)
-class Index:
-    """What an index says."""
-
-    directory: str
-    tree: str
-    shard_bytes: int
-    archives: Sequence[Archive]
-    count: int
-    digest: str
-    _body: mmap.mmap
-    _records_at: int
-
-    def rows(self) -> Iterator[Row]:
-        """Yield all rows in the order of the names."""
-        names_at = self._records_at + self.count * _RECORD.size
-        body = self._body
-        end_of_names = len(body) - names_at
-        for number in range(self.count):
-            at = self._records_at + number * _RECORD.size
-            offset, size, start, shard, kind, digest = _RECORD.unpack_from(body, at)
-            following = at + _RECORD.size + 16
-            end = end_of_names
-            if number + 1 < self.count:
-                end = int.from_bytes(body[following : following + 8], "little")
-            name = body[names_at + start : names_at + end]
-            yield Row(name, shard, offset, size, kind, digest)
 
 
 def write_index(
@@ -124,7 +72,7 @@ def write_index(
     count = 0
     for row in rows:
         start = len(names)
-        records += _RECORD.pack(row.offset, row.size, start, row.shard, row.kind, row.digest)
+        records += INDEX_RECORD.pack(row.offset, row.size, start, row.shard, row.kind, row.digest)
         names += row.name
         count += 1
     told = {
@@ -136,66 +84,11 @@ def write_index(
     }
     header = json.dumps(told, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    start_of_all = _START.pack(VERSION, len(header))
+    start_of_all = INDEX_START.pack(INDEX_VERSION, len(header))
     digest = hashlib.sha256()
     for piece in (start_of_all, header, records, names):
         digest.update(piece)
     with publish(directory, INDEX_FILE) as fd, os.fdopen(os.dup(fd), "wb") as stream:
-        for piece in (_MAGIC, digest.digest(), start_of_all, header, records, names):
+        for piece in (INDEX_MAGIC, digest.digest(), start_of_all, header, records, names):
             stream.write(piece)
     return digest.hexdigest()
-
-
-def read_index(directory: str) -> Index:
-    """Open the index of a pack and check its digest.
-
-    Raises:
-        NotFoundError: there is no such pack.
-        StagingError: it cannot be read, is damaged, or was written by a newer hpml.
-    """
-    path = os.path.join(directory, INDEX_FILE)
-    try:
-        with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size < _HEADER_AT:
-                raise _damaged(path, "too short")
-            body = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            digest = hashlib.sha256()
-            stream.seek(_BODY_AT)
-            while piece := stream.read(_PIECE_BYTES):
-                digest.update(piece)
-    except FileNotFoundError:
-        raise NotFoundError(
-            f"{shown(directory)} is no finished pack: it has no {INDEX_FILE}",
-            hint="`hpml pack SOURCE DEST` makes one, with --resume it completes one",
-        ) from None
-    except NotADirectoryError:
-        raise NotFoundError(f"{shown(directory)} is no directory") from None
-    except OSError as error:
-        raise StagingError(f"cannot read {shown(path)}: {why(error)}") from error
-    if body[: len(_MAGIC)] != _MAGIC:
-        raise _damaged(path, "it does not begin as an index does")
-    if body[len(_MAGIC) : _BODY_AT] != digest.digest():
-        raise _damaged(path, "its digest is not that of its contents")
-    version, length = _START.unpack_from(body, _BODY_AT)
-    if version != VERSION:
-        raise StagingError(
-            f"{shown(path)} has version {version}; this hpml reads {VERSION}",
-            hint="use the newer hpml that wrote it",
-        )
-    told = json.loads(body[_HEADER_AT : _HEADER_AT + length])
-    archives = [Archive(*one) for one in told["shards"]]
-    return Index(
-        directory,
-        told["tree"],
-        told["shard_bytes"],
-        archives,
-        told["files"],
-        digest.hexdigest(),
-        body,
-        _HEADER_AT + length,
-    )
-
-
-def _damaged(path: str, reason: str) -> StagingError:
-    return StagingError(f"{shown(path)} is damaged: {reason}", hint="pack the tree again")

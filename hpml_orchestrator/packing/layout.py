@@ -11,6 +11,7 @@ from xxhash import xxh3_128
 
 from hpml_orchestrator.packing import ustar
 from hpml_orchestrator.packing.order import place, sample
+from hpml_orchestrator.staging.packindex import TREE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import Entry, Plan
 
 __all__ = ["TREE_FILE", "Layout", "Shard", "file_header", "lay_out"]
-
-TREE_FILE = "tree.tar"
-"""The archive of directories and links. It is unpacked last, and so keeps directories' times."""
 
 _DIGITS = 5
 _NANO = 1_000_000_000

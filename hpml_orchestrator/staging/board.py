@@ -16,6 +16,7 @@ __all__ = ["MOST_TALLIES", "Board", "Done", "Tally"]
 MOST_TALLIES = 128
 _TALLY = struct.Struct("=qqdd")
 _DIGESTS_AT = 8192
+_TOLD_TOGETHER = 15
 _FAULTY, _STOPPED = 0, 1
 
 
@@ -98,6 +99,11 @@ class Tally(Done):
         self._at = at
         self._progress = progress
         self._told = (0, 0)
+
+    def tell_often(self) -> None:
+        """Let the figures be seen, but not for every small file of a worker."""
+        if self._progress is not None or self.files & _TOLD_TOGETHER == 0:
+            self.tell()
 
     def tell(self) -> None:
         """Let the figures be seen."""

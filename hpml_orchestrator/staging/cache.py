@@ -63,6 +63,7 @@ __all__ = [
 DATA = "data"
 _KEY_BYTES = 16
 _STAT_BLOCK_BYTES = 512
+_ROOM_TO_BEGIN = Need(1 << 20, 64)
 
 
 def entry_key(plan: Plan, *, source: str, kind: str, options: Iterable[str] = ()) -> str:
@@ -310,6 +311,10 @@ class Cache:
         found = [published_head(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
         more = sum(int(head.get("bytes", 0)) for head in found)
         return dataclasses.replace(room, bytes=room.bytes + more)
+
+    def make_room_to_begin(self, measure: Callable[[], Room]) -> list[str]:
+        """Remove entries until a job's directory and records fit; see `make_room`."""
+        return self.make_room(_ROOM_TO_BEGIN, measure)
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
         """Remove entries that nothing uses, least recently used first, until a need is met.

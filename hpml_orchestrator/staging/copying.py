@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
-    from hpml_orchestrator.staging.source import Reader
 
-__all__ = ["CREATE", "READ", "Copying", "ReaderCopying", "Task", "TreeCopying", "check_same"]
+__all__ = ["CREATE", "READ", "WRITE", "Copying", "Task", "TreeCopying", "check_same"]
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_SENDFILE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _ZEROS = bytes(BLOCK_BYTES)
@@ -145,7 +144,8 @@ class Copying:
                         "choose another target",
                     ) from error
                 self._wrong(entry, why(error), error)
-            tally.tell()
+            tally.tell_often()
+        tally.tell()
 
     def _wrong(self, entry: Entry, reason: str, error: BaseException) -> None:
         self._board.set_faulty()
@@ -310,7 +310,7 @@ class TreeCopying(Copying):
             if self._board.faulty:
                 return
             digest = self._summer(number, batch)
-            target = os.open(entry.path, _WRITE, dir_fd=self._to)
+            target = os.open(entry.path, WRITE, dir_fd=self._to)
             try:
                 self._fill(source, target, (batch.start, batch.end), entry, digest, tally)
             finally:
@@ -393,92 +393,6 @@ class TreeCopying(Copying):
             at += count
             if at < end:
                 self._retry.check_stop()
-
-
-class ReaderCopying(Copying):
-    """Copies what a source's reader gives."""
-
-    def __init__(
-        self,
-        task: Task,
-        board: Board,
-        retry: Retry,
-        problem: Callable[[str, str, BaseException], None],
-        reader: Reader,
-    ) -> None:
-        super().__init__(task, board, retry, problem)
-        self._reader = reader
-
-    def close(self) -> None:
-        """Close what is open."""
-        self._reader.close()
-        super().close()
-
-    def _file(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:
-        if self._task.take is not None:
-            self._task.take()
-        if self._board.faulty:
-            return
-        digest = self._summer(number, batch)
-        target = self._create(entry)
-        try:
-            try:
-                if entry.stored < entry.size:
-                    os.ftruncate(target, entry.size)
-                self._write(number, (0, entry.size), target, digest, tally)
-                self._settle(digest)
-                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
-            finally:
-                os.close(target)
-        except BaseException:
-            os.unlink(entry.path, dir_fd=self._to)
-            raise
-        tally.files += 1
-
-    def _piece(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:
-        if self._board.faulty:
-            return
-        digest = self._summer(number, batch)
-        target = os.open(entry.path, _WRITE, dir_fd=self._to)
-        try:
-            self._write(number, (batch.start, batch.end), target, digest, tally)
-        finally:
-            os.close(target)
-        self._settle(digest)
-        if batch.end == entry.size:
-            tally.files += 1
-
-    def _write(
-        self,
-        number: int,
-        part: tuple[int, int],
-        target: int,
-        digest: FileHash | None,
-        tally: Tally,
-    ) -> None:
-        at = part[0]
-        entry = self._task.plan.files[number]
-        sparse = entry.stored < entry.size  # what was a hole is not written
-        begin = _clock()
-        for data in self._reader.read(number, *part):
-            if digest is not None:
-                digest.update(data)
-            middle = _clock()
-            count = len(data)
-            wrote = count if sparse and data == _ZEROS[:count] else os.pwrite(target, data, at)
-            while wrote < count:
-                wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
-            at += count
-            now = _clock()
-            tally.read_seconds += middle - begin
-            tally.write_seconds += now - middle
-            tally.bytes += count
-            begin = now
-            if count >= BLOCK_BYTES:
-                tally.tell()
-                self._retry.check_stop()
-        if at != part[1]:
-            raise SourceChangedError
 
 
 def _send(source: int, target: int, offset: int, count: int) -> int:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVE", "Delivery", "partial_path"]
 
-COLLECTIVE = frozenset({"chain", "sbcast", "partition"})
-"""Methods in which all nodes of a job take part, those too that have the data already."""
+COLLECTIVE = frozenset({"chain", "sbcast"})
+"""Methods in which the nodes of a job need each other, those too that have the data already."""
 
 
 @dataclass
@@ -62,7 +62,6 @@ class Delivery:
     copied: Copied | None = None
     evicted: list[str] = field(default_factory=list)
     _plan: Plan | None = None
-    _is_told: bool = False
 
     @property
     def is_collective(self) -> bool:
@@ -78,22 +77,6 @@ class Delivery:
         if self._plan is None:
             self._plan = self.supply.plan()
         return self._plan
-
-    def reuse(self) -> None:
-        """Tell the supply that the data is there; one that sends it on to other nodes still does.
-
-        Raises:
-            StagingError: another node failed.
-        """
-        if self._plan is not None and not self._is_told:
-            self._is_told = True
-            self.supply.reuse()
-
-    def fail(self, reason: str) -> None:
-        """Tell the supply that nothing will come of it, unless it knows."""
-        if self._plan is not None and not self._is_told:
-            self._is_told = True
-            self.supply.fail(reason)
 
     def publish(self, directory: str, name: str, *locks: NameLock) -> Manifest:
         """Bring the data into a directory, by a name that appears when all of it is there.
@@ -116,7 +99,6 @@ class Delivery:
         partial = partial_path(directory, name)
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            self._is_told = True
             copied = self.supply.fill(plan, partial, retry=self.retry, progress=progress)
             manifest = self._manifest(plan, copied)
             manifest.write(manifest_path(f"{directory}/{name}"))

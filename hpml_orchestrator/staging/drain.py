@@ -61,7 +61,7 @@ class Drain:
         self._failed: list[BaseException] = []
         self._wanted = 1
         self._alone = 0.0  # throughput of one thread
-        self._since = (0.0, 0.0, 0, 0, 0)
+        self._since = (0.0, 0.0, 0, 0, 0, 0.0)
 
     def run(self) -> int:
         """Copy until there are no more batches.
@@ -96,29 +96,31 @@ class Drain:
     def _waits(self, batch: Batch, tally: Tally) -> bool:
         """Copy a batch, and say whether what was done since the last look was mostly waiting."""
         self._copying.do(batch, tally)
-        wall, cpu, waits, files, some_bytes = self._look(tally)
+        wall, cpu, waits, files, some_bytes, read = self._look(tally)
         if wall < _LOOK_EVERY_SECONDS / 2:
             return False  # too short to tell
         self._begin(tally)
         self._alone = _cost(some_bytes, files) / wall
-        waited = wall - cpu
+        # the target's locks make workers wait too, which more of them would only make worse
+        waited = min(read, wall - cpu)
         slow = waited > max(cpu * _WAITS_PER_CPU, _WAIT_SECONDS_PER_FILE * files)
         return slow and waits >= max(1, files)
 
     def _begin(self, tally: Tally) -> None:
         """Begin to look how much of the time is waiting."""
-        self._since = (0.0, 0.0, 0, 0, 0)
+        self._since = (0.0, 0.0, 0, 0, 0, 0.0)
         self._since = self._look(tally)
 
-    def _look(self, tally: Tally) -> tuple[float, float, int, int, int]:
+    def _look(self, tally: Tally) -> tuple[float, float, int, int, int, float]:
         used = resource.getrusage(resource.RUSAGE_THREAD)
-        wall, cpu, waits, files, some_bytes = self._since
+        wall, cpu, waits, files, some_bytes, read = self._since
         return (
             time.perf_counter() - wall,
             used.ru_utime + used.ru_stime - cpu,
             used.ru_nvcsw - waits,
             tally.files - files,
             tally.bytes - some_bytes,
+            tally.read_seconds - read,
         )
 
     def _widen(self) -> tuple[int, bool]:

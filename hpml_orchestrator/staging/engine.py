@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.staging.batches import share_out
 from hpml_orchestrator.staging.board import MOST_TALLIES, Board
 from hpml_orchestrator.staging.capacity import file_system_type
-from hpml_orchestrator.staging.copying import CREATE, Copying, ReaderCopying, Task, TreeCopying
+from hpml_orchestrator.staging.copying import CREATE, Copying, Task, TreeCopying
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
 from hpml_orchestrator.staging.manners import TokenBucket, drops_cache
+from hpml_orchestrator.staging.readercopying import ReaderCopying
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.batches import Batch
     from hpml_orchestrator.staging.board import Tally
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.source import Source
 
@@ -301,15 +302,26 @@ class _Copy:
 
     def _check_directories(self) -> None:
         """Look at the source's directories again: files that came or went show there."""
+        if not stat.S_ISDIR(self._plan.top.mode):
+            return  # made up for a single file
+        entries = [self._plan.top, *self._plan.directories]
+        if self._threads == 1:
+            for entry in entries:
+                self._check_directory(entry)
+            return
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - 10 ms, seldom needed
+
+        with ThreadPoolExecutor(_MOST_WORKERS) as pool:  # the source has turned out to be slow
+            for _ in pool.map(self._check_directory, entries):
+                self._retry.check_stop()
+
+    def _check_directory(self, entry: Entry) -> None:
         root = self._plan.source_root
-        for entry in [self._plan.top, *self._plan.directories]:
-            if not stat.S_ISDIR(entry.mode):
-                continue  # made up for a single file
-            path = f"{root}/{entry.path}" if entry.path else root
-            try:
-                info = self._retry(functools.partial(os.lstat, path))
-            except OSError as error:
-                self._problems.add(entry.path or ".", why(error), error)
-                continue
-            if info.st_mtime_ns != entry.mtime_ns:
-                self._problems.add(entry.path or ".", str(SourceChangedError()))
+        path = f"{root}/{entry.path}" if entry.path else root
+        try:
+            info = self._retry(functools.partial(os.lstat, path))
+        except OSError as error:
+            self._problems.add(entry.path or ".", why(error), error)
+            return
+        if info.st_mtime_ns != entry.mtime_ns:
+            self._problems.add(entry.path or ".", str(SourceChangedError()))

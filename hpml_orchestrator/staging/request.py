@@ -20,8 +20,26 @@ __all__ = [
     "target_path",
 ]
 
-KINDS = ("auto", "file", "tree", "tar")
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
+KINDS = ("auto", "file", "tree", "pack", "tar", "zip", "squashfs")
+PACK_INDEX = "pack.index"
+TAR_SUFFIXES = tuple(
+    ".tar .tar.gz .tgz .tar.xz .txz .tar.bz2 .tbz2 .tbz .tar.zst .tar.zstd .tzst".split()
+)
+SUFFIXES = {
+    **dict.fromkeys(TAR_SUFFIXES, "tar"),
+    ".zip": "zip",
+    **dict.fromkeys((".squashfs", ".sqfs", ".sqsh", ".sfs"), "squashfs"),
+}
+_MAGIC = {
+    b"PK\x03\x04": "zip",
+    b"PK\x05\x06": "zip",
+    b"hsqs": "squashfs",
+    b"\x1f\x8b": "tar",
+    b"BZh": "tar",
+    b"\xfd7zXZ\0": "tar",
+    b"\x28\xb5\x2f\xfd": "tar",
+}
+_USTAR, _USTAR_AT = b"ustar", 257
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 _JOB_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
@@ -40,9 +58,15 @@ class StageRequest:
 
     Attributes:
         name: what the job calls it, `[a-z][a-z0-9_]{0,30}`.
-        source: absolute path of a directory, a file or a tar archive.
-        kind: "tree", "file", "tar" (is unpacked), or "auto": directory -> tree, .tar, .tar.gz,
-            .tgz, .tar.xz, .tar.bz2 -> tar, any other file -> file.
+        source: absolute path of a directory or a file.
+        kind: "tree" or "file", which are copied as they are; "pack", "tar", "zip" or "squashfs",
+            which are unpacked; or "auto". By that, whatever says that it is an archive arrives as
+            the tree that it holds: a directory with a `pack.index`, so that a script that opens
+            files works with it as one that reads packs does, and a file by its suffix: those of
+            TAR_SUFFIXES, .zip, .squashfs, .sqfs, .sqsh, .sfs. Its contents then tell which kind it
+            is. They alone make no archive: .npz and .pt files are zip archives. Other files are
+            "file", other directories "tree". A pack is staged as it is, which is quickest, with
+            "tree".
         target: "shm" (RAM), "local" (the node's disk) or an absolute directory on the node.
         keep: leave it in the node's cache for later jobs, rather than remove it with the job.
         outside_links: take symbolic links that leave the tree as they are; else they are refused.
@@ -185,25 +209,41 @@ def check_job_key(job_key: str) -> None:
 
 
 def kind_of(request: StageRequest) -> str:
-    """Return "tree", "file" or "tar" for a request by looking at its source.
+    """Return the kind of a request, never "auto", by looking at its source.
 
     Raises:
         InputError: the source is not what the request says it is, or neither file nor directory.
         OSError: the source cannot be looked at.
     """
-    is_dir = os.path.isdir(request.source)
-    os.stat(request.source)
-    if not is_dir and not os.path.isfile(request.source):
-        raise InputError(
-            "must be a directory or a regular file", field="source", value=request.source
-        )
-    kind = request.kind
+    source, kind = request.source, request.kind
+    is_dir = os.path.isdir(source)
+    os.stat(source)
+    if not is_dir and not os.path.isfile(source):
+        raise InputError("must be a directory or a regular file", field="source", value=source)
+    is_pack = is_dir and os.path.isfile(f"{source}/{PACK_INDEX}")
     if kind == "auto":
         if is_dir:
-            kind = "tree"
-        else:
-            kind = "tar" if request.source.lower().endswith(TAR_SUFFIXES) else "file"
-    if is_dir != (kind == "tree"):
+            return "pack" if is_pack else "tree"
+        return _kind_of_file(source)
+    if is_dir != (kind in {"tree", "pack"}):
         found = "a directory" if is_dir else "a file"
-        raise InputError(f"kind {kind} but {found}", field="source", value=request.source)
+        raise InputError(f"kind {kind} but {found}", field="source", value=source)
+    if kind == "pack" and not is_pack:
+        raise InputError(
+            f"kind pack, but no finished pack: it has no {PACK_INDEX}",
+            field="source",
+            value=source,
+            hint="`hpml pack SOURCE DEST` makes one, with --resume it completes one",
+        )
     return kind
+
+
+def _kind_of_file(path: str) -> str:
+    kind = next((kind for end, kind in SUFFIXES.items() if path.lower().endswith(end)), "file")
+    if kind == "file":
+        return kind
+    with open(path, "rb") as stream:
+        start = stream.read(512)
+    if start[_USTAR_AT:].startswith(_USTAR):
+        return "tar"
+    return next((found for magic, found in _MAGIC.items() if start.startswith(magic)), kind)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.archive import DAMAGED, members_of, scan_archive
 from hpml_orchestrator.staging.copying import READ, check_same
-from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
+from hpml_orchestrator.staging.faults import SourceChangedError
+from hpml_orchestrator.staging.packsource import PackSource
 from hpml_orchestrator.staging.plan import scan_file, scan_tree
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.squash import SquashSource
+from hpml_orchestrator.staging.tarplain import TarSource
+from hpml_orchestrator.staging.zipsource import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["FileSource", "TarSource", "TreeSource", "open_source"]
+__all__ = ["FileSource", "TreeSource", "open_source"]
 
 
 def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
@@ -37,14 +38,26 @@ def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
 
     Raises:
         InputError: the source is not what the request says it is.
+        StagingError: this node lacks what it takes to read it.
         OSError: the source cannot be looked at.
     """
     kind = retry(lambda: kind_of(request))
+    path, outside_links = request.source, request.outside_links
+
+    def tree(directory: str) -> TreeSource:
+        return TreeSource(directory, retry, outside_links=outside_links)
+
     if kind == "tree":
-        return TreeSource(request.source, retry, outside_links=request.outside_links)
+        return tree(path)
     if kind == "file":
-        return FileSource(request.source, retry)
-    return TarSource(request.source, retry, most_bytes=room.bytes)
+        return FileSource(path, retry)
+    if kind == "squashfs":
+        return SquashSource(path, retry, tree)
+    if kind == "pack":
+        return PackSource(path, retry, outside_links=outside_links)
+    if kind == "zip":
+        return ZipSource(path, retry, outside_links=outside_links)
+    return TarSource(path, retry, most_bytes=room.bytes, outside_links=outside_links)
 
 
 class TreeSource:
@@ -124,66 +137,3 @@ class _TreeReader:
     def close(self) -> None:
         """Close the directory."""
         os.close(self._top)
-
-
-class TarSource:
-    """A tar archive, perhaps compressed, that is unpacked from front to back."""
-
-    kind = "tar"
-    ordered = True
-
-    def __init__(self, path: str, retry: Retry, *, most_bytes: int) -> None:
-        self._path = path
-        self._retry = retry
-        self._most_bytes = most_bytes
-
-    def plan(self) -> Plan:
-        """Look at every member."""
-        return scan_archive(self._path, self._retry, most_bytes=self._most_bytes)
-
-    def reader(self, plan: Plan) -> Reader:
-        """Open the archive at its start."""
-        return _TarReader(self._path, plan, self._retry)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class _TarReader:
-    """Reads members in the order of the plan."""
-
-    def __init__(self, path: str, plan: Plan, retry: Retry) -> None:
-        self._path = path
-        self._plan = plan
-        self._members = members_of(path, retry)
-        self._last = len(plan.files) - 1
-
-    def read(self, number: int, start: int, end: int) -> Iterator[Buffer]:
-        """Yield the next member; see `source.Reader`."""
-        entry = self._plan.files[number]
-        found = next(self._members, None)
-        if found is None or found[:2] != (entry.path, entry.size):
-            raise self._changed()
-        if (start, end) != (0, entry.size):
-            raise ValueError("an archive is read file by file")
-        data = found[2]
-        while start < end:
-            try:
-                block = data.read(min(BLOCK_BYTES, end - start))
-            except (*DAMAGED, OSError) as error:
-                raise StagingError(f"cannot read {shown(self._path)}: {why(error)}") from error
-            if not block:
-                raise self._changed()
-            yield block
-            start += len(block)
-        if number == self._last:
-            for _ in self._members:  # to the end: checksums of compressed data are verified there
-                raise self._changed()
-
-    def _changed(self) -> StagingError:
-        return StagingError(f"{shown(self._path)}: changed while it was unpacked")
-
-    def close(self) -> None:
-        """Close the archive."""
-        with contextlib.closing(self._members):
-            pass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import linked_key
-from hpml_orchestrator.staging.capacity import Need, Room, room_at
+from hpml_orchestrator.staging.capacity import Room, room_at
 from hpml_orchestrator.staging.delivery import Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["CopyStager"]
 
 T = TypeVar("T")
-
-_ROOM_TO_BEGIN = Need(1 << 20, 64)
 
 
 def _never() -> bool:
@@ -86,9 +84,9 @@ class CopyStager:
         self._room = room
         self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
-        self._evicted: list[str] = []
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
+        self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, or find it published already.
@@ -98,8 +96,8 @@ class CopyStager:
         Args:
             request: what is wanted, and where.
             supply: brings the data; this node reads the source by itself when it is left out.
-                It is closed in any case. One of all nodes is planned, then told by `fill`, `reuse`
-                or `fail` what comes of it here.
+                It is closed in any case; before, it is told by `fill`, `reuse` or `fail` what
+                comes of it here. One that all nodes share is planned on each of them.
 
         Raises:
             CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
@@ -168,12 +166,10 @@ class CopyStager:
                     lock.raise_reason("another process of this job failed")
                     manifest = self._bring(delivery, area, lock, keeps=keeps)
                 if delivery.copied is None:
-                    delivery.reuse()
+                    delivery.supply.reuse()
             except BaseException as error:
-                reason = str(error) or type(error).__name__
                 if not lock.holders_reason:
-                    lock.fail(reason)
-                delivery.fail(reason)
+                    lock.fail(str(error) or type(error).__name__)
                 if isinstance(error, (OSError, HpmlError)):
                     raise _as_told(request, error) from error
                 raise
@@ -218,8 +214,7 @@ class CopyStager:
         except StagingError:
             gone = []
             with contextlib.suppress(HpmlError, OSError):
-                cache = self._keeper.cache(area)
-                gone = cache.make_room(_ROOM_TO_BEGIN, lambda: self._room(area.base))
+                gone = self._keeper.cache(area).make_room_to_begin(lambda: self._room(area.base))
             if not gone:
                 raise
             self._evicted.extend(gone)
@@ -253,7 +248,7 @@ class CopyStager:
             for name in os.listdir(area.job_dir):
                 if name.startswith(f".{request.name}.partial-"):
                     remove_tree(f"{area.job_dir}/{name}")
-            manifest = published_manifest(path)
+            manifest = published_manifest(path) if os.path.lexists(path) else None
             if manifest is not None and not _is_same_data(manifest, request, kind):
                 raise InputError(
                     f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
@@ -274,12 +269,6 @@ class CopyStager:
         return None
 
 
-def _is_same_data(manifest: Manifest, request: StageRequest, kind: str) -> bool:
-    """Say whether published data came from where a request's would; a link to it is the same."""
-    same = os.path.realpath(manifest.source) == os.path.realpath(request.source)
-    return same and manifest.kind == kind
-
-
 def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
     """Close a supply; one that was left by an error lets the other nodes know of it."""
     try:
@@ -288,6 +277,12 @@ def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: o
             supply.fail(reason, str(getattr(error, "hint", "")))
     finally:
         supply.close()
+
+
+def _is_same_data(manifest: Manifest, request: StageRequest, kind: str) -> bool:
+    """Say whether published data came from where a request's would; a link to it is the same."""
+    same = os.path.realpath(manifest.source) == os.path.realpath(request.source)
+    return same and manifest.kind == kind
 
 
 def _check_apart(request: StageRequest, area: StagingArea) -> None:

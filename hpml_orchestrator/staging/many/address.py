@@ -21,7 +21,8 @@ def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
     """Return the address to listen at.
 
     That of the first given interface which has one; else what the host's name stands for, if that
-    is not the loopback; else the one that packets to the other node would leave with.
+    is not the loopback; else the one that packets to the other node would leave with; else that
+    of any interface.
 
     Args:
         interfaces: names of network interfaces, the best first.
@@ -34,6 +35,10 @@ def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
     for one in [*_resolved(socket.gethostname()), _route(towards), _route(_NOWHERE)]:
         if one and not _is_local(one):
             return one
+    for _, name in socket.if_nameindex():
+        found = interface_address(name)
+        if found and not _is_local(found):
+            return found
     return "127.0.0.1"
 
 

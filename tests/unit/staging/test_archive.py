@@ -18,8 +18,8 @@ from hpml_orchestrator.staging import (
     Room,
     StageRequest,
     StageResult,
-    archive,
-    sources,
+    extents,
+    members,
 )
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def test_too_many_members_are_refused(
     stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The count of members has a limit."""
-    monkeypatch.setattr(archive, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(members, "MOST_MEMBERS", 3)
     refused(stager, make(tmp_path / "x.tar", *[(f"f{n}", {}) for n in range(4)]), "more than 3")
 
 
@@ -231,12 +231,11 @@ def test_an_archive_that_changes_is_an_error(
 ) -> None:
     """An archive that is written to while it is unpacked is not published."""
     path = make(tmp_path / "x.tar", *[(f"f{n}", {"data": b"1" * 512}) for n in range(3)])
-    real = archive.members_of
+    real = extents.ExtentReader.read
 
-    def members_of(*arguments: Any) -> Iterator[object]:
-        for member in real(*arguments):
-            os.utime(path, (9, 9))
-            yield member
+    def read(*arguments: Any) -> Iterator[memoryview]:
+        os.utime(path, (9, 9))
+        return real(*arguments)
 
-    monkeypatch.setattr(sources, "members_of", members_of)
+    monkeypatch.setattr(extents.ExtentReader, "read", read)
     refused(stager, path, "changed while")

@@ -487,6 +487,15 @@ def test_a_link_to_an_entry_that_is_gone_is_made_anew(base: Path, source: Path) 
     mine.cleanup()
 
 
+def test_a_manifest_without_data_means_nothing(base: Path, source: Path) -> None:
+    """A crash between the manifest and the data leaves the name free, for other data too."""
+    mine = stager(base, "1.0")
+    path = mine.stage(kept(source / "a", keep=False)).path
+    shutil.rmtree(path)
+    assert contents(mine.stage(kept(source, keep=False)).path) == contents(source)
+    mine.cleanup()
+
+
 def test_cleaning_up_does_not_follow_links(base: Path, source: Path, tmp_path: Path) -> None:
     """Links in a job directory and in an entry lead to nothing that is removed."""
     outside = tmp_path / "outside"

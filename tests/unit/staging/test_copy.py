@@ -264,6 +264,7 @@ def test_without_sendfile_bytes_go_through_memory(
         raise OSError(errno.EINVAL, "injected")
 
     asked: list[int] = []
+    (source / "large").write_bytes(os.urandom(3 << 20))
     monkeypatch.setattr(os, "sendfile", sendfile)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=EngineOptions(hash=False))
     assert picture(Path(stager.stage(shm(source)).path)) == picture(source)

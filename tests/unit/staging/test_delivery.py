@@ -40,8 +40,8 @@ class Shared(LocalSupply):
     def reuse(self) -> None:
         self.calls.append("reuse")
 
-    def fail(self, reason: str) -> None:
-        self.calls.append(f"fail: {reason}")
+    def fail(self, reason: str, hint: str = "") -> None:
+        self.calls.append(f"fail: {reason} ({hint})")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -99,23 +99,23 @@ def test_a_node_without_room_says_so(base: Path, source: Path) -> None:
     stager.cleanup()
 
 
-def test_what_fails_before_it_is_planned_is_only_closed(stager: CopyStager, source: Path) -> None:
-    """Nobody was promised anything."""
+def test_what_fails_before_it_is_planned_is_told_too(stager: CopyStager, source: Path) -> None:
+    """The other nodes wait for this one from the start."""
     supply = Shared(source)
     with pytest.raises(InputError):
         stager.stage(StageRequest("data", str(source), target="/nonexistent"), supply)
-    assert supply.calls == ["close"]
+    assert [call.partition(":")[0] for call in supply.calls] == ["fail", "close"]
 
 
-def test_a_failed_fill_is_not_told_again(stager: CopyStager, source: Path) -> None:
-    """The supply knows: the error came from itself."""
+def test_a_failed_fill_is_told(stager: CopyStager, source: Path) -> None:
+    """Nothing of it stays, in the cache neither."""
     supply = Shared(source)
     plan = supply.plan()
     (source / "one.bin").write_bytes(b"changed")
     supply.plan = lambda: plan  # type: ignore[method-assign]
     with pytest.raises(StagingError, match="changed"):
         stager.stage(request(source, keep=True), supply)
-    assert supply.calls == ["plan", "fill", "close"]
+    assert [call.partition(":")[0] for call in supply.calls] == ["plan", "fill", "fail", "close"]
     assert not list(Path(stager.area("shm").root).glob(".cache/*"))
 
 
@@ -144,4 +144,4 @@ def test_a_supply_of_this_node_alone_is_not_planned_for_nothing(
     supply = Shared(source)
     supply.method = "copy"
     assert stager.stage(request(source), supply).reused
-    assert supply.calls == ["close"]
+    assert supply.calls == ["reuse", "close"]

@@ -24,7 +24,7 @@ from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hpml_orchestrator.staging.source import Source
 
@@ -206,7 +206,7 @@ def test_a_single_large_file_is_shared_by_workers(base: Path, tmp_path: Path) ->
 
 
 @pytest.fixture
-def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Give a fault: every call that reads a file takes longer, in forked workers too."""
 
     def make(seconds: float) -> None:
@@ -237,7 +237,7 @@ def test_a_source_that_changes_under_forked_workers(
         "grow": lambda: victim.write_bytes(b"xx"),
         "shrink": lambda: victim.write_bytes(b""),
         "touch": lambda: os.utime(victim, (9, 9)),
-        "replace": lambda: (shutil.copy2(victim, f"{victim}~"), os.rename(f"{victim}~", victim)),
+        "replace": lambda: os.rename(shutil.copy2(victim, f"{victim}~"), victim),
         "remove": victim.unlink,
         "add": (last / "new").touch,
     }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ("name", {"name": "a" * 32}),
         ("source", {"source": "data"}),
         ("source", {"source": "/a\0b"}),
-        ("kind", {"kind": "zip"}),
+        ("kind", {"kind": "rar"}),
         ("target", {"target": "ram"}),
         ("target", {"target": "tmp/x"}),
     ],
@@ -63,7 +63,15 @@ def test_local_needs_a_directory() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("x.tar", "tar"), ("x.TGZ", "tar"), ("x.tar.xz", "tar"), ("x.zip", "file"), ("x", "file")],
+    [
+        ("x.tar", "tar"),
+        ("x.TGZ", "tar"),
+        ("x.tar.xz", "tar"),
+        ("x.zip", "zip"),
+        ("x.sqfs", "squashfs"),
+        ("x.npz", "file"),
+        ("x", "file"),
+    ],
 )
 def test_auto_looks_at_the_source(tmp_path: Path, name: str, kind: str) -> None:
     """Kind auto is told by directory or suffix."""

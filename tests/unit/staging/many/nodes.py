@@ -48,6 +48,7 @@ try:
     print(json.dumps({
         "path": result.path, "bytes": result.bytes, "files": result.files,
         "digest": result.digest, "method": result.method, "reused": result.reused,
+        "seconds": result.seconds,
     }), flush=True)
 except HpmlError as error:
     said = {"error": str(error), "hint": error.hint, "code": error.exit_code}

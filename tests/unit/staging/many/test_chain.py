@@ -29,7 +29,7 @@ S._TreeReader.read = read
 
 def same(first: Path, second: Path) -> bool:
     """Whether two trees have the same names, types and contents (GNU diff)."""
-    words = ["diff", "-r", "--no-dereference", first, second]
+    words: list[str | Path] = ["diff", "-r", "--no-dereference", first, second]
     return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
@@ -91,7 +91,7 @@ def test_files_larger_than_a_piece(job: Callable[..., Nodes], root: Path) -> Non
     assert [end["status"] for end in ends] == [0, 0, 0], ends
     assert len({end["digest"] for end in ends}) == 1
     for index in range(3):
-        words = ["cmp", source, nodes.data(index) / "one"]
+        words: list[str | Path] = ["cmp", source, nodes.data(index) / "one"]
         assert subprocess.run(words, check=False).returncode == 0
 
 

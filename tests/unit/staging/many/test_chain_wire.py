@@ -157,7 +157,8 @@ def test_a_damaged_plan_does_no_harm(data: some.DataObject) -> None:
         made = reader.finish(at_least=False)
     except StagingError:
         return
-    for path in [one.path for one in (*made.directories, *made.files, *made.symlinks)]:
+    paths = [entry.path for entry in (*made.directories, *made.files)]
+    for path in [*paths, *(link.path for link in made.symlinks)]:
         assert path
         assert not path.startswith("/")
         assert not {"..", ".", ""} & set(path.split("/"))
@@ -287,15 +288,13 @@ def test_both_ends_get_the_same_new_key() -> None:
 def test_who_is_not_expected_is_not_let_in(wrong: str) -> None:
     """Another secret, another number: the connector finds out before it has said anything."""
     door = Door("127.0.0.1", SECRET, me=1, caller=0)
-    told = {"secret": SECRET, "me": 0, "callee": 1, wrong: bytes(32) if wrong == "secret" else 7}
+    secret = bytes(32) if wrong == "secret" else SECRET
+    me, callee = (7 if wrong == "me" else 0), (7 if wrong == "callee" else 1)
     failed: list[Exception] = []
 
     def connect() -> None:
         try:
-            call(
-                "127.0.0.1", door.port, told["secret"], CONTROL,
-                me=told["me"], callee=told["callee"], timeout=5,
-            )  # fmt: skip
+            call("127.0.0.1", door.port, secret, CONTROL, me=me, callee=callee, timeout=5)
         except (OSError, StagingError) as error:
             failed.append(error)
 

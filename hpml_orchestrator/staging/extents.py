@@ -1,0 +1,203 @@
+"""Read files that lie as stretches of bytes in a few large ones: shards, tar and zip archives.
+
+With pread into one buffer per thread rather than through a map: a fault of the file system, or an
+archive cut short while it is read, is an error then and not SIGBUS, and small files that lie one
+behind the other come with one call.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.faults import SourceChangedError, shown
+from hpml_orchestrator.staging.source import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpml_orchestrator.staging.faults import Retry
+
+__all__ = ["Blocks", "ExtentReader", "PerThread", "Stamp", "open_archive", "stamp_of"]
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_WHOLE_BYTES = BLOCK_BYTES // 4  # what is shorter is rather read again than handed on in two parts
+
+
+class Stamp(NamedTuple):
+    """An archive as it was when it was planned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+def stamp_of(path: str, fd: int) -> Stamp:
+    """Return the stamp of an open file."""
+    info = os.fstat(fd)
+    return Stamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
+
+
+def open_archive(path: str, retry: Retry) -> int:
+    """Open an archive for reading.
+
+    Raises:
+        StagingError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = retry(lambda: os.open(path, _READ))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StagingError(f"{shown(path)}: is no regular file")
+    return fd
+
+
+class Blocks:
+    """A buffer that moves over archives; for one thread. `view[: end - start]` is [start, end)."""
+
+    __slots__ = ("_archives", "_buffer", "_retry", "archive", "end", "fd", "start", "view")
+
+    def __init__(self, archives: Sequence[Stamp], retry: Retry, size: int = BLOCK_BYTES) -> None:
+        self._archives = archives
+        self._retry = retry
+        self.fd = -1
+        self._buffer = bytearray(size)
+        self.view = memoryview(self._buffer)
+        self.archive = -1
+        self.start = self.end = 0
+
+    def fill(self, archive: int, at: int, most: int = BLOCK_BYTES) -> None:
+        """Read from an offset on, as much as fits or there is.
+
+        Raises:
+            SourceChangedError: the archive is not what it was, or ends here.
+            OSError: it cannot be read.
+        """
+        fd = self.fd if archive == self.archive else self.open(archive)
+        self.start = self.end = at
+        target = self.view[:most]
+        count = self._retry(lambda: os.preadv(fd, [target], at))
+        if not count:
+            raise SourceChangedError
+        self.check()
+        self.end = at + count
+
+    def pieces(self, archive: int, at: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes [at, stop) of an archive; a buffer is valid until the next is asked for.
+
+        Raises:
+            SourceChangedError: the archive is not what it was, or ends before.
+            OSError: it cannot be read.
+        """
+        while at < stop:
+            if archive != self.archive or not self.start <= at < self.end:
+                self.fill(archive, at)
+            until = min(stop, self.end)
+            yield self.view[at - self.start : until - self.start]
+            at = until
+
+    def exactly(self, archive: int, at: int, count: int) -> bytes:
+        """Return so many bytes at an offset."""
+        return b"".join([bytes(piece) for piece in self.pieces(archive, at, at + count)])
+
+    def open(self, archive: int) -> int:
+        """Open another archive, and return its descriptor.
+
+        Raises:
+            SourceChangedError: it, or the one before, is not what it was.
+            OSError: it cannot be opened.
+        """
+        self.check()
+        self.close()
+        self.fd = open_archive(self._archives[archive].path, self._retry)
+        self.archive = archive
+        self.check()
+        return self.fd
+
+    def check(self) -> None:
+        """Compare the open archive with what it was: so what was read before is of that one.
+
+        Raises:
+            SourceChangedError: it is another.
+        """
+        if self.fd >= 0:
+            then = self._archives[self.archive]
+            if stamp_of(then.path, self.fd) != then:
+                raise SourceChangedError
+
+    def close(self) -> None:
+        """Close the archive that is open."""
+        self.archive = -1
+        self.start = self.end = 0
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PerThread:
+    """A `Blocks` for each thread that asks."""
+
+    def __init__(self, archives: Sequence[Stamp], retry: Retry) -> None:
+        self._archives = archives
+        self._retry = retry
+        self._local = threading.local()
+        self._all: list[Blocks] = []
+
+    def get(self) -> Blocks:
+        """Return this thread's own."""
+        try:
+            blocks: Blocks = self._local.blocks
+        except AttributeError:
+            blocks = self._local.blocks = Blocks(self._archives, self._retry)
+            self._all.append(blocks)
+        return blocks
+
+    def close(self) -> None:
+        """Close all archives; no thread reads any more."""
+        for blocks in self._all:
+            blocks.close()
+
+
+class ExtentReader:
+    """A `Reader` of files that are stretches of bytes.
+
+    Args:
+        archives: the files that hold them.
+        which: number of the archive of each file of the plan; None where there is but one.
+        starts: where each file of the plan begins in it.
+        retry: calls again after faults that pass.
+    """
+
+    def __init__(
+        self,
+        archives: Sequence[Stamp],
+        which: Sequence[int] | None,
+        starts: Sequence[int],
+        retry: Retry,
+    ) -> None:
+        self._which = which
+        self._starts = starts
+        self._blocks = PerThread(archives, retry)
+
+    def read(self, number: int, start: int, end: int) -> Iterator[memoryview]:
+        """Yield a part of a file; see `Reader`."""
+        archive = self._which[number] if self._which is not None else 0
+        begin = self._starts[number]
+        at, stop = begin + start, begin + end
+        blocks = self._blocks.get()
+        if stop - at <= _WHOLE_BYTES:
+            if archive != blocks.archive or at < blocks.start or stop > blocks.end:
+                if at >= stop:
+                    return iter(())
+                blocks.fill(archive, at)
+            if stop <= blocks.end:
+                return iter((blocks.view[at - blocks.start : stop - blocks.start],))
+        return blocks.pieces(archive, at, stop)
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._blocks.close()

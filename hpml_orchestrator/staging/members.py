@@ -1,0 +1,242 @@
+"""Builds the plan of an archive from its members, none of which is trusted.
+
+Every kind of archive goes through here: names that are absolute, climb out, hold a NUL or come
+twice, what lies below a file or a link, and links that leave the root are refused. What is written
+later is created through a descriptor of the target, and symbolic links are made last.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.faults import Problems, shown
+from hpml_orchestrator.staging.plan import DEEPEST, Entry, HardLink, Plan, Symlink, link_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["MOST_MEMBERS", "UNKNOWN", "Members", "RefusedError", "plain_name"]
+
+MOST_MEMBERS = 10_000_000
+_LATEST_NS = (1 << 34) * 1_000_000_000
+_FILE, _DIRECTORY, _LINK = 1, 2, 3
+_ODD = ("//", "/.", "/\0", "\0/", "\0.", "\0\0")
+"""What shows a name that is not plain, among names with a NUL on both sides."""
+
+UNKNOWN = "is a device, a fifo or of unknown type"
+
+
+class RefusedError(Exception):
+    """A member of an archive is not unpacked."""
+
+
+class Members:
+    """Checks members one by one and builds the plan.
+
+    Args:
+        source: the archive, for errors.
+        mtime_ns: of the top and of directories that are only implied.
+        outside_links: take symbolic links that leave the root as they are.
+    """
+
+    def __init__(self, source: str, mtime_ns: int, *, outside_links: bool = False) -> None:
+        self.plan = Plan(source, Entry("", 0o755, mtime_ns))
+        self.problems = Problems(f"cannot unpack {shown(source)}")
+        self.total_bytes = 0
+        self._source = source
+        self._outside_links = outside_links
+        self._kinds = {"": _DIRECTORY}
+        self._at: dict[str, int] = {}
+        self._parent = ""  # the last one that was found to be a directory
+
+    def check_count(self, count: int) -> None:
+        """Refuse an archive of more members than any honest one has.
+
+        Raises:
+            StagingError: there are too many.
+        """
+        if count > MOST_MEMBERS:
+            raise StagingError(f"{shown(self._source)}: holds more than {MOST_MEMBERS} members")
+
+    def file(self, name: str, mode: int, mtime_ns: int, size: int) -> bool:
+        """Plan a regular file; False when it is refused, which is noted."""
+        try:
+            path = self._new(name)
+        except RefusedError as error:
+            self.problems.add(name, str(error))
+            return False
+        self._kinds[path] = _FILE
+        self.total_bytes += size
+        self.plan.files.append(Entry(path, mode, _time(mtime_ns), size, size))
+        return True
+
+    def files(self, entries: Sequence[Entry]) -> None:
+        """Plan many regular files at once, whose names have to be plain.
+
+        Raises:
+            StagingError: some names are not; names the first 20 and the count.
+        """
+        paths = [entry.path for entry in entries]
+        self.check_count(len(paths))
+        if not self._take_all(paths):
+            for path in paths:
+                self._take_one(path)
+            self.problems.raise_any()
+        self.plan.files.extend(entries)
+        self.total_bytes += sum(entry.size for entry in entries)
+
+    def _take_all(self, paths: Sequence[str]) -> bool:
+        """Take names that are all plain and new, without a call for each; else take none."""
+        joined = "\0".join(["", *paths, ""])
+        odd = any(part in joined for part in _ODD) or joined.count("\0") != len(paths) + 1
+        names = set(paths)
+        if odd or len(names) < len(paths) or not names.isdisjoint(self._kinds):
+            return False
+        parents = {path.rpartition("/")[0]: path for path in paths}
+        if not names.isdisjoint(parents):
+            return False
+        for path in parents.values():
+            try:
+                self._below(path)
+            except RefusedError:
+                return False
+        if not names.isdisjoint(self._kinds):
+            return False
+        self._kinds.update(dict.fromkeys(paths, _FILE))
+        return True
+
+    def _take_one(self, path: str) -> None:
+        try:
+            if self._new(path) != path:
+                raise RefusedError("is no plain name")
+        except RefusedError as error:
+            self.problems.add(path, str(error))
+        self._kinds[path] = _FILE
+
+    def directory(self, name: str, mode: int, mtime_ns: int) -> None:
+        """Plan a directory, or set the mode and time of one that a member below it implied."""
+        try:
+            path = plain_name(name)
+            there = self._kinds.get(path)
+            if there == _DIRECTORY:
+                self._again(Entry(path, mode, _time(mtime_ns)))
+                return
+            if there is not None:
+                raise RefusedError("is in the archive twice")
+            self._below(path)
+            self._add_directory(Entry(path, mode, _time(mtime_ns)))
+        except RefusedError as error:
+            self.problems.add(name, str(error))
+
+    def symlink(self, name: str, target: str, mtime_ns: int) -> None:
+        """Plan a symbolic link."""
+        try:
+            path = self._new(name)
+            if not target:
+                raise RefusedError("symbolic link to nothing")
+            fault = "NUL in a link" if "\0" in target else ""
+            if not fault and not self._outside_links:
+                fault = link_fault(path, target)
+            if fault:
+                raise RefusedError(fault)
+        except RefusedError as error:
+            self.problems.add(name, str(error))
+            return
+        self._kinds[path] = _LINK
+        self.plan.symlinks.append(Symlink(path, target, _time(mtime_ns)))
+
+    def hard_link(self, name: str, target: str) -> None:
+        """Plan a further name of a file that came before."""
+        try:
+            path = self._new(name)
+            first = plain_name(target)
+            if self._kinds.get(first) != _FILE:
+                raise RefusedError(f"hard link to {shown(first)}, which is no file before it")
+        except RefusedError as error:
+            self.problems.add(name, str(error))
+            return
+        self._kinds[path] = _FILE
+        self.plan.hard_links.append(HardLink(path, first))
+
+    def refuse(self, name: str, reason: str = UNKNOWN) -> None:
+        """Note a member that cannot be unpacked."""
+        self.problems.add(name, reason)
+
+    def _new(self, name: str) -> str:
+        """Return the plain name of something that is not there yet; its directory is."""
+        path = name if is_plain(name) else plain_name(name)
+        if path in self._kinds:
+            raise RefusedError("is in the archive twice")
+        if path.rpartition("/")[0] != self._parent:
+            self._below(path)
+        return path
+
+    def _below(self, path: str) -> None:
+        """See to the directories that a name implies."""
+        parent = path.rpartition("/")[0]
+        self._parent = ""
+        if path.count("/") >= DEEPEST:
+            raise RefusedError(f"nested deeper than {DEEPEST} directories")
+        if parent not in self._kinds:
+            missing = []
+            above = parent
+            while above not in self._kinds:
+                missing.append(above)
+                above = os.path.dirname(above)
+            self._check_directory(above)
+            for name in reversed(missing):
+                self._add_directory(Entry(name, 0o755, self.plan.top.mtime_ns))
+        self._check_directory(parent)
+        self._parent = parent
+
+    def _check_directory(self, path: str) -> None:
+        if self._kinds[path] != _DIRECTORY:
+            raise RefusedError(f"lies below {shown(path)}, which is no directory")
+
+    def _again(self, entry: Entry) -> None:
+        if entry.path:
+            self.plan.directories[self._at[entry.path]] = entry
+        else:
+            self.plan.top = entry
+
+    def _add_directory(self, entry: Entry) -> None:
+        self._kinds[entry.path] = _DIRECTORY
+        self._at[entry.path] = len(self.plan.directories)
+        self.plan.directories.append(entry)
+
+
+def is_plain(name: str) -> bool:
+    """Say whether a name surely needs no cleaning; hidden files count as doubtful."""
+    return (
+        "/." not in name
+        and "//" not in name
+        and "\0" not in name
+        and name[:1] not in {"", "/", "."}
+        and name[-1:] != "/"
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return a member's name without `.` and empty parts, "" for the top.
+
+    Raises:
+        RefusedError: it is absolute, climbs out, or holds a NUL.
+    """
+    if not name:
+        raise RefusedError("has no name")
+    if "\0" in name:
+        raise RefusedError("NUL in the name")
+    if name.startswith("/"):
+        raise RefusedError("absolute name")
+    parts = [part for part in name.split("/") if part not in {"", "."}]
+    if ".." in parts:
+        raise RefusedError("`..` in the name")
+    if len(parts) > DEEPEST:
+        raise RefusedError(f"nested deeper than {DEEPEST} directories")
+    return "/".join(parts)
+
+
+def _time(mtime_ns: int) -> int:
+    return mtime_ns if 0 <= mtime_ns < _LATEST_NS else 0

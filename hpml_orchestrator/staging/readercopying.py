@@ -1,0 +1,165 @@
+"""Copy the files of a batch that a source's reader gives: of archives, packs and other nodes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.staging.copying import WRITE, Copying
+from hpml_orchestrator.staging.faults import DamagedSourceError, SourceChangedError
+from hpml_orchestrator.staging.source import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hpml_orchestrator.staging.batches import Batch
+    from hpml_orchestrator.staging.board import Board, Tally
+    from hpml_orchestrator.staging.copying import Task
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.filehash import FileHash
+    from hpml_orchestrator.staging.hashing import Buffer
+    from hpml_orchestrator.staging.plan import Entry
+    from hpml_orchestrator.staging.source import Reader
+
+__all__ = ["ReaderCopying"]
+
+_clock = time.perf_counter
+_ZEROS = bytes(BLOCK_BYTES)
+
+
+class ReaderCopying(Copying):
+    """Copies what a source's reader gives."""
+
+    def __init__(
+        self,
+        task: Task,
+        board: Board,
+        retry: Retry,
+        problem: Callable[[str, str, BaseException], None],
+        reader: Reader,
+    ) -> None:
+        super().__init__(task, board, retry, problem)
+        self._reader = reader
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._reader.close()
+        super().close()
+
+    def _file(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:
+        if self._task.take is not None:
+            self._task.take()
+        if self._board.faulty:
+            return
+        begin, size = _clock(), entry.size
+        pieces = self._reader.read(number, 0, size)
+        if size <= BLOCK_BYTES:
+            data = next(pieces, b"")
+            if len(data) == size:
+                self._one_block(number, entry, data, pieces, begin, tally)
+                return
+            pieces = itertools.chain((data,), pieces)
+        digest = self._summer(number, batch)
+        target = self._create(entry)
+        try:
+            try:
+                sparse = entry.stored < size
+                if sparse:
+                    os.ftruncate(target, size)
+                self._write(pieces, (0, size), target, digest, tally, sparse=sparse)
+                self._settle(digest)
+                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(target)
+        except BaseException:
+            os.unlink(entry.path, dir_fd=self._to)
+            raise
+        tally.files += 1
+
+    def _one_block(
+        self,
+        number: int,
+        entry: Entry,
+        data: Buffer,
+        rest: Iterator[Buffer],
+        begin: float,
+        tally: Tally,
+    ) -> None:
+        """Write a file that came whole, with as few steps as small files deserve."""
+        task, size = self._task, entry.size
+        if task.how is not None:
+            made = task.how.new()
+            made.update(data)
+            value = made.digest()
+            expected = task.plan.expected
+            if expected and task.how.name == "xxh3_128" and value != (expected[number] or value):
+                raise DamagedSourceError
+            self._board.put(number, value)
+        middle = _clock()
+        target = self._create(entry)
+        try:
+            try:
+                wrote = os.write(target, data) if size else 0
+                while wrote < size:
+                    wrote += os.write(target, memoryview(data)[wrote:])
+                if next(rest, None) is not None:  # what is checked at a file's end, is checked now
+                    raise SourceChangedError
+                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(target)
+        except BaseException:
+            os.unlink(entry.path, dir_fd=self._to)
+            raise
+        tally.read_seconds += middle - begin
+        tally.write_seconds += _clock() - middle
+        tally.bytes += size
+        tally.files += 1
+
+    def _piece(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:
+        if self._board.faulty:
+            return
+        digest = self._summer(number, batch)
+        target = os.open(entry.path, WRITE, dir_fd=self._to)
+        try:
+            pieces = self._reader.read(number, batch.start, batch.end)
+            sparse = entry.stored < entry.size
+            self._write(pieces, (batch.start, batch.end), target, digest, tally, sparse=sparse)
+        finally:
+            os.close(target)
+        self._settle(digest)
+        if batch.end == entry.size:
+            tally.files += 1
+
+    def _write(
+        self,
+        pieces: Iterator[Buffer],
+        part: tuple[int, int],
+        target: int,
+        digest: FileHash | None,
+        tally: Tally,
+        *,
+        sparse: bool,
+    ) -> None:
+        at = part[0]  # of a sparse file zeros are left out: its holes stay, as was counted
+        begin = _clock()
+        for data in pieces:
+            if digest is not None:
+                digest.update(data)
+            middle = _clock()
+            count = len(data)
+            wrote = count if sparse and data == _ZEROS[:count] else os.pwrite(target, data, at)
+            while wrote < count:
+                wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
+            at += count
+            now = _clock()
+            tally.read_seconds += middle - begin
+            tally.write_seconds += now - middle
+            tally.bytes += count
+            begin = now
+            if count >= BLOCK_BYTES:
+                tally.tell()
+                self._retry.check_stop()
+        if at != part[1]:
+            raise SourceChangedError

@@ -1,0 +1,81 @@
+"""A chain between four network namespaces: real addresses, a real cable to pull."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.staging.many.networks import Network, NoNetworkError
+from tests.unit.staging.many.nodes import Nodes, until
+from tests.unit.staging.many.test_chain import same
+from tests.unit.staging.many.test_chain_faults import SLOW_SOURCE, begun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Give four joined namespaces; skips where they cannot be had."""
+    try:
+        with Network(4) as made:
+            yield made
+    except NoNetworkError as error:
+        pytest.skip(f"NO NETWORK NAMESPACES: {error}")
+
+
+def start(nodes: Nodes, network: Network, **options: object) -> None:
+    """Start all nodes, each in its namespace."""
+    for index in range(nodes.count):
+        prefix = network.prefix(index)
+        nodes.start(index, prefix=prefix, interfaces=["nosuch", "eth0"], **options)
+
+
+def test_the_chain_uses_the_interface_that_was_named(
+    job: Callable[..., Nodes], big: Path, network: Network
+) -> None:
+    """All nodes get the data, and each listens at that address and nowhere else."""
+    nodes = job(big, 4)
+    start(nodes, network, before=SLOW_SOURCE)
+    until(begun(nodes, 3))
+    for index in range(1, 4):
+        words = [*network.prefix(index), "ss", "-Hltn"]
+        listening = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        found = [line.split()[3].rpartition(":")[0] for line in listening.splitlines()]
+        assert found == [network.address(index)]
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0] * 4, ends
+    assert len({end["digest"] for end in ends}) == 1
+    assert all(same(big, nodes.data(index)) for index in range(4))
+
+
+def test_without_a_name_another_address_than_the_loopbacks_is_found(
+    job: Callable[..., Nodes], tree: Path, network: Network
+) -> None:
+    """The host's name and routes are of no use here: the one interface is."""
+    nodes = job(tree, 2)
+    for index in range(2):
+        nodes.start(index, prefix=network.prefix(index), interfaces=[])
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0, 0], ends
+
+
+def test_a_pulled_cable_is_noticed(job: Callable[..., Nodes], big: Path, network: Network) -> None:
+    """Nothing arrives from a node any more: after the timeout all end, and name a neighbour."""
+    nodes = job(big, 4, timeout=2.0)
+    start(nodes, network, before=SLOW_SOURCE)
+    until(begun(nodes, 3))
+    network.cut(2)
+    began = time.monotonic()
+    ends = nodes.ends()
+    assert time.monotonic() - began < 25
+    assert [end["status"] for end in ends] == [8] * 4, ends
+    assert "n2" in ends[0]["error"]
+    assert "n2" in ends[1]["error"]
+    assert "n2" in ends[3]["error"]
+    assert not any(nodes.data(index).exists() for index in range(4))
+    assert nodes.leftovers() == []

@@ -1,0 +1,510 @@
+"""A tree comes back the same from every kind of archive, and damage is told by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.errors import CapacityError, InputError, StagingError
+from hpml_orchestrator.packing import PackRequest, pack
+from hpml_orchestrator.staging import (
+    Bases,
+    CopyStager,
+    Room,
+    StageRequest,
+    StageResult,
+    packheaders,
+)
+from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.request import kind_of
+from tests.cluster.conftest import skip_or_fail
+from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Contents = dict[bytes, tuple[object, ...]]
+TOOLS = {"tar.zst": "zstd", "zip": "zip", "squashfs": "mksquashfs"}
+
+
+def contents(root: Path, *, inodes: bool = True) -> Contents:
+    """Everything that staging keeps, by name; the owner may always write."""
+    found: Contents = {}
+    first: dict[int, bytes] = {}
+    top = os.fsencode(root)
+    for parent, directories, files in os.walk(top):
+        for name in sorted(directories + files):
+            path = os.path.join(parent, name)
+            info = os.lstat(path)
+            key = os.path.relpath(path, top)
+            seconds = info.st_mtime_ns // 1_000_000_000
+            if stat.S_ISLNK(info.st_mode):
+                found[key] = ("link", os.readlink(path), seconds)
+            elif stat.S_ISDIR(info.st_mode):
+                found[key] = ("directory", info.st_mode & 0o777 | 0o700, seconds)
+            else:
+                data = Path(os.fsdecode(path)).read_bytes()
+                found[key] = ("file", info.st_mode & 0o777 | 0o600, seconds, data)
+                if inodes and info.st_nlink > 1:
+                    first[info.st_ino] = min(key, first.get(info.st_ino, key))
+                    found[key] += (info.st_ino,)
+    return {
+        key: (*value[:4], first[value[4]]) if len(value) > 4 else value  # type: ignore[index]
+        for key, value in found.items()
+    }
+
+
+def archived(kind: str, source: Path, path: Path) -> Path:
+    """Make an archive of a tree with the tool that users take."""
+    tool = TOOLS.get(kind, "tar")
+    if shutil.which(tool) is None:
+        skip_or_fail(f"NOT TESTED: {tool} is not installed")
+    target = path / f"data.{kind}"
+    if kind == "pack":
+        pack(PackRequest(str(source), str(target), shard_bytes=1 << 16, workers=2))
+    elif kind == "zip":
+        subprocess.run(["zip", "-qryX", "-X", target, "."], cwd=source, check=True)
+    elif kind == "squashfs":
+        words = [
+            "mksquashfs",
+            str(source),
+            str(target),
+            "-quiet",
+            "-no-progress",
+            "-processors",
+            "1",
+        ]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    elif kind == "tar.zst":
+        subprocess.run(["tar", "--zstd", "-cf", target, "-C", source, "."], check=True)
+    else:
+        subprocess.run(
+            ["tar", "--format", kind.partition(".")[2], "-cf", target, "-C", source, "."],
+            check=True,
+        )
+    return target
+
+
+def stage(stager: CopyStager, path: Path, kind: str = "auto", name: str = "data") -> StageResult:
+    return stager.stage(StageRequest(name, str(path), kind=kind, target="shm"))
+
+
+def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> None:
+    """Check that an archive is refused and that nothing of it is left."""
+    with pytest.raises((StagingError, InputError), match=match):
+        stage(stager, path, kind)
+    names = os.listdir(stager.area("shm").job_dir)
+    assert "data" not in names
+    assert not [name for name in names if "partial" in name]
+
+
+@pytest.fixture(params=[1, 2])
+def engine(base: Path, request: pytest.FixtureRequest) -> Iterator[CopyStager]:
+    """Give a stager that works with one process, and with two."""
+    options = EngineOptions(processes=request.param)
+    stager = CopyStager("8.0", bases=Bases(shm=str(base)), options=options)
+    yield stager
+    stager.cleanup()
+
+
+@pytest.mark.parametrize("kind", ["pack", "tar.gnu", "tar.posix", "tar.zst", "squashfs"])
+def test_a_tree_comes_back_the_same(
+    engine: CopyStager,
+    tree: Path,  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """Names, modes, times, contents, all links and empty directories; and the same digest."""
+    copied = stage(engine, tree, "tree", "copied")
+    path = archived(kind, tree, tmp_path)
+    if kind.startswith("tar.") and kind != "tar.zst":
+        path = path.rename(tmp_path / "data.tar")
+    result = stage(engine, path)
+    assert contents(Path(result.path)) == contents(tree)
+    assert (result.bytes, result.files, result.method) == (copied.bytes, copied.files, "unpack")
+    assert result.digest == copied.digest != ""
+
+
+def test_a_tree_comes_back_from_a_zip(
+    engine: CopyStager,
+    tree: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """A zip keeps all but which names are one file; bytes that are no text stay as they are."""
+    result = stage(engine, archived("zip", tree, tmp_path))
+    found = contents(Path(result.path), inodes=False)
+    assert set(found) == set(contents(tree))
+    expected = contents(tree, inodes=False)
+    zone = {key: value[2] for key, value in expected.items()}
+    assert {key: value[2] for key, value in found.items()}.keys() == zone.keys()
+    for key, value in expected.items():
+        kept = (value[0], value[1], *value[3:])
+        assert (found[key][0], found[key][1], *found[key][3:]) == kept, key
+
+
+def test_a_pack_is_staged_as_it_is_when_asked(
+    stager: CopyStager,
+    tree: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """With kind tree the shards are copied, which is quickest; auto unpacks."""
+    path = archived("pack", tree, tmp_path)
+    result = stage(stager, path, "tree")
+    assert sorted(os.listdir(result.path)) == sorted(os.listdir(path))
+    assert stage(stager, path, name="unpacked").method == "unpack"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("x.tar", b"\x1f\x8b", "tar"),
+        ("x.TAR.ZST", b"\x28\xb5\x2f\xfd", "tar"),
+        ("x.tgz", b"", "tar"),
+        ("x.tar", b"PK\x03\x04", "zip"),
+        ("x.zip", bytes(257) + b"ustar", "tar"),
+        ("x.sqfs", b"hsqs", "squashfs"),
+        ("x.squashfs", b"nothing", "squashfs"),
+        ("x.npz", b"PK\x03\x04", "file"),
+        ("x.zst", b"\x28\xb5\x2f\xfd", "file"),
+        ("tar", bytes(257) + b"ustar", "file"),
+    ],
+)
+def test_kinds_are_recognised(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
+    """The suffix says that it is an archive, the contents say which; .npz stays a file."""
+    (tmp_path / name).write_bytes(data)
+    assert kind_of(StageRequest("x", str(tmp_path / name))) == kind
+
+
+def test_a_directory_is_a_pack_by_its_index(tmp_path: Path) -> None:
+    """Without an index it is a tree, and no pack whatever the request says."""
+    assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
+    with pytest.raises(InputError, match="no finished pack"):
+        kind_of(StageRequest("x", str(tmp_path), kind="pack"))
+    (tmp_path / "pack.index").touch()
+    assert kind_of(StageRequest("x", str(tmp_path))) == "pack"
+    with pytest.raises(InputError, match="kind zip but a directory"):
+        kind_of(StageRequest("x", str(tmp_path), kind="zip"))
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0\\"), min_size=1, max_size=20)
+PATHS = st.lists(NAMES.filter(lambda name: name not in {".", ".."}), min_size=1, max_size=4)
+TREES = st.dictionaries(
+    PATHS.map(tuple), st.one_of(st.none(), st.binary(max_size=3000)), max_size=12
+)
+
+
+def grow(root: Path, wanted: dict[tuple[str, ...], bytes | None]) -> None:
+    """Make a tree; None stands for a directory, and what cannot be made is left out."""
+    root.mkdir()
+    for number, (parts, data) in enumerate(wanted.items()):
+        path = root.joinpath(*parts)
+        with contextlib.suppress(OSError):
+            if data is None:
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                path.chmod((0o600, 0o644, 0o755)[number % 3])
+
+
+def zipped(source: Path, path: Path) -> None:
+    """Write a zip, members by turns stored and deflated, directories told and implied."""
+    with zipfile.ZipFile(path, "w") as target:
+        for number, one in enumerate(sorted(source.rglob("*"))):
+            info = zipfile.ZipInfo(str(one.relative_to(source)) + "/" * one.is_dir())
+            info.external_attr = one.stat().st_mode << 16
+            info.compress_type = zipfile.ZIP_DEFLATED if number % 2 else zipfile.ZIP_STORED
+            target.writestr(info, b"" if one.is_dir() else one.read_bytes())
+
+
+@given(wanted=TREES)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_tree_is_the_same_from_everything(
+    base: Path, tmp_path: Path, wanted: dict[tuple[str, ...], bytes | None]
+) -> None:
+    """Copied, from a pack, a tar, a compressed tar and a zip: one tree, one digest."""
+    place = tmp_path / str(time.monotonic_ns())
+    place.mkdir()
+    source = place / "source"
+    grow(source, wanted)
+    pack(PackRequest(str(source), str(place / "packed"), shard_bytes=1 << 16, workers=1))
+    with tarfile.open(place / "x.tar", "w:", format=random.choice([1, 2])) as tar:
+        tar.add(source, ".")
+    with tarfile.open(place / "x.tgz", "w:gz") as tar:
+        tar.add(source, ".")
+    zipped(source, place / "x.zip")
+    stager = CopyStager("9.0", bases=Bases(shm=str(base)))
+    try:
+        found = {
+            name: stage(stager, place / name, name=f"n{number}")
+            for number, name in enumerate(["source", "packed", "x.tar", "x.tgz", "x.zip"])
+        }
+        assert len({result.digest for result in found.values()}) == 1
+        expected = {key: value[:2] for key, value in contents(source).items()}
+        for name, result in found.items():
+            made = contents(Path(result.path))
+            assert {key: value[:2] for key, value in made.items()} == expected, name
+    finally:
+        stager.cleanup()
+        shutil.rmtree(place)
+
+
+def packed(tmp_path: Path, files: int = 40) -> Path:
+    """A pack of several shards."""
+    source = tmp_path / "many"
+    source.mkdir()
+    for number in range(files):
+        (source / f"{number:03d}.bin").write_bytes(random.Random(number).randbytes(4000))
+    pack(PackRequest(str(source), str(tmp_path / "packed"), shard_bytes=1 << 16, workers=1))
+    return tmp_path / "packed"
+
+
+def change(path: Path, at: int, data: bytes) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(at)
+        stream.write(data)
+
+
+def test_a_damaged_file_of_a_pack_is_named(engine: CopyStager, tmp_path: Path) -> None:
+    """The index knows every file's digest: one wrong byte stops it all."""
+    path = packed(tmp_path)
+    change(path / "data-00001.tar", 512 + 100, b"\x00\xff\x00\xff")
+    refused(engine, path, r"\d\d\d\.bin(.|\n)*damaged")
+
+
+WAYS = {
+    "one by one": {},
+    "processes": {"_FEW_FILES": 0, "_AT_ONCE_SECONDS": 9.0},
+    "threads": {"_AT_ONCE_SECONDS": 0.0},
+    "threads, far apart": {"_AT_ONCE_SECONDS": 0.0, "_NEAR_BYTES": 0},
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read a pack's headers in one of the ways that large and slow packs need."""
+    monkeypatch.setattr(packheaders, "_FIRST_FILES", 3)
+    monkeypatch.setattr(packheaders, "_SLICE_FILES", 5)
+    for name, value in WAYS[request.param].items():
+        monkeypatch.setattr(packheaders, name, value)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("at", [0, 105, 140, 150])
+def test_a_damaged_header_of_a_pack_is_found(stager: CopyStager, tmp_path: Path, at: int) -> None:
+    """Name, mode, time and the check sum itself: each is covered by the check sum."""
+    path = packed(tmp_path)
+    change(path / "data-00001.tar", at, b"7")
+    refused(stager, path, r"data-00001\.tar is damaged: the header at byte 0")
+
+
+@pytest.mark.usefixtures("way")
+def test_headers_are_the_same_however_they_are_read(stager: CopyStager, tmp_path: Path) -> None:
+    """Modes and times come from them, each file's its own."""
+    path = packed(tmp_path)
+    source = tmp_path / "many"
+    for number, one in enumerate(sorted(source.iterdir())):
+        one.chmod((0o600, 0o644, 0o755)[number % 3])
+        os.utime(one, (number, 1_600_000_000 + number))
+    shutil.rmtree(path)
+    pack(PackRequest(str(source), str(path), shard_bytes=1 << 16, workers=1))
+    assert contents(Path(stage(stager, path).path)) == contents(source)
+
+
+def test_missing_and_short_shards_are_named(stager: CopyStager, tmp_path: Path) -> None:
+    """Nothing is written before all shards were looked at."""
+    path = packed(tmp_path)
+    os.truncate(path / "data-00002.tar", 5000)
+    refused(stager, path, r"data-00002\.tar is damaged: has 5000 bytes")
+    (path / "data-00002.tar").unlink()
+    refused(stager, path, r"data-00002\.tar is missing")
+
+
+def test_a_damaged_index_is_an_error(stager: CopyStager, tmp_path: Path) -> None:
+    """Its own digest tells."""
+    path = packed(tmp_path)
+    change(path / "pack.index", 300, b"\xff\xff\xff")
+    refused(stager, path, r"pack\.index is damaged")
+
+
+def test_a_shard_that_changes_is_an_error(
+    stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack that is made anew while it is unpacked is not published."""
+    path = packed(tmp_path)
+    real = os.mkdir
+
+    def mkdir(name: Any, *arguments: Any, **more: Any) -> None:  # between plan and copy
+        if "partial" in str(name):
+            os.utime(path / "data-00001.tar", (9, 9))
+        real(name, *arguments, **more)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    refused(stager, path, "changed while")
+
+
+def test_a_zstd_archive_needs_the_program(
+    stager: CopyStager, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without program and module the error says what to install; damage is told as damage."""
+    path = archived("tar.zst", source, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    refused(stager, path, "not a whole")
+    path.write_bytes(whole)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for module in ("zstandard", "compression", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    refused(stager, path, "nothing here can decompress zstd")
+
+
+@pytest.mark.parametrize("by", ["program", "module"])
+def test_zstd_is_read_by_program_or_module(
+    stager: CopyStager, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Of several frames, as parallel compressors write them; what is cut short is refused."""
+    if shutil.which("zstd") is None:
+        skip_or_fail("NOT TESTED: zstd is not installed")
+    with tarfile.open(tmp_path / "x.tar", "w:") as tar:
+        tar.add(source, ".")
+    whole = (tmp_path / "x.tar").read_bytes()
+    path = tmp_path / "x.tar.zst"
+    frames = [
+        subprocess.run(["zstd", "-qc"], input=part, stdout=subprocess.PIPE, check=True).stdout
+        for part in (whole[:3000], whole[3000:])
+    ]
+    path.write_bytes(b"".join(frames))
+    if by == "module":
+        pytest.importorskip("zstandard")
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert contents(Path(stage(stager, path).path)) == contents(source)
+    for data in (frames[0], frames[0] + frames[1][:20]):
+        path.write_bytes(data)
+        with pytest.raises(StagingError, match="not a whole"):
+            stage(stager, path, name="again")
+
+
+def test_a_zstd_bomb_is_given_up_early(base: Path, tmp_path: Path) -> None:
+    """No more is decompressed than there is room for, and a bit."""
+    if shutil.which("zstd") is None:
+        skip_or_fail("NOT TESTED: zstd is not installed")
+    path = tmp_path / "x.tar.zst"
+    with subprocess.Popen(["zstd", "-qo", path], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        with tarfile.open(fileobj=process.stdin, mode="w|") as tar:
+            for number in range(64):
+                info = tarfile.TarInfo(f"f{number}")
+                info.size = 8 << 20
+                tar.addfile(info, io.BytesIO(bytes(info.size)))
+    assert path.stat().st_size < 1 << 20
+    room = Room(10 << 20, "test", None, 4096, in_memory=False)
+    stager = CopyStager("1", bases=Bases(shm=str(base)), room=lambda _path: room)
+    with pytest.raises(CapacityError, match=r"at least 16\.0 MiB"):
+        stage(stager, path)
+    stager.cleanup()
+
+
+@pytest.fixture
+def image(source: Path, tmp_path: Path) -> Path:
+    """Give a SquashFS image; skips where it cannot be mounted."""
+    if shutil.which("squashfuse_ll") is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        skip_or_fail("NOT TESTED: squashfuse or /dev/fuse is missing (apt-get install squashfuse)")
+    return archived("squashfs", source, tmp_path)
+
+
+def mounts() -> int:
+    return Path("/proc/self/mounts").read_text("utf-8").count("hpml-squashfs-")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the directory in which images are mounted."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return path
+
+
+def test_an_image_is_always_unmounted(
+    stager: CopyStager, image: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After success and after errors, nothing stays mounted and no directory is left."""
+    assert stage(stager, image).files == 3
+    assert os.listdir(temporary) == []
+    real = os.mkdir
+
+    def mkdir(name: Any, *arguments: Any, **more: Any) -> None:
+        if "partial" in str(name):
+            (point,) = temporary.glob("*/image")
+            assert os.path.ismount(point)
+            assert stat.S_IMODE(point.parent.stat().st_mode) == 0o700
+            raise OSError(28, "No space left on device")
+        real(name, *arguments, **more)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(StagingError, match="No space"):
+        stage(stager, image, name="again")
+    assert os.listdir(temporary) == []
+    assert mounts() == 0
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGKILL"])
+def test_an_image_is_unmounted_when_the_process_ends(
+    image: Path, temporary: Path, child: Callable[..., subprocess.Popen[str]], signal: str
+) -> None:
+    """Even when it is killed: the shell beside it sees the end of its pipe."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from hpml_orchestrator.staging.faults import Retry\n"
+        "from hpml_orchestrator.staging.sources import TreeSource\n"
+        "from hpml_orchestrator.staging.squash import SquashSource\n"
+        "retry = Retry(time.sleep, lambda: False)\n"
+        "source = SquashSource(sys.argv[1], retry, lambda path: TreeSource(path, retry))\n"
+        "print(len(source.plan().files), flush=True)\n"
+        f"os.kill(os.getpid(), signal.{signal})\n"
+    )
+    process = child(code, image)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "3\n"
+    process.wait()
+    until = time.monotonic() + 20
+    while mounts() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert mounts() == 0
+    assert [list(one.iterdir()) for one in temporary.glob("*/image")] in ([], [[]])
+
+
+def test_an_image_that_is_none_is_refused(stager: CopyStager, image: Path, temporary: Path) -> None:
+    """Neither another file nor a damaged image is staged."""
+    os.truncate(image, 200)
+    refused(stager, image, r"squashfuse cannot mount it")
+    image.write_bytes(b"something else")
+    refused(stager, image, r"no SquashFS image", kind="squashfs")
+    assert os.listdir(temporary) == []
+
+
+def test_without_squashfuse_the_package_is_named(
+    stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what to install."""
+    (tmp_path / "x.sqfs").write_bytes(b"hsqs")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(stager, tmp_path / "x.sqfs", "squashfuse is not installed")

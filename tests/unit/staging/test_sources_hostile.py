@@ -1,0 +1,400 @@
+"""Archives made by hand to do harm: each is refused, and nothing of it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+import struct
+import tarfile
+import time
+import zipfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.packing import PackRequest, pack, ustar
+from hpml_orchestrator.packing.index import Archive, Row, write_index
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.tarplain import TarSource
+from hpml_orchestrator.staging.zipsource import ZipReader, ZipSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ZERO = bytes(512)
+RETRY = Retry(time.sleep, lambda: False)
+
+
+def refused(stager: CopyStager, path: Path, match: str, *, outside_links: bool = False) -> None:
+    """Check that an archive is refused and that nothing of it is left."""
+    request = StageRequest("data", str(path), target="shm", outside_links=outside_links)
+    with pytest.raises((StagingError, InputError), match=match):
+        stager.stage(request)
+    names = os.listdir(stager.area("shm").job_dir)
+    assert "data" not in names
+    assert not [name for name in names if "partial" in name]
+
+
+def member(name: bytes, data: bytes = b"", kind: bytes = b"0", **fields: bytes) -> bytes:
+    """A member of a tar with any bytes in its fields; the check sum is right."""
+    block = bytearray(ustar.header(name, kind, mode=0o644, mtime=1, size=len(data)))
+    places = {"mode": 100, "size": 124, "mtime": 136, "link": 157, "magic": 257, "prefix": 345}
+    for field, value in fields.items():
+        at = places[field]
+        block[at : at + len(value)] = value
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block) + data + bytes(-len(data) % 512)
+
+
+def pax(**records: str) -> bytes:
+    text = b""
+    for key, value in records.items():
+        rest = f" {key.replace('__', '.')}={value}\n".encode()
+        length = len(rest)
+        while length != len(rest) + len(str(length)):
+            length = len(rest) + len(str(length))
+        text += str(length).encode() + rest
+    return member(b"PaxHeader", text, b"x")
+
+
+ONE = member(b"one", b"1" * 600)
+
+
+@pytest.mark.parametrize(
+    ("said", "data"),
+    [
+        ("sparse member", member(b"x", b"1", b"S")),
+        ("sparse member", pax(GNU__sparse__major="1") + member(b"x", b"1")),
+        ("another volume", member(b"x", b"1", b"M")),
+        ("incremental", member(b"x", b"x\0", b"D")),
+        ("unknown type", member(b"x", b"1", b"?")),
+        ("negative size", member(b"x", size=b"\xff" * 12)),
+        ("number in it is none", member(b"x", size=b"0000000+1\0\0\0")),
+        ("number in it is none", member(b"x", size=b"000000_1\0\0\0\0")),
+        ("number in it is none", member(b"x", size=b"00000000009\0")),
+        ("ends inside a member", member(b"x", size=b"\x80" + b"\x7f" * 11)),
+        ("ends inside a member", member(b"x", size=b"77777777777\0")),
+        ("absurd size", pax(size="-5") + member(b"x")),
+        ("absurd size", pax(size="1e9") + member(b"x")),
+        ("absurd size", member(b"x", kind=b"L", size=b"77777777777\0")),
+        ("damaged extended header", member(b"p", b"999 path=x\n", b"x") + ONE),
+        ("damaged extended header", member(b"p", b"11 path=abc\0", b"x") + ONE),
+        ("damaged extended header", member(b"p", b"0 path=x\n", b"x") + ONE),
+        ("ends inside a header", ONE + pax(path="x")),
+        ("absolute name", member(b"././@LongLink", b"/etc/passwd\0", b"L") + ONE),
+        ("`..` in the name", member(b"x", prefix=b"../..")),
+        ("absolute name", member(b"x", prefix=b"/etc")),
+        ("has no name", member(b"")),
+        ("twice", member(b"x/") + member(b"x/", b"", b"5") + member(b"x")),
+        ("absolute name", member(b"/", b"", b"5")),
+        ("leaves the tree", member(b"a/x", b"", b"2", link=b"../../y")),
+        ("follows its end", ONE + ZERO * 2 + ONE),
+        ("follows its end", ONE + ZERO + ONE),
+        ("follows its end", ONE + bytes(1 << 20) + b"x"),
+        ("damaged header", ONE + b"x" * 512),
+    ],
+)
+def test_hostile_tars_are_refused(
+    stager: CopyStager, tmp_path: Path, said: str, data: bytes
+) -> None:
+    """Headers that lie, that cannot be told, or that would write elsewhere."""
+    path = tmp_path / "x.tar"
+    path.write_bytes(data + ZERO * 2)
+    refused(stager, path, said)
+
+
+def test_old_and_star_headers_are_read(stager: CopyStager, tmp_path: Path) -> None:
+    """Before POSIX a directory was told by its name; star keeps times behind the prefix."""
+    path = tmp_path / "x.tar"
+    data = member(b"old/", b"", b"\0", magic=bytes(8))
+    data += member(b"old/file", b"1", b"\0", magic=bytes(8))
+    star = bytearray(member(b"name", b"2", prefix=b"star".ljust(131, b"\0") + b"00000000001 " * 2))
+    star[508:512] = b"tar\0"
+    star[148:156] = b" " * 8
+    star[148:156] = b"%06o\0 " % sum(star[:512])
+    data += bytes(star) + member(b"big", b"3" * 5, size=b"\x80" + bytes(10) + b"\x05")
+    data += member(b"label", b"", b"V") + member(b"gnu", b"4", magic=b"ustar  \0", prefix=b"noise")
+    path.write_bytes(data + ZERO * 2)
+    staged = Path(stager.stage(StageRequest("data", str(path), target="shm")).path)
+    found = {str(one.relative_to(staged)) for one in staged.rglob("*") if one.is_file()}
+    assert found == {"old/file", "star/name", "big", "gnu"}
+
+
+def test_a_tar_cut_anywhere_is_whole_or_refused(base: Path, tmp_path: Path) -> None:
+    """At every block: either all members are there, with an end behind them, or it is an error."""
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as tar:
+        for name, size in [("a", 5), ("d" * 150, 600), ("empty", 0), ("ü", 1024)]:
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(os.urandom(size)))
+    whole = path.read_bytes()
+    end = len(whole.rstrip(b"\0")) + 511 & ~511
+    stager = CopyStager("1", bases=Bases(shm=str(base)))
+    refusals = 0
+    for at in range(0, len(whole), 512):
+        path.write_bytes(whole[:at])
+        if at <= end:
+            refused(stager, path, "not a whole tar archive")
+            refusals += 1
+        else:
+            assert TarSource(str(path), RETRY, most_bytes=1 << 40).plan().file_count == 4
+    assert refusals > 8
+    for at in range(end - 600, end, 37):
+        path.write_bytes(whole[:at])
+        refused(stager, path, "not a whole tar archive")
+    stager.cleanup()
+
+
+def zipped(
+    path: Path, change: Callable[[zipfile.ZipInfo], object], data: bytes = b"1" * 50
+) -> Path:
+    with zipfile.ZipFile(path, "w") as target:
+        info = zipfile.ZipInfo("x")
+        info.compress_type = zipfile.ZIP_DEFLATED
+        info.create_system = 3
+        info.external_attr = 0o100644 << 16
+        change(info)
+        target.writestr(info, data)
+    return path
+
+
+def set_to(field: str, value: object) -> Callable[[zipfile.ZipInfo], object]:
+    return lambda info: setattr(info, field, value)
+
+
+LINK = (stat.S_IFLNK | 0o777) << 16
+
+
+@pytest.mark.parametrize(
+    ("said", "change", "data"),
+    [
+        ("absolute name", set_to("filename", "/etc/x"), b"1"),
+        ("`..` in the name", set_to("filename", "a/../../x"), b"1"),
+        ("device, a fifo", set_to("external_attr", (stat.S_IFCHR | 0o666) << 16), b"1"),
+        ("device, a fifo", set_to("external_attr", (stat.S_IFIFO | 0o666) << 16), b"1"),
+        ("absolute path", set_to("external_attr", LINK), b"/etc/passwd"),
+        ("leaves the tree", set_to("external_attr", LINK), b"../x"),
+        ("NUL in a link", set_to("external_attr", LINK), b"a\0b"),
+        ("link to nothing", set_to("external_attr", LINK), b""),
+        ("absurd length", set_to("external_attr", LINK), b"a" * 5000),
+        ("method 12", set_to("compress_type", zipfile.ZIP_BZIP2), b"1" * 500),
+    ],
+)
+def test_hostile_members_of_a_zip_are_refused(
+    stager: CopyStager,
+    tmp_path: Path,
+    said: str,
+    change: Callable[[zipfile.ZipInfo], object],
+    data: bytes,
+) -> None:
+    """Names and links that lead out, devices, and what cannot be read here."""
+    refused(stager, zipped(tmp_path / "x.zip", change, data), said)
+
+
+def test_names_that_come_twice_in_a_zip(stager: CopyStager, tmp_path: Path) -> None:
+    """Two members of one name, or one below the other."""
+    for first, second, said in [("x", "./x", "twice"), ("x", "x/y", "lies below x")]:
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as target:
+            target.writestr(first, "1")
+            target.writestr(second, "2")
+        refused(stager, tmp_path / "x.zip", said)
+
+
+def patched(path: Path, magic: bytes, at: int, value: bytes) -> Path:
+    """Overwrite a field of the first header of a kind."""
+    data = bytearray(path.read_bytes())
+    begin = data.index(magic) + at
+    data[begin : begin + len(value)] = value
+    path.write_bytes(data)
+    return path
+
+
+CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
+
+
+@pytest.mark.parametrize(
+    ("said", "magic", "at", "value"),
+    [
+        ("is encrypted", CENTRAL, 8, b"\x01"),
+        ("checksum is wrong", CENTRAL, 16, b"\x00\x00\x00\x00"),
+        ("which cannot be", CENTRAL, 24, struct.pack("<L", 1 << 31)),
+        ("is damaged", CENTRAL, 24, struct.pack("<L", 5000)),
+        ("checksum is wrong", CENTRAL, 24, struct.pack("<L", 2999)),
+        ("lies in another member", CENTRAL, 20, struct.pack("<L", 1 << 20)),
+        ("lacks its zip64 field", CENTRAL, 24, b"\xff\xff\xff\xff"),
+        ("is damaged", LOCAL, 30 + 1, b"\xff\xff\xff\xff"),
+        ("has no header", LOCAL, 0, b"PK\x09\x09"),
+        ("is damaged", LOCAL, 26, struct.pack("<H", 30000)),
+        ("central directory is damaged", CENTRAL, 0, b"PK\x09\x09"),
+        ("cut short", CENTRAL, 32, b"\xff\xff"),
+        ("not where it should be", END, 16, struct.pack("<L", 3)),
+        ("holds 1 members, not 2", END, 8, struct.pack("<HH", 2, 2)),
+        ("several volumes", END, 4, b"\x01"),
+        ("no end of a central directory", END, 0, b"PK\x09\x09"),
+    ],
+)
+def test_damaged_zips_are_refused(
+    stager: CopyStager, tmp_path: Path, said: str, magic: bytes, at: int, value: bytes
+) -> None:
+    """Every field that is relied on is checked."""
+    path = zipped(tmp_path / "x.zip", lambda _: None, b"12345" * 600)
+    refused(stager, patched(path, magic, at, value), said)
+
+
+def test_members_that_share_bytes_are_refused(stager: CopyStager, tmp_path: Path) -> None:
+    """So a small archive could become a large tree (D. Fifield, "A better zip bomb", 2019)."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        target.writestr("a", bytes(100_000))
+        target.writestr("b", bytes(100_000))
+    data = path.read_bytes()
+    second = data.index(CENTRAL, data.index(CENTRAL) + 4)
+    path.write_bytes(data[: second + 42] + bytes(4) + data[second + 46 :])
+    refused(stager, path, "lies in another member")
+
+
+def test_a_zip_cut_anywhere_is_refused(stager: CopyStager, tmp_path: Path) -> None:
+    """The directory is at the end, and says where everything is."""
+    path = zipped(tmp_path / "x.zip", lambda _: None, os.urandom(500))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 19):
+        path.write_bytes(whole[:at])
+        refused(stager, path, "not a whole zip archive")
+
+
+def test_a_zip_of_more_members_than_fit_16_bits(base: Path, tmp_path: Path) -> None:
+    """Zip64 tells the count, and sizes and places where they are large."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as target:
+        for number in range(66_000):
+            target.writestr(zipfile.ZipInfo(f"{number:x}"), b"")
+        with target.open(zipfile.ZipInfo("forced"), "w", force_zip64=True) as stream:
+            stream.write(b"123")
+    plan = ZipSource(str(path), RETRY).plan()
+    assert (plan.file_count, plan.bytes) == (66_001, 3)
+    wide = struct.pack("<HHQQ", 1, 16, 3, 3)
+    entry = path.read_bytes()
+    at = entry.rindex(b"forced") - 46
+    assert entry[at : at + 4] == CENTRAL
+    # Python tells small sizes in 32 bits: here they are told in 64, by hand
+    head = bytearray(entry[at : at + 52])
+    head[20:28] = b"\xff" * 8
+    head[30:32] = struct.pack("<H", len(wide))
+    grown = bytearray(entry[:at] + head + wide + entry[at + 52 :])
+    end64 = grown.rindex(b"PK\x06\x06")
+    length = int.from_bytes(grown[end64 + 40 : end64 + 48], "little") + len(wide)
+    grown[end64 + 40 : end64 + 48] = length.to_bytes(8, "little")
+    locator = grown.rindex(b"PK\x06\x07")
+    grown[locator + 8 : locator + 16] = end64.to_bytes(8, "little")
+    path.write_bytes(grown)
+    assert ZipSource(str(path), RETRY).plan().bytes == 3
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_parts_of_a_member_are_read_in_any_order(tmp_path: Path, method: int) -> None:
+    """As several workers ask for the pieces of a large file."""
+    data = os.urandom(300_000) + bytes(2_700_000)
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w", method) as target:
+        target.writestr("x", data)
+    source = ZipSource(str(path), RETRY)
+    reader = source.reader(source.plan())
+    assert isinstance(reader, ZipReader)
+    cuts = [0, 1_000_000, 1_000_001, 2_500_000, 3_000_000]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        for number in order:
+            start, end = cuts[number], cuts[number + 1]
+            assert b"".join(map(bytes, reader.read(0, start, end))) == data[start:end]
+    reader.close()
+    patched(path, CENTRAL, 16, b"\0\0\0\0")
+    source = ZipSource(str(path), RETRY)
+    reader = source.reader(source.plan())
+    with pytest.raises(StagingError, match="checksum is wrong"):
+        list(reader.read(0, cuts[3], cuts[4]))
+    reader.close()
+
+
+@pytest.fixture
+def small_pack(tmp_path: Path) -> Callable[..., Path]:
+    """Make packs whose index says what a test wants; its digest is right."""
+    source = tmp_path / "source-of-pack"
+    source.mkdir()
+    (source / "a").write_bytes(b"a" * 700)
+    path = tmp_path / "packed"
+    pack(PackRequest(str(source), str(path), workers=1))
+
+    def make(*rows: tuple[bytes, int, int, int], archives: tuple[str, ...] = ()) -> Path:
+        found = [Row(name, shard, at, size, 0, bytes(16)) for name, shard, at, size in rows]
+        sizes = {one.name: one.stat().st_size for one in path.glob("*.tar")}
+        names = archives or tuple(sorted(sizes))
+        told = [Archive(name, sizes.get(name, 0), 1, "") for name in names]
+        (path / "pack.index").unlink()
+        write_index(str(path), found, told, tree="", shard_bytes=1 << 20)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("said", "rows"),
+    [
+        ("absolute name", [(b"/etc/x", 0, 512, 700)]),
+        ("`..` in the name", [(b"a/../../x", 0, 512, 700)]),
+        ("NUL in the name", [(b"a\0b", 0, 512, 700)]),
+        ("no plain name", [(b"./a", 0, 512, 700)]),
+        ("no plain name", [(b"a/", 0, 512, 700)]),
+        ("has no name", [(b"", 0, 512, 700)]),
+        ("twice", [(b"a", 0, 512, 700), (b"a", 0, 512, 700)]),
+        ("twice|lies below a", [(b"a", 0, 512, 700), (b"a/b", 0, 512, 700)]),
+        ("cannot be where it says", [(b"a", 0, 0, 700)]),
+        ("cannot be where it says", [(b"a", 0, 513, 700)]),
+        ("cannot be where it says", [(b"a", 0, 512, 1 << 40)]),
+        ("does not know", [(b"a", 7, 512, 700)]),
+        ("of another size", [(b"a", 0, 512, 500)]),
+        ("header at byte 512", [(b"a", 0, 1024, 700)]),
+        ("damaged", [(b"a", 0, 512, 700)]),
+    ],
+)
+def test_hostile_indices_are_refused(
+    stager: CopyStager,
+    small_pack: Callable[..., Path],
+    said: str,
+    rows: list[tuple[bytes, int, int, int]],
+) -> None:
+    """The digest of an index tells damage, not who wrote it."""
+    refused(stager, small_pack(*rows), said)
+
+
+def test_an_index_names_only_its_own_files(
+    stager: CopyStager, small_pack: Callable[..., Path]
+) -> None:
+    """An archive elsewhere is not read."""
+    path = small_pack((b"a", 0, 512, 700), archives=("../data-00000.tar", "tree.tar"))
+    refused(stager, path, "names a file that is not in it")
+    refused(stager, small_pack((b"a", 0, 512, 700), archives=("data-00000.tar",)), "tree.tar")
+
+
+def test_links_that_leave_a_pack_need_a_word(stager: CopyStager, tmp_path: Path) -> None:
+    """They are packed with --outside-links, and staged with outside_links alone."""
+    source = tmp_path / "linked"
+    source.mkdir()
+    (source / "out").symlink_to("/etc/hostname")
+    path = tmp_path / "packed-links"
+    pack(PackRequest(str(source), str(path), workers=1, outside_links=True))
+    refused(stager, path, "absolute path")
+    request = StageRequest("data", str(path), target="shm", outside_links=True)
+    assert os.readlink(Path(stager.stage(request).path) / "out") == "/etc/hostname"
+
+
+def test_checksums_are_what_they_should_be() -> None:
+    """The trick with Adler-32 gives the sum of the bytes, also of large ones."""
+    for block in (bytes(512), b"\xff" * 512, hashlib.sha512(b"1").digest() * 8):
+        assert zlib.adler32(block) & 0xFFFF == (1 + sum(block)) % 65521
