@@ -41,5 +41,5 @@ def test_what_was_gathered_is_sent_at_the_end() -> None:
 def test_nothing_sent_is_no_connection() -> None:
     """A worker without work opens none."""
     calls: list[None] = []
-    Sender(lambda: calls.append(None), lambda _: bytes(16), "n2", 1.0).close()  # type: ignore[arg-type,return-value,func-returns-value]
+    Sender(lambda: calls.append(None), lambda _: bytes(16), "n2", 1.0).close()  # type: ignore[arg-type,return-value]
     assert calls == []
