@@ -1,11 +1,14 @@
-"""How the tests are shared out among workers."""
+"""How the tests are shared out among workers, and what they all need."""
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
 CLUSTER = "tests/cluster/"
 
@@ -25,3 +28,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Let what tests start be interrupted, even where pytest was started with `&` in a script.
+
+    Such a shell has SIGINT ignored, and programs inherit that. A handler they do not inherit: they
+    start with the default, and pytest itself goes on as before.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)

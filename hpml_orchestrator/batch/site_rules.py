@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site import DirectiveRule
+    from hpml_orchestrator.spec.site import DirectiveRule, Site
 
-__all__ = ["apply_rules", "as_asked", "leaves_out", "without_time"]
+__all__ = ["apply_rules", "as_asked", "leaves_out", "whole_nodes", "without_time"]
 
 _FIELDS = {
     "nodes": "nodes",
@@ -109,6 +109,20 @@ def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
             extra.append(f"--{name}={rule.default}" if rule.default else f"--{name}")
     resources = job.resources.model_copy(update={**changes, "extra": extra})
     return job.model_copy(update={"resources": resources})
+
+
+def whole_nodes(asked: Job, site: Site | None) -> bool:
+    """Return whether a job gets whole nodes: it asks for them, or its partitions give no others.
+
+    Args:
+        asked: the job as Slurm will see it (`as_asked`).
+        site: the site profile, if there is one.
+    """
+    if asked.resources.exclusive or "--exclusive" in asked.resources.extra:
+        return True
+    names = site.partitions_of(asked.resources.partition) if site else []
+    known = site.partitions if site else {}
+    return bool(names) and all(name in known and known[name].exclusive for name in names)
 
 
 def _as_field(name: str, value: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.batch.site_rules import as_asked
+from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.placement import static
 from hpml_orchestrator.placement.planner import plan
@@ -102,7 +102,7 @@ def _of_site(job: Job, site: Site | None, topologies: Mapping[str, Topology]) ->
     """What is missing to know a job's nodes before, and to have them whole."""
     if site is None:
         yield "there is no site profile that tells the nodes' topology"
-        if not _exclusive(job):
+        if not whole_nodes(job, site):
             yield _NOT_WHOLE
         return
     wanted = job.resources.partition
@@ -115,10 +115,7 @@ def _of_site(job: Job, site: Site | None, topologies: Mapping[str, Topology]) ->
     kinds = site.kinds_of(wanted)
     if names and not unknown and not kinds:
         yield f"the site profile names no node types of partition {', '.join(names)}"
-    whole = bool(names) and all(
-        name in site.partitions and site.partitions[name].exclusive for name in names
-    )
-    if not _exclusive(job) and not whole:
+    if not whole_nodes(job, site):
         yield _NOT_WHOLE
     for option in job.resources.extra:
         if option.removeprefix("--").partition("=")[0] in _REDUCING:
@@ -128,10 +125,6 @@ def _of_site(job: Job, site: Site | None, topologies: Mapping[str, Topology]) ->
 
 
 _NOT_WHOLE = "the job does not get whole nodes (resources.exclusive)"
-
-
-def _exclusive(job: Job) -> bool:
-    return job.resources.exclusive or "--exclusive" in job.resources.extra
 
 
 def _of_kind(job: Job, name: str, kind: NodeType, topology: Topology | None) -> Iterator[str]:

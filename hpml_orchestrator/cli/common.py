@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
 
 __all__ = [
+    "STANDARD_OUTPUT",
     "BackendOption",
     "JobFile",
     "JsonOption",
@@ -32,6 +33,9 @@ __all__ = [
     "rendered_of",
     "store_of",
 ]
+
+STANDARD_OUTPUT = "-"
+"""What names standard output where a file is wanted."""
 
 
 def _complete_run(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -88,6 +88,25 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("Check every digest:", "hpml pack --verify packed"),
         ("List its files, for programs:", "hpml pack --list packed --json"),
     ],
+    "stage": [
+        ("Into RAM, for as long as this shell or script runs:", "hpml stage imagenet --to shm"),
+        ("In a script, `data=$(…)`, to wherever it fits:", "hpml stage imagenet --print path"),
+        ("Onto the node's disk, kept for later jobs:", "hpml stage imagenet --to local --keep"),
+        ("An archive and a directory that is called like a command:", "hpml stage val.tar ./ls"),
+    ],
+    "stage ls": [("What you have on this node:", "hpml stage ls")],
+    "stage verify": [
+        ("Compare with the digests:", "hpml stage verify /dev/shm/hpml-1000/shell-4711-99/data")
+    ],
+    "stage clean": [
+        ("Remove what dead jobs left:", "hpml stage clean"),
+        ("At the end of a script:", "hpml stage clean --mine"),
+        ("What nobody used for a week:", "hpml stage clean --older 7d --dry-run"),
+    ],
+    "stage bench": [
+        ("From the shared file system to this node:", "hpml stage bench --from /scratch/ada"),
+        ("Quickly, to RAM alone:", "hpml stage bench /dev/shm --files 1000 --large 64M"),
+    ],
     "man": [
         ("Read about a command:", "hpml man submit"),
         ("Install all pages:", "hpml man --output /usr/local/share/man"),

@@ -9,11 +9,11 @@ import typer
 
 from hpml_orchestrator.cli.common import print_json
 from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
-from hpml_orchestrator.errors import JobFailedError
+from hpml_orchestrator.errors import BindingError, JobFailedError
 from hpml_orchestrator.jobs.ends import run_of
 from hpml_orchestrator.jobs.show import array_lines, summary_lines
 from hpml_orchestrator.jobs.status import State, wait_until_over
-from hpml_orchestrator.jobs.summary import summarise
+from hpml_orchestrator.jobs.summary import binding_of, summarise
 from hpml_orchestrator.jobs.tail import Tail
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def follow(
     out: TextIO,
     output: bool = True,
     end_line: bool = False,
+    summary: bool = False,
 ) -> State:
     """Print the run's output as it comes, and its states on standard error, until it is over.
 
@@ -41,6 +42,7 @@ def follow(
         out: where its output goes.
         output: whether to print it at all.
         end_line: whether to end a last line that the job left open, for what is printed next.
+        summary: whether a run's summary comes next, which has the reason of its end.
     """
     tail = Tail(run_of(store, submission).output)
     shown = ""
@@ -58,7 +60,8 @@ def follow(
 
     def show(state: State) -> None:
         nonlocal shown
-        line = state.state + (f" ({state.reason})" if state.reason else "")
+        reason = "" if summary and output and state.over else state.reason
+        line = state.state + (f" ({reason})" if reason else "")
         line += f" on {state.nodes}" if state.nodes and state.state == "RUNNING" else ""
         if output and state.over:  # the end is told behind the last words
             write_rest()
@@ -103,14 +106,18 @@ def finish(state: State, *, as_json: bool) -> None:
 
 
 def fail_unless_completed(state: State) -> None:
-    """Raise JobFailedError for a run that ended in any other state than COMPLETED."""
+    """Raise JobFailedError for a run that ended in any other state than COMPLETED.
+
+    The reason was told before, by the last state or by the summary.
+    """
     if state.state != "COMPLETED":
         code = "" if state.exit_code is None else f", exit code {state.exit_code}"
-        why = f": {state.reason}" if state.reason else ""
-        raise JobFailedError(
-            f"job {state.job_id or '-'} ended {state.state}{code}{why}",
-            hint=_where_to_look(state),
-        )
+        message = f"job {state.job_id or '-'} ended {state.state}{code}"
+        if not state.tasks and binding_of(state).fatal:
+            raise JobFailedError(
+                f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
+            )
+        raise JobFailedError(message, hint=_where_to_look(state))
 
 
 def _where_to_look(state: State) -> str:

@@ -40,6 +40,9 @@ def held() -> Iterator[Interrupt]:
     how to find out what became of the submission.
     """
     interrupt = Interrupt()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield interrupt  # started with & by a script: Ctrl-C is meant for another command
+        return
     previous = signal.signal(signal.SIGINT, interrupt.on_signal)
     try:
         yield interrupt

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -83,7 +84,7 @@ def render(
             print_json([{"field": f, "value": v, "origin": o} for f, v, o in rows])
             return
         for field, value, origin in rows:
-            typer.echo(f"{field:<28} {value!s:<40} {origin}")
+            typer.echo(f"{field:<28} {_in_job_file(value):<40} {origin}")
         form = static_form(rendered.resolved.job, rendered.site, rendered.topologies)
         typer.echo(f"hpml: binding: {told(form)}", err=True)
         return
@@ -97,6 +98,13 @@ def render(
         return
     sys.stdout.buffer.write(rendered.script.encode("utf-8"))
     sys.stdout.flush()
+
+
+def _in_job_file(value: Any) -> str:
+    """Return a value as a job file may have it: null and true, not as Python does."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def submit(
@@ -205,6 +213,7 @@ def run(
         out=sys.stderr if as_json else sys.stdout,
         output=not submission.is_array(),
         end_line=True,
+        summary=not as_json,
     )
     finish(state, as_json=as_json)
 

@@ -20,6 +20,7 @@ from hpml_orchestrator.cli import (
     pack,
     runs,
     site,
+    stage,
     templates,
     topo,
 )
@@ -90,6 +91,7 @@ init.register(app)
 templates.register(app)
 topo.register(app)
 pack.register(app)
+stage.register(app)
 man.register(app)
 
 

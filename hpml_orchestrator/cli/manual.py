@@ -137,7 +137,7 @@ def _page(command: Any, context: Any, path: str, children: dict[str, Any]) -> Pa
     variables += _variables(options)
     examples = EXAMPLES.get(path.removeprefix("hpml").strip(), [])
     sections = (
-        Section("SYNOPSIS", (_synopsis(path, arguments, group=bool(children)),)),
+        Section("SYNOPSIS", _synopses(path, arguments, group=bool(children))),
         Section("DESCRIPTION", (*paragraphs, *(_paragraphs(_ABOUT) if root else ()))),
         Section("ARGUMENTS", tuple(_argument(one, context) for one in arguments)),
         Section("OPTIONS", tuple(_option(one, context) for one in options)),
@@ -185,14 +185,18 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _synopsis(path: str, arguments: Sequence[Any], *, group: bool) -> Synopsis:
+def _synopses(path: str, arguments: Sequence[Any], *, group: bool) -> tuple[Synopsis, ...]:
+    """Return how a command is called; a group that takes arguments itself is called in two ways."""
     words = [f"`{path}`", "[*OPTION*]…"]
     for one in arguments:
         name = f"*{_metavar(one)}*"
         words.append(name if one.required else f"[{name}]")
-    if group:
-        words.append("*COMMAND* [*ARGUMENT*]…")
-    return Synopsis(" ".join(words))
+    commands = "*COMMAND* [*ARGUMENT*]…"
+    if not group:
+        return (Synopsis(" ".join(words)),)
+    if not arguments:
+        return (Synopsis(" ".join([*words, commands])),)
+    return (Synopsis(" ".join(words)), Synopsis(f"`{path}` {commands}"))
 
 
 def _metavar(param: Any) -> str:

@@ -28,6 +28,7 @@ class Meter:
 
     Args:
         verb: what is done, as in "packed 3 of 4 files".
+        lines: whether to print lines where there is no terminal.
         terminal: whether to draw; None: find out.
         clock: seconds.
     """
@@ -36,10 +37,12 @@ class Meter:
         self,
         verb: str,
         *,
+        lines: bool = True,
         terminal: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._verb = verb
+        self._lines = lines
         self._clock = clock
         self._begin = clock()
         self._next = self._begin
@@ -68,6 +71,8 @@ class Meter:
         if self._terminal:
             self._next = now + _BAR_EVERY_SECONDS
             self._draw(done, files, all_bytes, all_files)
+            return
+        if not self._lines:
             return
         self._next = now + _LINE_EVERY_SECONDS
         seconds = now - self._begin

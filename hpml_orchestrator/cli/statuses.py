@@ -11,19 +11,23 @@ __all__ = ["EXIT_INTERNAL", "EXIT_INTERRUPTED", "EXIT_NOT_WRITTEN", "exit_status
 EXIT_INTERNAL = 70
 EXIT_NOT_WRITTEN = 74
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _OTHERS = {
     0: "done; for `run` and `wait`: the job completed",
     EXIT_INTERNAL: "a fault of hpml's; `--debug` shows where",
     EXIT_NOT_WRITTEN: "standard output cannot be written; a submission that succeeded exits with 0 "
     "all the same, and names the job on standard error",
-    EXIT_INTERRUPTED: "Ctrl-C: the job, if there is one, goes on; its id is told",
+    EXIT_INTERRUPTED: "Ctrl-C: the job, if there is one, goes on; its id is told; of `hpml stage`: "
+    "nothing half-done is left",
+    EXIT_TERMINATED: "SIGTERM; of `hpml stage`: nothing half-done is left (129 after SIGHUP)",
 }
 _MORE = {
     1: "; for `doctor`: something is missing",
     5: "; a submission with `hpml submit --resume RUN`; for `cancel` also: a run that is being "
     "submitted has no job to cancel yet",
-    8: "; of `hpml pack`: a tree could not be packed, or a pack is damaged",
+    8: "; of `hpml pack`: a tree could not be packed, or a pack is damaged; of "
+    "`hpml stage verify`: staged data differ from what came",
     79: ": the status of a job's script, not of hpml",
 }
 

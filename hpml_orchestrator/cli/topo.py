@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, SetOption, print_json, print_table, store_of
-from hpml_orchestrator.cli.conflicts import refuse_empty
+from hpml_orchestrator.cli.common import (
+    STANDARD_OUTPUT,
+    JsonOption,
+    SetOption,
+    print_json,
+    print_table,
+    store_of,
+)
+from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +48,12 @@ def topo(
     as_json: JsonOption = False,
     svg: Annotated[
         str | None,
-        typer.Option("--svg", metavar="FILE", help="Write a picture (SVG).", show_default=False),
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            help="Write a picture (SVG); - prints it instead of the tables.",
+            show_default=False,
+        ),
     ] = None,
     ranks: Annotated[
         int | None,
@@ -126,6 +139,8 @@ def topo(
         node or "",
     )
     given.check(file)
+    if svg == STANDARD_OUTPUT:
+        refuse_with("--svg -", {"--json": as_json})
     if run:
         from hpml_orchestrator.cli.toporun import tell_run  # noqa: PLC0415
 
@@ -143,18 +158,23 @@ def topo(
             wanted = topoplan.wanted_by_words(ranks, given)
         topoplan.tell_plan(topology, wanted, svg=svg, title=title, as_json=as_json)
         return
+    _tell_node(topology, title, svg=svg, as_json=as_json)
+    if file is None:
+        _tell_restriction(topology)
+
+
+def _tell_node(topology: Topology, title: str, *, svg: str | None, as_json: bool) -> None:
+    """Print a node, and draw it; a picture on standard output stands there alone."""
     if svg is not None:
         write_picture(topology, svg, title=title)
     if as_json:
         from hpml_orchestrator.topology.record import topology_json  # noqa: PLC0415
 
         print_json(topology_json(topology))
-    else:
+    elif svg != STANDARD_OUTPUT:
         print_node(topology, title)
     for warning in topology.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    if file is None:
-        _tell_restriction(topology)
 
 
 def _tell_restriction(topology: Topology) -> None:
@@ -186,8 +206,6 @@ def read_node(file: str | None) -> Topology:
         from pathlib import Path  # noqa: PLC0415
 
         return read_topology(Path(file))
-    import sys  # noqa: PLC0415
-
     from hpml_orchestrator.topology.xml_guard import BYTES_MAX  # noqa: PLC0415
 
     data = sys.stdin.buffer.read(BYTES_MAX + 1)
@@ -231,7 +249,7 @@ def write_picture(
 
     Args:
         topology: the node.
-        path: of the file.
+        path: of the file; - for standard output.
         title: what stands above.
         ranks: whose its cores are.
 
@@ -241,9 +259,16 @@ def write_picture(
     from hpml_orchestrator.cli.topopicture import picture  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
+    drawn = picture(topology, title=title, ranks=ranks)
+    if path == STANDARD_OUTPUT:
+        sys.stdout.buffer.write(
+            drawn.encode("utf-8")
+        )  # as its first line says, whatever the locale
+        sys.stdout.flush()
+        return
     try:
         with open(path, "w", encoding="utf-8") as stream:
-            stream.write(picture(topology, title=title, ranks=ranks))
+            stream.write(drawn)
     except OSError as error:
         raise InputError(
             f"cannot be written: {error.strerror}", field="--svg", value=path

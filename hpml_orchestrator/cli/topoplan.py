@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hpml_orchestrator.cli.common import chosen_site, print_json, print_table
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, chosen_site, print_json, print_table
 from hpml_orchestrator.cli.conflicts import refuse_with
 from hpml_orchestrator.errors import InputError, counted, did_you_mean
 
@@ -136,7 +136,11 @@ def job_of(context: typer.Context, asked: Asked) -> SiteJob:
 
 def wanted_by_job(one: SiteJob, asked: Asked) -> Wanted:
     """Return what a job asks of each of its nodes."""
+    from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes  # noqa: PLC0415
+
     resources, binding = one.job.resources, one.job.binding
+    site = one.site.site if one.site else None
+    whole = whole_nodes(as_asked(one.job, site.directives) if site else one.job, site)
     return Wanted(
         resources.ranks,
         binding.policy,
@@ -145,7 +149,7 @@ def wanted_by_job(one: SiteJob, asked: Asked) -> Wanted:
         binding.hardware_threads,
         asked.allowed_cpus,
         resources.gpu_count,
-        None if resources.exclusive else resources.ranks * resources.cpus_per_rank,
+        None if whole else resources.ranks * resources.cpus_per_rank,
     )
 
 
@@ -191,7 +195,7 @@ def tell_plan(
     Args:
         topology: the node.
         wanted: what is to be planned.
-        svg: file to write a picture to, if any.
+        svg: file to write a picture to, if any; with - it takes the table's place.
         title: what to call the node in the picture.
         as_json: whether to print JSON.
 
@@ -235,7 +239,8 @@ def tell_plan(
         notes = [note] if note else []
         print_json({**plan_json(made), "warnings": warnings, "notes": notes})
         return
-    print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(made))
+    if svg != STANDARD_OUTPUT:
+        print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(made))
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     if note:

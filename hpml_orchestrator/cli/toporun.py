@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import print_json, print_table
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def tell_run(store: Store, word: str, node: str, *, svg: str | None, as_json: bo
         store: where records live.
         word: names the run.
         node: names the node; that of the first rank when empty.
-        svg: file to write a picture to, if any.
+        svg: file to write a picture to, if any; with - it takes the tables' place.
         as_json: whether to print JSON.
 
     Raises:
@@ -72,7 +72,8 @@ def tell_run(store: Store, word: str, node: str, *, svg: str | None, as_json: bo
             }
         )
         return
-    _print(topology, title, places, planned)
+    if svg != STANDARD_OUTPUT:
+        _print(topology, title, places, planned)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
 

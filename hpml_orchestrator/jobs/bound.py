@@ -79,12 +79,14 @@ class Bound:
         places: by rank.
         proofs: of the nodes, by name.
         unreadable: the other nodes' proofs.
+        fatal: whether the job failed for what the proofs tell rank by rank.
     """
 
     line: str = ""
     places: tuple[Place, ...] = ()
     proofs: tuple[NodeProof, ...] = ()
     unreadable: tuple[Unreadable, ...] = ()
+    fatal: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return ranks, proofs and what could not be read for programs."""
@@ -126,7 +128,9 @@ def bound_of(attempt: Attempt, asked: object = None) -> Bound:
         line = _line(proofs, unreadable, total, judged, attempt.ended, asked)
     elif asked is not None and _had_ranks(attempt):
         line = _lost(attempt.ended, asked)
-    return Bound(line, tuple(ordered), tuple(proofs), tuple(unreadable))
+    wrong = any(proof.wrong or any(one.wrong for one in proof.ranks) for proof in proofs)
+    fatal = wrong and _failed(attempt.ended)
+    return Bound(line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal)
 
 
 def node_topology(attempt: Attempt, node: str) -> Topology | None:

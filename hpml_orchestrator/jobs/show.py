@@ -121,7 +121,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
         ("run", f"{state.submission.label}  {state.state}"),
         ("job", f"{state.job_id or '-'} ({state.backend})" + _ran(state, summary)),
     ]
-    if state.reason:
+    if state.reason and not summary.binding_failed:  # it is one rank's; below stands how many
         lines.append(("reason", state.reason))
     lines += _code(state)
     if summary.nodes:

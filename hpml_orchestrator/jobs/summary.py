@@ -24,7 +24,8 @@ class Phase:
     """One stretch of a run's time.
 
     Attributes:
-        name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`, `end`.
+        name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`, `end`;
+            `running` where the program reports nothing of itself.
         seconds: wall-clock time.
     """
 
@@ -50,6 +51,8 @@ class Summary:
         samples_per_second: of all ranks: what the result says, else from the counters since the
             warm-up ended; None if neither tells.
         binding: whether the ranks ran where they should, in one line; empty if nothing tells.
+        binding_failed: whether the job failed for that; its output and `hpml show` tell of each
+            rank.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -65,6 +68,7 @@ class Summary:
     data_wait_ratio: float | None = None
     samples_per_second: float | None = None
     binding: str = ""
+    binding_failed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -85,12 +89,19 @@ def summarise(state: State) -> Summary:
     result.pop("final", None)
     queued = _first(events).get("queued")
     bindings = attempt.bindings()
+    bound = binding_of(state)
     ends = [] if state.ended is None else [state.ended]
     if attempt.ended is not None:
         # The scheduler's word may be rounded; the script's comes before the scheduler clears up.
         ends.append(float(attempt.ended["time"]))
     return Summary(
-        phases=phases(events, queued=queued, ended=max(ends, default=None)),
+        phases=phases(
+            events,
+            queued=queued,
+            bound=[time for one in bindings if (time := _figure(one, "time"))],
+            left=None if attempt.ended is None else float(attempt.ended["time"]),
+            ended=max(ends, default=None),
+        ),
         staged_bytes=sum(int(_figure(event.data, "bytes")) for event in ready),
         staged_files=sum(int(_figure(event.data, "files")) for event in ready),
         staging_seconds=max((_figure(event.data, "seconds") for event in ready), default=0.0),
@@ -106,7 +117,8 @@ def summarise(state: State) -> Summary:
             if "samples_per_second" in result
             else _rate(events)
         ),
-        binding=binding_of(state).line,
+        binding=bound.line,
+        binding_failed=bound.fatal,
     )
 
 
@@ -123,35 +135,47 @@ def binding_of(state: State) -> Bound:
 
 
 def phases(
-    events: Sequence[Event], *, queued: float | None = None, ended: float | None = None
+    events: Sequence[Event],
+    *,
+    queued: float | None = None,
+    bound: Sequence[float] = (),
+    left: float | None = None,
+    ended: float | None = None,
 ) -> list[Phase]:
     """Return the stretches between the marks of an attempt.
 
     A mark that many ranks or nodes reach counts when the last of them does (nodes ready, training
     over), since nobody goes on before; a beginning counts when the first begins. The warm-up ends,
     and the training begins, with the first counters that a rank sent. A mark that was not recorded
-    joins its stretch to the next, so the stretches always add up to the whole.
+    joins its stretch to the next, so the stretches always add up to the whole. What was going on
+    when the script ended, without any training, lasted until then.
 
     Args:
         events: of one attempt, by time.
         queued: when it was handed to the scheduler.
+        bound: when each rank became its program.
+        left: when the script was over; where it left no word, all was over at once.
         ended: when it was over.
     """
     first, last = _first(events), _last(events)
     trained = [event.time for event in events if event.event == "step" or event.data.get("final")]
-    marks: list[tuple[str, float | None]] = [
-        ("queue", first.get("started")),
-        ("start-up", first.get("staging", first.get("ready"))),
-        ("staging", last.get("ready")),
-        ("launch", first.get("rendezvous")),
-        ("rendezvous", first.get("warm-up")),
-        ("warm-up", first.get("step")),
-        ("training", max(trained, default=None)),
-        ("end", ended),
-    ]
+    marks: dict[str, float | None] = {
+        "queue": first.get("started"),
+        "start-up": first.get("staging", first.get("ready")),
+        "staging": last.get("ready"),
+        "launch": first.get("rendezvous", max(bound, default=None)),
+        "running": None,
+        "rendezvous": first.get("warm-up"),
+        "warm-up": first.get("step"),
+        "training": max(trained, default=None),
+    }
+    going_on = "" if trained else _going_on(first, launched=bool(bound))
+    if going_on:
+        marks[going_on] = ended if left is None else left
+    marks["end"] = ended
     found = []
     here = queued if queued is not None else first.get("started")
-    for name, mark in marks:
+    for name, mark in marks.items():
         if mark is None or here is None:
             continue
         if name == "queue" and queued is None:
@@ -159,6 +183,18 @@ def phases(
         found.append(Phase(name, round(max(0.0, mark - here), 6)))
         here = max(here, mark)
     return found
+
+
+def _going_on(first: Mapping[str, float], *, launched: bool) -> str:
+    """Return the stretch that began last; empty where nothing began."""
+    for event in ("warm-up", "rendezvous"):
+        if event in first:
+            return event
+    if "ready" in first or launched:
+        return "running" if launched else "launch"
+    if "staging" in first:
+        return "staging"
+    return "start-up" if "started" in first else ""
 
 
 def _first(events: Sequence[Event]) -> dict[str, float]:

@@ -122,9 +122,9 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
     try:
         place_.sweep(layout)
         note = stripe(place_.path, request.shard_bytes)
-        parts = _write(layout, place_.path, request.workers or default_workers(), on_pack)
-        _check_directories(tree)
-        digest = _write_index(layout, parts, place_.path)
+        parts = _write(layout, place_, request.workers or default_workers(), on_pack)
+        _check_directories(tree, place_.beat)
+        digest = _write_index(layout, parts, place_)
         place_.end()
     except BaseException as error:
         place_.tidy()
@@ -167,7 +167,7 @@ def _check_room(layout: Layout, directory: str) -> None:
     check_room(need, room, name="DEST", where=shown(directory))
 
 
-def _write(layout: Layout, directory: str, workers: int, on_pack: OnPack) -> list[Part]:
+def _write(layout: Layout, place_: Place, workers: int, on_pack: OnPack) -> list[Part]:
     """Write the archives, the largest first so that all workers end at about the same time."""
     total = (layout.tree.bytes, len(layout.files))
     done = [0, 0]
@@ -175,12 +175,13 @@ def _write(layout: Layout, directory: str, workers: int, on_pack: OnPack) -> lis
     def progress(more_bytes: int, more_files: int) -> None:
         done[0] += more_bytes
         done[1] += more_files
+        place_.beat()
         on_pack(done[0], done[1], *total)
 
     numbers = sorted(range(len(layout.shards)), key=lambda number: -layout.shards[number].bytes)
     problems = Problems(f"cannot pack {shown(layout.tree.source_root)}")
     parts: list[Part | None] = [None] * len(numbers)
-    writer = ShardWriter(layout, directory)
+    writer = ShardWriter(layout, place_.path, place_.check)
     try:
         found = in_parallel(numbers, writer, workers=workers, progress=progress)
         with contextlib.closing(found):
@@ -199,10 +200,11 @@ def _write(layout: Layout, directory: str, workers: int, on_pack: OnPack) -> lis
     return [part for part in parts if part is not None]
 
 
-def _check_directories(tree: Plan) -> None:
+def _check_directories(tree: Plan, beat: Callable[[], None]) -> None:
     """Refuse a tree in which names came or went while it was packed."""
     problems = Problems(f"cannot pack {shown(tree.source_root)}")
     for entry in [tree.top, *tree.directories]:
+        beat()
         try:
             info = os.lstat(f"{tree.source_root}/{entry.path}")
         except OSError as error:
@@ -213,22 +215,24 @@ def _check_directories(tree: Plan) -> None:
     problems.raise_any("wait until the tree is complete, then go on with --resume")
 
 
-def _write_index(layout: Layout, parts: Sequence[Part], directory: str) -> str:
+def _write_index(layout: Layout, parts: Sequence[Part], place_: Place) -> str:
     archives = [
         Archive(shard.file, part.bytes, shard.end - shard.first, part.digest)
         for shard, part in zip(layout.shards, parts, strict=True)
     ]
-    rows = _rows(layout, parts)
-    links = list(_links(layout.tree))
+    rows = _rows(layout, parts, place_.beat)
+    links = list(_links(layout.tree, place_.beat))
     if links:
         rows = _with_links(list(rows), links)
+    place_.check()
     return write_index(
-        directory, rows, archives, tree=layout.digest(), shard_bytes=layout.shard_bytes
+        place_.path, rows, archives, tree=layout.digest(), shard_bytes=layout.shard_bytes
     )
 
 
-def _rows(layout: Layout, parts: Sequence[Part]) -> Iterator[Row]:
+def _rows(layout: Layout, parts: Sequence[Part], beat: Callable[[], None]) -> Iterator[Row]:
     for number, (shard, part) in enumerate(zip(layout.shards, parts, strict=True)):
+        beat()
         digests = bytes.fromhex(part.digests)
         for at, entry in enumerate(layout.files[shard.first : shard.end]):
             yield Row(
@@ -241,12 +245,13 @@ def _rows(layout: Layout, parts: Sequence[Part]) -> Iterator[Row]:
             )
 
 
-def _links(tree: Plan) -> Iterator[tuple[bytes, bytes, int]]:
+def _links(tree: Plan, beat: Callable[[], None]) -> Iterator[tuple[bytes, bytes, int]]:
     """Yield (name, where it leads, kind) of links; whether a file is there, the caller knows."""
     for hard in tree.hard_links:
         yield os.fsencode(hard.path), os.fsencode(hard.first), 1
     top = tree.source_root.rstrip("/") + "/"
     for link in tree.symlinks:
+        beat()
         real = os.path.realpath(top + link.path)
         if real.startswith(top):
             yield os.fsencode(link.path), os.fsencode(real[len(top) :]), 2

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.packing.files import TEMPORARY, publish, write_all
+from hpml_orchestrator.packing.claim import STATE_FILE, Claim, is_temporary
+from hpml_orchestrator.packing.files import TEMPORARY
 from hpml_orchestrator.packing.index import INDEX_FILE, read_index
 from hpml_orchestrator.packing.layout import TREE_FILE
 from hpml_orchestrator.packing.shards import DONE
-from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.faults import shown, why
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.packing.claim import Note
     from hpml_orchestrator.packing.index import Index
     from hpml_orchestrator.packing.layout import Layout
 
 __all__ = ["Place"]
 
-_STATE_FILE = ".packing.json"
 _ARCHIVE = re.compile(r"data-\d{5,}\.tar")
-_VERSION = 1
 
 
 class Place:
@@ -45,11 +43,13 @@ class Place:
         self._shown = path
         self._source = source
         self._made = False
+        self._before: Note | None = None
+        self._claim = Claim(self.path, path)
         self.finished: Index | None = None
         if f"{self.path}/".startswith(source.rstrip("/") + "/"):
             raise InputError("must not be inside SOURCE", field="DEST", value=path)
         try:
-            names = set(os.listdir(self.path))
+            names = {name for name in os.listdir(self.path) if not is_temporary(name)}
         except FileNotFoundError:
             names = set()
             self._make()
@@ -58,7 +58,10 @@ class Place:
         except OSError as error:
             raise self._cannot("read", error) from error
         if names:
-            self._look(names, resume=resume)
+            try:
+                self._look(names, resume=resume)
+            except OSError as error:
+                raise self._cannot("write in", error) from error
 
     def _make(self) -> None:
         try:
@@ -68,37 +71,33 @@ class Place:
         self._made = True
 
     def _look(self, names: set[str], *, resume: bool) -> None:
-        state = self._state() if _STATE_FILE in names else None
+        self._before = self._claim.read() if STATE_FILE in names else None
         if INDEX_FILE in names and resume:
             self.finished = read_index(self.path)
         elif INDEX_FILE in names:
             raise InputError(
                 "is a finished pack", field="DEST", value=self._shown, hint="take another DEST"
             )
-        elif state is None:
+        elif self._before is None:
             raise InputError(
                 "is not empty, and no pack that was begun",
                 field="DEST",
                 value=self._shown,
                 hint="take an empty directory, or one that is not there yet",
             )
-        if state is not None:
-            self._check_state(state, resume=resume)
+        if self._before is not None:
+            self._check_note(self._before, resume=resume)
 
-    def _check_state(self, state: dict[str, Any], *, resume: bool) -> None:
-        if os.fsencode(self._source).hex() != state.get("source"):
-            other = os.fsdecode(bytes.fromhex(str(state.get("source", ""))))
+    def _check_note(self, note: Note, *, resume: bool) -> None:
+        if os.fsencode(self._source).hex() != note.source:
+            other = os.fsdecode(bytes.fromhex(note.source))
             raise InputError(
                 f"is a pack that was begun of another tree, {shown(other)}",
                 field="DEST",
                 value=self._shown,
                 hint="take another DEST",
             )
-        owner = Owner(**state["owner"])
-        if owner.hostname == this_owner("").hostname and owner_is_alive(owner):
-            raise StagingError(
-                f"process {owner.pid} packs into {shown(self._shown)} at this moment"
-            )
+        self._claim.refuse_if_alive(note)
         if not resume:
             raise InputError(
                 "is a pack of this tree that was not finished",
@@ -107,32 +106,34 @@ class Place:
                 hint="go on with --resume",
             )
 
-    def _state(self) -> dict[str, Any] | None:
-        try:
-            with open(os.path.join(self.path, _STATE_FILE), encoding="utf-8") as stream:
-                state: dict[str, Any] = json.load(stream)
-        except (OSError, ValueError):
-            return None
-        return state if state.get("schema_version") == _VERSION else None
-
     def begin(self) -> None:
         """Write down whose pack this is, and remove what a killed run had not finished writing.
 
         Raises:
-            StagingError: the directory cannot be written.
+            StagingError: the directory cannot be written, or another hpml has come first.
         """
-        owner = this_owner("pack")
-        state = {
-            "schema_version": _VERSION,
-            "source": os.fsencode(self._source).hex(),  # names need not be text
-            "owner": vars(owner),
-        }
         try:
-            with publish(self.path, _STATE_FILE) as fd:
-                write_all(fd, json.dumps(state).encode())
+            self._claim.take(self._source, self._before)
             self._remove(lambda name: name.startswith(".") and name.endswith(TEMPORARY))
         except OSError as error:
             raise self._cannot("write in", error) from error
+
+    def beat(self) -> None:
+        """Say that this process is at work; to be called all the time, and cheap.
+
+        Raises:
+            StagingError: another hpml has taken over.
+        """
+        self._claim.beat()
+
+    def check(self) -> None:
+        """Look whether the pack is still this process's.
+
+        Raises:
+            StagingError: another hpml has taken over.
+            OSError: that cannot be told.
+        """
+        self._claim.check()
 
     def sweep(self, layout: Layout) -> None:
         """Remove archives of an earlier plan, which the pack is not to have.
@@ -156,13 +157,13 @@ class Place:
             OSError: they cannot be removed.
         """
         self._remove(lambda name: name.startswith(".") and name.endswith((DONE, TEMPORARY)))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, _STATE_FILE))
+        self._claim.remove()
 
     def tidy(self) -> None:
         """Remove what was being written; a worker that was ended may have left it."""
-        with contextlib.suppress(OSError):
-            self._remove(lambda name: name.startswith(".") and name.endswith(TEMPORARY))
+        if self._claim.release():
+            with contextlib.suppress(OSError):
+                self._remove(lambda name: name.startswith(".") and name.endswith(TEMPORARY))
 
     def give_up(self) -> None:
         """Remove the directory where this run made it and left nothing in it."""

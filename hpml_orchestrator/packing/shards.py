@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import ustar
@@ -19,6 +19,8 @@ from hpml_orchestrator.packing.layout import TREE_FILE, file_header
 from hpml_orchestrator.staging.faults import FULL, TRANSIENT, Retry, shown, why
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpml_orchestrator.packing.layout import Layout, Shard
     from hpml_orchestrator.staging.plan import Entry
     from hpml_orchestrator.staging.pool import Tell
@@ -30,6 +32,7 @@ DONE = ".done"
 
 _CHUNK_BYTES = 1 << 20
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ZEROS = bytes(ustar.BLOCK_BYTES)
 _CHANGED = "changed while it was packed"
 
 
@@ -57,10 +60,17 @@ class Part:
 
 
 class ShardWriter:
-    """Writes archives of a layout; called in worker processes."""
+    """Writes archives of a layout; called in worker processes.
 
-    def __init__(self, layout: Layout, directory: str) -> None:
+    Args:
+        layout: the whole pack.
+        directory: of the pack.
+        check: raises where the directory is no longer this process's to write in.
+    """
+
+    def __init__(self, layout: Layout, directory: str, check: Callable[[], None]) -> None:
         self._layout = layout
+        self._check = check
         self._directory = directory
         self._root = os.open(layout.tree.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._retry = Retry(time.sleep, lambda: False)
@@ -124,16 +134,16 @@ class ShardWriter:
                 raise StagingError(f"{shard.file} has {out.bytes} bytes, planned: {shard.bytes}")
             part.bytes, part.digest = out.bytes, out.digest.hexdigest()
             part.digests = b"".join(digests).hex()
+            self._check()
             _write_part(self._directory, shard, part)
         return part
 
     def _add(self, entry: Entry, out: _Out, tell: Tell, *, only_look: bool) -> bytes:
         """Copy one file and return its digest; after a first problem only look for others."""
+        fd = self._open(entry.path)
         try:
-            fd = self._retry(lambda: os.open(entry.path, _READ, dir_fd=self._root))
-        except OSError as error:
-            raise _SourceError(why(error)) from error
-        try:
+            if not only_look and entry.size <= _CHUNK_BYTES:
+                return self._add_small(entry, fd, out, tell)
             _check_same(entry, fd)
             if only_look:
                 return b""
@@ -144,6 +154,30 @@ class ShardWriter:
             os.close(fd)
         tell.add(0, 1)
         return digest
+
+    def _add_small(self, entry: Entry, fd: int, out: _Out, tell: Tell) -> bytes:
+        """Copy a file that is read at once: one look behind the reading tells of all changes."""
+        header = file_header(entry)
+        try:
+            data = self._read(fd, entry.size, 0)
+        finally:
+            _check_same(entry, fd)
+        if len(data) != entry.size:
+            raise _ChangedError
+        out.add(header, data, _ZEROS[: -entry.size % ustar.BLOCK_BYTES])
+        tell.add(entry.size, 1)
+        return xxh3_128_digest(data)
+
+    def _open(self, path: str) -> int:
+        try:
+            try:
+                return os.open(path, _READ, dir_fd=self._root)
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+            return self._retry(lambda: os.open(path, _READ, dir_fd=self._root))
+        except OSError as error:
+            raise _SourceError(why(error)) from error
 
     def _copy(self, fd: int, size: int, out: _Out, tell: Tell) -> bytes:
         digest = xxh3_128()
@@ -181,9 +215,9 @@ class _Out:
         self._pieces: list[bytes] = []
         self._waiting = 0
 
-    def add(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._waiting += len(data)
+    def add(self, *pieces: bytes) -> None:
+        self._pieces += pieces
+        self._waiting += sum(map(len, pieces))
         if self._waiting >= _CHUNK_BYTES:
             self.flush()
 
@@ -227,7 +261,8 @@ def read_part(directory: str, shard: Shard, number: int) -> Part | None:
 
 
 def _write_part(directory: str, shard: Shard, part: Part) -> None:
-    with publish(directory, f".{shard.file}{DONE}") as fd:
+    # Whoever resumes believes it only where the archive has the digest that it tells.
+    with publish(directory, f".{shard.file}{DONE}", durable=False) as fd:
         write_all(fd, json.dumps(asdict(part)).encode())
 
 
@@ -237,6 +272,10 @@ def _data_bytes(layout: Layout, shard: Shard) -> int:
 
 def _check_same(entry: Entry, fd: int) -> None:
     info = os.fstat(fd)
-    now = (stat.S_IFMT(info.st_mode), info.st_size, info.st_mtime_ns, info.st_ino)
-    if now != (stat.S_IFREG, entry.size, entry.mtime_ns, entry.inode):
+    if (
+        info.st_mtime_ns != entry.mtime_ns
+        or info.st_size != entry.size
+        or info.st_ino != entry.inode
+        or not stat.S_ISREG(info.st_mode)
+    ):
         raise _ChangedError

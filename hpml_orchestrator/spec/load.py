@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hpml_orchestrator.errors import InputError, NotFoundError, nearest
 from hpml_orchestrator.spec.binding import POLICY_WORDS, spelled_out
 from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.overlay import covers, leaves, merged
+from hpml_orchestrator.spec.overlay import covers, leaves, merged, values
 from hpml_orchestrator.spec.regular import open_regular
 from hpml_orchestrator.spec.words import field_for
 
@@ -63,19 +63,19 @@ def load_job(
     """
     source = Path(os.path.abspath(path))
     data = spelled_out(read_mapping(source, _JOB_FILE))
-    given = dict.fromkeys(leaves(data), "job file")
+    given = dict.fromkeys(values(data), "job file")
     for name, value in settings or []:
         field = "binding.policy" if name == "binding" and value in POLICY_WORDS else name
         _set(data, field, value)
         given = {
             name: origin for name, origin in given.items() if not f"{name}.".startswith(f"{field}.")
         }
-        given.update(dict.fromkeys(leaves(value, field), "command line"))
+        given.update(dict.fromkeys(values(value, field), "command line"))
     if site is not None:
         below = _without_rivals(site.site.defaults, data)
         data = merged(below, data)
         from_site = {
-            name: f"site profile {site.origin(f'defaults.{name}')}" for name in leaves(below)
+            name: f"site profile {site.origin(f'defaults.{name}')}" for name in values(below)
         }
         given = {**from_site, **given}
     try:
@@ -170,7 +170,7 @@ def _set(data: dict[str, Any], field: str, value: Any) -> None:
     for depth, parent in enumerate(parents):
         place = ".".join(parents[: depth + 1])
         if isinstance(here, list):
-            here = here[_index(here, parent, place)]
+            here = here[_index(here, parent, place, value)]
         else:
             if here.get(parent) is None:
                 here[parent] = {}
@@ -178,18 +178,27 @@ def _set(data: dict[str, Any], field: str, value: Any) -> None:
         if not isinstance(here, (dict, list)):
             raise InputError("has no fields of its own", field=place, value=field)
     if isinstance(here, list):
-        here[_index(here, last, field)] = value
+        here[_index(here, last, field, value)] = value
     else:
         here[last] = value
 
 
-def _index(entries: list[Any], part: str, field: str) -> int:
+def _index(entries: list[Any], part: str, field: str, value: Any) -> int:
     if part.isascii() and part.isdecimal() and len(part) <= _INDEX_DIGITS:
         index = int(part)
         if index < len(entries):
             return index
-    there = f"0 to {len(entries) - 1}" if entries else "none"
-    raise InputError(f"has no such entry; there are: {there}", field=field, value=part)
+    whole = field.rpartition(".")[0]
+    if len(entries) > 1:
+        there = f"{len(entries)} entries, 0 to {len(entries) - 1}"
+    else:
+        there = "one entry, number 0" if entries else "no entries"
+    raise InputError(
+        f"{whole} has {there}",
+        field=field,
+        value=value,
+        hint=f"--set replaces an entry that is there, or the whole list: --set '{whole}=[…]'",
+    )
 
 
 def _origin(given: dict[str, str], name: str) -> str:

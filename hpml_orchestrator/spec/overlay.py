@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["covers", "leaves", "merged"]
+__all__ = ["covers", "leaves", "merged", "values"]
 
 
 def leaves(data: Any, prefix: str = "") -> list[str]:
@@ -24,6 +24,21 @@ def leaves(data: Any, prefix: str = "") -> list[str]:
             name for index, item in enumerate(data) for name in leaves(item, f"{prefix}.{index}")
         ]
     return [prefix] if prefix else []
+
+
+def values(data: Any, prefix: str = "") -> list[str]:
+    """Return the dotted names of all values that data sets; an empty mapping sets none.
+
+    >>> values({"a": {}, "b": {"c": None}})
+    ['b.c']
+    """
+    if isinstance(data, dict):
+        return [
+            name
+            for key, value in data.items()
+            for name in values(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    return leaves(data, prefix)
 
 
 def covers(given: str, name: str) -> bool:

@@ -14,7 +14,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.binding import spelled_out
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import SITE_PROFILE, explained, read_mapping
-from hpml_orchestrator.spec.overlay import covers, leaves, merged
+from hpml_orchestrator.spec.overlay import covers, leaves, merged, values
 from hpml_orchestrator.spec.site import DefaultsError, Site
 
 __all__ = ["ResolvedSite", "load_site"]
@@ -36,6 +36,8 @@ class ResolvedSite:
 
     def origin(self, name: str) -> Path | None:
         """Return the file that a field came from; the strongest that has to do with it."""
+        if name in self.origins:
+            return self.origins[name]
         found = {path for given, path in self.origins.items() if covers(given, name)}
         return next((path for path in reversed(self.sources) if path in found), None)
 
@@ -57,7 +59,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
         origins = {
             name: file
             for name, file in origins.items()
-            if not any(covers(given, name) for given in leaves(own))
+            if not any(covers(given, name) for given in values(own))
         }
         origins.update(dict.fromkeys(leaves(own), path))
     try:

@@ -60,7 +60,9 @@ class Shares(NamedTuple):
         return found
 
 
-def share_out(plan: Plan, workers: int, *, piece_bytes: int, ordered: bool = False) -> Shares:
+def share_out(
+    plan: Plan, workers: int, *, piece_bytes: int, ordered: bool = False, streams: int = 1
+) -> Shares:
     """Divide the files of a plan.
 
     Args:
@@ -68,6 +70,8 @@ def share_out(plan: Plan, workers: int, *, piece_bytes: int, ordered: bool = Fal
         workers: how many will work at most.
         piece_bytes: larger files are divided.
         ordered: one batch of everything, in the plan's order.
+        streams: processes, which are kept in different parts of the tree: creating files in one
+            directory makes them wait for each other.
     """
     files = plan.files
     pieces: dict[int, range] = {}
@@ -88,7 +92,10 @@ def share_out(plan: Plan, workers: int, *, piece_bytes: int, ordered: bool = Fal
         for at, slot in enumerate(held):
             end = min(size, (at + 1) * piece_bytes)
             work.append(Batch(number, number + 1, at * piece_bytes, end, slot))
-    return Shares(work + _batches(files, pieces, workers), pieces, slots)
+    small = _batches(files, pieces, workers)
+    each = -(-len(small) // streams)
+    work += [one for at in range(each) for one in small[at::each]]
+    return Shares(work, pieces, slots)
 
 
 def _batches(files: list[Entry], pieces: dict[int, range], workers: int) -> list[Batch]:

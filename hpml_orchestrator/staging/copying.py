@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
@@ -82,7 +83,7 @@ def check_same(entry: Entry, info: os.stat_result) -> None:
         raise SourceChangedError
 
 
-class Copying:
+class Copying(ABC):
     """Copies batches; one per process, its threads call `do` at once.
 
     Args:
@@ -151,11 +152,13 @@ class Copying:
         self._board.set_faulty()
         self._problem(entry.path, reason, error)
 
+    @abstractmethod
     def _file(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:
-        raise NotImplementedError
+        """Copy a whole file; what was made of it is gone after an error."""
 
+    @abstractmethod
     def _piece(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:
-        raise NotImplementedError
+        """Copy a part of a file whose target is there already."""
 
     def _create(self, entry: Entry) -> int:
         return os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)

@@ -65,9 +65,11 @@ def run_crew(
     crew = _Crew(numbers)
     try:
         gc.freeze()  # collecting would copy pages that the workers share with this process
-        for number in range(processes):
-            crew.hire(number, work)
-        gc.unfreeze()
+        try:
+            for number in range(processes):
+                crew.hire(number, work)
+        finally:
+            gc.unfreeze()
         crew.attend(told, heartbeat)
     finally:
         crew.dismiss()
@@ -81,6 +83,7 @@ class _Crew:
         os.set_blocking(self._feed, False)
         self._workers: dict[int, int] = {}  # line -> process
         self._heard: dict[int, bytearray] = {}
+        self._ended: set[int] = set()
 
     def hire(self, number: int, work: Work) -> None:
         line, theirs = os.pipe()
@@ -88,7 +91,14 @@ class _Crew:
         with warnings.catch_warnings():
             # newer interpreters warn when other threads run: the child only runs what is here
             warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
+            try:
+                process = os.fork()
+            except OSError:
+                os.close(line)
+                os.close(theirs)
+                if self._workers:  # no more processes allowed: those that are there do it all
+                    return
+                raise
         if process == 0:
             _serve(number, work, self._queue, theirs, parent)
         os.close(theirs)
@@ -141,17 +151,21 @@ class _Crew:
                 raise StagingError(text, hint=hint)
             if word == "fault":
                 raise OSError(*values)
-            told(*values)
+            if word == "end":
+                self._ended.add(line)
+            else:
+                told(*values)
         if data:
             return True
-        process = self._workers[line]
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        del self._workers[line]
+        process = self._workers.pop(line)
         os.close(line)
-        if status:
-            end_text = f"signal {-status}" if status < 0 else f"status {status}"
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # whoever waits for any child was faster
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if line not in self._ended:
+            end = f"signal {-status}" if status < 0 else f"status {status}"
             raise StagingError(
-                f"a worker process died ({end_text})", hint="was the memory of the job short?"
+                f"a worker process died ({end})", hint="was the memory of the job short?"
             )
         return False
 
@@ -194,6 +208,7 @@ def _serve(
             tell = _Line(line)
             try:
                 work(number, lambda: _take(queue), tell)
+                tell.send("end")
             except HpmlError as error:
                 tell.send("failed", str(error), error.hint)
             except OSError as error:

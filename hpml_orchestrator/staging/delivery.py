@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import check_room
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["COLLECTIVE", "Delivery", "partial_path"]
+__all__ = ["COLLECTIVE", "SOURCE_KEY", "Delivery", "partial_path"]
+
+SOURCE_KEY = "source_key"
+"""Among the options of a manifest: the source as it was when it was staged."""
 
 COLLECTIVE = frozenset({"chain", "sbcast"})
 """Methods in which the nodes of a job need each other, those too that have the data already."""
@@ -78,6 +82,10 @@ class Delivery:
             self._plan = self.supply.plan()
         return self._plan
 
+    def source_key(self) -> str:
+        """Return a digest of all that a look at the source tells, as it is now."""
+        return entry_key(self.plan(), source=self.request.source, kind=self.supply.kind)
+
     def publish(self, directory: str, name: str, *locks: NameLock) -> Manifest:
         """Bring the data into a directory, by a name that appears when all of it is there.
 
@@ -123,7 +131,7 @@ class Delivery:
             plan.bytes,
             plan.file_count,
             tree_digest(listing, hashing()),
-            {"outside_links": self.request.outside_links},
+            {"outside_links": self.request.outside_links, SOURCE_KEY: self.source_key()},
             listing,
         )
 

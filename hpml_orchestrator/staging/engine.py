@@ -138,7 +138,13 @@ class _Copy:
         self._tree = source.kind in _TREES
         self._problems = Problems(f"cannot stage {shown(plan.source_root)}")
         self._processes = self._process_count()
-        shares = share_out(plan, _MOST_WORKERS, piece_bytes=piece_bytes, ordered=source.ordered)
+        shares = share_out(
+            plan,
+            _MOST_WORKERS,
+            piece_bytes=piece_bytes,
+            ordered=source.ordered,
+            streams=self._processes,
+        )
         drop_cache = options.drop_cache
         if drop_cache is None:
             drop_cache = drops_cache(file_system_type(plan.source_root), plan.bytes, 0)

@@ -81,6 +81,7 @@ class Root:
                 f"lies on {kind}, which nodes share; staging is for the node's own storage",
                 field="target",
                 value=self.base,
+                hint="shm and local are the node's own; `findmnt -T DIR` says where others lie",
             )
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import linked_key
 from hpml_orchestrator.staging.capacity import Room, room_at
-from hpml_orchestrator.staging.delivery import Delivery, partial_path
+from hpml_orchestrator.staging.delivery import SOURCE_KEY, Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
@@ -53,6 +53,8 @@ class CopyStager:
         room: measures the room in a directory.
         job_id: as Slurm counts, to tell bases that are this job's own; its own variable when left
             out.
+        checks_source: look at the source also where this job has it staged already, and stage it
+            again when it has changed or has no digests though they are asked for.
 
     Attributes:
         options: how the engine copies; may be set between requests.
@@ -72,6 +74,7 @@ class CopyStager:
         room: Callable[[str], Room] = room_at,
         options: EngineOptions | None = None,
         job_id: str | None = None,
+        checks_source: bool = False,
     ) -> None:
         self._job_key = job_key
         self._bases = bases or Bases()
@@ -85,6 +88,7 @@ class CopyStager:
         self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
+        self._checks_source = checks_source
         self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
         self._evicted: list[str] = []
 
@@ -161,7 +165,7 @@ class CopyStager:
             try:
                 if delivery.is_collective:
                     delivery.plan()
-                manifest = self._published(request, delivery.supply.kind, area)
+                manifest = self._published(delivery, area)
                 if manifest is None:
                     lock.raise_reason("another process of this job failed")
                     manifest = self._bring(delivery, area, lock, keeps=keeps)
@@ -241,8 +245,9 @@ class CopyStager:
                 stack.callback(area.cleanup)
         self._areas.clear()
 
-    def _published(self, request: StageRequest, kind: str, area: StagingArea) -> Manifest | None:
+    def _published(self, delivery: Delivery, area: StagingArea) -> Manifest | None:
         """Return the manifest of whole, published data; take away data that is not whole."""
+        request, kind = delivery.request, delivery.supply.kind
         path = area.path_of(request.name)
         try:
             for name in os.listdir(area.job_dir):
@@ -255,7 +260,11 @@ class CopyStager:
                     field="name",
                     value=request.name,
                 )
-            if linked_key(path):
+            if manifest is not None and self._is_outdated(manifest, delivery):
+                manifest = None
+                if linked_key(path):
+                    os.unlink(path)
+            elif linked_key(path):
                 manifest = self._keeper.linked(area, request.name)
             elif manifest is not None and not is_whole(path, manifest):
                 manifest = None
@@ -267,6 +276,14 @@ class CopyStager:
         except OSError as error:
             raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
         return None
+
+    def _is_outdated(self, manifest: Manifest, delivery: Delivery) -> bool:
+        """Say whether the source is no longer what was staged, where that is to be looked at."""
+        if not self._checks_source:
+            return False
+        if self.options.hash and not manifest.digest:
+            return True
+        return manifest.options.get(SOURCE_KEY) != delivery.source_key()
 
 
 def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:

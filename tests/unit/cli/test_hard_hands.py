@@ -48,6 +48,28 @@ def test_ctrl_c_during_a_submission_names_the_job_that_came_of_it(
     assert found[1] in submissions(shell)
 
 
+def test_ctrl_c_is_not_meant_for_what_a_script_started_with_an_ampersand(
+    shell: Shell, hpml: Hpml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a shell has SIGINT ignored: the command goes on, whatever is pressed for another one."""
+    real = LocalScheduler.submit
+
+    def interrupted(self: LocalScheduler, request: Any) -> str:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return real(self, request)
+
+    monkeypatch.setattr(LocalScheduler, "submit", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        told = hpml("run", "--local", shell.job())
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told.code == 0, told.err
+    assert "Ctrl-C" not in told.err
+
+
 def test_a_second_ctrl_c_says_how_to_find_out(
     shell: Shell, hpml: Hpml, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_run_ends_with_its_summary(shell: Shell, completed: tuple[Result, str]
     assert lines["run"] == f"{sid}  COMPLETED"
     assert lines["staged"].startswith("1 file, 100 B (100 bytes)")
     assert re.search(r"staging \d+\.\d\d s", lines["phases"])
+    assert re.search(r"running \d+\.\d\d s, end \d", lines["phases"])
     assert lines["record"] == f"{shell.records}/runs/{sid}"
     assert "hpml: COMPLETED" in told.err
     assert list((shell.root / "t").iterdir()) == []
@@ -72,6 +73,43 @@ def test_a_failing_job_is_a_failing_run(failed: tuple[Result, str]) -> None:
     assert "ended FAILED, exit code 42" in told.err
     assert f"hint: hpml logs {sid}" in told.err
     assert "Traceback" not in told.err + told.out
+
+
+def test_the_reason_of_an_end_is_told_once(shell: Shell, failed: tuple[Result, str]) -> None:
+    """By the summary of `run`, by the last state of `wait`: the error itself does not repeat it."""
+    told, sid = failed
+    assert (told.out + told.err).count("NonZeroExitCode") == 1
+    assert "\nreason     NonZeroExitCode\n" in told.out
+    assert "hpml: FAILED\n" in told.err
+    waited = shell.hpml("wait", sid)
+    assert waited.err.count("NonZeroExitCode") == 1
+    assert "hpml: FAILED (NonZeroExitCode)\n" in waited.err
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="NO BINDING: one CPU alone")
+def test_a_strict_binding_failure_is_told_once(shell: Shell) -> None:
+    """Rank by rank in the job's output; the summary and the error say that it was this."""
+    first = min(os.sched_getaffinity(0))
+    command = ["bash", "-c", f"exec taskset -c {first} sleep 60"]
+    path = shell.job(
+        "elsewhere",
+        command=command,
+        resources={"ranks_per_node": 2},
+        binding={"policy": "spread", "verify": "strict"},
+    )
+    told = shell.hpml("run", "--local", path)
+    assert told.code == 6, told
+    everything = told.out + told.err
+    assert everything.count("not on its own") == 1
+    assert re.search(r"ended FAILED, exit code 79: ranks do not run where they should", told.err)
+    (sid,) = re.findall(r"submitted (\S+)", told.err)
+    assert f"hint: hpml show {sid}" in told.err
+    assert "the job failed for it (verify: strict)" in told.out
+    assert "\nreason " not in told.out
+    shown = shell.hpml("show", sid).out
+    assert shown.count("not on its own") == 1
+    waited = shell.hpml("wait", sid)
+    assert (waited.code, waited.err.count("not on its own")) == (6, 1)
 
 
 def test_what_was_rendered_is_what_was_submitted(

@@ -202,6 +202,8 @@ def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: 
     write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
     assert hpml("topo", "--run", "bound").out.endswith("no rank has written down where it runs\n")
     (attempt / "plan" / "n0.txt").write_text(write(plan(milan(), 4)))
+    told = hpml("topo", "--run", "bound", "--svg", "-")
+    assert (told.code, parse_xml(told.out).tag) == (0, f"{SVG}svg")
     told = hpml("topo", "--run", "bound", "--svg", "planned.svg")
     assert "it runs; the plan is:\nRANK\tGPU\tCPUS" in told.out
     assert "where ranks should run (gpu-local)" in (shell.root / "planned.svg").read_text()

@@ -44,6 +44,29 @@ def test_a_profile_fills_in_what_the_job_file_leaves_open(
     assert rows["resources.account"]["origin"] == "job file"
 
 
+def test_a_default_that_the_job_rules_out_leaves_no_origin(
+    shell: Shell, hpml: Hpml, project: Path
+) -> None:
+    """A venv of the job takes the site's conda away: nothing came from the profile then."""
+    project.write_text('[defaults.environment]\nconda = "base"\n')
+    (shell.root / "config/hpml").mkdir(parents=True, exist_ok=True)
+    user = shell.root / "config/hpml/site.toml"
+    user.write_text('[defaults.resources]\naccount = "physics"\n')
+    try:
+        job = shell.job(environment={"venv": "/venv"})
+        told = hpml("render", job, *SLURM, "--explain", "--json").json()
+        rows = {row["field"]: row for row in told}
+        assert rows["environment.conda"]["value"] is None
+        named = {row["origin"] for name, row in rows.items() if name.startswith("environment.")}
+        assert named == {"default", "job file"}
+        project.write_text("[defaults.resources]\n")
+        told = hpml("render", job, *SLURM, "--explain", "--json").json()
+        (account,) = [row for row in told if row["field"] == "resources.account"]
+        assert account["origin"] == f"site profile {user}"
+    finally:
+        user.unlink()
+
+
 def test_site_chooses_another_profile_or_none(shell: Shell, hpml: Hpml, project: Path) -> None:
     """By option or by variable."""
     project.write_text('[defaults.resources]\npartition = "gpu"\n')

@@ -143,6 +143,32 @@ def test_a_job_of_whole_nodes_has_no_note(shell: Shell, hpml: Hpml, quad: str) -
     assert "warning: the job asks for 8 GPUs, and this node has 4\n" in told.err
 
 
+def test_a_partition_of_whole_nodes_has_no_note_on_cpus(
+    shell: Shell, hpml: Hpml, quad: str
+) -> None:
+    """Its jobs get all CPUs without asking; one of several partitions need not give whole nodes."""
+    profile = shell.root / "whole.toml"
+    profile.write_text(
+        f"[partitions.whole]\ndefault = true\nexclusive = true\nnode_types = ['a']\n"
+        f"[partitions.shared]\nnode_types = ['a']\n[node_types.a]\ntopology = '{quad}'\n"
+    )
+
+    def notes(**resources: object) -> list[str]:
+        job = shell.job("at-whole", resources={"cpus_per_rank": 2, **resources})
+        told = hpml("--site", str(profile), "topo", "--plan", job, "--json").json()
+        found: list[str] = told["notes"]
+        return found
+
+    assert notes(gpus=4) == []
+    (note,) = notes(gpus=2)
+    assert "asks for 2 of 4 GPUs: Slurm decides which" in note
+    assert "8 of 32 CPUs" in notes(gpus=4, partition="shared")[0]
+    assert "8 of 32 CPUs" in notes(gpus=4, partition="shared,whole")[0]
+    with profile.open("a") as more:
+        more.write("[directives.exclusive]\ndefault = ''\n")
+    assert notes(gpus=4, partition="shared") == []
+
+
 def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str) -> None:
     """Without FILE the plan is of the node type of the job's partition, else of this machine."""
     profile = shell.root / "cluster.toml"
@@ -203,6 +229,19 @@ def test_a_plan_as_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:
     assert "quad.txt (nvidia-smi topo -m): where 4 ranks would run (gpu-local)" in words
     assert [words.count(str(rank)) for rank in range(4)] == [8 + 1 + 1] * 4  # cores, GPU, list
     assert "rank 0: GPU0" in words
+
+
+def test_a_picture_to_standard_output(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """`--svg -` prints the picture and no table; JSON beside it is refused."""
+    for words in ([quad], [quad, "--ranks", "4"]):
+        told = hpml("topo", *words, "--svg", "-")
+        assert told.code == 0
+        assert parse_xml(told.out).tag == f"{SVG}svg"
+    assert "warning: " in told.err
+    assert not (shell.root / "-").exists()
+    told = hpml("topo", quad, "--svg", "-", "--json")
+    assert (told.code, told.out) == (2, "")
+    assert "--json: cannot be given together with --svg -" in told.err
 
 
 def _numbers(text: str) -> list[int]:

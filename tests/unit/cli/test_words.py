@@ -27,7 +27,7 @@ Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
 COMMANDS = sorted(
     "render check submit run list status logs cancel wait show doctor schema init template "
-    "man import topo pack".split()
+    "man import topo pack stage".split()
 )
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),
@@ -148,6 +148,9 @@ def test_render_explains(shell: Shell, hpml: Hpml) -> None:
     assert re.search(r"^resources\.nodes +2 +job file$", told.out, re.MULTILINE)
     assert re.search(r"^resources\.time +00:05:00 +command line$", told.out, re.MULTILINE)
     assert re.search(r"^resources\.gpus +0 +default$", told.out, re.MULTILINE)
+    assert re.search(r"^resources\.account +null +default$", told.out, re.MULTILINE)
+    assert re.search(r"^snapshot +false +default$", told.out, re.MULTILINE)
+    assert re.search(r'^command +\["bash", "-c", "echo hi"\] +job file$', told.out, re.MULTILINE)
     rows = hpml("render", path, "--explain", "--json").json()
     assert {"field": "resources.nodes", "value": 2, "origin": "job file"} in rows
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
     from tests.unit.jobs.conftest import World
 
-NAMES = ["queue", "start-up", "staging", "launch", "rendezvous", "warm-up", "training", "end"]
+NAMES = "queue start-up staging launch running rendezvous warm-up training end".split()
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 EVENTS = st.lists(
@@ -39,10 +39,17 @@ EVENTS = st.lists(
 )
 
 
-@given(EVENTS, st.none() | TIMES, st.none() | TIMES)
-def test_stretches_add_up(events: list[Event], queued: float | None, ended: float | None) -> None:
+@given(EVENTS, st.none() | TIMES, st.none() | TIMES, st.lists(TIMES, max_size=3), st.none() | TIMES)
+def test_stretches_add_up(
+    events: list[Event],
+    queued: float | None,
+    ended: float | None,
+    bound: list[float],
+    left: float | None,
+) -> None:
     """Whatever events there are: no stretch is negative, none comes twice, and they have no gap."""
-    found = phases(sorted(events, key=lambda event: event.time), queued=queued, ended=ended)
+    events = sorted(events, key=lambda event: event.time)
+    found = phases(events, queued=queued, bound=bound, left=left, ended=ended)
     assert all(one.seconds >= 0 for one in found)
     assert [one.name for one in found] == [n for n in NAMES if n in {one.name for one in found}]
     starts = [event.time for event in events if event.event == "started"]
@@ -51,7 +58,7 @@ def test_stretches_add_up(events: list[Event], queued: float | None, ended: floa
         assert found == []
         return
     total = sum(one.seconds for one in found)
-    last = max([event.time for event in events] + [begin, ended or 0.0])
+    last = max([event.time for event in events] + bound + [begin, ended or 0.0, left or 0.0])
     assert total <= last - begin + 1e-3
     if ended is not None and ended >= last:
         assert total == pytest.approx(ended - begin, abs=1e-3)
@@ -92,8 +99,43 @@ def test_what_was_not_recorded_joins_the_next() -> None:
     assert [(one.name, one.seconds) for one in found] == [
         ("start-up", 2),
         ("staging", 0),
-        ("end", 18),
+        ("launch", 18),
+        ("end", 0),
     ]
+
+
+def test_a_program_that_reports_nothing_runs() -> None:
+    """From when its last rank began to when the script ended; the rest is the scheduler's."""
+    events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
+    found = phases(events, bound=[13, 14], left=60, ended=61)
+    assert [(one.name, one.seconds) for one in found] == [
+        ("start-up", 2),
+        ("staging", 0),
+        ("launch", 2),
+        ("running", 46),
+        ("end", 1),
+    ]
+    assert phases(events, bound=[13, 14])[-1].name == "launch", "nothing is known of now"
+
+
+@pytest.mark.parametrize(
+    ("reached", "stretch"),
+    [
+        ("started", "start-up"),
+        ("staging", "staging"),
+        ("ready", "launch"),
+        ("rendezvous", "rendezvous"),
+        ("warm-up", "warm-up"),
+    ],
+)
+def test_a_run_that_stops_on_its_way_spends_its_time_there(reached: str, stretch: str) -> None:
+    """What it was about when the script ended has the time until then, not the end."""
+    steps = ["started", "staging", "ready", "rendezvous", "warm-up"]
+    steps = steps[: steps.index(reached) + 1]
+    events = [Event(10 + number, name, "n1") for number, name in enumerate(steps)]
+    found = {one.name: one.seconds for one in phases(events, left=100, ended=101)}
+    assert found[stretch] >= 100 - 10 - len(steps)
+    assert found["end"] == 1
 
 
 def test_the_training_lasts_to_its_last_step_or_result() -> None:
@@ -200,7 +242,8 @@ def test_the_phases_reach_the_schedulers_end(
     world.clock.sleep(30)
     world.scheduler.move("1", JobState.TIMEOUT)
     found = summarise(state_of(world, submitted)).phases
-    assert (found[-1].name, found[-1].seconds) == ("end", 90)
+    assert (found[-1].name, found[-1].seconds) == ("end", 30 if says_so else 0)
+    assert (found[-2].name, found[-2].seconds) == ("start-up", 60 if says_so else 90)
     assert sum(one.seconds for one in found) == 95
 
 

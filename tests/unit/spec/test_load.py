@@ -210,12 +210,12 @@ def test_settings_reach_into_lists(load: Load) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("stage.1.source=x", "stage.1: has no such entry; there are: 0 to 0"),
-        ("stage.1=x", "stage.1: has no such entry"),
-        ("stage.x.source=x", "stage.x: has no such entry"),
-        ("stage.²=x", "stage.²: has no such entry"),
-        ("stage.\u0660.source=x", "stage.\u0660: has no such entry"),
-        ("args.0=x", "args.0: has no such entry; there are: none"),
+        ("stage.1.source=x", "stage.1: stage has one entry, number 0 (got 'x')"),
+        ("stage.1=x", "stage.1: stage has one entry, number 0"),
+        ("stage.x.source=x", "stage.x: stage has one entry"),
+        ("stage.²=x", "stage.²: stage has one entry"),
+        ("stage.\u0660.source=x", "stage.\u0660: stage has one entry"),
+        ("args.0=x", "args.0: args has no entries (got 'x')"),
         ("name.x=1", "name: has no fields of its own"),
         ("nam=1", "nam: there is no such field; did you mean name?"),
         ("resources.noes=1", "did you mean resources.nodes?"),
@@ -227,6 +227,15 @@ def test_settings_of_what_is_not_there(load: Load, setting: str, message: str) -
     with pytest.raises(InputError) as caught:
         load(f"{BASE}args: []\nstage: [{{name: d, source: s}}]", setting)
     assert message in str(caught.value)
+
+
+def test_an_entry_behind_the_end_of_a_list(load: Load) -> None:
+    """Field, value, how many entries there are, and what would be right."""
+    with pytest.raises(InputError) as caught:
+        load(f"{BASE}args: [a, b]", "args.5=--epochs=3")
+    assert str(caught.value) == "args.5: args has 2 entries, 0 to 1 (got '--epochs=3')"
+    assert (caught.value.field, caught.value.value) == ("args.5", "--epochs=3")
+    assert "--set 'args=[…]'" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -264,6 +273,8 @@ def test_every_value_has_an_origin(load: Load) -> None:
     assert origins["stage.0.source"] == "job file"
     assert origins["stage.0.size"] == "command line"
     assert origins["stage.0.kind"] == "default"
+    empty = load(f"{BASE}environment: {{}}", "resources={}").origins
+    assert (empty["environment.venv"], empty["resources.nodes"]) == ("default", "default")
     whole = load(text, "stage=[{name: e, source: t}]").origins
     assert whole["stage.0.source"] == "command line"
     assert whole["stage.0.kind"] == "default"

@@ -1,0 +1,145 @@
+"""Command that compares ways of copying on a site's file systems: stage bench."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from hpml_orchestrator.packing.bench import Bench, Sizes
+    from hpml_orchestrator.staging.ladder import Rung
+
+__all__ = ["register"]
+
+
+def register(group: typer.Typer) -> None:
+    """Add the command to the group."""
+    group.command()(bench)
+
+
+def bench(
+    context: typer.Context,
+    directories: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR…",
+            help="Where to copy to.",
+            show_default="the node's disk and RAM, as local and shm",
+        ),
+    ] = None,
+    origin: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Where to copy from: a directory on the file system in question, such as the "
+            "shared one.",
+            show_default="the current directory",
+        ),
+    ] = ".",
+    files: Annotated[
+        int,
+        typer.Option("--files", metavar="N", min=1, max=10_000_000, help="Small files, at most."),
+    ] = 5000,
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Size of each of them.")
+    ] = "16K",
+    large: Annotated[
+        str, typer.Option("--large", metavar="SIZE", help="Size of the large file, at most.")
+    ] = "256M",
+    runs: Annotated[
+        int,
+        typer.Option(
+            "--runs", metavar="N", min=1, max=100, help="Runs of each way; the median is told."
+        ),
+    ] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Print how fast each way of copying is here: cp, rsync, tar, and hpml's own.
+
+    It makes files in --from and in each DIR, copies them for some seconds, and removes all of it
+    again. The cache is warm: what is read was written a moment before.
+    """
+    from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
+    from hpml_orchestrator.packing.bench import Sizes, run_bench  # noqa: PLC0415
+
+    sizes = Sizes(files, _size("--size", size), _size("--large", large), runs)
+    targets = [("DIR", one) for one in directories or []]
+    if not targets:
+        from hpml_orchestrator.cli.stageheld import bases_here  # noqa: PLC0415
+
+        bases = bases_here(chosen_site(context), None)
+        targets = [("local", bases.local), ("shm", bases.shm)]
+    with stoppable(lambda: "what was made for it is removed") as stop:
+        found = run_bench(origin, targets, sizes, stop, say=_say)
+    if as_json:
+        print_json(_json(found))
+    else:
+        _tell(found, sizes)
+
+
+def _say(text: str) -> None:
+    import sys  # noqa: PLC0415
+
+    if sys.stderr.isatty():
+        typer.echo(f"hpml: {text}", err=True)
+
+
+def _size(option: str, text: str) -> int:
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+    from hpml_orchestrator.spec.units import parse_bytes  # noqa: PLC0415
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise InputError(str(error), field=option, value=text) from None
+
+
+def _tell(found: Bench, sizes: Sizes) -> None:
+    from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
+
+    data = found.data
+    typer.echo(
+        f"from {shown(found.origin)} ({found.origin_type}): {data.files} files of "
+        f"{human_bytes(sizes.file_bytes)}, one of {human_bytes(data.large_bytes)}, packed in "
+        f"{found.pack_seconds:.2f} s; {found.machine}; warm cache"
+    )
+    typer.echo(
+        f"open, read, close: {found.latency.median * 1e6:.0f} µs, "
+        f"the slowest {found.latency.worst * 1e6:.0f} µs"
+    )
+    rows = []
+    for target in found.targets:
+        place = f"{shown(target.place)} ({target.type})"
+        rows += [(place, *_row(one)) for one in target.rungs]
+    print_table(("TO", "WAY", "DIGESTS", "FILES/S", "MB/S", "SECONDS"), rows)
+    for place, why in found.skipped:
+        typer.echo(f"note: {shown(place)}: {why}", err=True)
+
+
+def _row(rung: Rung) -> Sequence[str]:
+    if rung.fault:
+        return (rung.way, "-", "-", "-", rung.fault)
+    files = f"{rung.files_per_second:.0f}" if rung.data == "small" else "-"
+    digests = "yes" if rung.checked else "no"
+    return (rung.way, digests, files, f"{rung.bytes_per_second / 1e6:.0f}", f"{rung.seconds:.3f}")
+
+
+def _json(found: Bench) -> dict[str, Any]:
+    from dataclasses import asdict  # noqa: PLC0415
+
+    told = asdict(found)
+    told["data"] = found.data._asdict()
+    told["latency"] = found.latency._asdict()
+    for one, target in zip(told["targets"], found.targets, strict=True):
+        for row, rung in zip(one["rungs"], target.rungs, strict=True):
+            row["files_per_second"] = round(rung.files_per_second, 1)
+            row["bytes_per_second"] = round(rung.bytes_per_second, 1)
+    return told

@@ -1,0 +1,203 @@
+"""Target `auto` on this machine: real directories, real sizes, real times."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.staging.auto import NO_ROOM, choose_target, own_storage
+from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.choose import IN_PLACE
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.naming import name_of, names_of
+from hpml_orchestrator.staging.plan import Plan, scan_tree
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target
+
+RETRY = Retry(lambda _seconds: None, lambda: False)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    root.mkdir()
+    for number in range(40):
+        (root / f"{number}.bin").write_bytes(os.urandom(1000))
+    return root
+
+
+@pytest.fixture
+def bases(tmp_path: Path) -> Bases:
+    for name in ("ram", "disk"):
+        (tmp_path / name).mkdir()
+    return Bases(str(tmp_path / "ram"), str(tmp_path / "disk"))
+
+
+def far(_path: str) -> str:
+    """A file system that this test cannot have: one far away."""
+    return ""
+
+
+def ask(source: Path, kind: str = "auto") -> StageRequest:
+    return StageRequest("data", str(source), kind, "local")
+
+
+def test_the_rooms_are_this_machines(tree: Path, bases: Bases) -> None:
+    """A small tree from afar goes to the first place, and the plan sees the largest room."""
+    seen: list[Room] = []
+
+    def plan(room: Room) -> Plan:
+        seen.append(room)
+        return scan_tree(str(tree), RETRY)
+
+    found = choose_target(ask(tree), bases, plan, own=far)
+    assert found.target == "shm"
+    assert seen[0].bytes > 40_000
+    assert seen[0].block_bytes == room_at(bases.shm).block_bytes
+    small = Room(1000, "the test's", None, 4096, in_memory=True)
+
+    def room(path: str) -> Room:
+        return small if path == bases.shm else room_at(path)
+
+    assert choose_target(ask(tree), bases, plan, room=room, own=far).target == "local"
+    assert seen[-1].bytes > small.bytes
+
+
+def test_own_storage_is_not_even_looked_at(tree: Path, bases: Bases) -> None:
+    """What is on this node's memory or disk already stays, however large; nobody counts it."""
+
+    def plan(_room: Room) -> Plan:
+        raise AssertionError
+
+    found = choose_target(ask(tree), bases, plan, own=lambda _path: "memory (tmpfs)")
+    assert found.target == IN_PLACE
+
+
+def test_places_that_cannot_be_used_are_named(tree: Path, tmp_path: Path) -> None:
+    """A missing directory, and a node without a local one, are reasons and no errors."""
+    none = Bases(str(tmp_path / "nowhere"), "")
+    found = choose_target(ask(tree), none, lambda _room: scan_tree(str(tree), RETRY), own=far)
+    assert (found.target, found.why) == (IN_PLACE, "nothing fits")
+    assert dict(found.others)["shm"].endswith("No such file or directory")
+    assert dict(found.others)["local"] == "this node has no such directory"
+
+
+def test_archives_must_go_somewhere(tmp_path: Path, bases: Bases) -> None:
+    """Nothing fits, and unpacked it must be."""
+    archive = tmp_path / "a.tar"
+    archive.write_bytes(b"")
+    with pytest.raises(CapacityError, match="must be unpacked"):
+        choose_target(
+            ask(archive),
+            bases,
+            lambda _room: Plan("", scan_tree(str(tmp_path), RETRY).top),
+            room=lambda _path: NO_ROOM,
+            own=far,
+        )
+
+
+def test_epochs_are_timed(tree: Path, bases: Bases) -> None:
+    """Of one epoch nothing can be gained: staging reads it all once, and writes it too."""
+    found = choose_target(
+        ask(tree), bases, lambda _room: scan_tree(str(tree), RETRY), epochs=1, own=far
+    )
+    assert found.target == IN_PLACE
+    assert "1 epoch from there: " in dict(found.others)["shm"]
+    assert os.listdir(bases.shm) == os.listdir(bases.local) == []
+
+
+def test_samples_count_what_they_read(tree: Path, tmp_path: Path) -> None:
+    """All of a small tree; nothing of the target is left; files that vanished are passed over."""
+    plan = scan_tree(str(tree), RETRY)
+    found = sample_source(plan)
+    assert (found.files, found.bytes) == (40, 40_000)
+    (tree / "3.bin").unlink()
+    assert sample_source(plan).files == 39
+    written, read = sample_target(str(tmp_path), plan.files)
+    assert (written.files, written.bytes) == (read.files, read.bytes) == (40, 40_000)
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+    assert sample_source(plan, most_bytes=5000).files == 5
+    now = iter(range(1000))
+    assert sample_source(plan, seconds=3, clock=lambda: float(next(now))).files == 1
+
+
+def test_an_epoch_is_made_of_opens_and_bytes() -> None:
+    """10 files of 1 s each to open and 100 bytes at 10 bytes/s."""
+    from hpml_orchestrator.staging.sample import Sample  # noqa: PLC0415
+
+    assert epoch_seconds(Sample(2, 2.0, 20, 2.0), 10, 100) == 20.0
+    assert epoch_seconds(Sample(0, 0.0, 0, 0.0), 10, 100) is None
+    assert epoch_seconds(Sample(2, 2.0, 0, 0.0), 10, 0) == 10.0
+    assert epoch_seconds(Sample(2, 2.0, 0, 0.0), 10, 100) is None
+
+
+MOUNTS = """\
+20 1 {device} / / rw - {kind} /dev/sda1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "turns", "expected"),
+    [
+        ("ext4", "0", "disk (ext4)"),
+        ("ext4", "1", ""),
+        ("xfs", None, "disk (xfs)"),
+        ("tmpfs", None, "memory (tmpfs)"),
+        ("nfs4", None, ""),
+        ("lustre", "0", ""),
+        ("fuse.sshfs", None, ""),
+        ("virtiofs", None, ""),
+    ],
+)
+def test_whose_storage_it_is(tmp_path: Path, kind: str, turns: str | None, expected: str) -> None:
+    """Memory and disks that do not turn are the node's own; a partition asks its disk."""
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    proc = tmp_path / "proc" / "self"
+    proc.mkdir(parents=True)
+    (proc / "mountinfo").write_text(MOUNTS.format(device=number, kind=kind))
+    disk = tmp_path / "sys" / "devices" / "sda"
+    (disk / "sda1").mkdir(parents=True)
+    (disk / "queue").mkdir()
+    if turns is not None:
+        (disk / "queue" / "rotational").write_text(f"{turns}\n")
+    (tmp_path / "sys" / "dev" / "block").mkdir(parents=True)
+    (tmp_path / "sys" / "dev" / "block" / number).symlink_to(disk / "sda1")
+    found = own_storage(
+        str(tmp_path), proc_root=str(tmp_path / "proc"), sys_root=str(tmp_path / "sys")
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("/scratch/digits", "digits"),
+        ("data/", "data"),
+        ("ImageNet-1k.tar.gz", "imagenet_1k"),
+        ("a.b.zip", "a_b"),
+        ("train.sqfs", "train"),
+        ("2024", "data_2024"),
+        ("/", "data"),
+        ("é", "data"),
+        ("\udcff\udcfe", "data"),
+        ("x" * 300, "x" * 31),
+        ("_a_", "a"),
+    ],
+)
+def test_names_are_made_of_paths(source: str, name: str) -> None:
+    """Always valid, and what a person would say."""
+    assert name_of(source) == name
+    assert StageRequest(name, "/a").name == name
+
+
+def test_equal_names_are_an_error_with_both() -> None:
+    """Two directories of one name cannot both be staged by it."""
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+
+    assert names_of(["a/train", "a/val"]) == ["train", "val"]
+    with pytest.raises(InputError, match=r"a/train and b/Train\.tar would both be called train"):
+        names_of(["a/train", "b/Train.tar"])
