@@ -13,6 +13,7 @@ from hpml_orchestrator.batch import template
 from hpml_orchestrator.batch.archive import BINDER
 from hpml_orchestrator.batch.code import script_word, workdir_word
 from hpml_orchestrator.batch.site_rules import apply_rules
+from hpml_orchestrator.batch.stage_words import entry_options, staging_options
 from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.batch.code import SnapshotPaths
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec import Job, Stage
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
@@ -60,6 +61,7 @@ def render(
     *,
     snapshot: SnapshotPaths | None = None,
     topologies: Mapping[str, Topology] | None = None,
+    targets: Mapping[str, str] | None = None,
 ) -> str:
     """Return the batch script of a job; equal input gives equal bytes.
 
@@ -69,6 +71,7 @@ def render(
         site: the site profile, if there is one.
         snapshot: what of the job lies in the submission's copy of the code, if it takes one.
         topologies: of the site profile's node types that have one, by the type's name.
+        targets: why each `target: auto` became what it is now, by the name of its entry.
 
     Raises:
         InputError: a placeholder names nothing, the job asks for what the site forbids, wants its
@@ -84,11 +87,11 @@ def render(
         "interpreter": capabilities.interpreter,
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
-        "agent_options": _agent_options(job),
+        "agent_options": [*_agent_options(job), *staging_options(job, site)],
         "binder": BINDER,
         "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
-        "stages": [_stage(stage) for stage in job.stage],
+        "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
         **_places(job, site),
         "container_words": container_words,
         "container_mounts": container_mounts,
@@ -206,7 +209,7 @@ def _command(job: Job, snapshot: SnapshotPaths | None) -> list[Any]:
     return [job.environment.python, *program, *job.args]
 
 
-def _stage(stage: Any) -> dict[str, Any]:
+def _stage(stage: Stage, why: str) -> dict[str, Any]:
     bases = {"shm": template.Raw('"$hpml_shm"'), "local": template.Raw('"$hpml_local"')}
     return {
         "name": stage.name,
@@ -215,6 +218,8 @@ def _stage(stage: Any) -> dict[str, Any]:
         "kind": stage.kind,
         "source": stage.source,
         "base": bases.get(stage.target, stage.target),
+        "options": entry_options(stage),
+        "why": why,
     }
 
 

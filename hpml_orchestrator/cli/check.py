@@ -66,6 +66,7 @@ def check(
         script=rendered.script,
         site=rendered.site,
         topologies=rendered.topologies,
+        targets=rendered.targets,
     )
     if as_json:
         print_json({"backend": name, **report.to_json()})
@@ -93,6 +94,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         script=rendered.script,
         site=rendered.site,
         topologies=rendered.topologies,
+        targets=rendered.targets,
         cluster_seconds=_PATIENCE_SECONDS,
         walk_seconds=1.0,
     )
@@ -110,6 +112,8 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
 
 
 def _tell(report: Report, backend: str, job: str) -> None:
+    for note in report.notes:
+        typer.echo(f"note: {note}")
     for finding in report.findings:
         typer.echo(f"{finding.level}: {finding}")
         if finding.hint:

@@ -18,6 +18,7 @@ from hpml_orchestrator.batch.check_binding import (
     shape_of_node,
 )
 from hpml_orchestrator.batch.check_finding import Finding, errors_of
+from hpml_orchestrator.batch.check_stage import check_staging_room, target_notes
 from hpml_orchestrator.batch.check_topology import check_topology
 from hpml_orchestrator.batch.site_rules import as_asked, without_time
 from hpml_orchestrator.batch.static_form import static_form
@@ -48,10 +49,12 @@ class Report:
     Attributes:
         findings: errors first.
         not_asked: why the cluster could not be asked; empty where it was, or need not be.
+        notes: what was decided for the job, a line each.
     """
 
     findings: list[Finding] = field(default_factory=list)
     not_asked: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def errors(self) -> list[Finding]:
@@ -69,6 +72,7 @@ class Report:
             "ok": not self.errors and not self.not_asked,
             "not_asked": self.not_asked,
             "findings": [finding.to_json() for finding in self.findings],
+            "notes": self.notes,
         }
 
 
@@ -103,6 +107,7 @@ def check_job(
     now: float | None = None,
     site: ResolvedSite | None = None,
     topologies: Mapping[str, Topology] | None = None,
+    targets: Mapping[str, str] | None = None,
 ) -> Report:
     """Return what keeps a job from being taken, or may; nothing is submitted.
 
@@ -121,10 +126,12 @@ def check_job(
         now: seconds since the epoch; the clock when left out.
         site: the site profile, whose rules change what Slurm is asked for.
         topologies: of the site profile's node types that have one, by the type's name.
+        targets: why each `target: auto` became what it is, by the name of its entry.
     """
     hasty = _Hasty(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
     profile = site.site if site else None
+    notes = target_notes(job, targets or {})
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         cluster_answer = pool.submit(_ask, hasty, environment) if on_slurm else None
         stages_answer = pool.submit(check_stages, job, seconds=walk_seconds)
@@ -139,7 +146,7 @@ def check_job(
         if cluster_answer is None:
             found += check_local(job, this_machine())
             found += check_binding(job)
-            return Report(_sorted(found))
+            return Report(_sorted(found), notes=notes)
         cluster, not_asked = cluster_answer.result()
     if cluster is not None:
         moment = time.time() if now is None else now
@@ -149,7 +156,10 @@ def check_job(
         except InputError as error:
             found.append(_as_finding(error))
     found += _bound(job, cluster, profile, topologies or {})
-    return Report(_sorted(found), not_asked)
+    told = {finding.code for finding in found}
+    if not told & {"disk.most", "memory.most"}:  # which say the same of the live cluster
+        found += check_staging_room(job, profile, disk_mib=sizes.disk_mib)
+    return Report(_sorted(found), not_asked, notes)
 
 
 def refusal(errors: Sequence[Finding]) -> InputError:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from hpml_orchestrator.batch.check_finding import Finding, listed
+from hpml_orchestrator.batch.check_stage import Seen, check_staging
+from hpml_orchestrator.jobs.measure import is_compressed
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Environment, Job, Stage
@@ -20,7 +22,7 @@ __all__ = ["Sizes", "check_files", "check_stages"]
 _MAX_ENTRIES = 200_000
 _NAMED = 5
 _MEBIBYTE = 1024**2
-_PACKED = (".gz", ".tgz", ".xz", ".bz2", ".txz", ".tbz2")
+_SCRIPT_BYTES = 1 << 20
 Level = Literal["error", "warning"]
 
 
@@ -69,7 +71,7 @@ def check_stages(
         clock: seconds that never go back.
     """
     sizes = Sizes()
-    found = []
+    found = check_staging(job, {stage.name: _seen(job, stage) for stage in job.stage})
     walk_ends = clock() + seconds
     for index, stage in enumerate(job.stage):
         walk = _Walk(walk_ends, clock)
@@ -105,11 +107,26 @@ def check_stages(
     return found, sizes
 
 
+def _seen(job: Job, stage: Stage) -> Seen:
+    """Look at an entry's source, and where it is partitioned at the program's text."""
+    try:
+        is_directory = stat.S_ISDIR(os.stat(stage.source).st_mode)
+    except OSError:
+        is_directory = None
+    if stage.distribution != "partition" or job.script is None:
+        return Seen(is_directory)
+    try:
+        with open(job.script, "rb") as stream:
+            text = stream.read(_SCRIPT_BYTES)
+    except OSError:
+        return Seen(is_directory)
+    return Seen(is_directory, any(word in text for word in (b"HPML_PART", b"hpml_packed")))
+
+
 def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
-    unknown = stage.kind != "file" and stage.source.endswith(_PACKED)
     if stage.size is not None:
         mebibytes = int(stage.size.removesuffix("M"))
-    elif walk.cut or unknown:
+    elif walk.cut or is_compressed(stage):
         return
     else:
         mebibytes = -(-walk.size_bytes // _MEBIBYTE)

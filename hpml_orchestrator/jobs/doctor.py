@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.batch.render import own_interpreter
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
-from hpml_orchestrator.jobs.show import bytes_text
 from hpml_orchestrator.jobs.site import site_for, topology_faults
+from hpml_orchestrator.jobs.texts import bytes_text
 from hpml_orchestrator.scheduler.command import (
     ConfigurationMissing,
     SubprocessRunner,

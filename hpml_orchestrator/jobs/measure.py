@@ -1,62 +1,121 @@
-"""Fill in what a job leaves open and the script needs: the size of what is staged into RAM."""
+"""Fill in what a job leaves open and the script needs: where data goes, and its size in RAM."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import stat
+import zipfile
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.batch.stage_target import NodeRoom, choose_target
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import ResolvedJob
+    from hpml_orchestrator.spec import ResolvedJob, Stage
 
-__all__ = ["measured", "tree_bytes"]
+__all__ = ["chosen_targets", "is_compressed", "measured", "tree_bytes"]
+
+AUTO = "auto: "
+"""Begins the origin of a target that was chosen; the reason follows."""
 
 _MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
-_COMPRESSED = (".gz", ".tgz", ".xz", ".bz2", ".txz", ".tbz2")
+_COMPRESSED = tuple(
+    ".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .tzst .lz4 .squashfs .sqfs .sqsh".split()
+)
 
 
-def measured(resolved: ResolvedJob) -> ResolvedJob:
-    """Return the job with the size of every source that goes to RAM, where memory is asked for.
+def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob:
+    """Return the job with a target for every `auto`, and the size of all that goes to RAM.
 
-    Files in /dev/shm count as the job's memory, so `--mem` has to include them.
+    Files in /dev/shm count as the job's memory, so `--mem` has to include them: where memory is
+    asked for, the size is measured if the job file does not give it.
+
+    Args:
+        resolved: the job.
+        room: what the nodes have; nothing is known of them when left out.
 
     Raises:
         InputError: the source is not there, or is a compressed archive whose size must be said.
     """
     job = resolved.job
-    if job.resources.memory is None:
-        return resolved
-    stages = []
+    own = int((job.resources.memory or "0M").removesuffix("M"))
     origins = dict(resolved.origins)
-    for index, stage in enumerate(job.stage):
-        if stage.target != "shm" or stage.size is not None:
-            stages.append(stage)
-            continue
-        field = f"stage.{index}.size"
-        if stage.kind != "file" and stage.source.endswith(_COMPRESSED):
-            raise InputError(
-                "must be given for a compressed archive that is unpacked into RAM",
-                field=field,
-                hint=f"`size: 40G`, or whatever {stage.source} holds",
-            )
-        try:
-            size = tree_bytes(stage.source)
-        except OSError as error:
-            raise InputError(
-                f"cannot be read: {error.strerror or error}",
-                field=f"stage.{index}.source",
-                value=error.filename or stage.source,
-                hint="or give `size`, and the source is not looked at before the job runs",
-            ) from error
-        stages.append(stage.model_copy(update={"size": f"{max(1, -(-size // _MEBIBYTE))}M"}))
-        origins[field] = "measured"
+    stages: list[Stage] = []
+    in_ram = 0
+    for index, given in enumerate(job.stage):
+        stage = given
+        needed = own and stage.target in ("shm", "auto") and stage.size is None
+        if needed and (stage.target == "shm" or not is_compressed(stage)):
+            stage = stage.model_copy(update={"size": _size(stage, index)})
+            origins[f"stage.{index}.size"] = "measured"
+        size = int(stage.size.removesuffix("M")) if stage.size else None
+        if stage.target == "auto":
+            target = choose_target(size, own_mib=own, in_ram_mib=in_ram, room=room or NodeRoom())
+            stage = stage.model_copy(update={"target": target.target})
+            origins[f"stage.{index}.target"] = f"{AUTO}{target.why}"
+        if stage.target == "shm":
+            in_ram += size or 0
+        stages.append(stage)
+    if stages == job.stage:
+        return resolved
     return dataclasses.replace(
         resolved, job=job.model_copy(update={"stage": stages}), origins=origins
     )
+
+
+def chosen_targets(resolved: ResolvedJob) -> dict[str, str]:
+    """Return why each `target: auto` of a measured job became what it is, by the entry's name."""
+    origins = {
+        stage.name: f"stage.{index}.target" for index, stage in enumerate(resolved.job.stage)
+    }
+    told = {name: resolved.origins.get(origin, "") for name, origin in origins.items()}
+    return {name: why.removeprefix(AUTO) for name, why in told.items() if why.startswith(AUTO)}
+
+
+def _size(stage: Stage, index: int) -> str:
+    if is_compressed(stage):
+        raise InputError(
+            "must be given for a compressed archive that is unpacked into RAM",
+            field=f"stage.{index}.size",
+            hint=f"`size: 40G`, or whatever {stage.source} holds",
+        )
+    try:
+        size = _unzipped_bytes(stage) if _is_zip(stage) else tree_bytes(stage.source)
+    except OSError as error:
+        raise InputError(
+            f"cannot be read: {error.strerror or error}",
+            field=f"stage.{index}.source",
+            value=error.filename or stage.source,
+            hint="or give `size`, and the source is not looked at before the job runs",
+        ) from error
+    return f"{max(1, -(-size // _MEBIBYTE))}M"
+
+
+def is_compressed(stage: Stage) -> bool:
+    """Tell whether only reading all of an archive would tell what it holds."""
+    if stage.kind in ("file", "zip"):
+        return False
+    return stage.kind == "squashfs" or stage.source.lower().endswith(_COMPRESSED)
+
+
+def _is_zip(stage: Stage) -> bool:
+    return stage.kind == "zip" or (stage.kind == "auto" and stage.source.lower().endswith(".zip"))
+
+
+def _unzipped_bytes(stage: Stage) -> int:
+    """Return what the files of a zip archive take in RAM, by its directory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(stage.source) as archive:
+            return _PAGE_BYTES + sum(_pages(max(1, one.file_size)) for one in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise OSError(errno.EBADMSG, f"is no zip archive ({error})", stage.source) from error
 
 
 def tree_bytes(path: str) -> int:

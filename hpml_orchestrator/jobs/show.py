@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.batch import archive
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.jobs.staged import staged_lines
+from hpml_orchestrator.jobs.texts import bytes_text, seconds_text
 from hpml_orchestrator.records.files import write_text
 
 if TYPE_CHECKING:
@@ -23,19 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "array_lines",
-    "bytes_text",
     "explained",
-    "seconds_text",
     "summary_lines",
     "task_rows",
     "time_text",
     "write_rendered",
 ]
 
-_KIBI = 1024
 _SHORT_COMMIT = 7
 _SHOWN_TASKS = 10
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
 def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
@@ -135,6 +133,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
             else "nothing"
         )
         lines.append(("staged", staged))
+        lines += [("", line) for line in staged_lines(summary.stages)]
     if summary.binding:
         lines.append(("binding", summary.binding))
     if summary.phases:
@@ -235,32 +234,3 @@ def _training(summary: Summary) -> list[tuple[str, str]]:
             )
         lines.append(("accuracy", f"{accuracy:.4f} on the test set{reached}"))
     return lines
-
-
-def bytes_text(size: float) -> str:
-    """Return a size in binary units.
-
-    >>> bytes_text(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < _KIBI or unit == "TiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= _KIBI
-    raise AssertionError
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration as people read it.
-
-    >>> seconds_text(3725), seconds_text(4)
-    ('1:02:05', '4 s')
-    """
-    whole = int(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    days, rest = divmod(whole, _DAY)
-    hours, rest = divmod(rest, _HOUR)
-    minutes, rest = divmod(rest, _MINUTE)
-    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
-    return f"{days} d {clock}" if days else clock

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.batch.code import SnapshotPaths
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobs.copytree import copy_entries
-from hpml_orchestrator.jobs.show import bytes_text
+from hpml_orchestrator.jobs.texts import bytes_text
 from hpml_orchestrator.jobs.worktree import FIELD, Entry, Git
 
 if TYPE_CHECKING:

@@ -13,15 +13,17 @@ from hpml_orchestrator.batch import Capabilities, archive, render
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.batch.render import directives
 from hpml_orchestrator.batch.site_rules import leaves_out
+from hpml_orchestrator.batch.stage_target import NodeRoom, room_of_site
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.jobs.backend import check_backend
 from hpml_orchestrator.jobs.environment import travelling
-from hpml_orchestrator.jobs.measure import measured
+from hpml_orchestrator.jobs.measure import chosen_targets, measured
 from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.scheduler.local_resources import memory_mb
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
     GRACE_SECONDS,
@@ -65,6 +67,7 @@ class Rendered:
         site: the site profile that it is for, if any.
         snapshot: the repository that the submission shall hold a copy of, if any.
         topologies: of the site profile's node types that it may land on, by the type's name.
+        targets: why each `target: auto` became what it is, by the name of its entry.
     """
 
     resolved: ResolvedJob
@@ -72,6 +75,7 @@ class Rendered:
     site: ResolvedSite | None = None
     snapshot: Snapshot | None = None
     topologies: Mapping[str, Topology] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
 
 
 def render_job(
@@ -93,7 +97,13 @@ def render_job(
         InputError: the job cannot be rendered, or templates of the user's own make a script that
             cannot run.
     """
-    complete = measured(resolved)
+    room = (
+        NodeRoom(memory_mb() or None)
+        if here
+        else room_of_site(resolved.job, site.site if site else None)
+    )
+    complete = measured(resolved, room)
+    targets = chosen_targets(complete)
     snapshot = find(complete.job) if complete.job.snapshot else None
     topologies = {} if here else topologies_of(complete.job, site)
     script = render(
@@ -102,12 +112,13 @@ def render_job(
         site,
         snapshot=snapshot.paths if snapshot else None,
         topologies=topologies,
+        targets=targets,
     )
     if site is not None and site.site.templates:
         from hpml_orchestrator.jobs.script_check import check_script  # noqa: PLC0415 - few have such
 
         check_script(script, directives(complete.job, site), site.site.templates)
-    return Rendered(complete, script, site, snapshot, topologies)
+    return Rendered(complete, script, site, snapshot, topologies, targets)
 
 
 def prepare(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobs.bound import Bound, bound_of
+from hpml_orchestrator.jobs.staged import Staged, staged_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ class Summary:
         phases: the last attempt's time, stretch by stretch, without gaps.
         staged_bytes, staged_files: brought to all nodes together.
         staging_seconds: of the slowest node.
+        stages: each entry of `stage`, on all nodes.
         nodes: nodes that were ready.
         ranks: ranks that recorded where they ran.
         world_size: ranks that there should be, as those that recorded it know; 0 if none did.
@@ -57,6 +59,7 @@ class Summary:
     staged_bytes: int = 0
     staged_files: int = 0
     staging_seconds: float = 0.0
+    stages: list[Staged] = field(default_factory=list)
     nodes: int = 0
     ranks: int = 0
     world_size: int = 0
@@ -102,6 +105,7 @@ def summarise(state: State) -> Summary:
         staged_bytes=sum(int(_figure(event.data, "bytes")) for event in ready),
         staged_files=sum(int(_figure(event.data, "files")) for event in ready),
         staging_seconds=max((_figure(event.data, "seconds") for event in ready), default=0.0),
+        stages=staged_entries(ready),
         nodes=len(ready),
         ranks=len(bindings),
         world_size=max((int(_figure(one, "world_size")) for one in bindings), default=0),

@@ -21,17 +21,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
-from hpml_orchestrator.node.arguments import Wish, parse_arguments
+from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.claim import node_name
-from hpml_orchestrator.node.names import attempt_channel, job_key
+from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.node.rendezvous import resolve
+from hpml_orchestrator.node.stages import NodeStaging, parts_of
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
-from hpml_orchestrator.staging import CopyStager, StageRequest, StageResult
 
 if TYPE_CHECKING:
     from hpml_orchestrator.node.watch import Watch
+    from hpml_orchestrator.staging import CopyStager
 
 __all__ = ["Agent", "main"]
 
@@ -42,8 +43,7 @@ _OVER_MARKER = "over"
 
 def main(argv: list[str]) -> int:
     """Run the agent of this node until it is told to end; see `Agent.run`."""
-    attempt, requests, wish = parse_arguments(argv)
-    agent = Agent(attempt, requests, wish)
+    agent = Agent(parse_arguments(argv))
     for number in _SIGNALS:
         signal.signal(number, agent.on_signal)
     status = agent.run()
@@ -57,19 +57,20 @@ class Agent:
     """One node's agent.
 
     Attributes:
-        attempt: the attempt's directory, on the shared file system.
-        requests: what to stage; `target` is an absolute base directory.
-        wish: how to bind the ranks; None leaves them alone.
+        asked: what the batch script asks for.
         node: Slurm's name of this node.
     """
 
-    attempt: Path
-    requests: list[StageRequest]
-    wish: Optional[Wish] = None  # noqa: UP045 - runs on Python 3.9
+    asked: Arguments
     node: str = field(default_factory=node_name)
     _told: str = ""
     _watch: Optional[Watch] = None  # noqa: UP045
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+
+    @property
+    def attempt(self) -> Path:
+        """The attempt's directory, on the shared file system."""
+        return self.asked.attempt
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Note that the end has come; the main loop acts on it.
@@ -91,34 +92,35 @@ class Agent:
             0 when the node was ready and was told to end, 1 when it could not be made ready.
         """
         log = self.attempt / "events" / f"{self.node}.jsonl"
-        stager = CopyStager(
-            job_key=job_key(os.environ), should_stop=self._is_ending, on_progress=None
-        )
+        staging = self._staging(log)
         reader = ChannelReader(attempt_channel(os.environ, str(self.attempt)), log, self.node)
         try:
             reader.start()
             try:
-                failure = self._make_ready(stager, log, reader.name)
+                failure = self._make_ready(staging, log, reader.name)
                 if not failure:
                     self._wait()
             finally:
                 reader.stop()
                 self._watched(lambda watch: watch.close())
         finally:
-            self._clean(stager)
+            self._clean(staging.stager)
         return 1 if failure else 0
 
-    def _make_ready(self, stager: CopyStager, log: Path, channel: str) -> bool:
+    def _staging(self, log: Path) -> NodeStaging:
+        return NodeStaging(self.asked, self.node, log, self._is_ending)
+
+    def _make_ready(self, staging: NodeStaging, log: Path, channel: str) -> bool:
         """Plan, stage everything and publish the node's marker; returns whether that failed."""
         if (self.attempt / _OVER_MARKER).exists():
             return False  # the script failed before this node's agent could hear its signal
         began = time.monotonic()
         placed: dict[str, Any] = {}
         try:
-            if self.wish is not None:
-                placed = {"placed": self._plan(self.wish, channel)}
+            if self.asked.wish is not None:
+                placed = {"placed": self._plan(self.asked.wish, channel)}
                 began = time.monotonic()
-            results = [self._stage(stager, request, log) for request in self.requests]
+            stages = staging.stage_all()
         except (HpmlError, OSError) as error:
             if self._is_ending():
                 return False
@@ -132,10 +134,11 @@ class Agent:
             return True
         seconds = time.monotonic() - began
         figures: dict[str, Any] = {
-            "bytes": sum(result.bytes for result in results),
-            "files": sum(result.files for result in results),
+            "bytes": sum(one["bytes"] for one in stages),
+            "files": sum(one["files"] for one in stages),
             "seconds": round(seconds, 6),
-            "reused": sum(result.reused for result in results),
+            "reused": sum(one["reused"] for one in stages),
+            "stages": stages,
         }
         events.append(log, "ready", node=self.node, **figures)
         self._mark("ready", resolves=resolve(self._head_names()), **figures, **placed)
@@ -171,21 +174,11 @@ class Agent:
             made = planning.unbound(
                 wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
             )
-        planning.publish(self.attempt, wish, made, channel=channel)
+        parts = parts_of(self.asked.entries, os.environ)
+        planning.publish(self.attempt, wish, made, channel=channel, parts=parts)
         if wish.verify != "off":
             self._watch = Watch(self.attempt, made)
         return plan_figures(made.plan, sets_threads=not wish.keep_threads)
-
-    def _stage(self, stager: CopyStager, request: StageRequest, log: Path) -> StageResult:
-        events.append(
-            log,
-            "staging",
-            node=self.node,
-            name=request.name,
-            source=request.source,
-            target=request.target,
-        )
-        return stager.stage(request)
 
     def _head_names(self) -> list[str]:
         try:

@@ -85,6 +85,7 @@ def _obey(attempt: str, program: str) -> int:
     head, line, problems, hint = _planned(attempt, node)
     verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
     _tell_agent(attempt, head.get("channel", ""))
+    _tell_parts(head.get("parts", ""))
     bound = line.get("bind") == "yes"
     minor = ""  # what is recorded and never ends a job: a preference is no promise
     if bound:
@@ -171,6 +172,13 @@ def _tell_agent(attempt: str, channel: str) -> None:
         channel = attempt_channel(os.environ, attempt)
     os.environ["HPML_CHANNEL"] = channel
     os.environ["HPML_STOP_FILE"] = f"{attempt}/stop"
+
+
+def _tell_parts(told: str) -> None:
+    """Tell the rank which part of staged data this node has: HPML_PART_TRAIN=0/4."""
+    part, _, names = told.partition(":")
+    for name in filter(None, names.split(",")):
+        os.environ[f"HPML_PART_{name.upper()}"] = part
 
 
 def _set(head: dict[str, str], line: dict[str, str]) -> tuple[str, str]:

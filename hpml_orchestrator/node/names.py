@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 
-__all__ = ["attempt_channel", "job_key"]
+__all__ = ["attempt_channel", "job_key", "node_names"]
+
+_MOST_NODES = 100_000
 
 
 def job_key(environment: Mapping[str, str]) -> str:
@@ -28,3 +31,27 @@ def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
     place = f"{attempt}\0{node}\0{job_key(environment)}"
     digest = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     return f"hpml-{os.getuid()}-{digest}"
+
+
+def node_names(told: str) -> list[str]:
+    """Return the names of a job's nodes, as Slurm writes lists of them; empty where it is no list.
+
+    >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
+    (['n08', 'n09', 'n10', 'n12', 'login'], [], [])
+    """
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?)+", told):
+        match = re.fullmatch(r"([^\[\]]*)(?:\[([0-9,-]+)\])?([^\[\]]*)", part)
+        if match is None:
+            return []
+        before, numbers, after = match.groups()
+        if numbers is None:
+            found.append(before + after)
+            continue
+        for one in numbers.split(","):
+            first, _, last = one.partition("-")
+            if not first or (last and int(last) - int(first) > _MOST_NODES):
+                return []
+            numbered = range(int(first), int(last or first) + 1)
+            found += [f"{before}{number:0{len(first)}d}{after}" for number in numbered]
+    return found

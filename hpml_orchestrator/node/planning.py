@@ -118,8 +118,15 @@ def unbound(
     return Prepared(Plan(ranks, "none", whole=False, warnings=(why,)), None, around)
 
 
-def publish(attempt: Path, wish: Wish, made: Prepared, *, channel: str) -> None:
+def publish(attempt: Path, wish: Wish, made: Prepared, *, channel: str, parts: str = "") -> None:
     """Write the plan, which hpml-bind reads, and the topology.
+
+    Args:
+        attempt: the attempt's directory.
+        wish: what the script asks for.
+        made: the plan, and what it was made of.
+        channel: where the agent listens.
+        parts: of which staged data this node has which part, such as `0/4:train,val`.
 
     Raises:
         RecordError: they cannot be written.
@@ -134,6 +141,7 @@ def publish(attempt: Path, wish: Wish, made: Prepared, *, channel: str) -> None:
         "visible": around.visible or "",
         "omp": "keep" if wish.keep_threads else "set",
         "channel": channel,
+        **({"parts": parts} if parts else {}),
     }
     write_text(attempt / "plan" / f"{around.node}.txt", planfile.write(made.plan, more))
 

@@ -11,7 +11,8 @@ not know, so that one may be added without a new version. A value is text withou
 which `%` and two hexadecimal digits stand for a byte of UTF-8; `-` alone means that there is none.
 CPUs, cores and domains are in the kernel's list format; `bind=no` means that no affinity and no
 memory policy is to be set. What else the header holds is what the agent tells hpml-bind (`verify`,
-`allowed`, `visible`, `omp`, `channel`). The number after `hpml-plan` is this grammar's version.
+`allowed`, `visible`, `omp`, `channel`, `parts`). The number after `hpml-plan` is this grammar's
+version.
 
 Importing this module imports nothing but `cpulist`; only `read` needs the plan's own classes.
 """

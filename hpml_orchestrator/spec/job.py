@@ -20,6 +20,7 @@ from pydantic import (
 from hpml_orchestrator.spec import text, units
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
 from hpml_orchestrator.spec.binding import Binding, policy_alone
+from hpml_orchestrator.spec.stage import Stage
 
 __all__ = [
     "LATER",
@@ -28,7 +29,6 @@ __all__ = [
     "Job",
     "Mail",
     "Resources",
-    "Stage",
 ]
 
 LATER = {
@@ -133,7 +133,7 @@ class Resources(_Model):
     @field_validator("memory", mode="before")
     @classmethod
     def _memory(cls, value: Any) -> Any:
-        return None if value is None else _size(value)
+        return None if value is None else units.whole_mebibytes(value)
 
     @field_validator("time", mode="before")
     @classmethod
@@ -214,14 +214,6 @@ _OWN_DIRECTIVES = frozenset(
 )
 
 
-def _size(value: Any) -> str:
-    """Return a size in whole MiB, as Slurm takes it."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")  # noqa: TRY004
-    mebibyte = 1024**2
-    return f"{-(-units.parse_bytes(value) // mebibyte)}M"
-
-
 class Container(_Model):
     """A container that the ranks run in."""
 
@@ -288,39 +280,6 @@ class Environment(_Model):
         if self.conda is not None and self.venv is not None:
             raise ValueError("give conda or venv, not both")
         return self
-
-
-class Stage(_Model):
-    """Data that is brought to every node before the ranks start."""
-
-    name: text.StageName = Field(
-        description="Its name: arguments say {stage.NAME} for where it lies on the node."
-    )
-    source: text.PathText = Field(description="File, directory or tar archive to bring.")
-    kind: Literal["auto", "file", "tree", "tar"] = Field(
-        default="auto",
-        description="What the source is; a tar archive is unpacked. auto: by what is found.",
-    )
-    target: text.PathText = Field(
-        default="local",
-        description="Where to: shm (RAM), local (the node's disk), or a directory's path.",
-    )
-    size: str | None = Field(
-        default=None,
-        description="Its size once staged, such as 40G; measured when left out and needed.",
-    )
-
-    @field_validator("target")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        if value not in ("shm", "local") and not value.startswith("/"):
-            raise ValueError("must be shm, local or an absolute path")
-        return value
-
-    @field_validator("size", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        return None if value is None else _size(value)
 
 
 _TORCHRUN_HINT = "use `launcher: torchrun`, whose ranks find what {} looks for in the environment"

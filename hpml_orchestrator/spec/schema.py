@@ -56,6 +56,7 @@ def job_schema() -> dict[str, Any]:
 _LOOSE_SITE = {
     "NodeType": ("memory", "local_disk", "gpus"),
     "Partition": ("max_time", "default_time", "max_memory_per_node"),
+    "Staging": ("shared_rate", "link_rate", "disk_rate"),
 }
 
 

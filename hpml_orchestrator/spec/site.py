@@ -28,6 +28,7 @@ __all__ = [
     "Partition",
     "Paths",
     "Site",
+    "Staging",
 ]
 
 NEEDED_DIRECTIVES = frozenset(
@@ -61,12 +62,6 @@ def _duration(value: Any) -> Any:
     return units.format_time(units.parse_time(value))
 
 
-def _memory(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")  # noqa: TRY004
-    return f"{-(-units.parse_bytes(value) // 1024**2)}M"
-
-
 def _gpus(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, str, list)):
         raise ValueError("must be a number of GPUs, or types such as a100:4")  # noqa: TRY004
@@ -74,9 +69,10 @@ def _gpus(value: Any) -> Any:
 
 
 Duration = Annotated[str, BeforeValidator(_duration)]
-Memory = Annotated[str, BeforeValidator(_memory)]
+Memory = Annotated[str, BeforeValidator(units.whole_mebibytes)]
 GpuText = Annotated[str, BeforeValidator(_gpus)]
 Count = Annotated[StrictInt, Field(ge=0, le=10_000_000)]
+Some = Annotated[StrictInt, Field(ge=1, le=1_000_000_000)]
 Names = Annotated[list[text.PlainWord], Field(max_length=MAX_LIST)]
 
 
@@ -180,6 +176,38 @@ class Partition(_Model):
     qos: Names | None = Field(default=None, description="QOS that may be used; all when left out.")
 
 
+class Staging(_Model):
+    """What the shared file system gives, and how gently jobs shall ask it."""
+
+    opens_per_second: Some | None = Field(
+        default=None, description="Most files that one node may open per second."
+    )
+    opens_per_second_per_job: Some | None = Field(
+        default=None,
+        description="Most files that all nodes of a job together may open per second.",
+    )
+    array_jitter: Annotated[StrictInt, Field(ge=0, le=86_400)] | None = Field(
+        default=None,
+        description="Seconds over which the tasks of an array spread the beginning of their "
+        "staging, at most; half a second per task.",
+    )
+    shared_rate: Memory | None = Field(
+        default=None,
+        description="What the shared file system reads per second for all nodes together, "
+        "such as 20G.",
+    )
+    metadata_rate: Some | None = Field(
+        default=None,
+        description="Files per second that it opens for all nodes together.",
+    )
+    link_rate: Memory | None = Field(
+        default=None, description="What two nodes send one another per second, such as 10G."
+    )
+    disk_rate: Memory | None = Field(
+        default=None, description="What a node's local disk writes per second, such as 2G."
+    )
+
+
 class Limits(_Model):
     """What holds for the whole cluster."""
 
@@ -202,6 +230,9 @@ class Site(_Model):
         default=None, description="Version of Slurm that was found, such as 22.05.8."
     )
     paths: Paths = Field(default=Paths(), description="Where all nodes keep what is staged.")
+    staging: Staging = Field(
+        default=Staging(), description="How staging treats the shared file system."
+    )
     interfaces: Annotated[list[text.InterfaceName], Field(max_length=64)] = Field(
         default=[], description="Network interfaces between nodes, where types do not say."
     )

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Gpus", "format_time", "parse_bytes", "parse_gpus", "parse_time"]
+__all__ = [
+    "Gpus",
+    "format_time",
+    "parse_bytes",
+    "parse_gpus",
+    "parse_time",
+    "whole_mebibytes",
+]
 
 _DAY = 86_400
 _HOUR = 3_600
@@ -84,6 +92,20 @@ def parse_bytes(value: str | int) -> int:
     if not 0 < size <= _MAX_BYTES:
         raise ValueError("must be more than zero and at most 1024T")
     return size
+
+
+def whole_mebibytes(value: Any) -> str:
+    """Return a size in whole MiB, as Slurm takes it.
+
+    Raises:
+        ValueError: it is no size.
+
+    >>> whole_mebibytes("2G"), whole_mebibytes("1K")
+    ('2048M', '1M')
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")  # noqa: TRY004
+    return f"{-(-parse_bytes(value) // 1024**2)}M"
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
-from hpml_orchestrator.staging.pace import Pace
+from hpml_orchestrator.staging.manners import TokenBucket, drops_cache
 from hpml_orchestrator.staging.readercopying import ReaderCopying
-from hpml_orchestrator.staging.root import SHARED_TYPES
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 from hpml_orchestrator.staging.treecopying import TreeCopying
 
@@ -149,7 +148,7 @@ class _Copy:
         )
         drop_cache = options.drop_cache
         if drop_cache is None:
-            drop_cache = file_system_type(plan.source_root) in SHARED_TYPES
+            drop_cache = drops_cache(file_system_type(plan.source_root), plan.bytes, 0)
         self._task = Task(
             plan=plan,
             shares=shares,
@@ -288,7 +287,7 @@ class _Copy:
         rate = self._options.opens_per_second / self._processes
         task = self._task
         if rate > 0:
-            task = task._replace(take=Pace(rate, retry.check_stop).take)
+            task = task._replace(take=TokenBucket(rate, check_stop=retry.check_stop).take)
         tallies = itertools.count(number, self._processes)
 
         def tally() -> Tally:

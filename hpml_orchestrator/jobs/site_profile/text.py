@@ -59,6 +59,7 @@ def profile_text(
         _network(around),
         _limits(cluster),
         _paths(cluster, around),
+        _staging(),
         *_partitions(cluster, kinds),
         *(node_type(group, around) for group in kinds),
         defaults(cluster, around.here),
@@ -168,6 +169,29 @@ def _paths(cluster: Cluster, around: Surroundings) -> list[str]:
     else:
         lines += toml.entry("scratch", "$LOCAL_SCRATCH", active=False)
     return lines + toml.entry("ram", "/dev/shm", active=False)  # noqa: S108 - as Linux has it
+
+
+def _staging() -> list[str]:
+    """What nobody can read off a cluster, as suggestions to fill in."""
+    lines = [
+        toml.header("staging"),
+        *toml.comment(
+            "How gently jobs that stage data ask the shared file system, and what it gives: those "
+            "who run it know. Rates are bytes per second; by them a job of several nodes chooses "
+            "whether each node reads or one reads and passes on."
+        ),
+    ]
+    for name, value, remark in (
+        ("opens_per_second", 2000, "most files that a node opens"),
+        ("opens_per_second_per_job", 10_000, "most that all nodes of a job open"),
+        ("array_jitter", 60, "seconds over which an array's tasks begin to read"),
+        ("shared_rate", "20G", "read of the shared file system by all nodes"),
+        ("metadata_rate", 20_000, "files opened by all nodes"),
+        ("link_rate", "10G", "sent from node to node"),
+        ("disk_rate", "2G", "written by a node's disk"),
+    ):
+        lines += toml.entry(name, value, active=False, remark=remark)
+    return lines
 
 
 def _partitions(cluster: Cluster, groups: Sequence[NodeGroup]) -> list[list[str]]:

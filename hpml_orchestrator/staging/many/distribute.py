@@ -50,6 +50,7 @@ def supply_for(
     node: str,
     should_stop: Callable[[], bool],
     options: EngineOptions | None = None,
+    options_of_all: EngineOptions | None = None,
     rates: Rates | None = None,
     interfaces: Sequence[str] = (),
     names: Sequence[str] = (),
@@ -69,7 +70,8 @@ def supply_for(
         place: the job's directory on this node's target (`stager.area(request.target).job_dir`).
         node: this node's name.
         should_stop: asked a few times a second.
-        options: how the engine copies.
+        options: how the engine copies where one node reads.
+        options_of_all: how it copies where all nodes read at once; the same when left out.
         rates: what is known of file system, network and nodes, for "auto".
         interfaces: network interfaces between nodes, the best first.
         names: of all nodes in order, where they are known; for errors.
@@ -123,8 +125,8 @@ def supply_for(
             raise
     source = opened or _open(request, retry, room(place))
     if method == "shared":
-        return LocalSupply(source, found)
-    supply = LocalSupply(PartitionSource(source, node_index, nodes), found)
+        return LocalSupply(source, options_of_all or found)
+    supply = LocalSupply(PartitionSource(source, node_index, nodes), options_of_all or found)
     supply.method = "partition"
     return supply
 

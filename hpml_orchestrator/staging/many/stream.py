@@ -161,13 +161,14 @@ class Sender:
             ChainLostError: the next node is gone or hangs.
         """
         with self._lock:
-            if self._sock is None:
+            if self._sock is None and not self._gathered:
                 return
             self._gathered += pack_head(Head(END_OF_STREAM, 0, 0, 0, bytes(DIGEST_BYTES)))
             try:
                 self._write(b"")
             finally:
-                self._sock.close()
+                if self._sock is not None:
+                    self._sock.close()
                 self._sock = None
 
     def _chunk(self, number: int, offset: int, part: memoryview) -> None:

@@ -18,6 +18,7 @@ from hpml_orchestrator import batch
 from hpml_orchestrator.batch import Capabilities, directives, render, template
 from hpml_orchestrator.batch.code import SnapshotPaths
 from hpml_orchestrator.batch.render import MAX_SCRIPT_BYTES, memory_mebibytes
+from hpml_orchestrator.batch.stage_words import staging_options
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
@@ -37,7 +38,7 @@ STAGES: list[list[dict[str, Any]]] = [
     [{"name": "d", "source": "/data/it's", "target": "shm", "size": "2G"}],
     [
         {"name": "a", "source": "/a b", "target": "local", "kind": "tar"},
-        {"name": "b", "source": "/b", "target": "/scratch/$USER dir"},
+        {"name": "b", "source": "/b", "target": "/scratch/$USER dir", "keep": True, "epochs": 9},
         {"name": "c", "source": "/c", "target": "shm"},
     ],
 ]
@@ -146,6 +147,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         made.append(directory / f"{launcher}-snapshot{ENVIRONMENTS.index(environment)}.sh")
         made[-1].write_text(render(one, HERE, snapshot=SnapshotPaths("my code", "a b/x.py")))
     made += static_scripts(directory)
+    made.append(directory / "staged.sh")
+    made[-1].write_text(staged_script(), "utf-8")
     return made
 
 
@@ -267,10 +270,64 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+def staged_script() -> str:
+    """A script in which everything about staging is said."""
+    data = {
+        "partitions": {"gpu": {"default": True, "node_types": ["a"]}},
+        "node_types": {"a": {"memory": "500G", "scratch": "$LOCAL_SCRATCH"}},
+        "staging": {
+            "opens_per_second": 2000,
+            "opens_per_second_per_job": 16_000,
+            "array_jitter": 60,
+            "shared_rate": "20G",
+            "metadata_rate": 50_000,
+            "link_rate": "10G",
+            "disk_rate": "2G",
+        },
+    }
+    stage = [
+        {"name": "train", "source": "/data/train", "target": "local", "keep": True, "epochs": 90},
+        {"name": "test", "source": "/data/test.tar", "target": "shm", "size": "4G", "hash": False},
+        {"name": "mesh", "source": "/data/it's", "outside_links": True, "distribution": "chain"},
+    ]
+    resources = {"nodes": 4, "gpus": 4, "memory": "64G"}
+    one = job(workdir="/home/me", stage=stage, resources=resources, array="0-31:4")
+    site = ResolvedSite(Site.model_validate(data))
+    return render(one, HERE, site, targets={"test": "4G are at most half of the 436G left"})
+
+
+def test_how_to_stage_is_told_to_the_agents() -> None:
+    """Options of an entry stand behind it, and why auto became what it is stands in a comment."""
+    text = staged_script()
+    assert (
+        '\n  --stage train auto /data/train "$hpml_local" --keep --epochs 90 \\'
+        '\n  --stage test auto /data/test.tar "$hpml_shm" --no-hash \\'
+        "\n  --stage mesh auto '/data/it'\"'\"'s' \"$hpml_local\" --distribution chain"
+        " --outside-links &\n"
+    ) in text
+    assert (
+        "\n# test: target auto is shm here: 4G are at most half of the 436G left.\n"
+        "export HPML_STAGE_TEST="
+    ) in text
+
+
+def test_what_the_site_says_of_its_file_system_is_told_where_it_matters() -> None:
+    """Limits to all jobs that stage, rates to several nodes, jitter to arrays; else nothing."""
+    limits = "--opens-per-second 2000 --opens-per-second-per-job 16000"
+    rates = "--shared-rate 20480M --metadata-rate 50000 --link-rate 10240M --disk-rate 2048M"
+    assert f" {limits} {rates} --array-jitter 60 --array-tasks 8 \\\n" in staged_script()
+    data = {"staging": {"opens_per_second": 5, "link_rate": "1G", "array_jitter": 9}}
+    site = ResolvedSite(Site.model_validate(data))
+    stage = [{"name": "d", "source": "/d"}]
+    assert staging_options(job(stage=stage), site) == ["--opens-per-second 5"]
+    assert staging_options(job(array="0-3"), site) == []
+    assert staging_options(job(stage=stage), None) == []
+
+
+@pytest.mark.parametrize("name", [*GOLDEN, "staged.sh"])
 def test_the_script_to_the_byte(name: str) -> None:
-    """The whole text of one script of each launcher; HPML_GOLDEN=write writes it anew."""
-    text = render(GOLDEN[name], HERE)
+    """One of each launcher, and one with all about staging; HPML_GOLDEN=write writes them anew."""
+    text = staged_script() if name == "staged.sh" else render(GOLDEN[name], HERE)
     text = re.sub(
         r"^# Written by hpml \S+\.", "# Written by hpml VERSION.", text, flags=re.MULTILINE
     )

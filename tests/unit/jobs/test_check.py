@@ -114,6 +114,25 @@ def test_data_are_measured(tmp_path: Path) -> None:
     assert sizes.disk_mib == 7
 
 
+def test_a_program_that_reads_parts_is_known_by_its_text(tmp_path: Path) -> None:
+    """Partitioned data need a sampler: the script is looked at, a command cannot be."""
+    (tmp_path / "data").mkdir()
+    script = tmp_path / "train.py"
+    stage = [{"name": "d", "source": str(tmp_path / "data"), "distribution": "partition"}]
+
+    def found(**program: Any) -> list[str]:
+        fields = {"script": None, "resources": {"nodes": 2}, "stage": stage, **program}
+        fields = {key: value for key, value in fields.items() if value is not None}
+        one = Job.model_validate({"name": "a", "workdir": str(tmp_path), **fields})
+        return [finding.message for finding in check_stages(one, seconds=5)[0]]
+
+    script.write_text("import torch\n")
+    assert "does not read HPML_PART_D" in found(script=str(script))[0]
+    assert "misses the rest" in found(command=["train"])[0]
+    script.write_text("from hpml_packed import PackedDataset\n")
+    assert found(script=str(script)) == []
+
+
 def test_data_that_are_not_there(tmp_path: Path) -> None:
     """An error, but a warning where the user gave a size: then only the nodes need them."""
     (finding,), _ = check_stages(staged(tmp_path, "/none"), seconds=9)

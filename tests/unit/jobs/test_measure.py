@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpml_orchestrator.batch.render import memory_mebibytes
+from hpml_orchestrator.batch.stage_target import NodeRoom
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobs.measure import measured, tree_bytes
+from hpml_orchestrator.jobs.measure import chosen_targets, measured, tree_bytes
 from hpml_orchestrator.spec import ResolvedJob, load_job
 
 PAGE = 4096
@@ -52,6 +55,46 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
     assert after.origins["stage.0.size"] == "measured"
     assert before.origins["stage.0.size"] == "default"
     assert before.job.stage[0].size is None
+
+
+def test_auto_becomes_a_target_with_its_reason(tmp_path: Path) -> None:
+    """Measured like RAM; what the earlier entries take of it counts, and the reason is kept."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"x" * (30 * 1024**2))
+    entries = [{"name": name, "source": name, "target": "auto"} for name in ("a", "b")]
+    entries.append({"name": "c", "source": "c.tar.zst", "target": "auto"})
+    before = resolved(tmp_path, entries)
+    after = measured(before, NodeRoom(1024 + 100))
+    assert [stage.target for stage in after.job.stage] == ["shm", "local", "local"]
+    assert after.job.stage[0].size == "30M"
+    assert memory_mebibytes(after.job) == 1024 + 30
+    told = chosen_targets(after)
+    assert told["a"] == "30M are at most half of the 100M that a node has beside the 1G of the job"
+    assert told["b"].startswith("30M with 30M of other data are more than half")
+    assert told["c"].startswith("its size is not known")
+    assert after.origins["stage.0.target"] == f"auto: {told['a']}"
+    assert chosen_targets(before) == {}
+    assert measured(after, NodeRoom(1)).job == after.job, "what is chosen stays"
+
+
+def test_auto_without_memory_or_room_is_the_disk(tmp_path: Path) -> None:
+    """Nothing is measured for it, so a source may be on the nodes alone."""
+    entry = {"name": "a", "source": "/none", "target": "auto"}
+    assert measured(resolved(tmp_path, [entry], memory=None)).job.stage[0].target == "local"
+    sized = resolved(tmp_path, [{**entry, "size": "1G"}])
+    assert measured(sized).job.stage[0].target == "local"
+
+
+def test_a_zip_archive_is_measured_by_its_directory(tmp_path: Path) -> None:
+    """What its files take once unpacked, in whole pages; a broken one is refused."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zeros", bytes(3 * 1024**2))
+        archive.writestr("one", b"1")
+    entry = {"name": "a", "source": "a.zip", "target": "shm"}
+    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "4M"
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    with pytest.raises(InputError, match="is no zip archive"):
+        measured(resolved(tmp_path, [entry]))
 
 
 def test_without_memory_nothing_is_looked_at(tmp_path: Path) -> None:

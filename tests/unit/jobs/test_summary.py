@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpml_orchestrator.jobs.show import bytes_text, seconds_text, summary_lines
+from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
 from hpml_orchestrator.jobs.summary import Summary, phases, summarise
+from hpml_orchestrator.jobs.texts import bytes_text, seconds_text
 from hpml_orchestrator.records.events import VOCABULARY, Event
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.scheduler.model import JobState

@@ -15,12 +15,11 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.node.arguments import Arguments, Wish
 from hpml_orchestrator.node.ready import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.records.files import append_line
-from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.topology.recognise import read_topology
 
 if TYPE_CHECKING:
@@ -89,6 +88,10 @@ def test_it_stages_and_cleans_up_when_told_to_end(
     assert sorted(path.name for path in staged.iterdir()) == ["file 0", "file 1", "file 2"]
     marker = json.loads(running.marker.read_text())
     assert (marker["node"], marker["files"], marker["bytes"]) == ("n1", 3, 3000)
+    (told,) = marker["stages"]
+    assert (told["name"], told["path"], told["files"]) == ("data", str(staged), 3)
+    assert (told["method"], told["reused"], told["kept"]) == ("copy", False, False)
+    assert running.events()[-1]["data"]["stages"] == marker["stages"]
     assert marker["pid"] == running.process.pid
     assert [one["event"] for one in running.events()] == ["staging", "ready"]
     assert running.events()[0]["data"]["source"] == str(source)
@@ -288,9 +291,9 @@ def test_a_node_that_cannot_be_planned(
     """Nothing is bound, and that is told; where the job wants proof the node fails instead."""
     monkeypatch.setattr(planning, "read_sysfs", cannot_be_read)
     node.claim("1")
-    agent = Agent(node.attempt, [], Wish(2, verify=verify), node="n1")
-    log = node.attempt / "events/n1.jsonl"
-    assert agent._make_ready(CopyStager(job_key="k"), log, "c") == (verify == "strict")
+    agent = Agent(Arguments(node.attempt, wish=Wish(2, verify=verify)), node="n1")
+    staging = agent._staging(node.attempt / "events/n1.jsonl")
+    assert agent._make_ready(staging, staging.log, "c") == (verify == "strict")
     plan = node.attempt / "plan/n1.txt"
     if verify == "strict":
         marker = json.loads((node.attempt / "nodes/n1.failed.json").read_text("utf-8"))
@@ -317,7 +320,7 @@ def test_a_watch_that_fails_leaves_the_ranks_alone(
 
     monkeypatch.setattr("hpml_orchestrator.node.watch.Watch.act", fails)
     node.claim("1")
-    agent = Agent(node.attempt, [], Wish(1), node="n1")
+    agent = Agent(Arguments(node.attempt, wish=Wish(1)), node="n1")
     agent._plan(Wish(1), "c")
     (node.attempt / "over").touch()
     agent._watched(lambda watch: watch.act(0.0))

@@ -63,6 +63,15 @@ def test_without_a_channel_in_the_plan_the_name_is_made_anew(node: Node) -> None
     assert out.strip() == attempt_channel(node.environment("1"), attempt)
 
 
+def test_a_rank_learns_which_part_of_the_data_its_node_has(node: Node) -> None:
+    """For each entry of the node's own part, in capitals; nothing where the plan says nothing."""
+    attempt = claimed(node)
+    show = "echo [$HPML_PART_TRAIN] [$HPML_PART_A_B]"
+    assert node.call("bind", attempt, "--", "sh", "-c", show)[1] == "[] []\n"
+    put_plan(attempt, *one_each(), parts="2/4:train,a_b")
+    assert node.call("bind", attempt, "--", "sh", "-c", show)[1] == "[2/4] [2/4]\n"
+
+
 def test_each_rank_runs_on_the_cpus_of_its_line(node: Node) -> None:
     """The kernel says so of the command itself, and the threads are those of the plan."""
     attempt = claimed(node)

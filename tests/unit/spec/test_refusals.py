@@ -129,8 +129,20 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [d]", f"stage.0: {FIELDS} (got 'd')"),
         ("stage: [{name: d}]", "stage.0.source: must be given"),
         ("stage: [{name: D, source: s}]", "stage.0.name: must be lower-case letters, digits"),
-        ("stage: [{name: d, source: s, kind: zip}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
-        ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local or an a"),
+        ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
+        ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
+        ("stage: [{name: d, source: s, keep: 1}]", "stage.0.keep: must be true or false"),
+        ("stage: [{name: d, source: s, hash: 'no'}]", "stage.0.hash: must be true or false"),
+        ("stage: [{name: d, source: s, epochs: 0}]", "stage.0.epochs: must be"),
+        ("stage: [{name: d, source: s, distribution: tree}]", "stage.0.distribution: must be"),
+        (
+            "stage: [{name: d, source: s, kind: tree, distribution: sbcast}]",
+            "stage.0: distribution: sbcast brings one file",
+        ),
+        (
+            "stage: [{name: d, source: s, kind: tar, distribution: partition}]",
+            "stage.0: distribution: partition shares out the files of a directory",
+        ),
         ("stage: [{name: d, source: s, size: x}]", f"stage.0.size: {SIZE} (got 'x')"),
         (
             "stage: [{name: d, source: s}, {name: d, source: t}]",

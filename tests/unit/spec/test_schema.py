@@ -73,6 +73,14 @@ TAKEN: list[dict[str, Any]] = [
             "form": "static",
         },
     },
+    {
+        **BASE,
+        "stage": [
+            {"name": "d", "source": "s", "target": "auto", "kind": "squashfs", "keep": True},
+            {"name": "e", "source": "s", "hash": False, "outside_links": True, "epochs": 3},
+            {"name": "f", "source": "s", "kind": "pack", "distribution": "partition"},
+        ],
+    },
 ]
 
 REFUSED: list[dict[str, Any]] = [
@@ -96,6 +104,9 @@ REFUSED: list[dict[str, Any]] = [
     {**BASE, "environment": {"container": {"engine": "docker", "image": "x"}}},
     {**BASE, "stage": [{"name": "d"}]},
     {**BASE, "stage": [{"name": "d", "source": "s", "sorce": "t"}]},
+    {**BASE, "stage": [{"name": "d", "source": "s", "keep": "yes"}]},
+    {**BASE, "stage": [{"name": "d", "source": "s", "distribution": "tree"}]},
+    {**BASE, "stage": [{"name": "d", "source": "s", "epochs": 1.5}]},
     {**BASE, "args": [True]},
     {**BASE, "args": [None]},
     {**BASE, "command": []},

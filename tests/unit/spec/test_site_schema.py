@@ -47,6 +47,17 @@ TAKEN: list[dict[str, Any]] = [
         "interfaces": ["eno1"],
         "modules": ["cuda/12.4"],
     },
+    *({"staging": {"shared_rate": rate}} for rate in (2000, "20G", None)),
+    {
+        "staging": {
+            "opens_per_second": 2000,
+            "opens_per_second_per_job": 16_000,
+            "array_jitter": 0,
+            "metadata_rate": 50_000,
+            "link_rate": "10G",
+            "disk_rate": "2G",
+        }
+    },
     *(
         {"directives": {"gpus-per-node": rule}}
         for rule in (
@@ -68,6 +79,11 @@ TAKEN: list[dict[str, Any]] = [
 
 REFUSED: list[dict[str, Any]] = [
     {"partition": {}},
+    {"staging": {"opens_per_second": 0}},
+    {"staging": {"opens_per_second_per_job": 1.5}},
+    {"staging": {"array_jitter": "1:00"}},
+    {"staging": {"shared_rate": True}},
+    {"staging": {"opens": 5}},
     {"schema_version": 2},
     {"cluster": 1},
     {"node_types": {"a": {"memory": True}}},

@@ -1,0 +1,269 @@
+"""Brings a job's data to this node, and tells how far it is and what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Optional
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.node.names import job_key, node_names
+from hpml_orchestrator.records import events
+from hpml_orchestrator.staging import (
+    CopyStager,
+    EngineOptions,
+    StageResult,
+    StagingStopped,
+    human_bytes,
+)
+from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.manners import array_delay, open_rate
+from hpml_orchestrator.staging.payback import Payback, payback_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.node.arguments import Arguments, Entry
+    from hpml_orchestrator.staging import Supply
+
+__all__ = ["NodeStaging", "Progress", "figures_of", "parts_of"]
+
+TOLD_EVERY_SECONDS = 10.0
+_NAP_SECONDS = 0.2
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"hpml: {line}\n")
+
+
+@dataclass
+class Progress:
+    """Tells how far one entry is: as an event, and on the first node as a line of the output.
+
+    Attributes:
+        name: the entry's.
+        note: takes the figures of an event.
+        say: takes a line; None on all nodes but the first.
+        clock: seconds that never go back.
+    """
+
+    name: str
+    note: Callable[..., object]
+    say: Optional[Callable[[str], object]] = None  # noqa: UP045 - runs on Python 3.9
+    clock: Callable[[], float] = time.monotonic
+    _began: float = 0.0
+    _next: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+        self._next = self._began + TOLD_EVERY_SECONDS
+
+    def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
+        """Take what is done and what there is to do; tells it when it is time."""
+        now = self.clock()
+        if now < self._next:
+            return
+        self._next = now + TOLD_EVERY_SECONDS
+        rate = done / (now - self._began)
+        left = (all_bytes - done) / rate if rate else None
+        self.note(
+            name=self.name,
+            bytes_done=done,
+            files_done=files,
+            bytes_total=all_bytes,
+            files_total=all_files,
+            bytes_per_second=round(rate),
+            seconds_left=None if left is None else round(left, 1),
+        )
+        if self.say is not None:
+            share = f"{done / all_bytes:.0%}, " if all_bytes else ""
+            rest = "" if left is None else f", {_clock_text(left)} left"
+            self.say(
+                f"staging {self.name}: {share}{human_bytes(done)} of {human_bytes(all_bytes)}, "
+                f"{files} of {all_files} files, {human_bytes(round(rate))}/s{rest}"
+            )
+
+
+@dataclass
+class NodeStaging:
+    """The staging of one node.
+
+    Attributes:
+        asked: what the script asks of the agent.
+        node: Slurm's name of this node.
+        log: the node's events.
+        is_ending: whether the agent was told to end.
+        environment: of the agent, a step of the job.
+        say: takes a line for the job's output.
+    """
+
+    asked: Arguments
+    node: str
+    log: Path
+    is_ending: Callable[[], bool]
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    say: Callable[[str], object] = _say
+    stager: CopyStager = field(init=False)
+    _progress: Optional[Progress] = None  # noqa: UP045 - runs on Python 3.9
+
+    def __post_init__(self) -> None:
+        self.stager = CopyStager(
+            job_key=job_key(self.environment),
+            should_stop=self.is_ending,
+            on_progress=self._on_progress,
+        )
+
+    def stage_all(self) -> list[dict[str, Any]]:
+        """Bring every entry, one after the other; returns what came of each, for the records.
+
+        Raises:
+            HpmlError: one could not be brought.
+        """
+        waited = self._wait_for_others() if self.asked.entries else 0.0
+        told = [self._stage(entry) for entry in self.asked.entries]
+        if waited and told:
+            told[0]["waited_seconds"] = round(waited, 3)
+        return told
+
+    def _on_progress(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
+        if self._progress is not None:
+            self._progress(done, files, all_bytes, all_files)
+
+    def _stage(self, entry: Entry) -> dict[str, Any]:
+        request = entry.request
+        self._note(name=request.name, source=request.source, target=request.target)
+        index, nodes = place_of(self.environment)
+        self._progress = Progress(request.name, self._note, None if index else self.say)
+        try:
+            self.stager.options = self._options(entry, readers=nodes)
+            supply = self._supply(entry, index, nodes) if nodes > 1 else None
+            result = self.stager.stage(request, supply)
+        finally:
+            self._progress = None
+        payback = None if self.is_ending() else payback_of(result)
+        return figures_of(result, payback, epochs=entry.epochs)
+
+    def _options(self, entry: Entry, *, readers: int) -> EngineOptions:
+        """Return how an entry is copied where so many nodes read the source at once."""
+        limits = self.asked.limits
+        rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
+        return EngineOptions(hash=entry.hash, opens_per_second=rate)
+
+    def _supply(self, entry: Entry, index: int, nodes: int) -> Supply:
+        """Return what brings an entry to this one of several nodes.
+
+        Raises:
+            HpmlError: there is no such way for it, or other nodes failed.
+        """
+        from hpml_orchestrator.staging.many.distribute import supply_for  # noqa: PLC0415 - sockets
+        from hpml_orchestrator.staging.many.model import Rates  # noqa: PLC0415
+
+        request, limits = entry.request, self.asked.limits
+        try:
+            return supply_for(
+                request,
+                entry.distribution,
+                node_index=index,
+                nodes=nodes,
+                attempt=str(self.asked.attempt),
+                place=self.stager.area(request.target).job_dir,
+                node=self.node,
+                should_stop=self.is_ending,
+                options=self._options(entry, readers=1),
+                options_of_all=self.stager.options,
+                rates=Rates(
+                    shared_rate=limits.shared_rate,
+                    link_rate=limits.link_rate,
+                    disk_rate=limits.disk_rate,
+                    metadata_rate=limits.metadata_rate,
+                ),
+                interfaces=self.asked.interfaces,
+                names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
+                tell=self.say,
+            )
+        except OSError as error:
+            raise StagingError(
+                f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"
+            ) from error
+
+    def _note(self, **data: Any) -> None:
+        events.append(self.log, "staging", node=self.node, **data)
+
+    def _wait_for_others(self) -> float:
+        """Wait as long as this task of an array does; returns the seconds.
+
+        Raises:
+            StagingStopped: the agent was told to end.
+        """
+        limits = self.asked.limits
+        index = self.environment.get("SLURM_ARRAY_TASK_ID", "")
+        if not index.isdecimal():
+            return 0.0
+        salt = self.environment.get("SLURM_ARRAY_JOB_ID", "")
+        delay = array_delay(limits.array_jitter, limits.array_tasks, int(index), salt)
+        began = time.monotonic()
+        while (left := began + delay - time.monotonic()) > 0:
+            if self.is_ending():
+                raise StagingStopped
+            time.sleep(min(left, _NAP_SECONDS))
+        return delay
+
+
+def parts_of(entries: Sequence[Entry], environment: Mapping[str, str]) -> str:
+    """Return which part of which data this node has, for the plan's header; empty for none.
+
+    >>> from hpml_orchestrator.node.arguments import parse_arguments
+    >>> asked = parse_arguments("/a --stage x tree /s /t --distribution partition".split())
+    >>> parts_of(asked.entries, {"SLURM_NODEID": "2", "SLURM_NNODES": "4"})
+    '2/4:x'
+    """
+    names = [one.request.name for one in entries if one.distribution == "partition"]
+    if not names:
+        return ""
+    index, nodes = place_of(environment)
+    return f"{index}/{nodes}:{','.join(names)}"
+
+
+def place_of(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return this node's number in the job, from 0, and how many nodes the job has."""
+    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
+    count = int(nodes) if nodes.isdecimal() else 1
+    return (int(index) if index.isdecimal() else 0), max(1, count)
+
+
+def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0) -> dict[str, Any]:
+    """Return what records keep of one entry on one node; what is empty is left out."""
+    figures: dict[str, Any] = {
+        "name": result.name,
+        "path": result.path,
+        "bytes": result.bytes,
+        "files": result.files,
+        "seconds": round(result.seconds, 6),
+        "bytes_per_second": round(result.rate),
+        "method": result.method,
+        "reused": result.reused,
+        "kept": result.kept,
+    }
+    if result.digest:
+        figures["digest"] = result.digest
+    if result.private:
+        figures["private"] = result.private
+    if result.evicted:
+        figures["evicted"] = list(result.evicted)
+    if payback is not None:
+        figures["payback"] = payback.to_json()
+    if epochs:
+        figures["epochs"] = epochs
+    return figures
+
+
+def _clock_text(seconds: float) -> str:
+    """Return a time that is left as people read it."""
+    whole = round(seconds)
+    if whole < 60:  # noqa: PLR2004
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,0 +1,141 @@
+"""Manners towards the shared file system: how fast it is asked, when, and what is kept of it.
+
+Metadata servers are shared by all jobs of a cluster; one job that opens a million files as fast as
+it can makes everybody's `ls` wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.staging.root import SHARED_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TokenBucket", "array_delay", "drops_cache", "is_shared_type", "open_rate"]
+
+SECONDS_PER_TASK = 0.5
+"""What each task of an array adds to the time that their starts are spread over."""
+
+_NAP_SECONDS = 0.2
+_GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
+_MORE_SHARED_TYPES = frozenset({"9p", "cvmfs2", "gfs2", "virtiofs"})
+_CACHE_SHARE = 0.25
+
+
+class TokenBucket:
+    """Lets through so many calls per second; safe from several threads of one process.
+
+    It is the generic cell rate algorithm (ITU-T I.371): one number, the time at which the next
+    call would be on schedule. Forked workers have a bucket each, with their share of the rate.
+
+    Args:
+        rate: calls per second; 0 lets everything through at once.
+        burst: calls that may come at once after a pause; those of a fifth of a second when left
+            out.
+        check_stop: called while waiting, several times a second; may raise to end the wait.
+        clock: seconds that never go back.
+        sleep: how to wait.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        burst: float | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.rate = max(0.0, rate)
+        calls = self.rate * _NAP_SECONDS if burst is None else max(1.0, burst)
+        self._ahead_seconds = calls / (self.rate or 1.0)
+        self._check_stop = check_stop
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._due = clock()
+
+    def take(self, count: float = 1) -> float:
+        """Wait until `count` more calls are on schedule.
+
+        Returns:
+            Seconds that it waited.
+        """
+        if not self.rate or count <= 0:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            due = max(self._due, now - self._ahead_seconds)
+            self._due = due + count / self.rate
+        while (left := due - self._clock()) > 0:
+            self._sleep(min(left, _NAP_SECONDS))
+            self._check_stop()
+        return max(0.0, due - now)
+
+
+def open_rate(per_node: float, per_job: float, nodes: int) -> float:
+    """Return how many files per second one node may open; 0 for no limit.
+
+    Args:
+        per_node: the site's limit for one node, opens/s; 0 for none.
+        per_job: the site's limit for a whole job, opens/s; 0 for none.
+        nodes: how many nodes of the job read the source at once.
+
+    >>> open_rate(2000, 6000, 4), open_rate(2000, 0, 4), open_rate(0, 6000, 4)
+    (1500.0, 2000.0, 1500.0)
+    """
+    shares = [float(per_node), per_job / max(1, nodes)]
+    return min((share for share in shares if share > 0), default=0.0)
+
+
+def array_delay(most: float, tasks: int, index: int, salt: str = "") -> float:
+    """Return how long a task of an array waits before it reads, in seconds.
+
+    Tasks of an array start in the same moment. Their delays are spread evenly over the window
+    min(most, tasks * SECONDS_PER_TASK) by multiples of the golden ratio, which leave no large gap
+    however many of the tasks there are; the same task always waits the same time.
+
+    Args:
+        most: the site's longest delay, seconds; 0 for none.
+        tasks: how many tasks the array has; a single job, 1 or 0, never waits.
+        index: the task's index.
+        salt: such as the array's id: other arrays wait other times.
+    """
+    if tasks <= 1 or most <= 0:
+        return 0.0
+    window = min(float(most), tasks * SECONDS_PER_TASK)
+    digest = hashlib.blake2b(salt.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    offset = int.from_bytes(digest, "big") / 2**64
+    return window * ((offset + index * _GOLDEN) % 1.0)
+
+
+def is_shared_type(file_system: str) -> bool:
+    """Tell whether a file system of this type, as mountinfo names it, is served over a network.
+
+    >>> is_shared_type("lustre"), is_shared_type("fuse.sshfs"), is_shared_type("ext4")
+    (True, True, False)
+    """
+    if file_system in SHARED_TYPES or file_system in _MORE_SHARED_TYPES:
+        return True
+    return file_system.startswith("fuse.")
+
+
+def drops_cache(file_system: str, source_bytes: int, available_bytes: int) -> bool:
+    """Tell whether what was read of the source shall leave the node's page cache at once.
+
+    A node that has its own copy does not read a shared source again, and the pages would push out
+    the copy's. On a file system of the node others may still read it: then only what is large.
+
+    Args:
+        file_system: type of the source's, as mountinfo names it.
+        source_bytes: how much is read.
+        available_bytes: memory that the node has left; 0 when unknown.
+    """
+    if is_shared_type(file_system):
+        return True
+    return bool(available_bytes) and source_bytes > _CACHE_SHARE * available_bytes

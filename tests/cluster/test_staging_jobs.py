@@ -1,0 +1,146 @@
+"""Data of jobs on a real Slurm of two nodes: kept, passed on, shared out, and gone when killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster.hpml_on_slurm import Desk, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cluster.conftest import SlurmCluster
+
+FILES = 60
+NODES = {"nodes": 2, "time": "10:00"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tree to stage, on all nodes."""
+    root = tmp_path_factory.mktemp("data")
+    for index in range(FILES):
+        (root / f"{index:03d}.bin").write_bytes(os.urandom(2000))
+    return root
+
+
+@pytest.fixture
+def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Desk]:
+    """An empty desk; what it keeps on the nodes goes with it."""
+    one = Desk(slurm_cluster, tmp_path)
+    yield one
+    root = f"hpml-{os.getuid()}"
+    one.slurm("srun", "-N2", "rm", "-rf", f"/tmp/{root}", f"/dev/shm/{root}")
+    assert one.staged() == []
+
+
+def run(desk: Desk, data: Path, *command: str, code: int = 0, **stage: Any) -> tuple[Any, str]:
+    """Run a job of two nodes with one entry; returns its record and its output."""
+    file = desk.job(
+        "staging",
+        command=list(command or ["true"]),
+        resources=NODES,
+        stage=[{"name": "data", "source": str(data), "target": "local", **stage}],
+    )
+    ran = desk.json("run", file, code=code)
+    return ran, Path(ran["output"]).read_text("utf-8")
+
+
+def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> None:
+    """Each node copies once; the next job says that both had it, and ranks see all of it."""
+    first, _ = run(desk, data, keep=True, distribution="shared")
+    (stage,) = first["summary"]["stages"]
+    assert (stage["nodes"], stage["reused"], stage["kept"]) == (2, 0, 2)
+    assert len(stage["digests"]) == 1
+    again, log = run(
+        desk, data, "sh", "-c", "ls {stage.data}/ | wc -l", keep=True, distribution="shared"
+    )
+    (stage,) = again["summary"]["stages"]
+    assert (stage["reused"], stage["kept"], stage["files"]) == (2, 2, 2 * FILES)
+    assert log.splitlines().count(str(FILES)) == 2
+    assert "on 2 nodes, there already (" in desk.hpml("show", "last").stdout
+
+
+def test_a_chain_brings_it_to_both_nodes(desk: Desk, data: Path) -> None:
+    """The first node reads and passes on; both have the same digest, and the output says how."""
+    ran, log = run(desk, data, "sh", "-c", "ls {stage.data}/ | wc -l", distribution="chain")
+    (stage,) = ran["summary"]["stages"]
+    assert (stage["nodes"], stage["files"], stage["methods"]) == (2, 2 * FILES, ["chain"])
+    assert len(stage["digests"]) == 1
+    assert log.count("hpml: data comes to 2 nodes by chain, as asked for\n") == 1
+    assert log.splitlines().count(str(FILES)) == 2
+
+
+def test_auto_says_what_it_chose_and_why(desk: Desk, data: Path) -> None:
+    """One line in the output of the job, by the rates of the site profile."""
+    (desk.directory / "hpml.toml").write_text(
+        "[staging]\nmetadata_rate = 10\nlink_rate = '10G'\nshared_rate = '1G'\n"
+    )
+    ran, log = run(desk, data)
+    assert ran["summary"]["stages"][0]["methods"] == ["chain"]
+    assert log.count("hpml: data: chain") + log.count("hpml: data: ") >= 1
+
+
+def test_ranks_of_a_partition_know_their_part(desk: Desk, data: Path) -> None:
+    """Each node has half of the files, no file is on both, and ranks are told which half."""
+    ran, log = run(
+        desk,
+        data,
+        "sh",
+        "-c",
+        "echo PART $HPML_PART_DATA $(ls {stage.data}/)",
+        distribution="partition",
+    )
+    (stage,) = ran["summary"]["stages"]
+    assert (stage["files"], stage["methods"]) == (FILES, ["partition"])
+    lines = sorted(line.split()[1:] for line in log.splitlines() if line.startswith("PART "))
+    assert [line[0] for line in lines] == ["0/2", "1/2"]
+    assert sorted(lines[0][1:] + lines[1][1:]) == [f"{index:03d}.bin" for index in range(FILES)]
+    assert len(lines[0]) == len(lines[1]) == 1 + FILES // 2
+
+
+@pytest.mark.parametrize("distribution", ["shared", "chain"])
+def test_a_job_that_ends_while_data_come_leaves_nothing(
+    desk: Desk, data: Path, distribution: str
+) -> None:
+    """Cancelled in the middle of slow staging, on both nodes; the next job works."""
+    (desk.directory / "hpml.toml").write_text("[staging]\nopens_per_second = 1\n")
+    file = desk.job(
+        "slow",
+        command=["sh", "-c", "echo RANK RAN"],
+        resources=NODES,
+        stage=[
+            {
+                "name": "data",
+                "source": str(data),
+                "target": "local",
+                "keep": True,
+                "distribution": distribution,
+            }
+        ],
+    )
+    submitted = desk.json("submit", file)
+    eventually(lambda: any(".partial-" in path for path in desk.staged()))
+    desk.hpml("cancel", submitted["id"])
+    done = desk.json("wait", submitted["id"], code=6)
+    assert done["state"] == "CANCELLED"
+    assert "RANK RAN" not in Path(done["output"]).read_text("utf-8")
+    assert not any(".bin" in path for path in desk.staged())
+    (desk.directory / "hpml.toml").unlink()
+    assert run(desk, data, distribution=distribution)[0]["state"] == "COMPLETED"
+
+
+def test_progress_of_long_staging_is_told(desk: Desk, data: Path) -> None:
+    """Every ten seconds as an event on each node, and by the first node as a line of the output."""
+    (desk.directory / "hpml.toml").write_text("[staging]\nopens_per_second = 4\n")
+    ran, log = run(desk, data, distribution="shared")
+    attempt = Path(ran["directory"], "attempts", "0")
+    for node in ("node1", "node2"):
+        text = (attempt / "events" / f"{node}.jsonl").read_text("utf-8")
+        assert '"bytes_done"' in text
+        assert '"seconds_left"' in text
+    assert log.count("hpml: staging data: ") == 1

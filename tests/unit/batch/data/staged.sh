@@ -1,0 +1,128 @@
+#!/bin/bash
+#SBATCH --job-name=probe
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=69632M
+#SBATCH --time=01:00:00
+#SBATCH --array=0-28:4
+#SBATCH --open-mode=append
+#
+# Written by hpml VERSION. Kept with its submission, to the byte what sbatch was given.
+# By hand: `hpml render -o DIR`, then `cd DIR && sbatch job.sh`.
+
+# shellcheck disable=SC2016  # the job's values stand in single quotes: a $ in them is text
+set -euo pipefail
+
+# The submission's directory is the job's first working directory. It holds hpml-node.pyz: all that
+# the nodes need of hpml, run by hpml's own interpreter, whatever is activated below.
+hpml_submission=$PWD
+hpml_archive=$hpml_submission/hpml-node.pyz
+hpml_interpreter=/opt/hpml/bin/python3.11
+[[ -x $hpml_interpreter ]] || hpml_interpreter=python3
+hpml_python=("$hpml_interpreter" -I -S "$hpml_archive")
+if [[ ! -r $hpml_archive ]]; then
+  echo "hpml: no hpml-node.pyz in $PWD: start this script where 'hpml render -o DIR' put both" >&2
+  exit 78
+fi
+# A step without --cpus-per-task has all CPUs of the job on its node; with it, or with one of these
+# variables, it has one task's, and nothing in it can have more. So no srun here is told.
+unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+
+# First act: claim this attempt. A second job of the same run finds it claimed and ends here.
+hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
+hpml_run=${hpml_attempt%/attempts/*}
+hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
+export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
+
+# Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
+hpml_agent='' hpml_ranks='' hpml_reason=''
+# shellcheck disable=SC2317,SC2329  # traps call them
+hpml_finish() {
+  local code=$?
+  trap - EXIT
+  trap '' TERM INT HUP
+  if [[ -n $hpml_agent ]]; then
+    : >"$hpml_attempt/over"
+    kill -USR1 "$hpml_agent" 2>/dev/null || :
+    wait "$hpml_agent" || :
+  fi
+  local ended=0
+  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || ended=$?
+  [[ $ended != 79 ]] || code=79  # ranks ran where they should not, and binding.verify is strict
+  exit "$code"
+}
+# shellcheck disable=SC2317,SC2329
+hpml_terminate() {
+  hpml_reason=terminated
+  [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
+  exit 143
+}
+trap hpml_finish EXIT
+trap hpml_terminate TERM INT HUP
+
+# One agent per node, for as long as the job: stages the data, plans where the ranks run and looks
+# whether they do, listens to them, cleans up.
+hpml_shm=/dev/shm
+hpml_local="${LOCAL_SCRATCH:?of the site profile is not set in this job}"
+export HPML_STAGE_TRAIN="$hpml_local"/hpml-$UID/$hpml_key/train
+# test: target auto is shm here: 4G are at most half of the 436G left.
+export HPML_STAGE_TEST="$hpml_shm"/hpml-$UID/$hpml_key/test
+export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
+# SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
+trap '' USR1
+srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
+  --opens-per-second 2000 --opens-per-second-per-job 16000 --shared-rate 20480M --metadata-rate 50000 --link-rate 10240M --disk-rate 2048M --array-jitter 60 --array-tasks 8 \
+  --stage train auto /data/train "$hpml_local" --keep --epochs 90 \
+  --stage test auto /data/test.tar "$hpml_shm" --no-hash \
+  --stage mesh auto '/data/it'"'"'s' "$hpml_local" --distribution chain --outside-links &
+hpml_agent=$!
+trap - USR1
+
+# What the ranks find. hpml-bind makes OMP_NUM_THREADS that of each rank's plan, unless the job sets it.
+cd -- /home/me
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+# A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
+export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"
+
+# Ranks start when every node is ready, or not at all.
+"${hpml_python[@]}" wait-ready "$hpml_attempt" "$SLURM_NNODES" "$hpml_agent"
+
+# The first node of the allocation, which runs this script; a port below the ephemeral range, free now.
+hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
+export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
+
+hpml_container=()
+# hpml-bind binds each rank as the plan of its node says, then becomes it. Ranks are many: it is read
+# from the archive in the way that takes least time.
+hpml_bind=("$hpml_interpreter" -I -S
+  -c 'import sys, zipimport; sys.path.append(sys.argv.pop(1)); exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
+  "$hpml_archive" "$hpml_attempt" --)
+hpml_command=(
+  python
+  /w/train.py
+)
+hpml_before=$!
+# One torchrun per node starts the ranks there; each node's number exists inside its task only.
+srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+  --cpu-bind=none --mpi=none \
+  --kill-on-bad-exit=1 --wait=60 --export=ALL \
+  bash -c 'export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' torchrun "${hpml_container[@]}" \
+  python -m torch.distributed.run \
+  --nnodes="$SLURM_NNODES" --nproc-per-node=4 \
+  --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python \
+  --log-dir="$hpml_attempt/torchrun" \
+  "${hpml_bind[@]}" "${hpml_command[@]}" &
+hpml_ranks=$!
+if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
+  hpml_ranks=''
+  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
+  exit 78
+fi
+hpml_code=0
+wait "$hpml_ranks" || hpml_code=$?
+hpml_ranks=''
+exit "$hpml_code"

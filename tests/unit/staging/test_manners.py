@@ -1,0 +1,144 @@
+"""Manners towards the shared file system: rates, delays, caches."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hpml_orchestrator.staging import StagingStopped, manners
+from hpml_orchestrator.staging.manners import (
+    SECONDS_PER_TASK,
+    TokenBucket,
+    array_delay,
+    drops_cache,
+    open_rate,
+)
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let the time pass."""
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def _bucket(rate: float, clock: Clock, **more: object) -> TokenBucket:
+    return TokenBucket(rate, clock=clock, sleep=clock.sleep, **more)  # type: ignore[arg-type]
+
+
+def test_calls_keep_to_the_rate() -> None:
+    """100 calls at 10 a second take 9.9 seconds when none may come early."""
+    clock = Clock()
+    bucket = _bucket(10, clock, burst=1)
+    for _ in range(100):
+        bucket.take()
+    assert clock.now - 100 == pytest.approx(9.9)
+
+
+def test_a_pause_gives_no_more_than_the_burst() -> None:
+    """After a long pause the burst goes through at once, the next call waits."""
+    clock = Clock()
+    bucket = _bucket(10, clock, burst=5)
+    clock.now += 3600
+    assert [round(bucket.take(), 6) for _ in range(8)] == [0, 0, 0, 0, 0, 0, 0.1, 0.1]
+
+
+def test_many_at_once_count_as_many() -> None:
+    """Taking n is followed by the wait of n calls, more than the burst as well."""
+    clock = Clock()
+    bucket = _bucket(10, clock, burst=1)
+    bucket.take(50)
+    assert bucket.take() == pytest.approx(5.0)
+
+
+def test_no_rate_is_no_limit() -> None:
+    """Rate 0 lets everything through."""
+    clock = Clock()
+    bucket = _bucket(0, clock)
+    assert sum(bucket.take() for _ in range(1000)) == 0
+    assert clock.slept == []
+
+
+def test_a_wait_ends_when_told_to_stop() -> None:
+    """A stop is seen within a fifth of a second, however long the wait would be."""
+    clock = Clock()
+
+    def check_stop() -> None:
+        if clock.now >= 101:
+            raise StagingStopped
+
+    bucket = _bucket(1, clock, burst=1, check_stop=check_stop)
+    bucket.take(1000)
+    with pytest.raises(StagingStopped):
+        bucket.take()
+    assert clock.now == pytest.approx(101, abs=0.3)
+
+
+def test_threads_share_one_rate() -> None:
+    """Eight threads of ten calls each at 200 a second take no less than 0.35 s together."""
+    bucket = TokenBucket(200, burst=1)
+
+    def work() -> None:
+        for _ in range(10):
+            bucket.take()
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - began >= 0.35
+
+
+@pytest.mark.parametrize(
+    ("per_node", "per_job", "nodes", "rate"),
+    [(0, 0, 8, 0), (100, 0, 8, 100), (0, 800, 8, 100), (50, 800, 8, 50), (500, 800, 8, 100)],
+)
+def test_the_jobs_limit_is_shared_by_the_nodes_that_read(
+    per_node: float, per_job: float, nodes: int, rate: float
+) -> None:
+    """The smaller of the node's own limit and its share of the job's."""
+    assert open_rate(per_node, per_job, nodes) == rate
+
+
+def test_tasks_of_an_array_are_spread_evenly() -> None:
+    """Of 100 tasks no two wait alike, and no tenth of the window is left empty."""
+    waits = [array_delay(30, 100, index, "4711") for index in range(100)]
+    assert len(set(waits)) == 100
+    assert all(0 <= wait < 30 for wait in waits)
+    assert {int(wait // 3) for wait in waits} == set(range(10))
+    assert waits == [array_delay(30, 100, index, "4711") for index in range(100)]
+    assert waits != [array_delay(30, 100, index, "4712") for index in range(100)]
+
+
+def test_few_tasks_wait_little_and_one_not_at_all() -> None:
+    """The window grows with the tasks; a single job and a site without jitter never wait."""
+    assert max(array_delay(30, 4, index) for index in range(4)) < 4 * SECONDS_PER_TASK
+    assert array_delay(30, 1, 7) == array_delay(30, 0, 0) == array_delay(0, 100, 7) == 0.0
+
+
+def test_what_a_node_reads_of_a_shared_source_leaves_its_cache() -> None:
+    """Shared: always; of the node's own disk: only what would fill its memory."""
+    assert drops_cache("lustre", 1, 0)
+    assert drops_cache("nfs4", 1, 1 << 40)
+    assert not drops_cache("ext4", 1 << 30, 64 << 30)
+    assert drops_cache("ext4", 32 << 30, 64 << 30)
+    assert not drops_cache("ext4", 32 << 30, 0)
+
+
+def test_types_of_shared_file_systems_are_known() -> None:
+    """As mountinfo names them; those of the node are not among them."""
+    assert all(map(manners.is_shared_type, ["nfs", "nfs4", "lustre", "gpfs", "fuse.s3fs"]))
+    assert not any(map(manners.is_shared_type, ["ext4", "xfs", "tmpfs", "overlay", "fuse", ""]))
