@@ -89,14 +89,7 @@ def entry_key(plan: Plan, *, source: str, kind: str, options: Iterable[str] = ()
     add(real, kind, sorted(options))
     if not stat.S_ISDIR(info.st_mode):
         add(info.st_size, info.st_mtime_ns, info.st_ino)
-    add("top", plan.top.mode)
-    for what, entries in (("directory", plan.directories), ("file", plan.files)):
-        for entry in entries:
-            add(what, entry.path, (entry.mode, entry.mtime_ns, entry.size))
-    for link in plan.hard_links:
-        add("hard link", link.path, link.first)
-    for symlink in plan.symlinks:
-        add("symbolic link", symlink.path, symlink.target)
+    digest.update(plan.fingerprint)
     return digest.hexdigest()
 
 
