@@ -150,15 +150,16 @@ def stage(
         ),
     ] = None,
     opens_per_second: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--opens-per-second",
             metavar="RATE",
             min=0,
             max=1e9,
             help="Open no more files than that on the source's file system; 0: no limit.",
+            show_default="the site profile's limit",
         ),
-    ] = 0.0,
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -197,6 +198,8 @@ def stage(
     bases = stageheld.bases_here(chosen_site(context), local_dir)
     from hpml_orchestrator.staging.engine import EngineOptions  # noqa: PLC0415
 
+    if opens_per_second is None:
+        opens_per_second = stageheld.opens_here(chosen_site(context))
     options = EngineOptions(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_here", "register"]
+__all__ = ["bases_here", "opens_here", "register"]
 
 _Directories = Annotated[
     list[str] | None,
@@ -34,6 +34,17 @@ def register(group: typer.Typer) -> None:
     group.command("ls")(ls)
     group.command()(verify)
     group.command()(clean)
+
+
+def opens_here(site: str) -> float:
+    """Return how many files per second the site lets this node open; 0 for any number."""
+    from pathlib import Path  # noqa: PLC0415
+
+    from hpml_orchestrator.jobs.nodepaths import node_paths  # noqa: PLC0415
+    from hpml_orchestrator.staging.manners import open_rate  # noqa: PLC0415
+
+    here = node_paths(Path.cwd(), os.environ, chosen=site)
+    return open_rate(here.opens_per_node, here.opens_per_job, here.nodes)
 
 
 def bases_here(site: str, local_dir: str | None) -> Bases:

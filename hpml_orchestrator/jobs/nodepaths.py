@@ -1,4 +1,4 @@
-"""Where this node keeps what is staged, by the site profile and the variables of the job."""
+"""Where this node keeps what is staged, and how gently it asks, by the site profile and the job."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ __all__ = ["NodePaths", "node_paths"]
 
 
 class NodePaths(NamedTuple):
-    """A directory in RAM and one on the local disk; "" where this node has none."""
+    """A directory in RAM and one on the local disk; "" where this node has none.
+
+    Limits are those of the site, in files opened per second, 0 for none: of a node, and of all
+    `nodes` of the job together.
+    """
 
     ram: str
     scratch: str
+    opens_per_node: float = 0
+    opens_per_job: float = 0
+    nodes: int = 1
 
 
 def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str = "") -> NodePaths:
@@ -40,10 +47,15 @@ def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str =
     partition = environment.get("SLURM_JOB_PARTITION")
     ram = site.site.path("ram", partition) if site else None
     scratch = site.site.path("scratch", partition) if site else None
+    limits = site.site.staging if site else None
+    nodes = environment.get("SLURM_NNODES", "")
     usual = environment.get("SLURM_TMPDIR") or environment.get("TMPDIR") or "/tmp"  # noqa: S108
     return NodePaths(
         "/dev/shm" if ram is None else _expanded(ram, environment),  # noqa: S108 - RAM is the point
         usual if scratch is None else _expanded(scratch, environment),
+        (limits.opens_per_second or 0) if limits else 0,
+        (limits.opens_per_second_per_job or 0) if limits else 0,
+        int(nodes) if nodes.isdecimal() else 1,
     )
 
 

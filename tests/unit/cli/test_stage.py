@@ -451,3 +451,11 @@ def test_what_a_site_says_counts(node: Node, tree: Path) -> None:
     told = node.stage(str(tree), "--to", "local", "--local-dir", str(node.disk), "--print", "path")
     assert told.out.startswith(f"{node.disk}/hpml-")
     node.stage("clean", "--mine", str(node.disk / "x"))
+
+
+def test_the_sites_limit_holds(node: Node, tree: Path) -> None:
+    """As long as the command says nothing else: 50 files at 25 a second take a second and more."""
+    with (node.root / "site.toml").open("a", encoding="utf-8") as profile:
+        profile.write("[staging]\nopens_per_second = 25\n")
+    slow = node.stage(str(tree), "--to", "shm", "--json").json()[0]["seconds"]
+    assert slow > 0.9
