@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.batches import Batch, Shares
     from hpml_orchestrator.staging.board import Board, Tally
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.hashing import Hashing
+    from hpml_orchestrator.staging.hashing import Buffer, Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
 
 __all__ = ["CREATE", "DIRECTORY", "READ", "WRITE", "Copying", "Task", "check_same"]
@@ -32,6 +34,7 @@ __all__ = ["CREATE", "DIRECTORY", "READ", "WRITE", "Copying", "Task", "check_sam
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_MORE: Iterator[Buffer] = iter(())
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -153,6 +156,43 @@ class Copying(ABC):
 
     def _create(self, entry: Entry) -> int:
         return os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
+
+    @contextlib.contextmanager
+    def _made(self, entry: Entry) -> Iterator[int]:
+        """Create a file; it gets its time at the end, and is gone after an error."""
+        target = self._create(entry)
+        try:
+            try:
+                if entry.stored < entry.size:
+                    os.ftruncate(target, entry.size)
+                yield target
+                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(target)
+        except BaseException:
+            os.unlink(entry.path, dir_fd=self._to)
+            raise
+
+    def _put(self, entry: Entry, data: Buffer, rest: Iterator[Buffer] = _NO_MORE) -> None:
+        """Write a file that came whole, with as few steps as small files deserve.
+
+        What a reader checks at the end of a file, it checks when it is asked for the rest.
+        """
+        size = entry.size
+        target = self._create(entry)
+        try:
+            try:
+                wrote = os.write(target, data) if size else 0
+                while wrote < size:
+                    wrote += os.write(target, memoryview(data)[wrote:])
+                if next(rest, None) is not None:
+                    raise SourceChangedError
+                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(target)
+        except BaseException:
+            os.unlink(entry.path, dir_fd=self._to)
+            raise
 
     def _summer(self, number: int, batch: Batch) -> FileHash | None:
         """Return what hashes a file, or a piece of one."""

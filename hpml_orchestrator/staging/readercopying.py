@@ -62,20 +62,10 @@ class ReaderCopying(Copying):
                 return
             pieces = itertools.chain((data,), pieces)
         digest = self._summer(number, batch)
-        target = self._create(entry)
-        try:
-            try:
-                sparse = entry.stored < size
-                if sparse:
-                    os.ftruncate(target, size)
-                self._write(pieces, (0, size), target, digest, tally, sparse=sparse)
-                self._settle(digest)
-                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
-            finally:
-                os.close(target)
-        except BaseException:
-            os.unlink(entry.path, dir_fd=self._to)
-            raise
+        with self._made(entry) as target:
+            sparse = entry.stored < size
+            self._write(pieces, (0, size), target, digest, tally, sparse=sparse)
+            self._settle(digest)
         tally.files += 1
 
     def _one_block(
@@ -98,20 +88,7 @@ class ReaderCopying(Copying):
                 raise DamagedSourceError
             self._board.put(number, value)
         middle = _clock()
-        target = self._create(entry)
-        try:
-            try:
-                wrote = os.write(target, data) if size else 0
-                while wrote < size:
-                    wrote += os.write(target, memoryview(data)[wrote:])
-                if next(rest, None) is not None:  # what is checked at a file's end, is checked now
-                    raise SourceChangedError
-                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
-            finally:
-                os.close(target)
-        except BaseException:
-            os.unlink(entry.path, dir_fd=self._to)
-            raise
+        self._put(entry, data, rest)
         tally.read_seconds += middle - begin
         tally.write_seconds += _clock() - middle
         tally.bytes += size

@@ -106,18 +106,7 @@ class TreeCopying(Copying):
             digest.update(view)
             self._board.put(number, digest.digest())
         middle = _clock()
-        target = self._create(entry)
-        try:
-            try:
-                wrote = os.write(target, view) if size else 0
-                while wrote < size:
-                    wrote += os.write(target, view[wrote:])
-                os.utime(target, ns=(mtime_ns, mtime_ns))
-            finally:
-                os.close(target)
-        except BaseException:
-            os.unlink(entry.path, dir_fd=self._to)
-            raise
+        self._put(entry, view)
         tally.read_seconds += middle - begin
         tally.write_seconds += _clock() - middle
         tally.bytes += size
@@ -129,20 +118,10 @@ class TreeCopying(Copying):
         if self._board.faulty:
             return
         digest = self._summer(number, batch)
-        target = self._create(entry)
-        try:
-            try:
-                if entry.stored < entry.size:
-                    os.ftruncate(target, entry.size)
-                self._fill(source, target, (0, entry.size), entry, digest, tally)
-                check_same(entry, os.fstat(source))
-                self._settle(digest)
-                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
-            finally:
-                os.close(target)
-        except BaseException:
-            os.unlink(entry.path, dir_fd=self._to)
-            raise
+        with self._made(entry) as target:
+            self._fill(source, target, (0, entry.size), entry, digest, tally)
+            check_same(entry, os.fstat(source))
+            self._settle(digest)
         tally.files += 1
 
     def _piece(self, number: int, entry: Entry, batch: Batch, tally: Tally) -> None:

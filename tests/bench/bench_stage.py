@@ -294,7 +294,10 @@ def main() -> int:
     parser.add_argument("sources", nargs="*", type=Path)
     given = parser.parse_args()
     runs = given.runs or (3 if given.quick else 5)
-    sources = given.sources or [Path(sysconfig.get_path("purelib")), Path("/usr/share")]
+    sources = [path.absolute() for path in given.sources] or [
+        Path(sysconfig.get_path("purelib")),
+        Path("/usr/share"),
+    ]
     if given.quick and not given.sources:
         sources = [Path(sysconfig.get_path("stdlib")) / "test"]
     versions = [
