@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["DEEPEST", "Entry", "Plan", "data_ranges", "link_fault", "scan_file", "scan_tree"]
 
 _STAT_BLOCK_BYTES = 512
+_MANIFEST_BYTES_PER_FILE = 24
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
@@ -85,7 +86,16 @@ class Plan:
         """Return what the plan takes on a file system of that block size, manifest included."""
         others = len(self.directories) + len(self.symlinks) + 2
         stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
-        return Need(stored + others * block_bytes, len(self.files) + others, self.at_least)
+        stored += round_up(self._manifest_bytes(), block_bytes)
+        return Need(stored + (others - 1) * block_bytes, len(self.files) + others, self.at_least)
+
+    def _manifest_bytes(self) -> int:
+        """Return about how much the manifest takes: names, sizes, digests."""
+        lists = (self.directories, self.files, self.hard_links, self.symlinks)
+        names = [entry[0] for entries in lists for entry in entries]
+        names += [link[1] for links in (self.hard_links, self.symlinks) for link in links]
+        text = "\0".join(names).encode("utf-8", "surrogateescape")
+        return len(text) + len(names) + _MANIFEST_BYTES_PER_FILE * len(self.files)
 
 
 def scan_file(source: str, retry: Retry) -> Plan:

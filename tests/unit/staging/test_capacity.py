@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Need, Room, StageRequest
 from hpml_orchestrator.staging.capacity import (
     check_room,
@@ -19,9 +24,14 @@ from hpml_orchestrator.staging.capacity import (
     round_up,
 )
 from hpml_orchestrator.staging.cgroup import memory_headroom
+from tests.cluster.conftest import skip_or_fail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+FORK = multiprocessing.get_context("fork")
+MIB = 1 << 20
+NOBODY = 65534
 
 MOUNTS_V1 = (
     "35 31 0:32 / {root}/cpu rw - cgroup cgroup rw,cpu\n"
@@ -245,3 +255,98 @@ def test_a_full_target_is_final_and_leaves_nothing(
     assert naps == []
     assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
     stager.cleanup()
+
+
+IN_A_CGROUP = """
+import os, sys
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+group, base, *sources = sys.argv[1:]
+with open(f"{group}/cgroup.procs", "w") as stream:
+    stream.write(str(os.getpid()))
+stager = CopyStager("1.0", bases=Bases(shm=base))
+for source in sources:
+    try:
+        print(stager.stage(StageRequest(os.path.basename(source), source, target="shm")).files)
+    except CapacityError as error:
+        print(error)
+stager.cleanup()
+"""
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """Make a real memory cgroup of 128 MiB, of version 1 or 2, at the top of its hierarchy."""
+    one, two = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    top, limit = (one, "memory.limit_in_bytes") if one.is_dir() else (two, "memory.max")
+    group = top / f"hpml-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(128 * MIB))
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        skip_or_fail("NOT TESTED: no memory cgroup can be made here")
+    yield group
+    group.rmdir()
+
+
+def test_a_real_memory_limit_counts(
+    limited: Path, base: Path, tmp_path: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """What does not fit into the job's memory is refused before it is killed; what does, is not."""
+    for name, size in (("large", 200), ("small", 20)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(os.urandom(MIB) * size)
+    process = child(IN_A_CGROUP, limited, base, tmp_path / "large", tmp_path / "small")
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 0
+    assert f"memory limit of cgroup {limited}" in said[0]
+    assert said[1:] == ["1"]
+    assert os.listdir(base) == []
+
+
+def stage_as_nobody(point: Path, source: Path, told: Any) -> None:
+    """Stage as a user who has a quota: root has none."""
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    stager = CopyStager("1.0", bases=Bases(shm=str(point)))
+    for name in ("large", "small"):
+        try:
+            told.put(str(stager.stage(StageRequest(name, str(source / name), target="shm")).files))
+        except StagingError as error:
+            told.put(str(error))
+            told.put([n for n in os.listdir(stager.area("shm").job_dir) if "large" in n])
+    stager.cleanup()
+
+
+@pytest.mark.parametrize("files", [1, 500])
+def test_a_real_quota_is_final_and_leaves_nothing(
+    small_tmpfs: Callable[[str], Path], files: int
+) -> None:
+    """Statvfs does not tell it, so that it is met in the middle: the next smaller one works."""
+    point = small_tmpfs("size=64m")
+    words = ["mount", "-o", "usrquota,usrquota_block_hardlimit=2m", "-t", "tmpfs", "hpml-test"]
+    if subprocess.run([*words, point], check=False, capture_output=True).returncode:
+        skip_or_fail("NOT TESTED: this kernel has no quota for tmpfs")
+    source = Path(tempfile.mkdtemp(prefix="hpml-test-", dir="/dev/shm"))
+    try:
+        point.chmod(0o777)
+        for path in (source, *point.parents):
+            path.chmod(path.stat().st_mode | 0o011)
+        for name, size in (("large", 6 * MIB), ("small", MIB)):
+            (source / name).mkdir()
+            for number in range(files):
+                (source / name / str(number)).write_bytes(os.urandom(size // files))
+        told: Any = FORK.Queue()
+        job = FORK.Process(target=stage_as_nobody, args=(point, source, told))
+        job.start()
+        assert "Disk quota exceeded" in told.get(timeout=60)
+        left = [name for name in told.get(timeout=60) if name != ".large.lock"]
+        assert left == []
+        assert told.get(timeout=60) == str(files)
+        job.join()
+        assert os.listdir(point) == []
+    finally:
+        shutil.rmtree(source)
+        subprocess.run(["umount", point], check=True)

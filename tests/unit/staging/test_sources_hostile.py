@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import os
@@ -9,6 +10,7 @@ import stat
 import struct
 import tarfile
 import time
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
@@ -83,6 +85,7 @@ ONE = member(b"one", b"1" * 600)
         ("ends inside a member", member(b"x", size=b"77777777777\0")),
         ("absurd size", pax(size="-5") + member(b"x")),
         ("absurd size", pax(size="1e9") + member(b"x")),
+        ("absurd size", pax(size="9" * 5000) + member(b"x")),
         ("absurd size", member(b"x", kind=b"L", size=b"77777777777\0")),
         ("damaged extended header", member(b"p", b"999 path=x\n", b"x") + ONE),
         ("damaged extended header", member(b"p", b"11 path=abc\0", b"x") + ONE),
@@ -108,6 +111,31 @@ def test_hostile_tars_are_refused(
     path = tmp_path / "x.tar"
     path.write_bytes(data + ZERO * 2)
     refused(stager, path, said)
+
+
+def test_records_that_nobody_asked_for_take_no_memory(stager: CopyStager, tmp_path: Path) -> None:
+    """A small compressed archive can hold any number of large records: they are passed over."""
+    path = tmp_path / "x.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as stream:
+        for number in range(10):
+            size = 8 << 20
+            head = b"%d k%d=" % (size, number)
+            stream.write(member(b"g", head + bytes(size - len(head) - 1) + b"\n", b"g"))
+        stream.write(ONE + ZERO * 2)
+    tracemalloc.start()
+    try:
+        assert stager.stage(StageRequest("data", str(path), target="shm")).files == 1
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_times_of_absurd_length_are_none(stager: CopyStager, tmp_path: Path) -> None:
+    """Python refuses to read numbers of thousands of digits."""
+    path = tmp_path / "x.tar"
+    path.write_bytes(pax(mtime="9" * 5000) + ONE + ZERO * 2)
+    data = Path(stager.stage(StageRequest("data", str(path), target="shm")).path)
+    assert (data / "one").stat().st_mtime == 0
 
 
 def test_old_and_star_headers_are_read(stager: CopyStager, tmp_path: Path) -> None:
