@@ -44,7 +44,7 @@ from hpml_orchestrator.staging.root import (
 from hpml_orchestrator.staging.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Manifest
@@ -93,18 +93,19 @@ def entry_key(plan: Plan, *, source: str, kind: str, options: Iterable[str] = ()
     if not stat.S_ISDIR(info.st_mode):
         add(info.st_size, info.st_mtime_ns, info.st_ino)
     add("top", plan.top.mode)
-    for entries in (plan.directories, plan.files):  # without inode and what holes leave
-        _add_many(digest, [entry[:4] for entry in entries])
-    _add_many(digest, [link[:] for link in plan.hard_links])
-    _add_many(digest, [link[:2] for link in plan.symlinks])
+    for entries in (plan.directories, plan.files):
+        _add_many(digest, entries, 4)  # without what only the file system knows
+    _add_many(digest, plan.hard_links, 2)
+    _add_many(digest, plan.symlinks, 2)
     return digest.hexdigest()
 
 
-def _add_many(digest: hashlib.blake2b, rows: list[tuple[object, ...]]) -> None:
+def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], columns: int) -> None:
     """Hash rows of text and numbers, as every Python writes them, with few calls."""
     digest.update(b"%d:" % len(rows))
     for at in range(0, len(rows), _ROWS_AT_ONCE):
-        digest.update(ascii(rows[at : at + _ROWS_AT_ONCE]).encode("ascii"))
+        some = [row[:columns] for row in rows[at : at + _ROWS_AT_ONCE]]
+        digest.update(ascii(some).encode("ascii"))
 
 
 def linked_key(path: str) -> str:

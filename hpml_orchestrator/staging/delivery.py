@@ -105,7 +105,8 @@ class Delivery:
             StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
         self.source_key()  # as it was planned: what comes to the source meanwhile is not in it
-        need = self.plan().need(self.room(directory).block_bytes)
+        there = self.room(directory)
+        need = self.plan().need(there.block_bytes, there.inode_bytes)
         self._make_room(need, directory)
         try:
             check_room(need, self.room(directory), name=self.request.name, where=self.where)

@@ -82,12 +82,19 @@ class Plan:
         """Number of names of regular files."""
         return len(self.files) + len(self.hard_links)
 
-    def need(self, block_bytes: int) -> Need:
-        """Return what the plan takes on a file system of that block size, manifest included."""
+    def need(self, block_bytes: int, inode_bytes: int = 0) -> Need:
+        """Return what the plan takes on a file system, manifest included.
+
+        Args:
+            block_bytes: files take a multiple of this.
+            inode_bytes: what each file, directory and link takes by itself.
+        """
         others = len(self.directories) + len(self.symlinks) + 2
         stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
         stored += round_up(self._manifest_bytes(), block_bytes)
-        return Need(stored + (others - 1) * block_bytes, len(self.files) + others, self.at_least)
+        inodes = len(self.files) + others
+        total = stored + (others - 1) * block_bytes + inodes * inode_bytes
+        return Need(total, inodes, self.at_least)
 
     def _manifest_bytes(self) -> int:
         """Return about how much the manifest takes: names, sizes, digests."""

@@ -21,6 +21,8 @@ from hpml_orchestrator.staging.capacity import (
     round_up,
 )
 from hpml_orchestrator.staging.cgroup import memory_headroom
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.plan import scan_tree
 from tests.cluster.conftest import skip_or_fail
 
 if TYPE_CHECKING:
@@ -256,11 +258,17 @@ def test_a_full_target_is_final_and_leaves_nothing(
 IN_A_CGROUP = """
 import os, sys
 from hpml_orchestrator.errors import CapacityError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, room_at
 group, base, *sources = sys.argv[1:]
 with open(f"{group}/cgroup.procs", "w") as stream:
     stream.write(str(os.getpid()))
 stager = CopyStager("1.0", bases=Bases(shm=base))
+before = room_at(base)
+for number in range(8000):
+    os.mkdir(f"{base}/{number}")
+print(before.inode_bytes, (before.bytes - room_at(base).bytes) / 8000)
+for number in range(8000):
+    os.rmdir(f"{base}/{number}")
 for source in sources:
     try:
         print(stager.stage(StageRequest(os.path.basename(source), source, target="shm")).files)
@@ -297,8 +305,10 @@ def test_a_real_memory_limit_counts(
     process = child(IN_A_CGROUP, limited, base, tmp_path / "large", tmp_path / "small")
     said = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == 0
-    assert f"memory limit of cgroup {limited}" in said[0]
-    assert said[1:] == ["1"]
+    told, found = map(float, said[0].split())
+    assert 0.7 * told < found < 1.1 * told, "what the kernel takes for a directory"
+    assert f"memory limit of cgroup {limited}" in said[1]
+    assert said[2:] == ["1"]
     assert os.listdir(base) == []
 
 
@@ -335,4 +345,17 @@ def test_a_quota_is_final_and_leaves_nothing(
     assert naps == []
     assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
     assert stager.stage(request).files == 200
+    stager.cleanup()
+
+
+def test_many_empty_files_take_memory(base: Path, tmp_path: Path) -> None:
+    """Where memory limits, what the kernel needs for each of them counts before it is copied."""
+    for number in range(200):
+        (tmp_path / str(number)).touch()
+    source = str(tmp_path)
+    inodes = scan_tree(source, Retry(bool, bool)).need(4096).inodes
+    room = Room(inodes * 1024, "test", None, 4096, in_memory=True, inode_bytes=1024)
+    stager = CopyStager("1.0", bases=Bases(shm=str(base)), room=lambda _path: room)
+    with pytest.raises(CapacityError, match=r"needs 2\d\d\.. KiB"):
+        stager.stage(StageRequest("x", source, target="shm"))
     stager.cleanup()

@@ -28,9 +28,11 @@ from hpml_orchestrator.staging.batches import Batch
 from hpml_orchestrator.staging.board import Board
 from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.drain import Drain
+from hpml_orchestrator.staging.engine import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.payback import sample_read
 from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource
 from hpml_orchestrator.staging.tarplain import TarSource
 from hpml_orchestrator.staging.verify import verify
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.board import Tally
     from hpml_orchestrator.staging.engine import Copied
     from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.progress import Progress
 
 MIB = 1 << 20
 RETRY = Retry(lambda _seconds: None, lambda: False)
@@ -334,3 +335,33 @@ def test_a_bind_mount_below_the_source_is_part_of_it(
     finally:
         subprocess.run(["umount", inside], check=True)
     shutil.rmtree(inside)
+
+
+def test_a_file_that_is_replaced_by_its_equal_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Size and time are the same, and nobody looks at a single file's directory: its inode is not."""
+    file = tmp_path / "file"
+    for path in (file, tmp_path / "other"):
+        path.write_bytes(os.urandom(3 * MIB))
+        os.utime(path, (9, 9))
+    real, done = os.preadv, []
+
+    def read(*words: object) -> int:
+        if not done:
+            done.append(1)
+            os.replace(tmp_path / "other", file)
+        return real(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", read)
+    source = FileSource(str(file), RETRY)
+    with pytest.raises(StagingError, match="changed while it was copied"):
+        copy(
+            source.plan(),
+            source,
+            str(base),
+            options=EngineOptions(),
+            retry=RETRY,
+            progress=Progress(None),
+            piece_bytes=MIB,
+        )
