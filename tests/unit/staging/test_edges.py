@@ -337,31 +337,54 @@ def test_a_bind_mount_below_the_source_is_part_of_it(
     shutil.rmtree(inside)
 
 
+def copy_file(path: Path, base: Path, before: Callable[[], object] = bool) -> None:
+    """Plan, let something happen, and copy in pieces of 2 MiB."""
+    source = FileSource(str(path), RETRY)
+    plan = source.plan()
+    before()
+    copy(
+        plan,
+        source,
+        str(base),
+        options=EngineOptions(),
+        retry=RETRY,
+        progress=Progress(None),
+        piece_bytes=2 * MIB,
+    )
+
+
+@pytest.mark.parametrize("size", [100, 3 * MIB // 2, 5 * MIB])
 def test_a_file_that_is_replaced_by_its_equal_is_noticed(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, size: int
 ) -> None:
-    """Size and time are the same, and nobody looks at a single file's directory: its inode is not."""
-    file = tmp_path / "file"
-    for path in (file, tmp_path / "other"):
-        path.write_bytes(os.urandom(3 * MIB))
+    """Size and time are the same, and nobody looks at a single file's directory: the inode tells."""
+    file, other = tmp_path / "file", tmp_path / "other"
+    for path in (file, other):
+        path.write_bytes(os.urandom(size))
         os.utime(path, (9, 9))
-    real, done = os.preadv, []
+    with pytest.raises(StagingError, match="file: changed while it was copied"):
+        copy_file(file, base, lambda: os.replace(other, file))
 
-    def read(*words: object) -> int:
-        if not done:
-            done.append(1)
-            os.replace(tmp_path / "other", file)
-        return real(*words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(os, "preadv", read)
-    source = FileSource(str(file), RETRY)
-    with pytest.raises(StagingError, match="changed while it was copied"):
-        copy(
-            source.plan(),
-            source,
-            str(base),
-            options=EngineOptions(),
-            retry=RETRY,
-            progress=Progress(None),
-            piece_bytes=MIB,
-        )
+@pytest.mark.parametrize("size", [100, 3 * MIB // 2, 5 * MIB])
+def test_a_change_behind_the_last_read_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """What changes between the last byte and the last look is not the state that was planned."""
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(size))
+    left = [size]
+    for name in ("readv", "preadv"):
+        real = getattr(os, name)
+
+        def read(*words: object, real: Callable[..., int] = real) -> int:
+            count = real(*words)
+            left[0] -= count
+            if left[0] == 0:
+                file.touch()
+            return count
+
+        monkeypatch.setattr(os, name, read)
+    with pytest.raises(StagingError, match="file: changed while it was copied"):
+        copy_file(file, base)
+    assert left == [0]

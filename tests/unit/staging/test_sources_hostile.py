@@ -401,6 +401,35 @@ def test_hostile_indices_are_refused(
     refused(stager, small_pack(*rows), said)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"tree":"","shard_bytes":1,"files":-1,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":1e999,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":1099511627776,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":3,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":7}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":[[7,1,1,""]]}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":[["x",null,1,""]]}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":[["x"]]}',
+    ],
+)
+def test_an_index_that_lies_about_itself_is_damaged(
+    stager: CopyStager, small_pack: Callable[..., Path], told: bytes
+) -> None:
+    """Its digest is right, what it covers is nonsense: an error that names it, and no traceback."""
+    index = small_pack((b"a", 0, 512, 700)) / "pack.index"
+    start = index.read_bytes()[:8]
+    body = struct.pack("<II", 1, len(told)) + told + bytes(100)
+    index.write_bytes(start + hashlib.sha256(body).digest() + body)
+    refused(stager, index.parent, r"pack\.index is damaged: ")
+
+
 def test_an_index_names_only_its_own_files(
     stager: CopyStager, small_pack: Callable[..., Path]
 ) -> None:
