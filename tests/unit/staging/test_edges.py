@@ -357,7 +357,7 @@ def copy_file(path: Path, base: Path, before: Callable[[], object] = bool) -> No
 def test_a_file_that_is_replaced_by_its_equal_is_noticed(
     base: Path, tmp_path: Path, size: int
 ) -> None:
-    """Size and time are the same, and nobody looks at a single file's directory: the inode tells."""
+    """Same size, same time, and nobody looks at a single file's directory: the inode tells."""
     file, other = tmp_path / "file", tmp_path / "other"
     for path in (file, other):
         path.write_bytes(os.urandom(size))
