@@ -388,3 +388,26 @@ def test_a_change_behind_the_last_read_is_noticed(
     with pytest.raises(StagingError, match="file: changed while it was copied"):
         copy_file(file, base)
     assert left == [0]
+
+
+@pytest.mark.parametrize("kind", ["tree", "tar"])
+def test_set_bits_never_arrive(base: Path, tmp_path: Path, kind: str) -> None:
+    """On nothing: the top, directories, files of a block, of several, of pieces."""
+    source = tmp_path / "source"
+    (source / "below").mkdir(parents=True)
+    for name, size in (("none", 0), ("small", 10), ("blocks", 3 * MIB // 2), ("pieces", 5 * MIB)):
+        (source / "below" / name).write_bytes(bytes(size))
+        (source / "below" / name).chmod(0o6755)
+    for path in (source / "below", source):
+        path.chmod(0o7755)
+    request = StageRequest("data", str(source), target="shm")
+    if kind == "tar":
+        archive = tmp_path / "x.tar"
+        subprocess.run(["tar", "cf", archive, "-C", source, "."], check=True)
+        request = StageRequest("data", str(archive), target="shm")
+    stager = CopyStager("1", bases=Bases(shm=str(base)))
+    path = Path(stager.stage(request).path)
+    found = {one: one.stat().st_mode & 0o7777 for one in (path, *path.rglob("*"))}
+    assert len(found) == 6
+    assert set(found.values()) == {0o755}
+    stager.cleanup()
