@@ -75,8 +75,8 @@ def _remove(path: str) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    word = "onexc" if sys.version_info >= (3, 12) else "onerror"
-    shutil.rmtree(path, **{word: fault})
+    words: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": fault}
+    shutil.rmtree(path, **words)
 
 
 def _open_up(path: str) -> None:

@@ -73,7 +73,12 @@ def test_parts_of_a_large_directory_are_sorted_once(
     """A directory of a million files comes in thousands of parts."""
     compared: list[str] = []
     monkeypatch.setattr(lister, "_NAMES_AT_ONCE", 5)
-    monkeypatch.setattr(lister, "_name", lambda row: compared.append(row[0]) or row[0])
+
+    def name(row: tuple[str, object, str]) -> str:
+        compared.append(row[0])
+        return row[0]
+
+    monkeypatch.setattr(lister, "_name", name)
     slow_metadata(monkeypatch, 0.0005)
     names = [one.path for one in scan_tree(str(leafy), retry()).files if "many" in one.path]
     assert names == sorted(names)
