@@ -26,14 +26,16 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.batches import Batch
 from hpml_orchestrator.staging.board import Board
+from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.engine import copy
 from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.payback import sample_read
-from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import FileSource, TreeSource
+from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
 from hpml_orchestrator.staging.tarplain import TarSource
 from hpml_orchestrator.staging.verify import verify
 
@@ -411,3 +413,57 @@ def test_set_bits_never_arrive(base: Path, tmp_path: Path, kind: str) -> None:
     assert len(found) == 6
     assert set(found.values()) == {0o755}
     stager.cleanup()
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.zip"])
+def test_an_archive_that_changes_behind_the_last_read_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """While its last bytes are read, after it was opened and looked at."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").write_bytes(os.urandom(300))
+    kind = {"x.tar": "tar", "x.tar.gz": "gztar", "x.zip": "zip"}[name]
+    archive = Path(shutil.make_archive(str(tmp_path / "x"), kind, tmp_path / "in"))
+    stager = CopyStager("1", bases=Bases(shm=str(base)))
+    request = StageRequest("data", str(archive), target="shm")
+    supply = LocalSupply(open_source(request, RETRY, plain_room(str(base))))
+    supply.plan()
+    real = os.preadv
+
+    def read(*words: object) -> int:
+        count = real(*words)  # type: ignore[arg-type]
+        archive.touch()
+        return count
+
+    planned = supply.plan()
+    monkeypatch.setattr(supply, "plan", lambda: planned)
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.raises(StagingError, match="changed while it was copied"):
+        stager.stage(request, supply)
+    assert "data" not in os.listdir(stager.area("shm").job_dir)
+    stager.cleanup()
+
+
+def test_everything_that_a_look_tells_is_in_the_key(source: Path) -> None:
+    """Links' texts and the top's mode too, whatever times say."""
+    plan = scan_tree(str(source), RETRY)
+    plan.symlinks.append(Symlink("l", "a", 0))
+    plan.hard_links.append(HardLink("h", "one.bin"))
+    first = entry_key(plan, source=str(source), kind="tree")
+    keys = {first}
+    plan.symlinks[0] = Symlink("l", "b", 0)
+    keys.add(entry_key(plan, source=str(source), kind="tree"))
+    plan.hard_links[0] = HardLink("h", "a/two.txt")
+    keys.add(entry_key(plan, source=str(source), kind="tree"))
+    plan.top = plan.top._replace(mode=0o700)
+    keys.add(entry_key(plan, source=str(source), kind="tree"))
+    assert len(keys) == 4
+
+
+def test_only_the_link_is_removed(source: Path, tmp_path: Path) -> None:
+    """What it leads to stays."""
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    remove_tree(str(link))
+    assert not os.path.lexists(link)
+    assert (source / "one.bin").exists()
