@@ -113,7 +113,9 @@ def _place(target: str, bases: Bases, room: Callable[[str], Room]) -> Candidate:
 
 
 def _needing(one: Candidate, plan: Plan) -> Candidate:
-    return one if one.room is None else replace(one, need=plan.need(one.room.block_bytes))
+    if one.room is None:
+        return one
+    return replace(one, need=plan.need(one.room.block_bytes, one.room.inode_bytes))
 
 
 def _timed(one: Candidate, plan: Plan, source_seconds: float | None) -> Candidate:

@@ -25,6 +25,7 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
+from hpml_orchestrator.records.owner import Owner
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_head
@@ -34,16 +35,17 @@ from hpml_orchestrator.staging.root import (
     CACHE,
     FILE,
     LEASE,
+    OWNER,
     TRASH,
     Root,
     as_staging_error,
     new_directory,
 )
+from hpml_orchestrator.staging.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpml_orchestrator.records.owner import Owner
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.plan import Plan
@@ -234,7 +236,7 @@ class Cache:
                     if name.startswith(f".{DATA}.partial-"):
                         remove_tree(f"{entry.path}/{name}")
                 manifest = check(entry.data)
-                if manifest is not None:
+                if manifest is not None and self._is_sure(entry):
                     return Obtained(entry, manifest, reused=True)
                 if os.path.lexists(entry.data) and not self._take_away(entry):
                     return None
@@ -248,6 +250,24 @@ class Cache:
             except Exception as error:
                 lock.fail(str(error) or type(error).__name__)
                 raise
+
+    def _is_sure(self, entry: Entry) -> bool:
+        """Say whether contents are right: looked at once after the machine has started anew.
+
+        Names and sizes may outlive a crash where the last seconds of contents did not.
+
+        Raises:
+            StagingStopped: should_stop said so.
+        """
+        path = f"{entry.path}/{OWNER}"
+        made = Owner.read(path)
+        if made is not None and made.boot_id == self._owner.boot_id:
+            return True
+        report = verify(entry.data, should_stop=self._retry.stops)
+        if not report.hashed or report.count:
+            return False
+        self._owner.write(path)
+        return True
 
     def take(self, key: str, *, create: bool) -> Entry | None:
         """Return an entry with a lease on it, or None when there is none; it may be empty.

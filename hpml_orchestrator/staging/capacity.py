@@ -28,6 +28,7 @@ __all__ = [
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
 _UNLIMITED = 1 << 62
+_INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Room:
         inodes: None when the file system does not count them.
         block_bytes: a file takes a multiple of this.
         in_memory: files there count as memory of the job.
+        inode_bytes: what the kernel itself takes for each file or directory and counts as memory
+            of the job; 0 where memory is not what limits.
     """
 
     bytes: int
@@ -56,6 +59,7 @@ class Room:
     inodes: int | None
     block_bytes: int
     in_memory: bool
+    inode_bytes: int = 0
 
 
 def room_at(
@@ -78,7 +82,8 @@ def room_at(
     if in_memory and figures.f_blocks == 0:
         free = _UNLIMITED  # ramfs, and a tmpfs mounted with size=0
     headroom = memory_headroom(proc_root=proc_root, cgroup_root=cgroup_root) if in_memory else None
-    if headroom is not None and headroom.bytes < free:
+    by_memory = headroom is not None and headroom.bytes < free
+    if headroom is not None and by_memory:
         free, limit = headroom
     return Room(
         bytes=free,
@@ -86,6 +91,7 @@ def room_at(
         inodes=figures.f_favail if figures.f_files else None,
         block_bytes=figures.f_frsize or 4096,
         in_memory=in_memory,
+        inode_bytes=_INODE_BYTES if by_memory else 0,
     )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Buffer, Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
 
-__all__ = ["CREATE", "DIRECTORY", "READ", "WRITE", "Copying", "Task", "check_same"]
+__all__ = ["CREATE", "DIRECTORY", "READ", "WRITE", "Copying", "Task", "check_empty", "check_same"]
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -75,6 +75,16 @@ def check_same(entry: Entry, info: os.stat_result) -> None:
         or not stat.S_ISREG(info.st_mode)
     ):
         raise SourceChangedError
+
+
+def check_empty(fd: int) -> None:
+    """Refuse a file that has contents though its size is 0, as those of /proc have.
+
+    Raises:
+        SourceChangedError: says so.
+    """
+    if os.read(fd, 1):
+        raise SourceChangedError("says that it is empty but is not, as files of /proc do")
 
 
 class Copying(ABC):

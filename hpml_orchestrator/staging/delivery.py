@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import check_room
@@ -16,12 +17,13 @@ from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path, tree_digest
 from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.staging.cache import Cache
-    from hpml_orchestrator.staging.capacity import Room
+    from hpml_orchestrator.staging.capacity import Need, Room
     from hpml_orchestrator.staging.engine import Copied
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.namelock import NameLock
@@ -66,6 +68,7 @@ class Delivery:
     copied: Copied | None = None
     evicted: list[str] = field(default_factory=list)
     _plan: Plan | None = None
+    _source_key: str = ""
 
     @property
     def is_collective(self) -> bool:
@@ -83,8 +86,11 @@ class Delivery:
         return self._plan
 
     def source_key(self) -> str:
-        """Return a digest of all that a look at the source tells, as it is now."""
-        return entry_key(self.plan(), source=self.request.source, kind=self.supply.kind)
+        """Return a digest of all that a look at the source tells, as it was at the first call."""
+        if not self._source_key:
+            source, kind = self.request.source, self.supply.kind
+            self._source_key = entry_key(self.plan(), source=source, kind=kind)
+        return self._source_key
 
     def publish(self, directory: str, name: str, *locks: NameLock) -> Manifest:
         """Bring the data into a directory, by a name that appears when all of it is there.
@@ -98,10 +104,29 @@ class Delivery:
             CapacityError: it does not fit; found before a byte is copied.
             StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
+        self.source_key()  # as it was planned: what comes to the source meanwhile is not in it
+        there = self.room(directory)
+        need = self.plan().need(there.block_bytes, there.inode_bytes)
+        self._make_room(need, directory)
+        try:
+            check_room(need, self.room(directory), name=self.request.name, where=self.where)
+            return self._publish(directory, name, locks)
+        except StagingStopped:
+            raise
+        except (HpmlError, OSError):
+            # where something else took the room, kept data that nothing uses goes for it, once
+            if self.is_collective or not self._make_room(need, directory):
+                raise
+        return self._publish(directory, name, locks)
+
+    def _make_room(self, need: Need, directory: str) -> bool:
+        """Remove kept data that nothing uses where that is what it takes; say whether any went."""
+        gone = self.cache.make_room(need, lambda: self.room(directory))
+        self.evicted.extend(gone)
+        return bool(gone)
+
+    def _publish(self, directory: str, name: str, locks: tuple[NameLock, ...]) -> Manifest:
         plan = self.plan()
-        need = plan.need(self.room(directory).block_bytes)
-        self.evicted.extend(self.cache.make_room(need, lambda: self.room(directory)))
-        check_room(need, self.room(directory), name=self.request.name, where=self.where)
         progress = Progress(self._tell(locks), clock=self.clock)
         progress.expect(plan.bytes, len(plan.files))
         partial = partial_path(directory, name)

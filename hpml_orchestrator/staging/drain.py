@@ -135,11 +135,9 @@ class Drain:
         rate = self._alone
         try:
             while True:
-                while len(threads) < self._wanted:
-                    arguments = (len(threads), self._tally())
-                    one = threading.Thread(target=self._work, args=arguments, daemon=True)
-                    threads.append(one)
-                    one.start()
+                self._start(threads)
+                if not threads:
+                    return 1, False
                 before, begin = self._done(), time.perf_counter()
                 if not self._join(threads, _LOOK_EVERY_SECONDS):
                     break
@@ -159,6 +157,22 @@ class Drain:
             self._join(threads, None)
         self._raise_any()
         return len(threads), True
+
+    def _start(self, threads: list[threading.Thread]) -> None:
+        """Start what is wanted; fewer where the job may have no more."""
+        while len(threads) < self._wanted:
+            number = len(threads)
+            if len(self._tallies) <= number + 1:  # the first one is of the thread that asks
+                self._tally()
+            arguments = (number, self._tallies[number + 1])
+            one = threading.Thread(target=self._work, args=arguments, daemon=True)
+            try:
+                one.start()
+            except RuntimeError:
+                self._most_threads = max(1, number)
+                self._wanted = number
+                return
+            threads.append(one)
 
     def _raise_any(self) -> None:
         if self._failed:

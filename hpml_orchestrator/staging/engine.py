@@ -318,7 +318,8 @@ class _Copy:
             return
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - 10 ms, seldom needed
 
-        with ThreadPoolExecutor(_MOST_WORKERS) as pool:  # the source has turned out to be slow
+        threads = min(_MOST_WORKERS, self._threads * self._processes)  # so many could be had
+        with ThreadPoolExecutor(threads) as pool:  # the source has turned out to be slow
             for _ in pool.map(self._check_directory, entries):
                 self._retry.check_stop()
 

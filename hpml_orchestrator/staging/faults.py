@@ -27,8 +27,8 @@ _DELAYS = 6
 class SourceChangedError(Exception):
     """A source is not what it was when it was scanned."""
 
-    def __init__(self) -> None:
-        super().__init__("changed while it was copied")
+    def __init__(self, how: str = "changed while it was copied") -> None:
+        super().__init__(how)
 
 
 class DamagedSourceError(Exception):
@@ -57,6 +57,10 @@ class Retry:
     def __init__(self, sleep: Callable[[float], None], should_stop: Callable[[], bool]) -> None:
         self._sleep = sleep
         self._should_stop = should_stop
+
+    def stops(self) -> bool:
+        """Say whether staging was told to stop."""
+        return self._should_stop()
 
     def check_stop(self) -> None:
         """Raise StagingStopped once staging was told to stop."""

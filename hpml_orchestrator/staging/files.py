@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
+from typing import Any
 
 __all__ = ["is_locked", "remove_tree", "try_lock", "unlock"]
 
@@ -55,17 +57,26 @@ def remove_tree(path: str) -> None:
         return
     for _ in range(_ATTEMPTS):
         try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            if not os.path.lexists(path):
-                return
+            _remove(path)
         except PermissionError:  # a job may have taken its own right to write
             _open_up(path)
         except OSError:
             continue  # somebody still wrote into it
         else:
             return
-    shutil.rmtree(path)
+    _remove(path)
+
+
+def _remove(path: str) -> None:
+    """Remove a directory; what others remove at the same time is no error."""
+
+    def fault(_call: object, _path: str, found: Any) -> None:
+        error = found[1] if isinstance(found, tuple) else found
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    words: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": fault}
+    shutil.rmtree(path, **words)
 
 
 def _open_up(path: str) -> None:

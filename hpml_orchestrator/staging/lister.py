@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -56,6 +57,7 @@ class Lister:
         self._retry.check_stop()
         ready = self._ready.pop(directory, None)
         if ready is not None:
+            ready.sort(key=_name)  # once: its parts came one by one
             return ready
         names = self._names(directory)
         if isinstance(names, str):
@@ -77,7 +79,7 @@ class Lister:
                     rows += self._rows_of(directory, some)
                 if self._waits():
                     _Crowd(self, [directory, *others], self._ready).run()
-                    return self._ready.pop(directory)
+                    return self.rows(directory, others)
         finally:
             os.close(fd)
         return rows
@@ -128,9 +130,14 @@ class _Crowd:
             self._put(root, None)
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(_THREADS)]
-        for one in threads:
-            one.start()
+        threads = []
+        with contextlib.suppress(RuntimeError):  # the job may have no more: those that are do it
+            for _ in range(_THREADS):
+                one = threading.Thread(target=self._work, daemon=True)
+                one.start()
+                threads.append(one)
+        if not threads:
+            self._work()
         for one in threads:
             one.join()
         if self._failed:
@@ -169,7 +176,7 @@ class _Crowd:
             return
         rows = lister._rows_of(directory, names)  # noqa: SLF001
         with self._lock:
-            self._ready[directory] = sorted(self._ready[directory] + rows, key=_name)
+            self._ready[directory] += rows
         for name, info, _ in rows:
             if info is not None and info.st_mode & _S_IFMT == _S_IFDIR:
                 self._put(f"{directory}/{name}" if directory else name, None)

@@ -7,6 +7,7 @@ too where they are near each other.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
@@ -101,8 +102,10 @@ class _Headers:
         """Read what is slow to come, with threads."""
         near = sum(self._files.sizes) < len(self._files.sizes) * _NEAR_BYTES
         read = self._all_between if near else self._one_by_one
-        with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="hpml-pack") as pool:
-            return list(pool.map(read, slices))
+        crew = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="hpml-pack")
+        with contextlib.suppress(RuntimeError), crew:  # the job may have no more threads
+            return list(crew.map(read, slices))
+        return list(map(read, slices))
 
     def _forked(self, slices: list[tuple[int, int]], processes: int) -> list[Found]:
         """Read what is there at once, with processes: understanding it takes the time."""

@@ -163,18 +163,33 @@ def read_index(directory: str) -> Index:
             f"{shown(path)} has version {version}; this hpml reads {INDEX_VERSION}",
             hint="use the newer hpml that wrote it",
         )
-    told = json.loads(body[_HEADER_AT : _HEADER_AT + length])
-    archives = [Archive(*one) for one in told["shards"]]
-    return Index(
-        directory,
-        told["tree"],
-        told["shard_bytes"],
-        archives,
-        told["files"],
-        digest.hexdigest(),
-        body,
-        _HEADER_AT + length,
-    )
+    return _understood(directory, body, length, digest.hexdigest())
+
+
+def _understood(directory: str, body: mmap.mmap, length: int, digest: str) -> Index:
+    """Return what an index says; its digest shows damage, not who wrote it.
+
+    Raises:
+        StagingError: it makes no sense.
+    """
+    path = os.path.join(directory, INDEX_FILE)
+    try:
+        told = json.loads(body[_HEADER_AT : _HEADER_AT + length])
+        archives = [_archive(*one) for one in told["shards"]]
+        tree, shard_bytes, count = str(told["tree"]), int(told["shard_bytes"]), int(told["files"])
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _damaged(path, "what it tells of its archives is not to be read") from error
+    records_at = _HEADER_AT + length
+    if count < 0 or records_at + count * INDEX_RECORD.size > len(body):
+        raise _damaged(path, "it holds fewer files than it says")
+    return Index(directory, tree, shard_bytes, archives, count, digest, body, records_at)
+
+
+def _archive(file: object, size: object, files: object, digest: object) -> Archive:
+    """Return an archive if its fields are what they should be."""
+    if not isinstance(file, str) or not isinstance(size, int) or not isinstance(files, int):
+        raise TypeError(file)
+    return Archive(file, size, files, str(digest))
 
 
 def _damaged(path: str, reason: str) -> StagingError:

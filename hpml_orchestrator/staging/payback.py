@@ -148,11 +148,14 @@ def sample_read(
                 counted[1] += 1
 
     crew = min(max(1, readers), len(os.sched_getaffinity(0)), _MOST_READERS)
-    threads = [threading.Thread(target=work, name="hpml-sample") for _ in range(crew)]
+    threads = [threading.Thread(target=work, name="hpml-sample") for _ in range(crew - 1)]
+    with contextlib.suppress(RuntimeError):  # the job may have no more threads
+        for thread in threads:
+            thread.start()
+    work()
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     return Sample(counted[0], counted[1], clock() - began)
 
 

@@ -16,12 +16,16 @@ from hpml_orchestrator.staging.faults import Problems, shown, why
 from hpml_orchestrator.staging.lister import DEEPEST, Lister
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpml_orchestrator.staging.faults import Retry
 
 __all__ = ["DEEPEST", "Entry", "Plan", "data_ranges", "link_fault", "scan_file", "scan_tree"]
 
 _STAT_BLOCK_BYTES = 512
 _KEY_BYTES = 16
+_ROWS_AT_ONCE = 1000
+_MANIFEST_BYTES_PER_FILE = 24
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
@@ -91,19 +95,43 @@ class Plan:
 
         Not XXH3, which not every interpreter has: whoever looks finds the same.
         """
-        rows = [f"top {self.top.mode}"]
-        rows += [f"d {e[1]} {e[2]} {len(e[0])} {e[0]}" for e in self.directories]
-        rows += [f"f {e[1]} {e[2]} {e[3]} {len(e[0])} {e[0]}" for e in self.files]
-        rows += [f"h {len(e[0])} {e[0]} {e[1]}" for e in self.hard_links]
-        rows += [f"l {len(e[0])} {e[0]} {e[1]}" for e in self.symlinks]
-        text = "\0".join(rows)  # which no name holds
-        return hashlib.blake2b(os.fsencode(text), digest_size=_KEY_BYTES).digest()
+        digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+        digest.update(b"%d:" % self.top.mode)
+        for entries in (self.directories, self.files):
+            _add_many(digest, entries, 4)  # without what only the file system knows
+        for links in (self.hard_links, self.symlinks):
+            _add_many(digest, links, 2)
+        return digest.digest()
 
-    def need(self, block_bytes: int) -> Need:
-        """Return what the plan takes on a file system of that block size, manifest included."""
+    def need(self, block_bytes: int, inode_bytes: int = 0) -> Need:
+        """Return what the plan takes on a file system, manifest included.
+
+        Args:
+            block_bytes: files take a multiple of this.
+            inode_bytes: what each file, directory and link takes by itself.
+        """
         others = len(self.directories) + len(self.symlinks) + 2
         stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
-        return Need(stored + others * block_bytes, len(self.files) + others, self.at_least)
+        stored += round_up(self._manifest_bytes(), block_bytes)
+        inodes = len(self.files) + others
+        total = stored + (others - 1) * block_bytes + inodes * inode_bytes
+        return Need(total, inodes, self.at_least)
+
+    def _manifest_bytes(self) -> int:
+        """Return about how much the manifest takes: names, sizes, digests."""
+        lists = (self.directories, self.files, self.hard_links, self.symlinks)
+        names = [entry[0] for entries in lists for entry in entries]
+        names += [link[1] for links in (self.hard_links, self.symlinks) for link in links]
+        text = "\0".join(names).encode("utf-8", "surrogateescape")
+        return len(text) + len(names) + _MANIFEST_BYTES_PER_FILE * len(self.files)
+
+
+def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], columns: int) -> None:
+    """Hash rows of text and numbers, as every Python writes them, with few calls."""
+    digest.update(b"%d:" % len(rows))
+    for at in range(0, len(rows), _ROWS_AT_ONCE):
+        some = [row[:columns] for row in rows[at : at + _ROWS_AT_ONCE]]
+        digest.update(ascii(some).encode("ascii"))
 
 
 def scan_file(source: str, retry: Retry) -> Plan:

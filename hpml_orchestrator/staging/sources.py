@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.copying import READ, check_same
+from hpml_orchestrator.staging.copying import READ, check_empty, check_same
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.packsource import PackSource
 from hpml_orchestrator.staging.plan import scan_file, scan_tree
@@ -120,6 +120,8 @@ class _TreeReader:
         fd = self._retry(lambda: os.open(name, READ, dir_fd=self._top))
         try:
             check_same(entry, os.fstat(fd))
+            if not entry.size:
+                check_empty(fd)
             buffer = memoryview(bytearray(min(BLOCK_BYTES, end - start)))
             while start < end:
                 count = self._pread(fd, buffer[: end - start], start)

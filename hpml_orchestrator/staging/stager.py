@@ -20,7 +20,12 @@ from hpml_orchestrator.staging.keeping import Keeper
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.namelock import NameLock
 from hpml_orchestrator.staging.private import private_reason
-from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
+from hpml_orchestrator.staging.request import (
+    Bases,
+    StageRequest,
+    StageResult,
+    StagingStopped,
+)
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
 
@@ -172,7 +177,8 @@ class CopyStager:
                 if delivery.copied is None:
                     delivery.supply.reuse()
             except BaseException as error:
-                if not lock.holders_reason:
+                # who waits for one that was only stopped takes over, as after a kill
+                if not lock.holders_reason and not isinstance(error, StagingStopped):
                     lock.fail(str(error) or type(error).__name__)
                 if isinstance(error, (OSError, HpmlError)):
                     raise _as_told(request, error) from error

@@ -30,6 +30,9 @@ LARGEST_EXTENSION_BYTES = 16 << 20
 _FORM = struct.Struct("100s8s16x12s12s8sc100s8s80x155s12x")
 _NANO = 1_000_000_000
 _NANO_DIGITS = 9
+_MOST_DIGITS = 20  # of a size or a time; Python takes ever longer for more, and refuses too many
+_KNOWN = frozenset({"path", "linkpath", "size", "mtime"})
+_SPARSE = "GNU.sparse"
 _STAR_PREFIX_BYTES = 131  # star keeps times behind it
 _ZERO = bytes(BLOCK)
 _CUT = "the archive is cut short or damaged: make or copy it again"
@@ -162,7 +165,7 @@ class _Scan:
                 size = self._decimal(extra["size"], at)
             if extra.get("mtime"):
                 mtime_ns = _nanoseconds(extra["mtime"])
-            if any(key.startswith("GNU.sparse") for key in extra):
+            if _SPARSE in extra:
                 kind = b"S"
         text = name.decode("utf-8", "surrogateescape")
         if kind == b"\0":  # before POSIX, directories were told by their name
@@ -215,7 +218,11 @@ class _Scan:
         return at + size + -size % BLOCK
 
     def _records(self, data: bytes, at: int) -> dict[str, bytes]:
-        """Return the records of a pax header: `length key=value`, the length counting itself."""
+        """Return the records of a pax header: `length key=value`, the length counting itself.
+
+        Those that mean something here: headers of an archive that is made to eat memory can hold
+        any number of others.
+        """
         found = {}
         rest = 0
         while rest < len(data):
@@ -227,12 +234,15 @@ class _Scan:
                 if not data[rest:].strip(b"\0"):
                     break
                 raise self._damaged("holds a damaged extended header", at)
-            found[key.decode("utf-8", "surrogateescape")] = value
+            word = key.decode("utf-8", "surrogateescape")
+            word = _SPARSE if word.startswith(_SPARSE) else word
+            if word in _KNOWN or word == _SPARSE:
+                found[word] = value
             rest += length
         return found
 
     def _decimal(self, text: bytes, at: int) -> int:
-        if not text.isdigit():
+        if not text.isdigit() or len(text) > _MOST_DIGITS:
             raise self._damaged("holds a member with an absurd size", at)
         return int(text)
 
@@ -284,6 +294,6 @@ def _nothing(digits: bytes) -> int:
 def _nanoseconds(text: bytes) -> int:
     """Return a time of a pax header, decimal seconds, in nanoseconds; 0 for none we know."""
     whole, _, part = text.partition(b".")
-    if not whole.isdigit() or (part and not part.isdigit()):
+    if not whole.isdigit() or len(whole) > _MOST_DIGITS or (part and not part.isdigit()):
         return 0
     return int(whole) * _NANO + int(part[:_NANO_DIGITS].ljust(_NANO_DIGITS, b"0"))

@@ -14,6 +14,7 @@ from hpml_orchestrator.staging.copying import (
     WRITE,
     Copying,
     Task,
+    check_empty,
     check_same,
 )
 from hpml_orchestrator.staging.faults import (
@@ -97,6 +98,8 @@ class TreeCopying(Copying):
             if info.st_mtime_ns != mtime_ns or got != size:
                 raise SourceChangedError
             check_same(entry, info)
+            if not size:
+                check_empty(source)
             if task.drop_cache:
                 os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -526,3 +527,29 @@ def test_a_cache_that_is_a_link_is_not_used(base: Path, source: Path, tmp_path: 
         cache(base, "1.0").remove(KEY)
     assert os.listdir(outside) == [KEY]
     mine.cleanup()
+
+
+@pytest.mark.parametrize("change", ["nothing", "zeros", "no digests"])
+def test_contents_are_looked_at_after_a_crash_of_the_machine(
+    base: Path, source: Path, change: str
+) -> None:
+    """Sizes may outlive a crash where contents did not: then only what can be compared counts."""
+    first = stager(base, "1.0")
+    first.options = EngineOptions(hash=change != "no digests")
+    data = Path(first.stage(kept(source)).path).resolve()
+    first.cleanup()
+    record = data.parent / ".owner.json"
+    owner = json.loads(record.read_text())
+    record.write_text(json.dumps({**owner, "boot_id": "another boot"}))
+    if change == "zeros":
+        times = (data / "one.bin").stat()
+        (data / "one.bin").write_bytes(bytes(times.st_size))
+        os.utime(data / "one.bin", ns=(times.st_mtime_ns, times.st_mtime_ns))
+    later = stager(base, "2.0")
+    later.options = first.options
+    result = later.stage(kept(source))
+    assert result.reused == (change == "nothing")
+    assert contents(result.path) == contents(source)
+    if change == "nothing":
+        assert json.loads(record.read_text())["boot_id"] == owner["boot_id"]
+    later.cleanup()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 from pathlib import Path
@@ -9,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.errors import CapacityError
-from hpml_orchestrator.staging import Bases, CopyStager, Need, Room, StageRequest
+from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, Need, Room, StageRequest
 from hpml_orchestrator.staging.capacity import (
     check_room,
     file_system_type,
@@ -19,9 +21,15 @@ from hpml_orchestrator.staging.capacity import (
     round_up,
 )
 from hpml_orchestrator.staging.cgroup import memory_headroom
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.plan import scan_tree
+from tests.cluster.conftest import skip_or_fail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import subprocess
+    from collections.abc import Callable, Iterator
+
+MIB = 1 << 20
 
 MOUNTS_V1 = (
     "35 31 0:32 / {root}/cpu rw - cgroup cgroup rw,cpu\n"
@@ -244,4 +252,110 @@ def test_a_full_target_is_final_and_leaves_nothing(
         stager.stage(StageRequest("x", str(source), target="shm"))
     assert naps == []
     assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    stager.cleanup()
+
+
+IN_A_CGROUP = """
+import os, sys
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, room_at
+group, base, *sources = sys.argv[1:]
+with open(f"{group}/cgroup.procs", "w") as stream:
+    stream.write(str(os.getpid()))
+stager = CopyStager("1.0", bases=Bases(shm=base))
+before = room_at(base)
+for number in range(8000):
+    os.mkdir(f"{base}/{number}")
+print(before.inode_bytes, (before.bytes - room_at(base).bytes) / 8000)
+for number in range(8000):
+    os.rmdir(f"{base}/{number}")
+for source in sources:
+    try:
+        print(stager.stage(StageRequest(os.path.basename(source), source, target="shm")).files)
+    except CapacityError as error:
+        print(error)
+stager.cleanup()
+"""
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """Make a real memory cgroup of 128 MiB, of version 1 or 2, at the top of its hierarchy."""
+    one, two = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    top, limit = (one, "memory.limit_in_bytes") if one.is_dir() else (two, "memory.max")
+    group = top / f"hpml-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(128 * MIB))
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        skip_or_fail("NOT TESTED: no memory cgroup can be made here")
+    yield group
+    group.rmdir()
+
+
+def test_a_real_memory_limit_counts(
+    limited: Path, base: Path, tmp_path: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """What does not fit into the job's memory is refused before it is killed; what does, is not."""
+    for name, size in (("large", 200), ("small", 20)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(os.urandom(MIB) * size)
+    process = child(IN_A_CGROUP, limited, base, tmp_path / "large", tmp_path / "small")
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 0
+    told, found = map(float, said[0].split())
+    assert 0.7 * told < found < 1.1 * told, "what the kernel takes for a directory"
+    assert f"memory limit of cgroup {limited}" in said[1]
+    assert said[2:] == ["1"]
+    assert os.listdir(base) == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_quota_is_final_and_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """EDQUOT in the middle ends it at once with the reason, whoever met it; the next one works."""
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(200):
+        (many / str(number)).write_bytes(b"%d" % number)
+    real, made = os.open, []
+
+    def full(path: str, flags: int, *words: int, **options: int) -> int:
+        if flags & os.O_EXCL and "dir_fd" in options:  # a fake: few kernels have a quota for tmpfs
+            made.append(1)
+            if len(made) > 20:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), path)
+        return real(path, flags, *words, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    naps: list[float] = []
+    stager = CopyStager(
+        "1.0",
+        bases=Bases(shm=str(base)),
+        sleep=naps.append,
+        options=EngineOptions(processes=processes),
+    )
+    request = StageRequest("x", str(many), target="shm")
+    with pytest.raises(StagingError, match=r"cannot write \d+ of .*: Disk quota exceeded$"):
+        stager.stage(request)
+    monkeypatch.undo()
+    assert naps == []
+    assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    assert stager.stage(request).files == 200
+    stager.cleanup()
+
+
+def test_many_empty_files_take_memory(base: Path, tmp_path: Path) -> None:
+    """Where memory limits, what the kernel needs for each of them counts before it is copied."""
+    for number in range(200):
+        (tmp_path / str(number)).touch()
+    source = str(tmp_path)
+    inodes = scan_tree(source, Retry(lambda _seconds: None, bool)).need(4096).inodes
+    room = Room(inodes * 1024, "test", None, 4096, in_memory=True, inode_bytes=1024)
+    stager = CopyStager("1.0", bases=Bases(shm=str(base)), room=lambda _path: room)
+    with pytest.raises(CapacityError, match=r"needs 2\d\d\.. KiB"):
+        stager.stage(StageRequest("x", source, target="shm"))
     stager.cleanup()

@@ -108,6 +108,23 @@ def test_a_stager_killed_at_any_moment(
     kills(base, crowd, child, 5)
 
 
+def test_workers_end_with_a_stager_that_is_killed(
+    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """At once, with most of the work before them: nobody writes where the next one cleans up."""
+    process = child(STAGE.replace("0.001", "0.05"), base, crowd)
+    end = time.monotonic() + 30
+    while len(alive(str(base))) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end = time.monotonic() + 2  # they would have half a minute's work
+    while alive(str(base)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_stager_killed_a_hundred_times(
     base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]

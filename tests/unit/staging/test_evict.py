@@ -197,6 +197,11 @@ def test_data_of_a_living_shell_stays(
     assert shell.stdout is not None
     path = shell.stdout.readline().strip()
     keep(base, trees[1], "2.0", time.time() + 60)
+    mine = this_owner("9.0")
+    cache = Cache(Root(str(base)), mine, Retry(time.sleep, lambda: False), sleep=time.sleep)
+    key = Path(path).resolve().parent.name
+    assert key not in [idle for _, idle in cache.idle()]
+    assert not cache.remove(key), "it came into use after somebody looked"
     job = stager(base, "9.0")
     assert job.stage(request(trees[2])).evicted == (str(trees[1]),)
     assert Path(path, "data").read_bytes()[0] == 0

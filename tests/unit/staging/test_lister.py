@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import StagingStopped
+from hpml_orchestrator.staging import StagingStopped, lister
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import scan_tree
 
@@ -65,6 +65,25 @@ def test_a_slow_source_is_listed_by_many_threads(
     assert slow == fast
     assert [entry.path for entry in fast.files][:2] == ["d0/e0/f0", "d0/e0/f1"]
     assert len(fast.files) == 1000
+
+
+def test_parts_of_a_large_directory_are_sorted_once(
+    leafy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of a million files comes in thousands of parts."""
+    compared: list[str] = []
+    monkeypatch.setattr(lister, "_NAMES_AT_ONCE", 5)
+
+    def name(row: tuple[str, object, str]) -> str:
+        compared.append(row[0])
+        return row[0]
+
+    monkeypatch.setattr(lister, "_name", name)
+    slow_metadata(monkeypatch, 0.0005)
+    names = [one.path for one in scan_tree(str(leafy), retry()).files if "many" in one.path]
+    assert names == sorted(names)
+    assert len(names) == 700
+    assert len(compared) < 5 * 700
 
 
 def test_faults_are_listed_by_path_from_many_threads(

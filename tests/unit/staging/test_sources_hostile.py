@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import os
@@ -9,6 +10,7 @@ import stat
 import struct
 import tarfile
 import time
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
@@ -83,6 +85,7 @@ ONE = member(b"one", b"1" * 600)
         ("ends inside a member", member(b"x", size=b"77777777777\0")),
         ("absurd size", pax(size="-5") + member(b"x")),
         ("absurd size", pax(size="1e9") + member(b"x")),
+        ("absurd size", pax(size="9" * 5000) + member(b"x")),
         ("absurd size", member(b"x", kind=b"L", size=b"77777777777\0")),
         ("damaged extended header", member(b"p", b"999 path=x\n", b"x") + ONE),
         ("damaged extended header", member(b"p", b"11 path=abc\0", b"x") + ONE),
@@ -108,6 +111,31 @@ def test_hostile_tars_are_refused(
     path = tmp_path / "x.tar"
     path.write_bytes(data + ZERO * 2)
     refused(stager, path, said)
+
+
+def test_records_that_nobody_asked_for_take_no_memory(stager: CopyStager, tmp_path: Path) -> None:
+    """A small compressed archive can hold any number of large records: they are passed over."""
+    path = tmp_path / "x.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as stream:
+        for number in range(10):
+            size = 8 << 20
+            head = b"%d k%d=" % (size, number)
+            stream.write(member(b"g", head + bytes(size - len(head) - 1) + b"\n", b"g"))
+        stream.write(ONE + ZERO * 2)
+    tracemalloc.start()
+    try:
+        assert stager.stage(StageRequest("data", str(path), target="shm")).files == 1
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_times_of_absurd_length_are_none(stager: CopyStager, tmp_path: Path) -> None:
+    """Python refuses to read numbers of thousands of digits."""
+    path = tmp_path / "x.tar"
+    path.write_bytes(pax(mtime="9" * 5000) + ONE + ZERO * 2)
+    data = Path(stager.stage(StageRequest("data", str(path), target="shm")).path)
+    assert (data / "one").stat().st_mtime == 0
 
 
 def test_old_and_star_headers_are_read(stager: CopyStager, tmp_path: Path) -> None:
@@ -371,6 +399,35 @@ def test_hostile_indices_are_refused(
 ) -> None:
     """The digest of an index tells damage, not who wrote it."""
     refused(stager, small_pack(*rows), said)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"tree":"","shard_bytes":1,"files":-1,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":1e999,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":1099511627776,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":3,"shards":[]}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":7}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":[[7,1,1,""]]}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":[["x",null,1,""]]}',
+        b'{"tree":"","shard_bytes":1,"files":0,"shards":[["x"]]}',
+    ],
+)
+def test_an_index_that_lies_about_itself_is_damaged(
+    stager: CopyStager, small_pack: Callable[..., Path], told: bytes
+) -> None:
+    """Its digest is right, what it covers is nonsense: an error that names it, and no traceback."""
+    index = small_pack((b"a", 0, 512, 700)) / "pack.index"
+    start = index.read_bytes()[:8]
+    body = struct.pack("<II", 1, len(told)) + told + bytes(100)
+    index.write_bytes(start + hashlib.sha256(body).digest() + body)
+    refused(stager, index.parent, r"pack\.index is damaged: ")
 
 
 def test_an_index_names_only_its_own_files(

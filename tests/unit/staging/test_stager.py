@@ -156,6 +156,19 @@ def test_waiters_learn_why_the_other_failed(
     assert reasons[1].startswith("error: another process of this job failed: cannot stage")
 
 
+def test_waiters_take_over_from_a_stopped_stager(
+    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Who ends one of two equal commands does not end the other."""
+    first = child(STAGE, base, many, 0.1)
+    assert line(first) == "copying"
+    second = child(STAGE, base, many, 0)
+    time.sleep(0.5)
+    first.send_signal(signal.SIGTERM)
+    assert line(first, skip="copying") == "error: stopped"
+    assert line(second, skip="copying") == "copied 20000 20"
+
+
 def test_a_failure_is_not_remembered(stager: CopyStager, source: Path) -> None:
     """Who did not wait tries again, and succeeds when the cause is gone."""
     request = StageRequest("data", str(source), target="shm")
