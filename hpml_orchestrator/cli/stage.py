@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -186,6 +187,8 @@ def stage(
             raise InputError(f"must be one of {', '.join(_PRINTABLE)}", field="--print", value=only)
     if to != "auto":
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
+    if to not in {"auto", "local"}:
+        refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
     errands = requests_for(
         sources or [],
         to,
@@ -216,13 +219,15 @@ def _run(
         stays = f"; {', '.join(names[:done])} stays" if done else ""
         return f"nothing was published of {', '.join(names[done:])}{stays}"
 
-    with stoppable(left) as stop:
-        for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
-            told.append(outcome)
-            if form != "json":
-                _tell(outcome, form)
-    if form == "json":
-        print_json([_json(one) for one in told])
+    try:
+        with stoppable(left) as stop:
+            for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
+                told.append(outcome)
+                if form != "json":
+                    _tell(outcome, form)
+    finally:
+        if form == "json" and (told or sys.exc_info()[0] is None):  # what stays is told, always
+            print_json([_json(one) for one in told])
 
 
 def _outcomes(
@@ -270,6 +275,7 @@ def _outcomes(
 
 
 def _tell(outcome: Outcome, field: str) -> None:
+    from hpml_orchestrator.errors import counted  # noqa: PLC0415
     from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.choose import IN_PLACE  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
@@ -278,7 +284,7 @@ def _tell(outcome: Outcome, field: str) -> None:
     if field:
         typer.echo(_raw(_json(outcome)[field]))
         return
-    size = f"{result.files} files, {human_bytes(result.bytes)} ({result.bytes} bytes)"
+    size = f"{counted(result.files, 'file')}, {human_bytes(result.bytes)} ({result.bytes} bytes)"
     if outcome.choice is not None and outcome.choice.target == IN_PLACE:
         done = f"{result.name} stays where it is: {size}"
     elif result.reused:

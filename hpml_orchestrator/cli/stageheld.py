@@ -23,7 +23,7 @@ _Directories = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DIR…",
-        help="Directories that were given to --to.",
+        help="What was given to --to: shm, local or directories.",
         show_default="what shm and local stand for here",
     ),
 ]
@@ -110,7 +110,8 @@ def verify(
     if damaged:
         raise StagingError(
             "\n".join(line for one in damaged for line in _damage(one)),
-            hint="`hpml stage clean` removes it, or stage it again by another name",
+            hint="stage it again: it is brought anew; `hpml stage clean` removes it when nothing uses "
+            "it",
         )
 
 
@@ -164,11 +165,49 @@ def clean(
 
 
 def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
-    """Return existing directories to look in, each once."""
-    if directories:
-        return [os.path.abspath(one) for one in directories]
-    bases = bases_here(chosen_site(context), None)
-    return [one for one in dict.fromkeys((bases.shm, bases.local)) if os.path.isdir(one)]
+    """Return existing directories to look in, each once.
+
+    Raises:
+        NotFoundError: one that was given is not there.
+        InputError: one that was given is the data, and not what they were staged to.
+    """
+    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
+
+    here = bases_here(chosen_site(context), None)
+    words = {"shm": here.shm, "local": here.local}
+    if not directories:
+        return [one for one in dict.fromkeys(words.values()) if os.path.isdir(one)]
+    found = []
+    for one in directories:
+        path = os.path.abspath(words.get(one, one)) if words.get(one, one) else ""
+        if not os.path.isdir(path):
+            raise NotFoundError(
+                f"no such directory: {shown(path) or one or 'the empty path'}",
+                hint="DIR is shm, local or a directory that was given to --to",
+            )
+        _refuse_data(path)
+        found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def _refuse_data(path: str) -> None:
+    """Refuse the path of staged data, in which nothing is staged.
+
+    Raises:
+        InputError: says which directory was meant.
+    """
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
+
+    base, root, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
+    if root:
+        raise InputError(
+            "is staged data, and DIR is the directory that they were staged to",
+            field="DIR",
+            value=shown(path),
+            hint=f"that is {shown(base) or '/'}; what this shell staged goes with --mine",
+        )
 
 
 def _leave(bases: list[str]) -> list[Staged]:
@@ -211,18 +250,20 @@ def _json(one: Staged) -> dict[str, Any]:
 
 
 def _tell_whole(report: Report) -> None:
+    from hpml_orchestrator.errors import counted  # noqa: PLC0415
     from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
+    files = counted(report.files, "file")
     if not report.hashed:
         typer.echo(
-            f"{shown(report.path)}: {report.files} files have their names and sizes; there are no "
-            "digests to compare contents with"
+            f"{shown(report.path)}: names and sizes of {files} are right; there are no digests to "
+            "compare contents with"
         )
         return
     rate = report.bytes / report.seconds if report.seconds else 0.0
     typer.echo(
-        f"{shown(report.path)} is whole: {report.files} files, {human_bytes(report.bytes)} "
+        f"{shown(report.path)} is whole: {files}, {human_bytes(report.bytes)} "
         f"({report.bytes} bytes) read in {report.seconds:.2f} s, {human_bytes(int(rate))}/s"
     )
 

@@ -5,6 +5,7 @@
         .lease                    shared flock: in use
         .{name}.lock              one stager for this name at a time
         .{name}.manifest          what was published
+        .{name}.damaged           `hpml stage verify` found that it is not that any more
         .{name}.partial-*         a copy that is being made, or was when its stager died
         {name}/                   the data, or a link to ../.cache/{key}/data
 

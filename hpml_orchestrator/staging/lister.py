@@ -56,7 +56,7 @@ class Lister:
         self._retry.check_stop()
         ready = self._ready.pop(directory, None)
         if ready is not None:
-            return ready
+            return sorted(ready, key=_name)
         names = self._names(directory)
         if isinstance(names, str):
             return [(".", None, names)]
@@ -77,7 +77,7 @@ class Lister:
                     rows += self._rows_of(directory, some)
                 if self._waits():
                     _Crowd(self, [directory, *others], self._ready).run()
-                    return self._ready.pop(directory)
+                    return sorted(self._ready.pop(directory), key=_name)
         finally:
             os.close(fd)
         return rows
@@ -169,7 +169,7 @@ class _Crowd:
             return
         rows = lister._rows_of(directory, names)  # noqa: SLF001
         with self._lock:
-            self._ready[directory] = sorted(self._ready[directory] + rows, key=_name)
+            self._ready[directory] += rows
         for name, info, _ in rows:
             if info is not None and info.st_mode & _S_IFMT == _S_IFDIR:
                 self._put(f"{directory}/{name}" if directory else name, None)

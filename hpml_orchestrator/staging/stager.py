@@ -256,9 +256,12 @@ class CopyStager:
             manifest = published_manifest(path) if os.path.lexists(path) else None
             if manifest is not None and not _is_same_data(manifest, request, kind):
                 raise InputError(
-                    f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
+                    f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that "
+                    "name",
                     field="name",
                     value=request.name,
+                    hint="give it another name (--name); `hpml stage clean --mine` removes what "
+                    "this shell staged",
                 )
             if manifest is not None and self._is_outdated(manifest, delivery):
                 manifest = None

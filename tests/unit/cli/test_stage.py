@@ -240,6 +240,7 @@ def test_names_of_any_bytes(node: Node, tmp_path: Path) -> None:
         (["{tree}", "--print", "path", "--json"], 2, "--json: cannot be given together", ""),
         (["{tree}", "--epochs", "0"], 2, "--epochs: must be a whole number, 1 or more", ""),
         (["{tree}", "--to", "shm", "--epochs", "3"], 2, "--epochs: cannot be given together", ""),
+        (["{tree}", "--to", "shm", "--local-dir", "/tmp"], 2, "--local-dir: cannot be given", ""),
         (["{tree}", "--processes", "0"], 2, "--processes: must be a whole number, 1 or more", ""),
         (["{tree}", "--opens-per-second", "-1"], 2, "--opens-per-second: must be a number", ""),
         (["{tree}", "--frob"], 2, "--frob: hpml stage has no such option", ""),
@@ -294,6 +295,9 @@ def test_a_fault_in_the_second_leaves_the_first(node: Node, tree: Path, tmp_path
     assert told.code == 3
     assert told.out.startswith("staged tree: 50 files")
     assert node.left() != []
+    told = node.stage(str(tree), str(tmp_path / "none"), "--to", "shm", "--json")
+    assert told.code == 3
+    assert [one["name"] for one in told.json()] == ["tree"], "programs are told what stays, too"
 
 
 def test_special_files_are_refused_by_name(node: Node, tree: Path) -> None:
