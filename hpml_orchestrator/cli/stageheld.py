@@ -110,8 +110,8 @@ def verify(
     if damaged:
         raise StagingError(
             "\n".join(line for one in damaged for line in _damage(one)),
-            hint="stage it again: it is brought anew; `hpml stage clean` removes it when nothing uses "
-            "it",
+            hint="stage it again: it is brought anew; `hpml stage clean` removes it when nothing "
+            "uses it",
         )
 
 

@@ -114,10 +114,10 @@ class CopyStager:
             if supply is not None:
                 stack.push(functools.partial(_ended, supply))
             self._retry.check_stop()
+            self._look(lambda: _check_apart(request, self._unopened(request.target)), request)
             area = self.area(request.target)
             cache = self._keeper.cache(area)
             room = self._look(lambda: cache.most_room(self._room(area.job_dir)), request)
-            self._look(lambda: _check_apart(request, area), request)
             if supply is None:
                 supply = self._look(lambda: self._local(request, room), request)
                 stack.push(functools.partial(_ended, supply))
@@ -205,11 +205,16 @@ class CopyStager:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
         base = self._bases.resolve(target)
         if base not in self._areas:
-            area = StagingArea(base, self._job_key, uid=self._uid, owner_pid=self._owner_pid)
+            area = self._unopened(target)
             self._open(area)
             self._areas[base] = area
             area.remove_stale()
         return self._areas[base]
+
+    def _unopened(self, target: str) -> StagingArea:
+        """Return the area of a target without making anything there."""
+        base = self._bases.resolve(target)
+        return StagingArea(base, self._job_key, uid=self._uid, owner_pid=self._owner_pid)
 
     def _open(self, area: StagingArea) -> None:
         """Open an area, also where kept data takes the very last block."""

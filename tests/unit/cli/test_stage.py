@@ -281,6 +281,14 @@ def test_a_shared_file_system_is_no_target(
     assert why["shm"] == f"{node.ram} lies on lustre, which nodes share"
 
 
+def test_a_refused_target_is_left_as_it_was(node: Node, tree: Path) -> None:
+    """A target in the source: not even an empty directory of hpml's is made in the data."""
+    told = node.stage(str(tree), "--to", f"{tree}/0")
+    assert (told.code, told.out) == (2, "")
+    assert "lie in one another" in told.err
+    assert not list(tree.rglob("hpml-*"))
+
+
 @pytest.mark.parametrize("words", [["{}"], ["x", "--to", "{}"], ["x", "--name", "{}"]])
 def test_absurd_words_are_cut(node: Node, words: list[str]) -> None:
     """A word of 100,000 characters is an error that fits a page."""
