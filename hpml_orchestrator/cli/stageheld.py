@@ -211,15 +211,19 @@ def _refuse_data(path: str) -> None:
 
 
 def _leave(bases: list[str]) -> list[Staged]:
-    """Remove what the calling shell or script staged; what it kept only loses its user."""
+    """Remove what the calling shell or script staged; what it kept only loses its user.
+
+    The last command of `bash -c` takes the shell's place: then this process is who staged.
+    """
     from hpml_orchestrator.staging import StagingArea  # noqa: PLC0415
     from hpml_orchestrator.staging.caller import calling_process  # noqa: PLC0415
     from hpml_orchestrator.staging.held import list_staged, shell_key  # noqa: PLC0415
 
-    key = shell_key(calling_process())
-    own = [one for one in list_staged(bases) if one.owner == key and not one.kept]
+    keys = {shell_key(calling_process()), shell_key(os.getpid())}
+    own = [one for one in list_staged(bases) if one.owner in keys and not one.kept]
     for base in bases:
-        StagingArea(base, key).cleanup()
+        for key in keys:
+            StagingArea(base, key).cleanup()
     return own
 
 

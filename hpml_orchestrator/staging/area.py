@@ -99,6 +99,14 @@ class StagingArea:
             unlock(self._lease)
             self._lease = -1
 
+    def is_empty(self) -> bool:
+        """Say whether nothing is published here, and no copy is being made."""
+        try:
+            names = os.listdir(self.job_dir)
+        except OSError:
+            return True
+        return all(name.startswith(".") and ".partial-" not in name for name in names)
+
     def cleanup(self) -> bool:
         """Remove the job directory, and the root when it is empty then.
 

@@ -114,7 +114,9 @@ class CopyStager:
             if supply is not None:
                 stack.push(functools.partial(_ended, supply))
             self._retry.check_stop()
-            self._look(lambda: _check_apart(request, self._unopened(request.target)), request)
+            there = self._unopened(request.target)
+            self._look(there.place.check_base, request)
+            self._look(lambda: _check_apart(request, there), request)
             area = self.area(request.target)
             cache = self._keeper.cache(area)
             room = self._look(lambda: cache.most_room(self._room(area.job_dir)), request)
@@ -230,9 +232,12 @@ class CopyStager:
             area.open()
 
     def leave(self) -> None:
-        """Go without removing anything: it stays while the owner lives."""
+        """Go without removing data: it stays while the owner lives; an empty area does not."""
         self._keeper.release()
         for area in self._areas.values():
+            with contextlib.suppress(HpmlError):  # what led here is the error to tell
+                if area.is_empty():
+                    area.cleanup()
             area.close()
         self._areas.clear()
 

@@ -289,6 +289,16 @@ def test_a_refused_target_is_left_as_it_was(node: Node, tree: Path) -> None:
     assert not list(tree.rglob("hpml-*"))
 
 
+def test_a_command_that_fails_leaves_nothing_at_all(node: Node, tree: Path) -> None:
+    """Not even hpml's own directories, unless something of this shell's lies there."""
+    os.mkfifo(tree / "fifo")
+    assert node.stage(str(tree), "--to", "shm").code == 8
+    assert os.listdir(node.ram) == []
+    assert node.stage(f"{tree}/0", "--to", "shm", "--name", "part").code == 0
+    assert node.stage(str(tree), "--to", "shm").code == 8
+    assert [one["name"] for one in node.stage("ls", "--json").json()] == ["part"]
+
+
 @pytest.mark.parametrize("words", [["{}"], ["x", "--to", "{}"], ["x", "--name", "{}"]])
 def test_absurd_words_are_cut(node: Node, words: list[str]) -> None:
     """A word of 100,000 characters is an error that fits a page."""

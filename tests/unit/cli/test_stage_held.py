@@ -211,3 +211,18 @@ def test_directories_are_said_as_for_to(node: Node, tree: Path) -> None:
     assert str(node.ram) in told.err
     assert "--mine" in told.err
     assert os.path.isdir(path)
+
+
+def test_the_last_command_of_a_shell_cleans_too(node: Node, tree: Path) -> None:
+    """`bash -c` lets its last command take its place: what the shell staged is this process's."""
+    hpml = f"{HPML} {' '.join(node.first)} stage"
+    done = subprocess.run(
+        ["bash", "-c", f"{hpml} {tree} --to shm --print path; {hpml} clean --mine"],
+        env=node.shell.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    path, cleaned = done.stdout.splitlines()
+    assert cleaned.startswith(f"removed {path} of {tree}")
+    assert os.listdir(node.ram) == []
