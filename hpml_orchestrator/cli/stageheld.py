@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_here", "register"]
+__all__ = ["bases_here", "refuse_gone_directory", "register"]
 
 _Directories = Annotated[
     list[str] | None,
@@ -36,10 +36,27 @@ def register(group: typer.Typer) -> None:
     group.command()(clean)
 
 
+def refuse_gone_directory() -> None:
+    """Refuse to run in a directory that was removed: paths below it lead nowhere.
+
+    Raises:
+        NotFoundError: says what to do.
+    """
+    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
+
+    try:
+        os.getcwd()
+    except OSError:
+        raise NotFoundError(
+            "the current directory is not there any more", hint="`cd` to another one first"
+        ) from None
+
+
 def bases_here(site: str, local_dir: str | None) -> Bases:
     """Return what shm and local stand for: `--local-dir`, else what the site profile says."""
     from pathlib import Path  # noqa: PLC0415
 
+    refuse_gone_directory()
     from hpml_orchestrator.jobs.nodepaths import node_paths  # noqa: PLC0415
     from hpml_orchestrator.staging import Bases  # noqa: PLC0415
 
@@ -94,6 +111,7 @@ def verify(
     from hpml_orchestrator.staging.faults import shown, why  # noqa: PLC0415
     from hpml_orchestrator.staging.verify import verify as compare  # noqa: PLC0415
 
+    refuse_gone_directory()
     reports: list[Report] = []
     with stoppable(lambda: "not all was compared") as stop:
         for path in paths:

@@ -226,3 +226,20 @@ def test_the_last_command_of_a_shell_cleans_too(node: Node, tree: Path) -> None:
     path, cleaned = done.stdout.splitlines()
     assert cleaned.startswith(f"removed {path} of {tree}")
     assert os.listdir(node.ram) == []
+
+
+@pytest.mark.parametrize("words", ["tree --to shm", "/tmp --to shm", "ls", "verify x", "bench"])
+def test_a_current_directory_that_is_gone_is_told(node: Node, words: str) -> None:
+    """One line says so: no path below it leads anywhere."""
+    gone = node.root / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["bash", "-c", f"rmdir {gone}; {HPML} {' '.join(node.first)} stage {words}"],
+        env=node.shell.environment(),
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "the current directory is not there any more" in done.stderr
