@@ -245,3 +245,12 @@ def test_a_full_target_is_final_and_leaves_nothing(
     assert naps == []
     assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
     stager.cleanup()
+
+
+def test_a_full_tmpfs_is_not_mended_by_more_memory() -> None:
+    """Where the size of the file system is the limit, the hint does not name `--mem`."""
+    room = Room(0, "free space of the file system at /ram", None, 4096, in_memory=True)
+    with pytest.raises(CapacityError) as caught:
+        check_room(Need(4096, 1), room, name="data", where="/ram")
+    assert "--mem" not in caught.value.hint
+    assert "free space there" in caught.value.hint
