@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -180,6 +181,7 @@ def stage(
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.staging.errands import requests_for  # noqa: PLC0415
 
+    stageheld.refuse_gone_directory()
     refuse_empty({"--name": name, "--local-dir": local_dir, "--print": only})
     if only is not None:
         refuse_with("--print", {"--json": as_json})
@@ -187,6 +189,8 @@ def stage(
             raise InputError(f"must be one of {', '.join(_PRINTABLE)}", field="--print", value=only)
     if to != "auto":
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
+    if to not in {"auto", "local"}:
+        refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
     errands = requests_for(
         sources or [],
         to,
@@ -219,13 +223,15 @@ def _run(
         stays = f"; {', '.join(names[:done])} stays" if done else ""
         return f"nothing was published of {', '.join(names[done:])}{stays}"
 
-    with stoppable(left) as stop:
-        for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
-            told.append(outcome)
-            if form != "json":
-                _tell(outcome, form)
-    if form == "json":
-        print_json([_json(one) for one in told])
+    try:
+        with stoppable(left) as stop:
+            for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
+                told.append(outcome)
+                if form != "json":
+                    _tell(outcome, form)
+    finally:
+        if form == "json" and (told or sys.exc_info()[0] is None):  # what stays is told, always
+            print_json([_json(one) for one in told])
 
 
 def _outcomes(
@@ -273,6 +279,7 @@ def _outcomes(
 
 
 def _tell(outcome: Outcome, field: str) -> None:
+    from hpml_orchestrator.errors import counted  # noqa: PLC0415
     from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.choose import IN_PLACE  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
@@ -281,7 +288,7 @@ def _tell(outcome: Outcome, field: str) -> None:
     if field:
         typer.echo(_raw(_json(outcome)[field]))
         return
-    size = f"{result.files} files, {human_bytes(result.bytes)} ({result.bytes} bytes)"
+    size = f"{counted(result.files, 'file')}, {human_bytes(result.bytes)} ({result.bytes} bytes)"
     if outcome.choice is not None and outcome.choice.target == IN_PLACE:
         done = f"{result.name} stays where it is: {size}"
     elif result.reused:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_here", "opens_here", "register"]
+__all__ = ["bases_here", "opens_here", "refuse_gone_directory", "register"]
 
 _Directories = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DIR…",
-        help="Directories that were given to --to.",
+        help="What was given to --to: shm, local or directories.",
         show_default="what shm and local stand for here",
     ),
 ]
@@ -47,10 +47,27 @@ def opens_here(site: str) -> float:
     return open_rate(here.opens_per_node, here.opens_per_job, here.nodes)
 
 
+def refuse_gone_directory() -> None:
+    """Refuse to run in a directory that was removed: paths below it lead nowhere.
+
+    Raises:
+        NotFoundError: says what to do.
+    """
+    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
+
+    try:
+        os.getcwd()
+    except OSError:
+        raise NotFoundError(
+            "the current directory is not there any more", hint="`cd` to another one first"
+        ) from None
+
+
 def bases_here(site: str, local_dir: str | None) -> Bases:
     """Return what shm and local stand for: `--local-dir`, else what the site profile says."""
     from pathlib import Path  # noqa: PLC0415
 
+    refuse_gone_directory()
     from hpml_orchestrator.jobs.nodepaths import node_paths  # noqa: PLC0415
     from hpml_orchestrator.staging import Bases  # noqa: PLC0415
 
@@ -105,6 +122,7 @@ def verify(
     from hpml_orchestrator.staging.faults import shown, why  # noqa: PLC0415
     from hpml_orchestrator.staging.verify import verify as compare  # noqa: PLC0415
 
+    refuse_gone_directory()
     reports: list[Report] = []
     with stoppable(lambda: "not all was compared") as stop:
         for path in paths:
@@ -121,7 +139,8 @@ def verify(
     if damaged:
         raise StagingError(
             "\n".join(line for one in damaged for line in _damage(one)),
-            hint="`hpml stage clean` removes it, or stage it again by another name",
+            hint="stage it again: it is brought anew; `hpml stage clean` removes it when nothing "
+            "uses it",
         )
 
 
@@ -175,23 +194,65 @@ def clean(
 
 
 def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
-    """Return existing directories to look in, each once."""
-    if directories:
-        return [os.path.abspath(one) for one in directories]
-    bases = bases_here(chosen_site(context), None)
-    return [one for one in dict.fromkeys((bases.shm, bases.local)) if os.path.isdir(one)]
+    """Return existing directories to look in, each once.
+
+    Raises:
+        NotFoundError: one that was given is not there.
+        InputError: one that was given is the data, and not what they were staged to.
+    """
+    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
+
+    here = bases_here(chosen_site(context), None)
+    words = {"shm": here.shm, "local": here.local}
+    if not directories:
+        return [one for one in dict.fromkeys(words.values()) if os.path.isdir(one)]
+    found = []
+    for one in directories:
+        path = os.path.abspath(words.get(one, one)) if words.get(one, one) else ""
+        if not os.path.isdir(path):
+            raise NotFoundError(
+                f"no such directory: {shown(path) or one or 'the empty path'}",
+                hint="DIR is shm, local or a directory that was given to --to",
+            )
+        _refuse_data(path)
+        found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def _refuse_data(path: str) -> None:
+    """Refuse the path of staged data, in which nothing is staged.
+
+    Raises:
+        InputError: says which directory was meant.
+    """
+    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
+
+    base, root, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
+    if root:
+        raise InputError(
+            "is staged data, and DIR is the directory that they were staged to",
+            field="DIR",
+            value=shown(path),
+            hint=f"that is {shown(base) or '/'}; what this shell staged goes with --mine",
+        )
 
 
 def _leave(bases: list[str]) -> list[Staged]:
-    """Remove what the calling shell or script staged; what it kept only loses its user."""
+    """Remove what the calling shell or script staged; what it kept only loses its user.
+
+    The last command of `bash -c` takes the shell's place: then this process is who staged.
+    """
     from hpml_orchestrator.staging import StagingArea  # noqa: PLC0415
     from hpml_orchestrator.staging.caller import calling_process  # noqa: PLC0415
     from hpml_orchestrator.staging.held import list_staged, shell_key  # noqa: PLC0415
 
-    key = shell_key(calling_process())
-    own = [one for one in list_staged(bases) if one.owner == key and not one.kept]
+    keys = {shell_key(calling_process()), shell_key(os.getpid())}
+    own = [one for one in list_staged(bases) if one.owner in keys and not one.kept]
     for base in bases:
-        StagingArea(base, key).cleanup()
+        for key in keys:
+            StagingArea(base, key).cleanup()
     return own
 
 
@@ -222,18 +283,20 @@ def _json(one: Staged) -> dict[str, Any]:
 
 
 def _tell_whole(report: Report) -> None:
+    from hpml_orchestrator.errors import counted  # noqa: PLC0415
     from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
+    files = counted(report.files, "file")
     if not report.hashed:
         typer.echo(
-            f"{shown(report.path)}: {report.files} files have their names and sizes; there are no "
-            "digests to compare contents with"
+            f"{shown(report.path)}: names and sizes of {files} are right; there are no digests to "
+            "compare contents with"
         )
         return
     rate = report.bytes / report.seconds if report.seconds else 0.0
     typer.echo(
-        f"{shown(report.path)} is whole: {report.files} files, {human_bytes(report.bytes)} "
+        f"{shown(report.path)} is whole: {files}, {human_bytes(report.bytes)} "
         f"({report.bytes} bytes) read in {report.seconds:.2f} s, {human_bytes(int(rate))}/s"
     )
 

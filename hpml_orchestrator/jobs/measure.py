@@ -6,11 +6,13 @@ import dataclasses
 import errno
 import os
 import stat
+import time
 import zipfile
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.stage_target import NodeRoom, choose_target
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.staging.request import PACK_INDEX, SUFFIXES
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import ResolvedJob, Stage
@@ -22,9 +24,8 @@ AUTO = "auto: "
 
 _MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
-_COMPRESSED = tuple(
-    ".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .tzst .lz4 .squashfs .sqfs .sqsh".split()
-)
+_ANY_BYTES = 1 << 62
+_COMPRESSED = tuple(".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .zstd .tzst .lz4".split())
 
 
 def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob:
@@ -77,13 +78,18 @@ def chosen_targets(resolved: ResolvedJob) -> dict[str, str]:
 
 def _size(stage: Stage, index: int) -> str:
     if is_compressed(stage):
-        raise InputError(
-            "must be given for a compressed archive that is unpacked into RAM",
-            field=f"stage.{index}.size",
-            hint=f"`size: 40G`, or whatever {stage.source} holds",
-        )
+        raise _must_be_given(stage, index)
     try:
-        size = _unzipped_bytes(stage) if _is_zip(stage) else tree_bytes(stage.source)
+        size = _measured_bytes(stage, index)
+    except InputError:
+        raise
+    except HpmlError as error:  # a damaged archive, one that holds what is refused
+        raise InputError(
+            f"{error}",
+            field=f"stage.{index}.source",
+            value=stage.source,
+            hint=error.hint or "the job could not stage it either",
+        ) from error
     except OSError as error:
         raise InputError(
             f"cannot be read: {error.strerror or error}",
@@ -96,13 +102,53 @@ def _size(stage: Stage, index: int) -> str:
 
 def is_compressed(stage: Stage) -> bool:
     """Tell whether only reading all of an archive would tell what it holds."""
-    if stage.kind in ("file", "zip"):
-        return False
-    return stage.kind == "squashfs" or stage.source.lower().endswith(_COMPRESSED)
+    kind = _kind_by_name(stage)
+    return kind == "squashfs" or (kind == "tar" and stage.source.lower().endswith(_COMPRESSED))
 
 
-def _is_zip(stage: Stage) -> bool:
-    return stage.kind == "zip" or (stage.kind == "auto" and stage.source.lower().endswith(".zip"))
+def _kind_by_name(stage: Stage) -> str:
+    """Return what a source is by its kind, else by the suffixes that staging goes by."""
+    if stage.kind != "auto" or os.path.isdir(stage.source):
+        return stage.kind
+    name = stage.source.lower()
+    return next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
+
+
+def _must_be_given(stage: Stage, index: int) -> InputError:
+    return InputError(
+        "must be given for a compressed archive that is unpacked into RAM",
+        field=f"stage.{index}.size",
+        hint=f"`size: 40G`, or whatever {stage.source} holds",
+    )
+
+
+def _measured_bytes(stage: Stage, index: int) -> int:
+    """Return what an entry takes in RAM once staged: of archives, what they hold.
+
+    Raises:
+        HpmlError: an archive or pack is damaged or holds what is refused; or only reading all of
+            it would tell.
+        OSError: it cannot be read.
+    """
+    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - few jobs need them
+    from hpml_orchestrator.staging.packsource import PackSource  # noqa: PLC0415
+    from hpml_orchestrator.staging.tarplain import TarSource  # noqa: PLC0415
+
+    kind = _kind_by_name(stage)
+    if kind == "zip":
+        return _unzipped_bytes(stage)
+    retry = Retry(time.sleep, lambda: False)
+    if kind == "tar":
+        archive = TarSource(
+            stage.source, retry, most_bytes=_ANY_BYTES, outside_links=stage.outside_links
+        )
+        if archive.ordered:
+            raise _must_be_given(stage, index)
+        return archive.plan().need(_PAGE_BYTES).bytes
+    if kind in ("auto", "pack") and os.path.isfile(f"{stage.source}/{PACK_INDEX}"):
+        pack = PackSource(stage.source, retry, outside_links=stage.outside_links)
+        return pack.plan().need(_PAGE_BYTES).bytes
+    return tree_bytes(stage.source)
 
 
 def _unzipped_bytes(stage: Stage) -> int:

@@ -5,6 +5,7 @@
         .lease                    shared flock: in use
         .{name}.lock              one stager for this name at a time
         .{name}.manifest          what was published
+        .{name}.damaged           `hpml stage verify` found that it is not that any more
         .{name}.partial-*         a copy that is being made, or was when its stager died
         {name}/                   the data, or a link to ../.cache/{key}/data
 
@@ -97,6 +98,14 @@ class StagingArea:
         if self._lease >= 0:
             unlock(self._lease)
             self._lease = -1
+
+    def is_empty(self) -> bool:
+        """Say whether nothing is published here, and no copy is being made."""
+        try:
+            names = os.listdir(self.job_dir)
+        except OSError:
+            return True
+        return all(name.startswith(".") and ".partial-" not in name for name in names)
 
     def cleanup(self) -> bool:
         """Remove the job directory, and the root when it is empty then.

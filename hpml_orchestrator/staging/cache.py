@@ -5,6 +5,7 @@
         .lease                 shared flock: in use; its modification time: last used
         .data.lock             one stager at a time
         .data.manifest    what was published
+        .data.damaged     `hpml stage verify` found that it is not that any more
         .data.partial-*        a copy that is being made, or was when its stager died
         data/
 

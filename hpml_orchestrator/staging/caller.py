@@ -12,7 +12,8 @@ __all__ = ["calling_process"]
 
 _SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
 _WRAPPERS = frozenset(
-    "chrt env ionice nice nohup numactl setsid stdbuf strace sudo taskset time timeout".split()
+    "chrt doas env find flock ionice nice nohup numactl runuser setsid stdbuf strace su sudo "
+    "taskset time timeout xargs".split()
 )
 _PARENT_AFTER_NAME = 1  # field 4 of /proc/<pid>/stat, counted after "pid (name)"
 

@@ -27,6 +27,7 @@ __all__ = [
 
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
+_FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
 _INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
 
@@ -76,7 +77,7 @@ def room_at(
     """
     figures = statvfs(path)
     free = figures.f_bavail * figures.f_frsize
-    limit = f"free space of the file system at {path}"
+    limit = f"{_FREE_SPACE} of the file system at {path}"
     kind = file_system_type(path, proc_root=proc_root)
     in_memory = kind in MEMORY_TYPES
     if in_memory and figures.f_blocks == 0:
@@ -143,7 +144,7 @@ def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
             f"needs {least}{human_bytes(need.bytes)} ({need.bytes} bytes) in {where}, available "
             f"{human_bytes(room.bytes)} ({room.bytes} bytes; {room.limit})"
         )
-        if room.in_memory:
+        if room.in_memory and not room.limit.startswith(_FREE_SPACE):
             more = human_bytes(need.bytes - room.bytes)
             hints.append(f"ask for at least {more} more memory (--mem), or use target: local")
         else:

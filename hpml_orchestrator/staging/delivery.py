@@ -15,7 +15,13 @@ from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import check_room
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path, tree_digest
+from hpml_orchestrator.staging.manifest import (
+    Listing,
+    Manifest,
+    damage_path,
+    manifest_path,
+    tree_digest,
+)
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import StagingStopped
 
@@ -136,6 +142,8 @@ class Delivery:
             manifest = self._manifest(plan, copied)
             manifest.write(manifest_path(f"{directory}/{name}"))
             self.retry.check_stop()
+            with contextlib.suppress(FileNotFoundError):  # told of what lay there before
+                os.unlink(damage_path(f"{directory}/{name}"))
             os.rename(partial, f"{directory}/{name}")
             fsync_dir(directory)
             progress.finish()

@@ -41,6 +41,7 @@ __all__ = [
     "Listing",
     "Manifest",
     "content_digest",
+    "damage_path",
     "is_whole",
     "manifest_path",
     "measure",
@@ -292,6 +293,12 @@ def manifest_path(data: str) -> str:
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
 
 
+def damage_path(data: str) -> str:
+    """Return the file whose presence says that published data was found to be damaged."""
+    data = os.path.realpath(data)
+    return f"{os.path.dirname(data)}/.{os.path.basename(data)}.damaged"
+
+
 def published_head(data: str) -> dict[str, Any]:
     """Read only the first line of a published manifest, whatever its length; {} without one."""
     try:
@@ -310,8 +317,10 @@ def published_manifest(data: str) -> Manifest | None:
 def is_whole(directory: str, manifest: Manifest) -> bool:
     """Say whether published data has the files that its manifest tells, by name and size.
 
-    Contents are not read: see `verify_tree`.
+    Contents are not read: see `verify_tree`. Where somebody read them and found damage, it is not.
     """
+    if os.path.lexists(damage_path(directory)):
+        return False
     listing = manifest.listing
     sizes = dict(zip(listing.files, listing.sizes))
     sizes.update([(name, sizes[first]) for name, first in listing.hard_links])

@@ -119,10 +119,12 @@ class CopyStager:
             if supply is not None:
                 stack.push(functools.partial(_ended, supply))
             self._retry.check_stop()
+            there = self._unopened(request.target)
+            self._look(there.place.check_base, request)
+            self._look(lambda: _check_apart(request, there), request)
             area = self.area(request.target)
             cache = self._keeper.cache(area)
             room = self._look(lambda: cache.most_room(self._room(area.job_dir)), request)
-            self._look(lambda: _check_apart(request, area), request)
             if supply is None:
                 supply = self._look(lambda: self._local(request, room), request)
                 stack.push(functools.partial(_ended, supply))
@@ -211,11 +213,16 @@ class CopyStager:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
         base = self._bases.resolve(target)
         if base not in self._areas:
-            area = StagingArea(base, self._job_key, uid=self._uid, owner_pid=self._owner_pid)
+            area = self._unopened(target)
             self._open(area)
             self._areas[base] = area
             area.remove_stale()
         return self._areas[base]
+
+    def _unopened(self, target: str) -> StagingArea:
+        """Return the area of a target without making anything there."""
+        base = self._bases.resolve(target)
+        return StagingArea(base, self._job_key, uid=self._uid, owner_pid=self._owner_pid)
 
     def _open(self, area: StagingArea) -> None:
         """Open an area, also where kept data takes the very last block."""
@@ -231,9 +238,12 @@ class CopyStager:
             area.open()
 
     def leave(self) -> None:
-        """Go without removing anything: it stays while the owner lives."""
+        """Go without removing data: it stays while the owner lives; an empty area does not."""
         self._keeper.release()
         for area in self._areas.values():
+            with contextlib.suppress(HpmlError):  # what led here is the error to tell
+                if area.is_empty():
+                    area.cleanup()
             area.close()
         self._areas.clear()
 
@@ -262,9 +272,12 @@ class CopyStager:
             manifest = published_manifest(path) if os.path.lexists(path) else None
             if manifest is not None and not _is_same_data(manifest, request, kind):
                 raise InputError(
-                    f"this job staged {shown(manifest.source)} ({manifest.kind}) by that name",
+                    f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that "
+                    "name",
                     field="name",
                     value=request.name,
+                    hint="give it another name (--name); `hpml stage clean --mine` removes what "
+                    "this shell staged",
                 )
             if manifest is not None and self._is_outdated(manifest, delivery):
                 manifest = None

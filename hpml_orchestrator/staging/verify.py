@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -12,7 +13,12 @@ from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import PATHS_TOLD, shown, why
 from hpml_orchestrator.staging.hashing import hashing_named
-from hpml_orchestrator.staging.manifest import content_digest, published_manifest, verify_tree
+from hpml_orchestrator.staging.manifest import (
+    content_digest,
+    damage_path,
+    published_manifest,
+    verify_tree,
+)
 from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
@@ -66,6 +72,8 @@ def verify(
 ) -> Report:
     """Compare published data, or what a job's link leads to, with its manifest.
 
+    What is damaged is marked, so that nobody is given it again and `clean` may remove it.
+
     Args:
         path: of the data.
         workers: processes that read; one for each CPU, at most 16, when left out.
@@ -98,8 +106,19 @@ def verify(
         report.bytes = sum(listing.sizes[number] for number in numbers)
         count = workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
         _compare(path, listing, numbers, how, count, report, should_stop)
+    _mark(path, damaged=report.count > 0)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _mark(path: str, *, damaged: bool) -> None:
+    """Leave beside data what a comparison found; where that cannot be written, nothing is left."""
+    mark = damage_path(path)
+    with contextlib.suppress(OSError):
+        if not damaged:
+            os.unlink(mark)
+        elif os.stat(os.path.dirname(mark)).st_uid == os.geteuid():  # else root's, in another's
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
 def _compare(

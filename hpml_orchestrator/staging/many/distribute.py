@@ -18,7 +18,7 @@ from hpml_orchestrator.staging.many.model import Rates, choose
 from hpml_orchestrator.staging.many.notices import Notices
 from hpml_orchestrator.staging.many.partition import PartitionSource
 from hpml_orchestrator.staging.many.pulse import Pulse
-from hpml_orchestrator.staging.many.sbcast import Broadcast, has_sbcast
+from hpml_orchestrator.staging.many.sbcast import Broadcast, has_sbcast, is_one_file
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
@@ -142,7 +142,7 @@ def _open(request: StageRequest, retry: Retry, room: Room) -> Source:
 
 def _checked(request: StageRequest, method: str, nodes: int) -> str:
     """Return the method that was asked for, if it can be had."""
-    one_file = method == "sbcast" and kind_of(request) != "tree"
+    one_file = method == "sbcast" and is_one_file(kind_of(request))
     return choose(
         size=0, files=0, nodes=nodes, wanted=method, one_file=one_file, has_sbcast=has_sbcast()
     ).method
@@ -159,14 +159,14 @@ def _decide(
     """Look at the source, choose a way, and let the other nodes know."""
     try:
         plan = source.plan()
-        packed = kind_of(request) != "tree"
+        kind = kind_of(request)
         choice = choose(
             size=_source_bytes(request, plan),
-            files=1 if packed else len(plan.files),
+            files=len(plan.files) if kind == "tree" else 1,
             nodes=nodes,
             rates=rates,
-            one_file=packed,
-            archive=packed and source.kind != "file",
+            one_file=is_one_file(kind),
+            archive=source.kind not in {"file", "tree"},
             has_sbcast=has_sbcast(),
         )
     except BaseException as error:

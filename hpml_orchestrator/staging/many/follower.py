@@ -174,7 +174,7 @@ class Follower:
         if self._how is None:
             raise StagingError(
                 f"this node cannot hash with {name}, as the first node does",
-                hint="install xxhash for this node's interpreter, or stage with method shared",
+                hint="install xxhash for this node's interpreter, or use distribution: shared",
             )
 
     def _receive(

@@ -156,7 +156,7 @@ class Member:
                     f"{place.called(which)} did not come within {place.join_seconds:.0f} s"
                     f"{f' ({trouble})' if trouble else ''}",
                     hint="if the nodes cannot reach one another, name the interfaces that can in "
-                    "the site profile, or stage with method shared",
+                    "the site profile, or use distribution: shared",
                 )
 
     @property

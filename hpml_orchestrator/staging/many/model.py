@@ -164,7 +164,7 @@ def choose(
     can_sbcast = one_file and has_sbcast
     if wanted == "sbcast" and not can_sbcast:
         why = "sends one file" if not one_file else "is not here, or this is no job of Slurm's"
-        hint = "pack the tree into one archive, or use chain" if not one_file else "use chain"
+        hint = "make a tar archive of it, or use chain" if not one_file else "use chain"
         raise InputError(f"sbcast {why}", field="distribution", value=wanted, hint=hint)
     known = rates or Rates()
     possible = [one for one in METHODS if one != "sbcast" or can_sbcast]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["Broadcast", "has_sbcast"]
+__all__ = ["Broadcast", "has_sbcast", "is_one_file"]
 
 _POLL_SECONDS = 0.1
 _SAID_CHARS = 500
@@ -52,6 +52,15 @@ def has_sbcast(environment: dict[str, str] | None = None) -> bool:
     """Say whether this is a job of Slurm's, and the command is there."""
     env = os.environ if environment is None else environment
     return bool(env.get("SLURM_JOB_ID")) and shutil.which("sbcast") is not None
+
+
+def is_one_file(kind: str) -> bool:
+    """Say whether a source of a kind is one file, as sbcast wants; a pack is a directory.
+
+    >>> [kind for kind in ("file", "tar", "tree", "pack") if is_one_file(kind)]
+    ['file', 'tar']
+    """
+    return kind not in {"tree", "pack"}
 
 
 class Broadcast:
@@ -91,10 +100,10 @@ class Broadcast:
         self._supply: Supply | None = None
         self._plan: Plan | None = None
         self.kind = kind_of(request)
-        if self.kind == "tree":
+        if not is_one_file(self.kind):
             raise StagingError(
                 f"sbcast sends one file, and {shown(request.source)} is a directory",
-                hint="pack it into one archive (hpml pack, tar), or use distribution: chain",
+                hint="make a tar archive of it, or use distribution: chain",
             )
 
     def plan(self) -> Plan:

@@ -110,7 +110,7 @@ def _named(name: str) -> Hashing:
     if found is None:
         raise StagingError(
             f"this node cannot hash with {name}, which the first node does",
-            hint="install xxhash for the interpreter of this node, or stage with method shared",
+            hint="install xxhash for the interpreter of this node, or use distribution: shared",
         )
     return found
 

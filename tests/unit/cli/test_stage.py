@@ -240,6 +240,7 @@ def test_names_of_any_bytes(node: Node, tmp_path: Path) -> None:
         (["{tree}", "--print", "path", "--json"], 2, "--json: cannot be given together", ""),
         (["{tree}", "--epochs", "0"], 2, "--epochs: must be a whole number, 1 or more", ""),
         (["{tree}", "--to", "shm", "--epochs", "3"], 2, "--epochs: cannot be given together", ""),
+        (["{tree}", "--to", "shm", "--local-dir", "/tmp"], 2, "--local-dir: cannot be given", ""),
         (["{tree}", "--processes", "0"], 2, "--processes: must be a whole number, 1 or more", ""),
         (["{tree}", "--opens-per-second", "-1"], 2, "--opens-per-second: must be a number", ""),
         (["{tree}", "--frob"], 2, "--frob: hpml stage has no such option", ""),
@@ -280,6 +281,24 @@ def test_a_shared_file_system_is_no_target(
     assert why["shm"] == f"{node.ram} lies on lustre, which nodes share"
 
 
+def test_a_refused_target_is_left_as_it_was(node: Node, tree: Path) -> None:
+    """A target in the source: not even an empty directory of hpml's is made in the data."""
+    told = node.stage(str(tree), "--to", f"{tree}/0")
+    assert (told.code, told.out) == (2, "")
+    assert "lie in one another" in told.err
+    assert not list(tree.rglob("hpml-*"))
+
+
+def test_a_command_that_fails_leaves_nothing_at_all(node: Node, tree: Path) -> None:
+    """Not even hpml's own directories, unless something of this shell's lies there."""
+    os.mkfifo(tree / "fifo")
+    assert node.stage(str(tree), "--to", "shm").code == 8
+    assert os.listdir(node.ram) == []
+    assert node.stage(f"{tree}/0", "--to", "shm", "--name", "part").code == 0
+    assert node.stage(str(tree), "--to", "shm").code == 8
+    assert [one["name"] for one in node.stage("ls", "--json").json()] == ["part"]
+
+
 @pytest.mark.parametrize("words", [["{}"], ["x", "--to", "{}"], ["x", "--name", "{}"]])
 def test_absurd_words_are_cut(node: Node, words: list[str]) -> None:
     """A word of 100,000 characters is an error that fits a page."""
@@ -294,6 +313,9 @@ def test_a_fault_in_the_second_leaves_the_first(node: Node, tree: Path, tmp_path
     assert told.code == 3
     assert told.out.startswith("staged tree: 50 files")
     assert node.left() != []
+    told = node.stage(str(tree), str(tmp_path / "none"), "--to", "shm", "--json")
+    assert told.code == 3
+    assert [one["name"] for one in told.json()] == ["tree"], "programs are told what stays, too"
 
 
 def test_special_files_are_refused_by_name(node: Node, tree: Path) -> None:

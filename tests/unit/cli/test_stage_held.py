@@ -112,7 +112,9 @@ def test_without_digests_names_and_sizes_are_compared(node: Node, tree: Path) ->
     """And the command says that this is all."""
     path = node.stage(str(tree), "--to", "shm", "--no-hash", "--print", "path").out.strip()
     told = node.stage("verify", path)
-    assert told.out.startswith(f"{path}: 30 files have their names and sizes; there are no digests")
+    assert told.out.startswith(
+        f"{path}: names and sizes of 30 files are right; there are no digests"
+    )
     next(Path(path).glob("*/*.bin")).unlink()
     assert node.stage("verify", path).code == 8
 
@@ -170,3 +172,74 @@ def test_keeping_comes_too_late(node: Node, tree: Path) -> None:
     told = node.stage(str(tree), "--to", "shm", "--keep")
     assert told.code == 0
     assert "this shell had staged it without --keep" in told.err
+
+
+def test_damaged_data_are_brought_anew_or_cleaned(node: Node, tree: Path) -> None:
+    """What `verify` found stays found, also for kept data that only one bit tells from whole."""
+    path = script(node, str(tree), "--to", "shm", "--keep", "--print", "path")
+    (kept,) = [one["path"] for one in node.stage("ls", "--json").json()]
+    file = next(Path(kept).glob("*/*.bin"))
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    assert path != kept
+    told = node.stage("verify", kept)
+    assert told.code == 8
+    assert "stage it again" in told.err
+    assert [one["state"] for one in node.stage("ls", "--json").json()] == ["damaged"]
+    (again,) = node.stage(str(tree), "--to", "shm", "--keep", "--json").json()
+    assert again["reused"] is False
+    assert node.stage("verify", again["path"]).code == 0
+    assert file.read_bytes() == data
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    assert node.stage("verify", kept).code == 8
+    assert node.stage("clean").out.count("removed") == 0, "this shell uses it"
+    assert node.stage("clean", "--mine").out.startswith("removed ")
+    assert os.listdir(node.ram) == []
+
+
+def test_directories_are_said_as_for_to(node: Node, tree: Path) -> None:
+    """The words shm and local too; what is not there, or is the data itself, is refused."""
+    path = node.stage(str(tree), "--to", "shm", "--print", "path").out.strip()
+    assert [one["path"] for one in node.stage("ls", "shm", "--json").json()] == [path]
+    assert node.stage("ls", "local", "--json").json() == []
+    for wrong in (str(tree / "none"), ""):
+        told = node.stage("clean", wrong)
+        assert (told.code, told.out) == (3, "")
+        assert "no such directory" in told.err
+    told = node.stage("clean", "--mine", path)
+    assert (told.code, told.out) == (2, "")
+    assert str(node.ram) in told.err
+    assert "--mine" in told.err
+    assert os.path.isdir(path)
+
+
+def test_the_last_command_of_a_shell_cleans_too(node: Node, tree: Path) -> None:
+    """`bash -c` lets its last command take its place: what the shell staged is this process's."""
+    hpml = f"{HPML} {' '.join(node.first)} stage"
+    done = subprocess.run(
+        ["bash", "-c", f"{hpml} {tree} --to shm --print path; {hpml} clean --mine"],
+        env=node.shell.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    path, cleaned = done.stdout.splitlines()
+    assert cleaned.startswith(f"removed {path} of {tree}")
+    assert os.listdir(node.ram) == []
+
+
+@pytest.mark.parametrize("words", ["tree --to shm", "/tmp --to shm", "ls", "verify x", "bench"])
+def test_a_current_directory_that_is_gone_is_told(node: Node, words: str) -> None:
+    """One line says so: no path below it leads anywhere."""
+    gone = node.root / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["bash", "-c", f"rmdir {gone}; {HPML} {' '.join(node.first)} stage {words}"],
+        env=node.shell.environment(),
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "the current directory is not there any more" in done.stderr

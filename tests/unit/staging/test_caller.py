@@ -37,9 +37,10 @@ eval "$ME" | cat
 eval "timeout 50 $ME"
 eval "env X=1 nice $ME"
 echo $(eval "timeout 50 nice $ME"; true)
+eval "xargs $ME" </dev/null
 """
     pid, *found = asked(script, shell)
-    assert found == [pid] * 7
+    assert found == [pid] * 8
 
 
 def test_another_script_is_another_owner() -> None:

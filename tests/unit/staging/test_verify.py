@@ -13,8 +13,10 @@ from hpml_orchestrator.staging import (
     CopyStager,
     EngineOptions,
     StageRequest,
+    StagingArea,
     StagingStopped,
 )
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.verify import verify
 
 
@@ -120,3 +122,28 @@ def test_comparing_can_be_stopped(staged: Path) -> None:
     """A told stop ends it."""
     with pytest.raises(StagingStopped):
         verify(str(staged), should_stop=lambda: True)
+
+
+def test_what_is_damaged_is_not_handed_out_again(staged: Path, base: Path, source: Path) -> None:
+    """A bit that size and time do not show: the next job gets new data, and they are whole."""
+    flip_a_bit(staged / "one.bin")
+    assert verify(str(staged)).count
+    StagingArea(str(base), "1.0").cleanup()  # while a job uses it, it stays that job's
+    job = CopyStager("2.0", bases=Bases(shm=str(base)), job_id="")
+    found = job.stage(StageRequest("data", str(source), target="shm", keep=True))
+    job.leave()
+    assert not found.reused
+    assert verify(found.path).count == 0
+    job = CopyStager("3.0", bases=Bases(shm=str(base)), job_id="")
+    assert job.stage(StageRequest("data", str(source), target="shm", keep=True)).reused
+    job.leave()
+
+
+def test_what_was_mended_counts_again(staged: Path) -> None:
+    """A comparison that finds no fault takes back what an earlier one said."""
+    flip_a_bit(staged / "one.bin")
+    assert verify(str(staged)).count
+    assert not is_whole(str(staged), published_manifest(str(staged)) or pytest.fail("no manifest"))
+    flip_a_bit(staged / "one.bin")
+    assert not verify(str(staged)).count
+    assert is_whole(str(staged), published_manifest(str(staged)) or pytest.fail("no manifest"))

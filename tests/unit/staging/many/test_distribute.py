@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpml_orchestrator.packing.pack import PackRequest, pack
 from tests.unit.staging.many.nodes import until
 
 if TYPE_CHECKING:
@@ -117,7 +118,30 @@ def test_a_tree_is_not_broadcast(job: Callable[..., Nodes], tree: Path) -> None:
     nodes.start()
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [2, 2]
-    assert "pack the tree" in ends[0]["hint"]
+    assert "make a tar archive" in ends[0]["hint"]
+
+
+def test_a_pack_is_a_directory_and_not_broadcast(
+    job: Callable[..., Nodes], root: Path, sbcast: Callable[[str], None]
+) -> None:
+    """Asked for, it is refused before anything; `auto` does not choose it, however it pays."""
+    sbcast("well")
+    (root / "small").mkdir()
+    for number in range(10):
+        (root / "small" / f"{number}").write_bytes(b"x" * 10_000)
+    pack(PackRequest(str(root / "small"), str(root / "pack")))
+    for method in ("sbcast", "auto"):
+        nodes = job(root / "pack", 2, method=method, before=ONE_PATH)
+        nodes.attempt = method
+        nodes.start(rates={"shared_rate": 1e4, "link_rate": 1e5})
+        ends = nodes.ends()
+        if method == "sbcast":
+            assert [end["status"] for end in ends] == [2, 2], ends
+            assert "sbcast sends one file" in ends[0]["error"]
+        else:
+            assert [end["status"] for end in ends] == [0, 0], ends
+            assert {end["method"] for end in ends} == {"unpack"}
+            assert "sbcast" not in ends[0]["tell"]
 
 
 def test_a_file_is_broadcast(
