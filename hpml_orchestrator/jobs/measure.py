@@ -6,11 +6,17 @@ import dataclasses
 import errno
 import os
 import stat
+import tarfile
+import time
 import zipfile
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.stage_target import NodeRoom, choose_target
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.packindex import TREE_FILE, read_index
+from hpml_orchestrator.staging.request import PACK_INDEX, SUFFIXES, TAR_SUFFIXES
+from hpml_orchestrator.staging.tarplain import TarSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import ResolvedJob, Stage
@@ -22,9 +28,8 @@ AUTO = "auto: "
 
 _MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
-_COMPRESSED = tuple(
-    ".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .tzst .lz4 .squashfs .sqfs .sqsh".split()
-)
+_ANY_BYTES = 1 << 62
+_COMPRESSED = tuple(one for one in TAR_SUFFIXES if one != ".tar")
 
 
 def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob:
@@ -76,14 +81,15 @@ def chosen_targets(resolved: ResolvedJob) -> dict[str, str]:
 
 
 def _size(stage: Stage, index: int) -> str:
+    unknown = InputError(
+        "must be given for a compressed archive that is unpacked into RAM",
+        field=f"stage.{index}.size",
+        hint=f"`size: 40G`, or whatever {stage.source} holds",
+    )
     if is_compressed(stage):
-        raise InputError(
-            "must be given for a compressed archive that is unpacked into RAM",
-            field=f"stage.{index}.size",
-            hint=f"`size: 40G`, or whatever {stage.source} holds",
-        )
+        raise unknown
     try:
-        size = _unzipped_bytes(stage) if _is_zip(stage) else tree_bytes(stage.source)
+        size = _bytes_in_ram(stage)
     except OSError as error:
         raise InputError(
             f"cannot be read: {error.strerror or error}",
@@ -91,18 +97,72 @@ def _size(stage: Stage, index: int) -> str:
             value=error.filename or stage.source,
             hint="or give `size`, and the source is not looked at before the job runs",
         ) from error
+    if size is None:
+        raise unknown
     return f"{max(1, -(-size // _MEBIBYTE))}M"
 
 
 def is_compressed(stage: Stage) -> bool:
     """Tell whether only reading all of an archive would tell what it holds."""
-    if stage.kind in ("file", "zip"):
-        return False
-    return stage.kind == "squashfs" or stage.source.lower().endswith(_COMPRESSED)
+    name = stage.source.lower()
+    kind: str = stage.kind
+    if kind == "auto":
+        kind = next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
+        if kind != "file" and os.path.isdir(stage.source):
+            return False
+    return kind == "squashfs" or (kind == "tar" and name.endswith(_COMPRESSED))
 
 
-def _is_zip(stage: Stage) -> bool:
-    return stage.kind == "zip" or (stage.kind == "auto" and stage.source.lower().endswith(".zip"))
+def _is_archive(stage: Stage, kind: str) -> bool:
+    named = stage.source.lower().endswith(f".{kind}") and not os.path.isdir(stage.source)
+    return stage.kind == kind or (stage.kind == "auto" and named)
+
+
+def _bytes_in_ram(stage: Stage) -> int | None:
+    """Return what an entry takes in RAM; None for a compressed archive.
+
+    Raises:
+        OSError: the source cannot be read.
+    """
+    if _is_pack(stage):
+        return _unpacked_bytes(stage)
+    if _is_archive(stage, "zip"):
+        return _unzipped_bytes(stage)
+    return _untarred_bytes(stage) if _is_archive(stage, "tar") else tree_bytes(stage.source)
+
+
+def _untarred_bytes(stage: Stage) -> int | None:
+    """Return what the members of a plain tar archive take in RAM, by their headers.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        source = TarSource(stage.source, Retry(time.sleep, lambda: False), most_bytes=_ANY_BYTES)
+        return None if source.ordered else source.plan().need(_PAGE_BYTES).bytes
+    except HpmlError as error:
+        raise OSError(errno.EBADMSG, str(error), stage.source) from error
+
+
+def _is_pack(stage: Stage) -> bool:
+    if stage.kind == "auto":
+        return os.path.isfile(os.path.join(stage.source, PACK_INDEX))
+    return stage.kind == "pack"
+
+
+def _unpacked_bytes(stage: Stage) -> int:
+    """Return what the tree of a pack takes in RAM, by its index.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        files = sum(map(_pages, read_index(stage.source).files().sizes))
+        with tarfile.open(os.path.join(stage.source, TREE_FILE)) as archive:
+            others = sum(1 for _ in archive)  # directories and links, a page each
+    except (HpmlError, tarfile.TarError) as error:
+        raise OSError(errno.EBADMSG, str(error), stage.source) from error
+    return files + (others + 1) * _PAGE_BYTES
 
 
 def _unzipped_bytes(stage: Stage) -> int:

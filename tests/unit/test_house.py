@@ -37,6 +37,7 @@ ARROWS: dict[str, set[str]] = {
         "diagnosis",
         "topology",
         "placement",
+        "staging",
     },
     "convert": {"spec", "scheduler"},
     "sweeps": {"jobs", "batch", "scheduler", "records", "diagnosis"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hpml_orchestrator.batch.render import memory_mebibytes
 from hpml_orchestrator.batch.stage_target import NodeRoom
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobs.measure import chosen_targets, measured, tree_bytes
+from hpml_orchestrator.packing.pack import PackRequest, pack
 from hpml_orchestrator.spec import ResolvedJob, load_job
 
 PAGE = 4096
@@ -97,13 +99,54 @@ def test_a_zip_archive_is_measured_by_its_directory(tmp_path: Path) -> None:
         measured(resolved(tmp_path, [entry]))
 
 
+@pytest.mark.parametrize("kind", ["auto", "pack"])
+def test_a_pack_is_measured_as_the_tree_that_it_becomes(tmp_path: Path, kind: str) -> None:
+    """By its index: small files take a page each in RAM, which they do not in the pack."""
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    for number in range(600):
+        (tree / "sub" / f"{number}").write_bytes(b"x")
+    pack(PackRequest(str(tree), str(tmp_path / "packed"), workers=1))
+    entry = {"name": "a", "source": "packed", "target": "shm", "kind": kind}
+    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "3M"
+    as_it_is = {**entry, "kind": "tree"}
+    assert measured(resolved(tmp_path, [as_it_is])).job.stage[0].size == "1M"
+    index = tmp_path / "packed" / "pack.index"
+    index.write_bytes(index.read_bytes()[:-1])
+    with pytest.raises(InputError, match="stage.0.source: cannot be read"):
+        measured(resolved(tmp_path, [entry]))
+
+
+def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
+    """Small members take a page each in RAM; a compressed one is known by its contents, too."""
+    (tmp_path / "one").write_bytes(b"x")
+    for mode in ("w", "w:gz"):
+        with tarfile.open(tmp_path / f"{mode[2:]}d.tar", mode) as archive:
+            for number in range(600):
+                archive.add(tmp_path / "one", str(number))
+    entry = {"name": "a", "source": "d.tar", "target": "shm"}
+    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "3M"
+    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}])).job.stage[0].size == "2M"
+    with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
+        measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
+
+
+def test_a_compressed_file_that_is_no_archive_is_measured(tmp_path: Path) -> None:
+    """It is copied as it is, so its size is known; so is that of a directory of such a name."""
+    (tmp_path / "words.txt.gz").write_bytes(b"x" * 5000)
+    (tmp_path / "d.tgz").mkdir()
+    for source in ("words.txt.gz", "d.tgz"):
+        entry = {"name": "a", "source": source, "target": "shm"}
+        assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "1M"
+
+
 def test_without_memory_nothing_is_looked_at(tmp_path: Path) -> None:
     """A source that is not here, or not yet, is no matter then."""
     before = resolved(tmp_path, [{"name": "a", "source": "/none", "target": "shm"}], memory=None)
     assert measured(before) is before
 
 
-@pytest.mark.parametrize("name", ["d.tar.gz", "d.tgz", "d.tar.xz", "d.tar.bz2"])
+@pytest.mark.parametrize("name", ["d.tar.gz", "d.tgz", "d.tar.xz", "d.tar.bz2", "d.sfs"])
 def test_the_size_of_a_compressed_archive_has_to_be_said(tmp_path: Path, name: str) -> None:
     """What it unpacks to cannot be seen; kept as a file it can."""
     (tmp_path / name).write_bytes(b"x")

@@ -45,6 +45,13 @@ def test_the_least_number_of_epochs_that_saves_more_than_staging_took(
         assert epochs == 1 or (epochs - 1) * saved <= stage * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("method", ["chain", "sbcast"])
+def test_data_that_other_nodes_passed_on_tell_nothing_of_the_source(method: str) -> None:
+    """What a node of a chain waits for is the network, and the other nodes."""
+    passed = dataclasses.replace(RESULT, method=method)
+    assert payback_of(passed, sample=lambda _: Sample(500, 5, 0.5)) is None
+
+
 def test_both_times_are_of_the_whole_node() -> None:
     """4 workers that read 16 s together are 4 s of a node; a sample counts for all bytes."""
     found = payback_of(RESULT, sample=lambda path: Sample(500, 5, 0.5 if path == "/d" else 0))
