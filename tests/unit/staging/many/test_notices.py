@@ -32,11 +32,3 @@ def test_a_node_can_post_while_others_take_their_notices_away(root: Path) -> Non
     finally:
         done.set()
         thread.join()
-
-
-def test_a_secret_is_the_users_alone(root: Path) -> None:
-    """So is the directory."""
-    notices = Notices(str(root), "a", should_stop=lambda: False)
-    notices.post("secret", beat=1)
-    assert (root / "chain").stat().st_mode & 0o777 == 0o700
-    assert (root / "chain" / "a.secret").stat().st_mode & 0o777 == 0o600
