@@ -174,6 +174,20 @@ def test_a_node_that_is_busy_with_other_data_is_waited_for(
     assert len({end["digest"] for end in ends}) == 1
 
 
+def test_nodes_with_one_directory_do_not_wait_for_each_other(
+    job: Callable[..., Nodes], tree: Path
+) -> None:
+    """A shared file system that looks like a node's own: one has the lock, the other says so."""
+    nodes = job(tree, 2, base=str(tree.parent / "base0"))
+    soon = "import hpml_orchestrator.staging.stager as S\nS._BUSY_SECONDS = 0.5\n"
+    nodes.start(before=soon)
+    ends = nodes.ends(0, 1, seconds=30)
+    told = [end["error"] for end in ends]
+    assert any("another process of this job stages data in" in one for one in told), ends
+    assert all(end["status"] == 8 for end in ends)
+    assert_nothing_is_there(nodes)
+
+
 def test_a_node_that_takes_long_to_make_links_does_not_hang(
     job: Callable[..., Nodes], root: Path
 ) -> None:
