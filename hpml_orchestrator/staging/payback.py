@@ -111,7 +111,9 @@ def payback_of(
         read = sample_read(result.path, readers=workers, seconds=seconds)
     if not read.bytes or not read.seconds:
         return None
-    remote = result.read_seconds / workers
+    # of workers that were at work on average: threads come only as the source makes them wait
+    busy = (result.read_seconds + result.write_seconds) / result.seconds if result.seconds else 1.0
+    remote = result.read_seconds / min(workers, max(1.0, busy))
     local = result.bytes * read.seconds / read.bytes
     return Payback(result.seconds, remote, local, break_even(result.seconds, remote, local))
 

@@ -26,6 +26,7 @@ RESULT = StageResult(
     method="copy",
     reused=False,
     read_seconds=16.0,
+    write_seconds=32.0,
     workers=4,
 )
 
@@ -63,6 +64,10 @@ def test_both_times_are_of_the_whole_node() -> None:
         "epochs": 5,
         "warm": True,
     }
+    late = dataclasses.replace(RESULT, workers=64)  # most came when the end was near
+    found = payback_of(late, sample=lambda _: Sample(500, 5, 0.5))
+    assert found is not None
+    assert found.remote_seconds == 4.0
     slow = payback_of(RESULT, sample=lambda _: Sample(500, 5, 2.0))
     assert slow is not None
     assert slow.epochs is None
