@@ -90,7 +90,7 @@ def check_staging(job: Job, seen: Mapping[str, Seen]) -> list[Finding]:
                         if here.knows_parts is False
                         else f"a program that does not read {variable} misses the rest"
                     ),
-                    hint="`PackedDataset` of training_jobs/hpml_packed.py reads it",
+                    hint="`PartSampler` of training_jobs/hpml_packed.py obeys it",
                 )
             )
         if stage.distribution not in ("auto", "shared") and job.resources.nodes == 1:

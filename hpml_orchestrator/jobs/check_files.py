@@ -120,7 +120,7 @@ def _seen(job: Job, stage: Stage) -> Seen:
             text = stream.read(_SCRIPT_BYTES)
     except OSError:
         return Seen(is_directory)
-    return Seen(is_directory, any(word in text for word in (b"HPML_PART", b"hpml_packed")))
+    return Seen(is_directory, any(word in text for word in (b"HPML_PART", b"PartSampler")))
 
 
 def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:

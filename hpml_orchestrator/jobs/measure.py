@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.stage_target import NodeRoom, choose_target
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.staging.capacity import INODE_BYTES
 from hpml_orchestrator.staging.request import PACK_INDEX, SUFFIXES
 
 if TYPE_CHECKING:
@@ -144,10 +145,10 @@ def _measured_bytes(stage: Stage, index: int) -> int:
         )
         if archive.ordered:
             raise _must_be_given(stage, index)
-        return archive.plan().need(_PAGE_BYTES).bytes
+        return archive.plan().need(_PAGE_BYTES, INODE_BYTES).bytes
     if kind in ("auto", "pack") and os.path.isfile(f"{stage.source}/{PACK_INDEX}"):
         pack = PackSource(stage.source, retry, outside_links=stage.outside_links)
-        return pack.plan().need(_PAGE_BYTES).bytes
+        return pack.plan().need(_PAGE_BYTES, INODE_BYTES).bytes
     return tree_bytes(stage.source)
 
 
@@ -159,27 +160,27 @@ def _unzipped_bytes(stage: Stage) -> int:
     """
     try:
         with zipfile.ZipFile(stage.source) as archive:
-            return _PAGE_BYTES + sum(_pages(max(1, one.file_size)) for one in archive.infolist())
+            return _in_ram(1) + sum(_in_ram(max(1, one.file_size)) for one in archive.infolist())
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise OSError(errno.EBADMSG, f"is no zip archive ({error})", stage.source) from error
 
 
 def tree_bytes(path: str) -> int:
-    """Return the bytes that a file or tree takes in RAM: each file rounded up to whole pages."""
+    """Return the bytes that a file or tree takes in RAM: whole pages, and the kernel's own."""
     info = os.stat(path)
     if not stat.S_ISDIR(info.st_mode):
-        return _pages(info.st_size)
-    total = _PAGE_BYTES
+        return _in_ram(info.st_size)
+    total = _in_ram(1)
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 total += tree_bytes(entry.path)
             elif entry.is_symlink():
-                total += _PAGE_BYTES
+                total += _in_ram(1)
             else:
-                total += _pages(entry.stat(follow_symlinks=False).st_size)
+                total += _in_ram(entry.stat(follow_symlinks=False).st_size)
     return total
 
 
-def _pages(size: int) -> int:
-    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+def _in_ram(size: int) -> int:
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES + INODE_BYTES

@@ -32,7 +32,7 @@ class Staged:
         kept: on how many it stays for later jobs.
         private: why later jobs cannot find it, where that is so.
         evicted: sources of what had to go to make room for it.
-        digests: of names, sizes and contents, each once; more than one means that nodes differ.
+        digests: of names, sizes and contents, each once.
         payback: of the node on which staging pays last: times of one epoch and of staging in
             seconds, and `epochs` after which it has paid, None for never; empty where no node
             could tell.
@@ -75,7 +75,7 @@ def staged_lines(entries: Sequence[Staged]) -> list[str]:
     lines = []
     for one in entries:
         lines.append(f"{one.name}: {_where(one)}, {_how(one)}{_fate(one)}")
-        if len(one.digests) > 1:
+        if _differ(one):
             lines.append(f"{one.name}: the nodes do NOT have the same data, by their digests")
         sentence = payback_text(one)
         if sentence:
@@ -106,6 +106,16 @@ def payback_text(one: Staged) -> str:
     if saved > 0:
         return f"{after} of {one.epochs}, and saves {_seconds(saved)}: {times}"
     return f"{after}, but the job reads it {one.epochs} time{'s' * (one.epochs != 1)}: {times}"
+
+
+def _differ(one: Staged) -> bool:
+    """Say whether nodes that should have the same have not.
+
+    Parts of a partition differ, and so do digests that were made with different functions, as
+    nodes with and without xxhash do.
+    """
+    functions = [digest.partition(":")[0] for digest in one.digests]
+    return "partition" not in one.methods and len(set(functions)) < len(functions)
 
 
 def _joined(name: str, here: Sequence[Mapping[str, Any]]) -> Staged:

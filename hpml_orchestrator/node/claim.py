@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import time
@@ -113,6 +114,8 @@ def finish(attempt: str, code: str, reason: str = "") -> int:
     words = reason or ("completed" if status == 0 else "failed")
     if not reason and (failed or status == BindingError.exit_code):
         status, words = BindingError.exit_code, "binding"
+    # The agents are gone, also those that were killed: what they told each other is of no use.
+    shutil.rmtree(directory / "chain", ignore_errors=True)
     now = time.time()
     write_json(
         directory / "ended.json", {"exit_code": status, "reason": words, "time": round(now, 6)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["NodeStaging", "Progress", "figures_of", "parts_of"]
 
 TOLD_EVERY_SECONDS = 10.0
+COME_SECONDS = 300.0
+"""How long nodes wait for one another before the first entry, which all begin at once. Before a
+later one they wait for as long as the job: what one node has already, or reads fast, another may
+still be busy with; and the job ends when an agent does."""
 _NAP_SECONDS = 0.2
 
 
@@ -114,6 +119,7 @@ class NodeStaging:
             job_key=job_key(self.environment),
             should_stop=self.is_ending,
             on_progress=self._on_progress,
+            checks_source=True,  # an attempt that was killed may have left older or other data
         )
 
     def stage_all(self) -> list[dict[str, Any]]:
@@ -183,6 +189,7 @@ class NodeStaging:
                 interfaces=self.asked.interfaces,
                 names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                 tell=self.say,
+                come_seconds=COME_SECONDS if entry is self.asked.entries[0] else math.inf,
             )
         except OSError as error:
             raise StagingError(

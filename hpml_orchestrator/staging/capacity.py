@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "INODE_BYTES",
     "Need",
     "Room",
     "check_room",
@@ -29,7 +30,7 @@ MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
-_INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
+INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def room_at(
         inodes=figures.f_favail if figures.f_files else None,
         block_bytes=figures.f_frsize or 4096,
         in_memory=in_memory,
-        inode_bytes=_INODE_BYTES if by_memory else 0,
+        inode_bytes=INODE_BYTES if by_memory else 0,
     )
 
 

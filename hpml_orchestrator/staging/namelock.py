@@ -45,6 +45,7 @@ class NameLock:
         sleep: waits.
         on_wait: told the holder's progress about once a second.
         waits: while another process holds it; else entering raises BusyError.
+        most_seconds: to wait before BusyError; None for no limit.
 
     Attributes:
         holders_reason: why the stager that this one waited for failed; "" when it did not fail,
@@ -59,13 +60,14 @@ class NameLock:
         *,
         on_wait: OnProgress | None = None,
         waits: bool = True,
+        most_seconds: float | None = None,
     ) -> None:
         self.holders_reason = ""
         self._path = path
         self._retry = retry
         self._sleep = sleep
         self._on_wait = on_wait
-        self._waits = waits
+        self._most = 0.0 if not waits else most_seconds
         self._fd = -1
 
     def __enter__(self) -> Self:
@@ -76,7 +78,7 @@ class NameLock:
         try:
             waited = 0
             while not try_lock(self._fd, exclusive=True):
-                if not self._waits:
+                if self._most is not None and waited * _POLL_SECONDS >= self._most:
                     raise BusyError
                 waited += 1
                 self._retry.check_stop()

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
+from hpml_orchestrator.staging.delivery import COLLECTIVE
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -90,14 +91,17 @@ def payback_of(
 ) -> Optional[Payback]:  # noqa: UP045
     """Return whether staging pays; None where this node did not read the source itself.
 
-    Data that were there already, or that another node passed on, tell nothing of the source.
+    Data that were there already, or that another node passed on, tell nothing of the source; nor
+    does the first node of a chain, which reads no faster than the others take.
 
     Args:
         result: of one entry.
         sample: reads some of what lies at a path; `sample_read` with the result's workers when
             left out.
     """
-    if result.reused or not result.bytes or result.read_seconds <= 0:
+    if result.reused or result.method in COLLECTIVE:
+        return None
+    if not result.bytes or result.read_seconds <= 0:
         return None
     workers = max(1, result.workers)
     if sample is not None:
@@ -107,7 +111,9 @@ def payback_of(
         read = sample_read(result.path, readers=workers, seconds=seconds)
     if not read.bytes or not read.seconds:
         return None
-    remote = result.read_seconds / workers
+    # of workers that were at work on average: threads come only as the source makes them wait
+    busy = (result.read_seconds + result.write_seconds) / result.seconds if result.seconds else 1.0
+    remote = result.read_seconds / min(workers, max(1.0, busy))
     local = result.bytes * read.seconds / read.bytes
     return Payback(result.seconds, remote, local, break_even(result.seconds, remote, local))
 

@@ -18,7 +18,7 @@ from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.keeping import Keeper
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
-from hpml_orchestrator.staging.namelock import NameLock
+from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.private import private_reason
 from hpml_orchestrator.staging.request import (
     Bases,
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["CopyStager"]
 
 T = TypeVar("T")
+_BUSY_SECONDS = 10.0
+"""How long a node that others wait for waits for a process of its own job, such as an agent of an
+earlier attempt: where nodes have one directory, each would wait for the other."""
 
 
 def _never() -> bool:
@@ -163,12 +166,22 @@ class CopyStager:
     def _deliver(self, delivery: Delivery, area: StagingArea, *, keeps: bool) -> Manifest:
         """Let the job's name lead to the data, and tell all who wait what came of it."""
         request = delivery.request
-        with NameLock(
-            f"{area.job_dir}/.{request.name}.lock",
-            self._retry,
-            self._sleep,
-            on_wait=self._on_progress,
-        ) as lock:
+        with contextlib.ExitStack() as stack:
+            lock = NameLock(
+                f"{area.job_dir}/.{request.name}.lock",
+                self._retry,
+                self._sleep,
+                on_wait=self._on_progress,
+                most_seconds=_BUSY_SECONDS if delivery.is_collective else None,
+            )
+            try:
+                stack.enter_context(lock)
+            except BusyError as error:
+                raise StagingError(
+                    f"another process of this job stages {request.name} in {shown(area.job_dir)}, "
+                    "maybe on another node",
+                    hint="the target must be a directory of each node's own",
+                ) from error
             try:
                 if delivery.is_collective:
                     delivery.plan()

@@ -54,5 +54,6 @@ def make_links(plan: Plan, dir_fd: int, retry: Retry) -> None:
         times = (link.mtime_ns, link.mtime_ns)
         os.utime(link.path, ns=times, dir_fd=dir_fd, follow_symlinks=False)
     for entry in reversed([plan.top, *plan.directories]):
+        retry.check_stop()
         times = (entry.mtime_ns, entry.mtime_ns)
         os.utime(entry.path or ".", ns=times, dir_fd=dir_fd, follow_symlinks=False)

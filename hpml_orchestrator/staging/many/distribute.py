@@ -56,6 +56,7 @@ def supply_for(
     names: Sequence[str] = (),
     timeout: float = 30.0,
     join_seconds: float = 300.0,
+    come_seconds: float = 300.0,
     tell: Callable[[str], object] = _print,
     room: Callable[[str], Room] = room_at,
 ) -> Supply:
@@ -76,7 +77,8 @@ def supply_for(
         interfaces: network interfaces between nodes, the best first.
         names: of all nodes in order, where they are known; for errors.
         timeout: seconds after which a silent node counts as lost.
-        join_seconds: how long nodes wait for one another to come.
+        join_seconds: within how long a neighbour that has come must be reached.
+        come_seconds: how long nodes wait for one another to come.
         tell: prints one sentence; called on the first node.
         room: measures the room in a directory.
 
@@ -96,6 +98,7 @@ def supply_for(
         towards=names[0] if names and node_index else "",
         timeout=timeout,
         join_seconds=join_seconds,
+        come_seconds=come_seconds,
     )
     found = options or EngineOptions()
     retry = Retry(time.sleep, should_stop)

@@ -62,6 +62,7 @@ class Follower:
         self._missing = 0
         self._figures = [0.0, 0, 0]  # seconds of writing, bytes, files
         self._is_over = False
+        self._tick_at = 0.0
 
     @property
     def kind(self) -> str:
@@ -190,7 +191,7 @@ class Follower:
         else:
             return Copied()
         if fd >= 0:
-            make_links(plan, fd, retry)
+            make_links(plan, fd, retry.stopped_by(self._beat))
         digests = self._digests(plan, self._how)
         self._agree(tree_digest(Listing.of(plan, digests), self._how))
         seconds = time.perf_counter() - begin
@@ -216,6 +217,18 @@ class Follower:
             if link is not None:
                 link.watch()
         return self._said[GO] == b"\1"
+
+    def _beat(self) -> bool:
+        """Say whether to stop; on the way, tell and hear signs of life.
+
+        Raises:
+            StagingError: another node failed.
+        """
+        now = self._member.notices.clock()
+        if now >= self._tick_at:
+            self._tick_at = now + _POLL_SECONDS
+            self._note(self._member.tick())
+        return self._member.notices.should_stop()
 
     def _tell_up(self, kind: int, payload: bytes) -> None:
         assert self._member.up is not None  # noqa: S101 - joined

@@ -139,10 +139,9 @@ class Link:
         messages = self._parse()
         if messages:
             self._heard_at = now
-            return [one for one in messages if one[0] != BEAT]
-        if self._closed:
+        elif self._closed:
             raise BrokenLinkError(f"{self.peer} was lost: {self._closed}")
-        if self.watched and now - self._heard_at > self._timeout:
+        elif self.watched and now - self._heard_at > self._timeout:
             raise BrokenLinkError(f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s")
         if now - self._beat_at >= self._timeout / _BEATS_PER_TIMEOUT:
             self._beat_at = now
@@ -151,7 +150,7 @@ class Link:
                     self.send(BEAT)
         with contextlib.suppress(BrokenLinkError):
             self._flush()
-        return []
+        return [one for one in messages if one[0] != BEAT]
 
     def close(self) -> None:
         """Close; what was sent still arrives, if the neighbour takes it within a second."""

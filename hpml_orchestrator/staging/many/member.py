@@ -31,7 +31,7 @@ from hpml_orchestrator.staging.many.link import FAIL, NAME, BrokenLinkError, Lin
 from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.staging.many.notices import Notices
 
@@ -39,6 +39,7 @@ __all__ = ["ChainPlace", "Member", "PeerFailedError"]
 
 _POLL_SECONDS = 0.05
 _CALL_EVERY_SECONDS = 0.2
+_CALL_SLOWER, _CALL_SLOWEST_SECONDS = 1.1, 2.0
 _CALL_SECONDS = 10.0
 _GRACE_SECONDS = 2.0
 
@@ -59,7 +60,8 @@ class ChainPlace:
         interfaces: network interfaces to use, the best first.
         towards: another node's name, for choosing the address.
         timeout: seconds of silence after which a neighbour counts as hung.
-        join_seconds: how long nodes wait for one another to come.
+        join_seconds: within how long a neighbour that has come must be reached.
+        come_seconds: how long nodes wait for one another to come.
     """
 
     index: int
@@ -70,6 +72,7 @@ class ChainPlace:
     towards: str = ""
     timeout: float = 30.0
     join_seconds: float = 300.0
+    come_seconds: float = 300.0
 
     def called(self, index: int) -> str:
         """Return what to call a node before it said its name."""
@@ -125,7 +128,7 @@ class Member:
             self.notices.post("secret", secret=self.secret.hex())
         else:
             first = place.called(0)
-            told = self.notices.wait("secret", place.join_seconds, f"{first} did not begin")
+            told = self.notices.wait("secret", place.come_seconds, f"{first} did not begin")
             if "error" in told:
                 raise PeerFailedError(str(told["error"]), hint=str(told.get("hint", "")))
             self.secret = bytes.fromhex(str(told["secret"]))
@@ -134,30 +137,55 @@ class Member:
             self.notices.post(
                 str(place.index), node=place.node, address=address, port=self.door.port
             )
-        self._meet(self.notices.clock() + place.join_seconds)
+        self._meet()
 
-    def _meet(self, end: float) -> None:
-        place, clock = self.place, self.notices.clock
-        call_at = 0.0
+    def _meet(self) -> None:
+        clock = self.notices.clock
+        began = call_at = clock()
+        pause = _CALL_EVERY_SECONDS
+        here: dict[int, float] = {}
         trouble = ""
-        while self._is_missing_up or self._is_missing_down:
+        while self._missing():
             if self.notices.should_stop():
                 raise StagingStopped
-            if self.down is None and not self.is_last and clock() >= call_at:
-                call_at = clock() + _CALL_EVERY_SECONDS
+            if clock() >= call_at:
+                here.update((one, clock()) for one in self._missing() if self._comes(one, here))
                 trouble = self._try_to_call() or trouble
+                # all nodes look into one directory: the longer it lasts, the less often
+                pause = min(_CALL_SLOWEST_SECONDS, pause * _CALL_SLOWER)
+                call_at = clock() + pause
             for caller in self.door.poll(_POLL_SECONDS) if self.door else ():
                 self._take(caller)
             if self.door is None:
                 time.sleep(_POLL_SECONDS)
-            if clock() > end:
-                which = place.index - 1 if self._is_missing_up else place.index + 1
-                raise StagingError(
-                    f"{place.called(which)} did not come within {place.join_seconds:.0f} s"
-                    f"{f' ({trouble})' if trouble else ''}",
-                    hint="if the nodes cannot reach one another, name the interfaces that can in "
-                    "the site profile, or use distribution: shared",
-                )
+            for one in self._missing():
+                self._check_patience(one, began, here.get(one), trouble)
+
+    def _missing(self) -> list[int]:
+        """Return the numbers of the neighbours that are not connected."""
+        index = self.place.index
+        up = [index - 1] if self._is_missing_up else []
+        return up + ([index + 1] if self._is_missing_down else [])
+
+    def _comes(self, index: int, here: Mapping[int, float]) -> bool:
+        """Say whether a neighbour that was not here before has begun to look for its own."""
+        return index not in here and (index == 0 or self.notices.read(str(index)) is not None)
+
+    def _check_patience(self, index: int, began: float, came: float | None, trouble: str) -> None:
+        """Give up a neighbour that does not come, or that came and cannot be reached.
+
+        Raises:
+            StagingError: it is time.
+        """
+        place = self.place
+        patience = place.come_seconds if came is None else place.join_seconds
+        if self.notices.clock() - (began if came is None else came) > patience:
+            raise StagingError(
+                f"{place.called(index)} did not come within {patience:.0f} s"
+                f"{f' ({trouble})' if trouble else ''}",
+                hint="if the nodes cannot reach one another, name the interfaces that can in "
+                "the site profile, or use distribution: shared",
+            )
 
     @property
     def _is_missing_up(self) -> bool:
@@ -176,6 +204,8 @@ class Member:
 
     def _try_to_call(self) -> str:
         """Connect to the node behind once it has said where it is; returns what went wrong."""
+        if not self._is_missing_down:
+            return ""
         index = self.place.index
         card = self.notices.read(str(index + 1))
         if card is None:

@@ -91,12 +91,10 @@ class Notices:
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def remove(self, *whats: str) -> None:
-        """Take records away, and the directory with the last of them."""
+        """Take records away; not the directory, where another node may be about to post one."""
         for what in whats:
             with contextlib.suppress(OSError):
                 os.unlink(self._path(what))
-        with contextlib.suppress(OSError):
-            os.rmdir(self.directory)
 
     def _path(self, what: str) -> str:
         return os.path.join(self.directory, f"{self._name}.{what}")

@@ -45,7 +45,7 @@ class Pulse:
             StagingStopped: should_stop said so.
         """
         notices, place = self._notices, self._place
-        patience, since = place.join_seconds, notices.clock()
+        patience, since = place.come_seconds, notices.clock()
         seen: dict[str, Any] | None = None
         pause = _FIRST_PAUSE_SECONDS
         while True:

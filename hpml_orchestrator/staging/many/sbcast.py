@@ -308,7 +308,8 @@ class Broadcast:
                 hint="install xxhash for this node's interpreter, or use distribution: shared",
             )
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        fd = self._retry(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+        follow = os.O_NOFOLLOW if path == self._copy else 0  # the source may be a link
+        fd = self._retry(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow))
         try:
             pieces = range(max(1, -(-os.fstat(fd).st_size // PIECE_BYTES)))
             made = FileHash(how, PIECE_BYTES, pieces, b"")

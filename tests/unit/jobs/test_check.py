@@ -129,7 +129,9 @@ def test_a_program_that_reads_parts_is_known_by_its_text(tmp_path: Path) -> None
     script.write_text("import torch\n")
     assert "does not read HPML_PART_D" in found(script=str(script))[0]
     assert "misses the rest" in found(command=["train"])[0]
-    script.write_text("from hpml_packed import PackedDataset\n")
+    script.write_text("from hpml_packed import PackedDataset\n")  # which takes what is there
+    assert "does not read HPML_PART_D" in found(script=str(script))[0]
+    script.write_text("from hpml_packed import PackedDataset, PartSampler\n")
     assert found(script=str(script)) == []
 
 

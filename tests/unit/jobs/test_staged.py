@@ -72,6 +72,10 @@ def test_nodes_that_differ_are_told() -> None:
     assert "NOT have the same data" in lines(ready(ENTRY), ready(other, node="n2"))[1]
     without = {**ENTRY, "digest": ""}
     assert len(lines(ready(ENTRY), ready(without))) == 1
+    other_function = {**ENTRY, "digest": "blake2b_128:ff"}
+    assert len(lines(ready(ENTRY), ready(other_function, node="n2"))) == 1
+    first, second = ({**one, "method": "partition"} for one in (ENTRY, other))
+    assert len(lines(ready(first), ready(second, node="n2"))) == 1
 
 
 def test_whether_it_paid_is_one_sentence() -> None:

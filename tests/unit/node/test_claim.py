@@ -153,9 +153,12 @@ def test_outside_a_job_there_is_nothing_to_claim(node: Node) -> None:
     [("0", "", "completed"), ("3", "", "failed"), ("143", "terminated", "terminated")],
 )
 def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) -> None:
-    """Exit status and reason stand in the record and in the event."""
+    """Exit status and reason stand in the record and in the event; secrets go with the job."""
     node.claim("17")
+    (node.attempt / "chain").mkdir()
+    (node.attempt / "chain" / "data.secret").write_text("of an agent that was killed")
     assert node.call("finish", str(node.attempt), code, reason) == (0, "", "")
+    assert not (node.attempt / "chain").exists()
     (attempt,) = node.store.run(node.run_directory.name).attempts()
     assert attempt.ended is not None
     assert (attempt.ended["exit_code"], attempt.ended["reason"]) == (int(code), told)

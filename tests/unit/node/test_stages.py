@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hpml_orchestrator.node.stages import NodeStaging, Progress, figures_of, par
 from hpml_orchestrator.records import events
 from hpml_orchestrator.staging import StageRequest, StageResult, StagingStopped
 from hpml_orchestrator.staging.manners import array_delay
+from hpml_orchestrator.staging.many import distribute
 from hpml_orchestrator.staging.payback import Payback
 
 MIB = 1 << 20
@@ -93,6 +96,48 @@ def test_what_came_of_an_entry(tmp_path: Path) -> None:
     json.dumps([first, second])
     one.stager.cleanup()
     assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_requeued_job_does_not_take_what_a_killed_attempt_left(tmp_path: Path) -> None:
+    """A node may have another number than before, and the source may have changed."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    for name in "abcd":
+        (source / name).write_text(name)
+    words = f"--stage d tree {source} {target}".split()
+    part = [*words, "--distribution", "partition"]
+    found = []
+    for index in ("0", "1", "1"):
+        one = staging(tmp_path, *part, SLURM_NODEID=index, SLURM_NNODES="2")
+        (told,) = one.stage_all()
+        found.append((sorted(os.listdir(told["path"])), told["reused"]))
+    assert found == [(["a", "c"], False), (["b", "d"], False), (["b", "d"], True)]
+    (source / "b").write_text("other")
+    one = staging(tmp_path, *words)
+    (told,) = one.stage_all()
+    assert (Path(told["path"]) / "b").read_text() == "other"
+    assert (told["files"], told["reused"]) == (4, False)
+
+
+def test_nodes_wait_for_those_that_are_busy_with_an_earlier_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not longer than a few minutes at the beginning, which all have at one time."""
+    (tmp_path / "target").mkdir()
+    where = f"tree {tmp_path}/source {tmp_path}/target"
+    words = f"--stage a {where} --stage b {where}"
+    one = staging(tmp_path, *words.split(), SLURM_NODEID="1", SLURM_NNODES="2")
+    seen: list[float] = []
+    monkeypatch.setattr(
+        distribute, "supply_for", lambda *_, **more: seen.append(more["come_seconds"])
+    )
+    monkeypatch.setattr(
+        one.stager, "stage", lambda *_: StageResult("a", "/", 1, 1, 1.0, "chain", True)
+    )
+    one.stage_all()
+    assert seen == [300.0, math.inf]
+    one.stager.cleanup()
 
 
 def test_figures_leave_out_what_is_empty() -> None:

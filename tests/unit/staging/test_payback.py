@@ -26,6 +26,7 @@ RESULT = StageResult(
     method="copy",
     reused=False,
     read_seconds=16.0,
+    write_seconds=32.0,
     workers=4,
 )
 
@@ -45,6 +46,13 @@ def test_the_least_number_of_epochs_that_saves_more_than_staging_took(
         assert epochs == 1 or (epochs - 1) * saved <= stage * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("method", ["chain", "sbcast"])
+def test_data_that_other_nodes_passed_on_tell_nothing_of_the_source(method: str) -> None:
+    """What a node of a chain waits for is the network, and the other nodes."""
+    passed = dataclasses.replace(RESULT, method=method)
+    assert payback_of(passed, sample=lambda _: Sample(500, 5, 0.5)) is None
+
+
 def test_both_times_are_of_the_whole_node() -> None:
     """4 workers that read 16 s together are 4 s of a node; a sample counts for all bytes."""
     found = payback_of(RESULT, sample=lambda path: Sample(500, 5, 0.5 if path == "/d" else 0))
@@ -56,6 +64,10 @@ def test_both_times_are_of_the_whole_node() -> None:
         "epochs": 5,
         "warm": True,
     }
+    late = dataclasses.replace(RESULT, workers=64)  # most came when the end was near
+    found = payback_of(late, sample=lambda _: Sample(500, 5, 0.5))
+    assert found is not None
+    assert found.remote_seconds == 4.0
     slow = payback_of(RESULT, sample=lambda _: Sample(500, 5, 2.0))
     assert slow is not None
     assert slow.epochs is None

@@ -40,7 +40,9 @@ try:
         request, told["method"], node_index=told["index"], nodes=told["nodes"],
         attempt=told["attempt"], place=stager.area("shm").job_dir, node=f"n{told['index']}",
         should_stop=lambda: bool(stop), timeout=told["timeout"], room=room,
-        join_seconds=told["join_seconds"], options=EngineOptions(**told["options"]),
+        join_seconds=told["join_seconds"],
+        come_seconds=told.get("come_seconds", told["join_seconds"]),
+        options=EngineOptions(**told["options"]),
         rates=Rates(**told["rates"]), interfaces=told["interfaces"],
         tell=lambda line: print(json.dumps({"tell": line}), flush=True),
     )

@@ -181,4 +181,4 @@ def test_the_notices_are_for_the_user_alone(job: Callable[..., Nodes], tree: Pat
     assert stat.S_IMODE(chain.stat().st_mode) == 0o700
     nodes.start(1)
     assert [end["status"] for end in nodes.ends()] == [0, 0]
-    assert not chain.exists()
+    assert list(chain.iterdir()) == []

@@ -160,6 +160,53 @@ def test_a_node_that_never_comes(job: Callable[..., Nodes], tree: Path) -> None:
     assert_nothing_is_there(nodes, 0, 1, 3)
 
 
+def test_a_node_that_is_busy_with_other_data_is_waited_for(
+    job: Callable[..., Nodes], tree: Path
+) -> None:
+    """Nodes that have come are reached soon; one that has not yet come may take its time."""
+    nodes = job(tree, 4, join_seconds=2.0, come_seconds=60.0)
+    nodes.start(0, 1, 3)
+    with pytest.raises(subprocess.TimeoutExpired):
+        nodes.started[0].wait(4)
+    nodes.start(2)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0] * 4, ends
+    assert len({end["digest"] for end in ends}) == 1
+
+
+def test_nodes_with_one_directory_do_not_wait_for_each_other(
+    job: Callable[..., Nodes], tree: Path
+) -> None:
+    """A shared file system that looks like a node's own: one has the lock, the other says so."""
+    nodes = job(tree, 2, base=str(tree.parent / "base0"))
+    soon = "import hpml_orchestrator.staging.stager as S\nS._BUSY_SECONDS = 0.5\n"
+    nodes.start(before=soon)
+    ends = nodes.ends(0, 1, seconds=30)
+    told = [end["error"] for end in ends]
+    assert any("another process of this job stages data in" in one for one in told), ends
+    assert all(end["status"] == 8 for end in ends)
+    assert_nothing_is_there(nodes)
+
+
+def test_a_node_that_takes_long_to_make_links_does_not_hang(
+    job: Callable[..., Nodes], root: Path
+) -> None:
+    """It shows signs of life also after the last byte; those before and behind it wait."""
+    top = root / "links"
+    top.mkdir()
+    (top / "file").write_bytes(b"x")
+    for number in range(40):
+        (top / str(number)).symlink_to("file")
+    slow = (
+        "real = os.symlink\ndef link(*a, **b):\n    import time; time.sleep(0.1); real(*a, **b)\n"
+    )
+    nodes = job(top, 3, timeout=1.0)
+    nodes.start(1, before=slow + "os.symlink = link\n")
+    nodes.start(0, 2)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0, 0, 0], ends
+
+
 def test_one_node_without_room_ends_all_before_a_byte(
     job: Callable[..., Nodes], tree: Path
 ) -> None:

@@ -149,7 +149,10 @@ def test_a_file_is_broadcast(
 ) -> None:
     """To all nodes, with the source's mode and time, and no copy is left."""
     sbcast("well")
-    nodes = job(file, 3, method="sbcast", before=ONE_PATH, umask=0o027)
+    link = file.parent / "link" / file.name
+    link.parent.mkdir()
+    link.symlink_to(file)  # as data often are, on file systems of several volumes
+    nodes = job(link, 3, method="sbcast", before=ONE_PATH, umask=0o027)
     nodes.start()
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [0, 0, 0], ends
