@@ -140,7 +140,7 @@ def _tell_packed(request: PackRequest, *, as_json: bool) -> None:
 
     from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
     from hpml_orchestrator.packing import pack as make_pack  # noqa: PLC0415
-    from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
+    from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
 
     try:
         with Meter("packed") as meter:
@@ -156,7 +156,7 @@ def _tell_packed(request: PackRequest, *, as_json: bool) -> None:
         typer.echo(f"note: {result.note}", err=True)
     kept = f", {result.kept_shards} of them kept" if result.kept_shards else ""
     typer.echo(
-        f"packed {result.files} files, {human_bytes(result.bytes)} ({result.bytes} bytes) in "
+        f"packed {result.files} files, {exact_bytes(result.bytes)} in "
         f"{result.seconds:.2f} s, {human_bytes(int(rate))}/s: {result.shards} archives{kept} in "
         f"{_shown(result.pack)}"
     )
@@ -168,7 +168,7 @@ def _tell_verified(directory: str, workers: int, *, as_json: bool) -> None:
     from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
     from hpml_orchestrator.errors import StagingError  # noqa: PLC0415
     from hpml_orchestrator.packing import verify as check  # noqa: PLC0415
-    from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
+    from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
 
     with Meter("verified") as meter:
         found = check(_given("--verify", directory), workers=workers, on_verify=meter)
@@ -191,7 +191,7 @@ def _tell_verified(directory: str, workers: int, *, as_json: bool) -> None:
         rate = found.bytes / found.seconds if found.seconds else 0.0
         typer.echo(
             f"{_shown(directory)} is whole: {found.files} files in {found.shards} archives, "
-            f"{human_bytes(found.bytes)} ({found.bytes} bytes) read in {found.seconds:.2f} s, "
+            f"{exact_bytes(found.bytes)} read in {found.seconds:.2f} s, "
             f"{human_bytes(int(rate))}/s"
         )
 

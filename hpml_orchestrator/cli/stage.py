@@ -280,7 +280,7 @@ def _outcomes(
 
 def _tell(outcome: Outcome, field: str) -> None:
     from hpml_orchestrator.errors import counted  # noqa: PLC0415
-    from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
+    from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.choose import IN_PLACE  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
@@ -288,7 +288,7 @@ def _tell(outcome: Outcome, field: str) -> None:
     if field:
         typer.echo(_raw(_json(outcome)[field]))
         return
-    size = f"{counted(result.files, 'file')}, {human_bytes(result.bytes)} ({result.bytes} bytes)"
+    size = f"{counted(result.files, 'file')}, {exact_bytes(result.bytes)}"
     if outcome.choice is not None and outcome.choice.target == IN_PLACE:
         done = f"{result.name} stays where it is: {size}"
     elif result.reused:

@@ -284,7 +284,7 @@ def _json(one: Staged) -> dict[str, Any]:
 
 def _tell_whole(report: Report) -> None:
     from hpml_orchestrator.errors import counted  # noqa: PLC0415
-    from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
+    from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
     files = counted(report.files, "file")
@@ -296,8 +296,8 @@ def _tell_whole(report: Report) -> None:
         return
     rate = report.bytes / report.seconds if report.seconds else 0.0
     typer.echo(
-        f"{shown(report.path)} is whole: {files}, {human_bytes(report.bytes)} "
-        f"({report.bytes} bytes) read in {report.seconds:.2f} s, {human_bytes(int(rate))}/s"
+        f"{shown(report.path)} is whole: {files}, {exact_bytes(report.bytes)} "
+        f"read in {report.seconds:.2f} s, {human_bytes(int(rate))}/s"
     )
 
 

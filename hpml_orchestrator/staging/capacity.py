@@ -18,6 +18,7 @@ __all__ = [
     "Need",
     "Room",
     "check_room",
+    "exact_bytes",
     "file_system_type",
     "fits",
     "human_bytes",
@@ -174,6 +175,15 @@ def human_bytes(count: int) -> str:
         if size < _KIBI:
             return f"{size:.1f} {unit}"
     return f"{size / _KIBI:.1f} PiB"
+
+
+def exact_bytes(count: int) -> str:
+    """Return a size in the unit that fits it, and in bytes.
+
+    >>> exact_bytes(1536), exact_bytes(12)
+    ('1.5 KiB (1536 bytes)', '12 bytes')
+    """
+    return f"{human_bytes(count)} ({count} bytes)" if count >= _KIBI else human_bytes(count)
 
 
 def round_up(count: int, block_bytes: int) -> int:
