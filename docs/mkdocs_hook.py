@@ -34,7 +34,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Turn links as they are in the repository into links between pages of the site."""
+    """Turn links as they are in the repository into links between pages of the site.
+
+    Fences lose the file's name behind their language, which the tests of the pages read: the site's
+    Markdown would not take them for fences.
+    """
     here = page.file.src_uri
     source = here if here in OUTSIDE else f"docs/{here}"
 
@@ -46,4 +50,5 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         target = target.removeprefix("docs/")
         return f"]({os.path.relpath(target, posixpath.dirname(here) or '.')}{mark}{anchor})"
 
+    markdown = re.sub(r"^(```[a-z]+) .*$", r"\1", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\(([^)\s]+)\)", moved, markdown)

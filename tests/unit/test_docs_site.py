@@ -54,6 +54,7 @@ def test_the_site_builds_without_a_warning(copy: Path) -> None:
     assert pages <= {path.stem for path in site.glob("*.html")}
     assert 'href="training_jobs/' in (site / "tutorial.html").read_text("utf-8")
     assert not list(site.rglob("*.1"))
+    assert not [page for page in site.rglob("*.html") if "```" in page.read_text("utf-8")]
     menu = (copy / "mkdocs.yml").read_text("utf-8")
     assert pages <= {Path(name).stem for name in re.findall(r": (\S+\.md)$", menu, re.MULTILINE)}
 

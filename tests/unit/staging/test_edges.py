@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -446,18 +447,14 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
 
 def test_everything_that_a_look_tells_is_in_the_key(source: Path) -> None:
     """Links' texts and the top's mode too, whatever times say."""
-    plan = scan_tree(str(source), RETRY)
-    plan.symlinks.append(Symlink("l", "a", 0))
-    plan.hard_links.append(HardLink("h", "one.bin"))
-    first = entry_key(plan, source=str(source), kind="tree")
-    keys = {first}
-    plan.symlinks[0] = Symlink("l", "b", 0)
-    keys.add(entry_key(plan, source=str(source), kind="tree"))
-    plan.hard_links[0] = HardLink("h", "a/two.txt")
-    keys.add(entry_key(plan, source=str(source), kind="tree"))
-    plan.top = plan.top._replace(mode=0o700)
-    keys.add(entry_key(plan, source=str(source), kind="tree"))
-    assert len(keys) == 4
+    scanned = scan_tree(str(source), RETRY)
+    plans = [
+        replace(scanned, symlinks=[Symlink("l", "a", 0)], hard_links=[HardLink("h", "one.bin")])
+    ]
+    plans.append(replace(plans[0], symlinks=[Symlink("l", "b", 0)]))
+    plans.append(replace(plans[0], hard_links=[HardLink("h", "a/two.txt")]))
+    plans.append(replace(plans[0], top=scanned.top._replace(mode=0o700)))
+    assert len({entry_key(plan, source=str(source), kind="tree") for plan in plans}) == 4
 
 
 def test_only_the_link_is_removed(source: Path, tmp_path: Path) -> None:
