@@ -64,7 +64,9 @@ trap hpml_terminate TERM INT HUP
 # whether they do, listens to them, cleans up.
 # SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
 trap '' USR1
-srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+# Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
+env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
+  srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy socket --verify warn &
 hpml_agent=$!

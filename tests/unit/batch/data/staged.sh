@@ -72,7 +72,9 @@ export HPML_STAGE_TEST="$hpml_shm"/hpml-$UID/$hpml_key/test
 export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 # SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
 trap '' USR1
-srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+# Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
+env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
+  srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --opens-per-second 2000 --opens-per-second-per-job 16000 --shared-rate 20480M --metadata-rate 50000 --link-rate 10240M --disk-rate 2048M --array-jitter 60 --array-tasks 8 \

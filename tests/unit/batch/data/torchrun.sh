@@ -71,7 +71,9 @@ hpml_shm=/dev/shm
 export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
 # SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
 trap '' USR1
-srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
+# Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
+env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
+  srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --stage digits auto /data/digits "$hpml_shm" &
