@@ -28,11 +28,9 @@ def rendezvous(attempt: str) -> int:
     directory = Path(attempt)
     nodes = int(os.environ.get("SLURM_NNODES") or 1)
     address = "127.0.0.1" if nodes == 1 else _common_name(directory)
-    key = ":".join(
-        os.environ.get(name, "")
-        for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
-    )
-    for port in candidate_ports(key, ephemeral_range()):
+    # A port is free until its job's ranks have started: two jobs must not begin at the same one.
+    # Job ids do not tell jobs of the local backend apart, which count from 1 in every HPML_HOME.
+    for port in candidate_ports(str(directory.resolve()), ephemeral_range()):
         if _free(port):
             sys.stdout.write(f"{address} {port}\n")
             return 0
@@ -56,7 +54,7 @@ def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     The kernel gives ports of the ephemeral range to anybody's connections; on nodes where it was
     widened over all of these, a port in it that is free now is better than none.
 
-    >>> next(candidate_ports("17::", (32768, 60999))) == next(candidate_ports("17::", (32768, 1)))
+    >>> next(candidate_ports("/r/17", (32768, 60999))) == next(candidate_ports("/r/17", (32768, 1)))
     True
     """
     span = _HIGH - _LOW

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.faults import DamagedSourceError
+from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hpml_orchestrator.staging.hashing import Buffer, Hashing
 
-__all__ = ["FileHash"]
+__all__ = ["FileHash", "hashed"]
 
 
 class FileHash:
@@ -22,6 +23,9 @@ class FileHash:
         piece_bytes: size of a piece; the last one may be smaller.
         slots: where the pieces' digests go, in order.
         wanted: digest that all bytes together shall have; b"" when that is not known.
+
+    Attributes:
+        pieces: digests of the pieces that are complete.
     """
 
     def __init__(self, how: Hashing, piece_bytes: int, slots: Sequence[int], wanted: bytes) -> None:
@@ -29,7 +33,7 @@ class FileHash:
         self._piece_bytes = piece_bytes
         self._slots = slots
         self._wanted = wanted
-        self._pieces: list[bytes] = []
+        self.pieces: list[bytes] = []
         self._now = how.new()
         self._in_piece = 0
         self._whole = how.new() if wanted and len(slots) > 1 else None
@@ -53,7 +57,7 @@ class FileHash:
             view = view[len(part) :]
 
     def _next(self) -> None:
-        self._pieces.append(self._now.digest())
+        self.pieces.append(self._now.digest())
         self._now = self._how.new()
         self._in_piece = 0
 
@@ -64,10 +68,19 @@ class FileHash:
             DamagedSourceError: it is something else.
         """
         self._next()
-        whole = self._whole.digest() if self._whole is not None else self._pieces[0]
+        whole = self._whole.digest() if self._whole is not None else self.pieces[0]
         if self._wanted and whole != self._wanted:
             raise DamagedSourceError
 
     def found(self) -> Iterator[tuple[int, bytes]]:
         """Yield (slot, digest) of the pieces."""
-        return zip(self._slots, self._pieces)
+        return zip(self._slots, self.pieces)
+
+
+def hashed(blocks: Iterable[Buffer], how: Hashing) -> bytes:
+    """Return the digest of a file whose bytes come in order."""
+    made = FileHash(how, PIECE_BYTES, (), b"")
+    for data in blocks:
+        made.update(data)
+    made.end()
+    return file_digest(made.pieces, how)

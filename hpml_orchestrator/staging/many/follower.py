@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest, hashing_named
+from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.many.handshake import DATA
 from hpml_orchestrator.staging.many.landing import Landing, make_large_and_empty, pieces_of
@@ -20,7 +20,7 @@ from hpml_orchestrator.staging.many.link import COMMIT, DONE, END, GO, PLAN, PLA
 from hpml_orchestrator.staging.many.member import Member
 from hpml_orchestrator.staging.many.planwire import PlanReader
 from hpml_orchestrator.staging.many.relay import Relay, RelayPart
-from hpml_orchestrator.staging.many.stream import ChainLostError, chunk_hashing
+from hpml_orchestrator.staging.many.stream import ChainLostError, chunk_hashing, hashing_of_first
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class Follower:
         self._landed: dict[tuple[int, int], bytes] = {}
         self._missing = 0
         self._figures = [0.0, 0, 0]  # seconds of writing, bytes, files
-        self._is_over = False
         self._tick_at = 0.0
 
     @property
@@ -98,7 +97,7 @@ class Follower:
                 copied = self._receive(plan, fd, retry, progress, needed=True)
             finally:
                 os.close(fd)
-        self._is_over = True
+        self._member.is_done = True
         return copied
 
     def reuse(self) -> None:
@@ -112,31 +111,26 @@ class Follower:
         with self._failing():
             retry = Retry(time.sleep, self._member.notices.should_stop)
             self._receive(plan, -1, retry, None, needed=False)
-        self._is_over = True
+        self._member.is_done = True
 
     def fail(self, reason: str, hint: str = "") -> None:
         """Tell the others why this node ends."""
-        self._is_over = True
         self._drop_relays()
         self._member.fail(StagingError(reason, hint=hint))
 
     def close(self) -> None:
         """Leave the chain."""
-        if self._is_over:
-            self._drop_relays()
-            self._member.close()
-        else:
-            self.fail("ended before the data came")
+        self._drop_relays()
+        self._member.leave("ended before the data came")
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._is_over = True
-            self._drop_relays()
-            self._member.fail(error)
-            raise
+        with self._member.failing():
+            try:
+                yield
+            except BaseException:
+                self._drop_relays()
+                raise
 
     def _hear_plan(self) -> Plan:
         reader = PlanReader(self._request.source, outside_links=self._request.outside_links)
@@ -171,12 +165,7 @@ class Follower:
             self._kind, name = str(terms["kind"]), str(terms["hashing"])
         except (ValueError, KeyError, TypeError):
             raise StagingError("the plan that came over the network has no end") from None
-        self._how = hashing_named(name)
-        if self._how is None:
-            raise StagingError(
-                f"this node cannot hash with {name}, as the first node does",
-                hint="install xxhash for this node's interpreter, or use distribution: shared",
-            )
+        self._how = hashing_of_first(name)
 
     def _receive(
         self, plan: Plan, fd: int, retry: Retry, progress: Progress | None, *, needed: bool

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.engine import Copied, copy
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
-from hpml_orchestrator.staging.filehash import FileHash
-from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest, hashing
+from hpml_orchestrator.staging.filehash import hashed
+from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.many.handshake import DATA
 from hpml_orchestrator.staging.many.link import (
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.engine import EngineOptions
     from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.many.link import Link
     from hpml_orchestrator.staging.many.member import Member
     from hpml_orchestrator.staging.plan import Plan
@@ -68,7 +69,6 @@ class Head:
         self._options = options
         self._plan: Plan | None = None
         self._said: dict[int, bytes] = {}
-        self._is_over = False
         self._ticks = threading.Lock()
         self._tick_at = 0.0
         self._pid = os.getpid()
@@ -83,7 +83,7 @@ class Head:
             OSError: the source cannot be read.
         """
         if self._plan is None:
-            with self._failing():
+            with self._member.failing():
                 self._member.join()
                 plan = self._source.plan()
                 for part in plan_parts(plan):
@@ -101,7 +101,7 @@ class Head:
             StagingStopped: should_stop said so.
             OSError: the directory cannot be written.
         """
-        with self._failing():
+        with self._member.failing():
             self._wait_ready()
             self._go(b"\1")
             source = SendingSource(self._source, self._sender)
@@ -124,7 +124,7 @@ class Head:
                 raise
             self._check_directories(plan, retry)
             self._agree(plan, copied.digests)
-        self._is_over = True
+        self._member.is_done = True
         return copied
 
     def reuse(self) -> None:
@@ -135,40 +135,27 @@ class Head:
             StagingStopped: should_stop said so.
         """
         plan = self.plan()
-        with self._failing():
+        with self._member.failing():
             if self._wait_ready():
                 self._go(b"\1")
                 self._agree(plan, self._send_all(plan))
             else:
                 self._go(b"\0")
-        self._is_over = True
+        self._member.is_done = True
 
     def fail(self, reason: str, hint: str = "") -> None:
         """Tell the others why this node ends."""
-        self._is_over = True
         self._member.fail(StagingError(reason, hint=hint))
 
     def close(self) -> None:
         """Leave the chain and close the source."""
         with contextlib.closing(self._source):
-            if self._is_over:
-                self._member.close()
-            else:
-                self.fail("ended before the data was sent")
+            self._member.leave("ended before the data was sent")
 
     @property
     def _down(self) -> Link:
         assert self._member.down is not None  # noqa: S101 - joined
         return self._member.down
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._is_over = True
-            self._member.fail(error)
-            raise
 
     def _note(self) -> None:
         for kind, payload, _ in self._member.tick():
@@ -227,17 +214,16 @@ class Head:
         reader = SendingSource(self._source, self._sender).reader(plan)
         try:
             for number, entry in enumerate(plan.files):
-                pieces = range(max(1, -(-entry.size // PIECE_BYTES)))
-                made = FileHash(how, PIECE_BYTES, pieces, b"")
-                for data in reader.read(number, 0, entry.size):
-                    made.update(data)
-                    if self._beat():
-                        raise StagingStopped
-                made.end()
-                found.append(file_digest([digest for _, digest in made.found()], how))
+                found.append(hashed(self._heeding(reader.read(number, 0, entry.size)), how))
         finally:
             reader.close()
         return found
+
+    def _heeding(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
+        for data in blocks:
+            yield data
+            if self._beat():
+                raise StagingStopped
 
     def _check_directories(self, plan: Plan, retry: Retry) -> None:
         """Look at a tree's directories again: files that came or went show there."""

@@ -28,10 +28,11 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.many.address import own_address
 from hpml_orchestrator.staging.many.handshake import CONTROL, SECRET_BYTES, Caller, Door, call
 from hpml_orchestrator.staging.many.link import FAIL, NAME, BrokenLinkError, Link
+from hpml_orchestrator.staging.many.notices import reason_of
 from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpml_orchestrator.staging.many.notices import Notices
 
@@ -81,7 +82,11 @@ class ChainPlace:
 
 @dataclass
 class Member:
-    """A node in the chain."""
+    """A node in the chain.
+
+    Attributes:
+        is_done: whether all went well, so that nobody needs to be told when this node leaves.
+    """
 
     notices: Notices
     place: ChainPlace
@@ -91,6 +96,7 @@ class Member:
     up: Optional[Link] = None  # noqa: UP045
     down: Optional[Link] = None  # noqa: UP045
     next_at: tuple[str, int] = ("", 0)
+    is_done: bool = False
     _reason: dict[str, str] = field(default_factory=dict)
     _closed: bool = False
 
@@ -281,17 +287,23 @@ class Member:
             return error
         return lost
 
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Tell the neighbours of any error in the block, and leave the chain."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def fail(self, error: BaseException) -> None:
         """Tell the neighbours why this node ends, and leave the chain."""
         if self._closed:
             return
         if not isinstance(error, PeerFailedError):
-            message = str(error) or type(error).__name__
-            if isinstance(error, StagingStopped):
-                message = "was told to stop"
             told = {
                 "node": self.place.node,
-                "message": message,
+                "message": reason_of(error),
                 "hint": str(getattr(error, "hint", "")),
             }
             for link in (self.up, self.down):
@@ -299,6 +311,13 @@ class Member:
                     with contextlib.suppress(BrokenLinkError):
                         link.send(FAIL, json.dumps(told).encode())
         self.close()
+
+    def leave(self, unless_done: str) -> None:
+        """Leave the chain; before all was done, the neighbours are told what did not happen."""
+        if self.is_done:
+            self.close()
+        else:
+            self.fail(StagingError(unless_done))
 
     def close(self) -> None:
         """Leave the chain and take away what was posted."""

@@ -18,10 +18,17 @@ from hpml_orchestrator.staging.request import StagingStopped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Notices"]
+__all__ = ["Notices", "reason_of"]
 
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a node ends, as the others are told."""
+    if isinstance(error, StagingStopped):
+        return "was told to stop"
+    return str(error) or type(error).__name__
 
 
 class Notices:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.staging.plan import Plan
+from hpml_orchestrator.staging.request import PACK_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.source import Reader, Source
 
 __all__ = ["PartitionSource", "part_numbers", "part_of"]
-
-_PACK_INDEX = "pack.index"
 
 
 def part_numbers(names: list[str], part: int, parts: int) -> list[int]:
@@ -83,7 +82,7 @@ class PartitionSource:
         """
         plan = self._whole = self._source.plan()
         names = [entry.path for entry in plan.files]
-        if self.kind == "file" or _PACK_INDEX in names:
+        if self.kind == "file" or PACK_INDEX in names:
             what = "this is one file" if self.kind == "file" else "a pack is read as a whole"
             raise InputError(
                 f"partition divides trees and archives that are unpacked, but {what}",

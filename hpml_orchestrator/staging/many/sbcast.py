@@ -22,9 +22,11 @@ from hpml_orchestrator.errors import HpmlError, StagingError
 from hpml_orchestrator.staging.capacity import Need, check_room
 from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry, shown, why
-from hpml_orchestrator.staging.filehash import FileHash
-from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest, hashing, hashing_named
+from hpml_orchestrator.staging.filehash import hashed
+from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.many.notices import reason_of
 from hpml_orchestrator.staging.many.pulse import Pulse
+from hpml_orchestrator.staging.many.stream import hashing_of_first
 from hpml_orchestrator.staging.plan import Entry, Plan
 from hpml_orchestrator.staging.request import StagingStopped, kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
@@ -32,7 +34,7 @@ from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.engine import EngineOptions
@@ -210,9 +212,8 @@ class Broadcast:
 
     def _refuse(self, error: BaseException) -> None:
         """Let all others end with this reason, whatever they wait for."""
-        message = "was told to stop" if isinstance(error, StagingStopped) else str(error)
         told = {
-            "error": f"{self._place.node}: {message or type(error).__name__}",
+            "error": f"{self._place.node}: {reason_of(error)}",
             "hint": getattr(error, "hint", ""),
         }
         with contextlib.suppress(HpmlError):
@@ -237,9 +238,8 @@ class Broadcast:
             self._notices.post(f"{mine}.done", node=self._place.node)
             self._from_first("verdict")
         except BaseException as error:
-            message = "was told to stop" if isinstance(error, StagingStopped) else str(error)
             with contextlib.suppress(HpmlError):
-                self._notices.post(f"{mine}.{step}", node=self._place.node, error=message)
+                self._notices.post(f"{mine}.{step}", node=self._place.node, error=reason_of(error))
             raise
         return told
 
@@ -301,28 +301,19 @@ class Broadcast:
         self._digest = found
 
     def _file_digest(self, path: str, name: str) -> bytes:
-        how = hashing_named(name)
-        if how is None:
-            raise StagingError(
-                f"this node cannot hash with {name}, as the first node does",
-                hint="install xxhash for this node's interpreter, or use distribution: shared",
-            )
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+        how = hashing_of_first(name)
         follow = os.O_NOFOLLOW if path == self._copy else 0  # the source may be a link
         fd = self._retry(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow))
         try:
-            pieces = range(max(1, -(-os.fstat(fd).st_size // PIECE_BYTES)))
-            made = FileHash(how, PIECE_BYTES, pieces, b"")
-            while True:
-                count = self._retry(lambda: os.readv(fd, [buffer]))
-                if not count:
-                    break
-                made.update(buffer[:count])
-                self._retry.check_stop()
+            return hashed(self._blocks(fd), how)
         finally:
             os.close(fd)
-        made.end()
-        return file_digest([digest for _, digest in made.found()], how)
+
+    def _blocks(self, fd: int) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        while count := self._retry(lambda: os.readv(fd, [buffer])):
+            yield buffer[:count]
+            self._retry.check_stop()
 
     def _from_first(self, what: str) -> dict[str, Any]:
         found = self._pulse.wait(what, 0)

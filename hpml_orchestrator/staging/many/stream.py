@@ -19,7 +19,7 @@ import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES, PIECE_BYTES, Hashing
+from hpml_orchestrator.staging.hashing import DIGEST_BYTES, PIECE_BYTES, Hashing, hashing_named
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "SendingReader",
     "SendingSource",
     "chunk_hashing",
+    "hashing_of_first",
     "lost",
     "pack_head",
     "unpack_head",
@@ -93,7 +94,7 @@ def chunk_hashing(name: str, secret: bytes) -> Callable[[Buffer], bytes]:
     if name == "blake2b_128":
         key = hashlib.sha256(b"chunks" + secret).digest()
         return lambda data: hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=key).digest()
-    new = _named(name).new
+    new = hashing_of_first(name).new
 
     def digest(data: Buffer) -> bytes:
         made = new()
@@ -103,14 +104,17 @@ def chunk_hashing(name: str, secret: bytes) -> Callable[[Buffer], bytes]:
     return digest
 
 
-def _named(name: str) -> Hashing:
-    from hpml_orchestrator.staging.hashing import hashing_named  # noqa: PLC0415 - once
+def hashing_of_first(name: str) -> Hashing:
+    """Return the hashing that the first node named.
 
+    Raises:
+        StagingError: this node does not have it.
+    """
     found = hashing_named(name)
     if found is None:
         raise StagingError(
-            f"this node cannot hash with {name}, which the first node does",
-            hint="install xxhash for the interpreter of this node, or use distribution: shared",
+            f"this node cannot hash with {name}, as the first node does",
+            hint="install xxhash for this node's interpreter, or use distribution: shared",
         )
     return found
 

@@ -59,11 +59,24 @@ def test_where_every_port_is_ephemeral_one_is_found_all_the_same() -> None:
 
 
 def test_jobs_begin_at_different_ports() -> None:
-    """The order depends on job, array task and restart, and on nothing else."""
+    """The order depends on the key and on nothing else."""
     first = [next(candidate_ports(f"{job}::", USUAL)) for job in range(500)]
     assert len(set(first)) > 480
     head = list(itertools.islice(candidate_ports("1:2:3", USUAL), 9))
     assert head == list(itertools.islice(candidate_ports("1:2:3", USUAL), 9))
+
+
+def test_jobs_of_one_id_and_two_records_begin_at_different_ports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first job of every HPML_HOME is local job 1, and two of them may start at once."""
+    ports = set()
+    for index in range(20):
+        attempt = tmp_path / f"home-{index}" / "runs" / "run" / "attempts" / "1"
+        attempt.mkdir(parents=True)
+        rendezvous(str(attempt))
+        ports.add(capsys.readouterr().out)
+    assert len(ports) >= 19
 
 
 def test_one_node_meets_on_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +109,7 @@ def test_a_taken_port_is_passed_over(
     except OSError as error:
         pytest.skip(f"no such address here: {error}")
     second = int(capsys.readouterr().out.split()[1])
-    candidates = list(candidate_ports("4711::", ephemeral_range()))
+    candidates = list(candidate_ports(str(tmp_path), ephemeral_range()))
     assert candidates.index(second) > candidates.index(first)
 
 
