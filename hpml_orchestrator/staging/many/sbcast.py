@@ -28,7 +28,7 @@ from hpml_orchestrator.staging.many.notices import reason_of
 from hpml_orchestrator.staging.many.pulse import Pulse
 from hpml_orchestrator.staging.many.stream import hashing_of_first
 from hpml_orchestrator.staging.plan import Entry, Plan
-from hpml_orchestrator.staging.request import StagingStopped, kind_of
+from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
