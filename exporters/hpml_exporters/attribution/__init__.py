@@ -1,0 +1,1 @@
+"""Whose it is: processes, control groups and GPUs to job, step and user."""

@@ -1,0 +1,1 @@
+"""What reads the machine: one module per source, each a `hpml_exporters.collector.Collector`."""

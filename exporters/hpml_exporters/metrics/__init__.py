@@ -1,0 +1,1 @@
+"""The catalogue: every metric that an exporter can show, by subject."""

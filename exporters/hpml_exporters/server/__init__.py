@@ -1,0 +1,1 @@
+"""The way out: a small, hardened web server for /metrics and /healthz."""
