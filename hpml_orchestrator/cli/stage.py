@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.engine import EngineOptions
     from hpml_orchestrator.staging.errands import Errand, Outcome
-    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["register"]
 
@@ -256,7 +255,7 @@ def _outcomes(
 
     retry = Retry(time.sleep, stop)
 
-    def supply_of(request: StageRequest, room: Room) -> Supply:
+    def supply_of(request: StageRequest, room: Room) -> LocalSupply:
         return LocalSupply(open_source(request, retry, room), options)
 
     caller = calling_process()
