@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.staging.cgroup import memory_headroom
+from hpml_orchestrator.staging.fstypes import MEMORY_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,6 @@ __all__ = [
     "unescape",
 ]
 
-MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
