@@ -161,14 +161,14 @@ def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
         raise CapacityError("; ".join(faults), field=name, hint="; ".join(hints))
 
 
-def human_bytes(count: int) -> str:
-    """Return a size in the unit that fits it.
+def human_bytes(count: float) -> str:
+    """Return a size, or what comes per second, in the unit that fits it.
 
-    >>> human_bytes(1536)
-    '1.5 KiB'
+    >>> human_bytes(1536), human_bytes(99.6)
+    ('1.5 KiB', '100 bytes')
     """
     if count < _KIBI:
-        return f"{count} bytes"
+        return f"{count:.0f} bytes"
     size = float(count)
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         size /= _KIBI
