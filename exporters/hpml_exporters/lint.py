@@ -68,6 +68,10 @@ def _faults_of_name(spec: MetricSpec) -> Iterator[str]:
     for word in stem.split("_"):
         if word in _OTHER_UNITS:
             yield f"{word} is no base unit: {', '.join(UNITS[:7])}, …"
+    yield from _faults_of_unit(spec, stem)
+
+
+def _faults_of_unit(spec: MetricSpec, stem: str) -> Iterator[str]:
     if spec.unit and spec.unit not in UNITS:
         yield f"the unit {spec.unit} is none of {', '.join(UNITS)}"
     elif spec.unit and spec.type == "info":

@@ -140,10 +140,9 @@ def run(
         stuck_seconds=options.stuck_seconds,
         exit_seconds=options.exit_seconds,
         give_up=give_up,
-        connections=lambda: connections(),
     )
     server = Server(options.listen, options.web_config, sampler)
-    connections: Callable[[], int] = server.connections
+    sampler.count_connections(server.connections)
     group = _Observers(watching, sampler.snapshot)
     host, port = server.start()
     try:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from math import isinf, isnan
+from math import isfinite, isnan
 
-from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample, Value
+from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample
 
 __all__ = ["Renderer", "family_name", "openmetrics", "text"]
 
@@ -82,7 +82,7 @@ def _add_numbers(
     rising = spec.type == "counter"
     for samples in groups:
         for labels, value in samples:
-            if labels in used or (rising and not value >= 0):  # type: ignore[operator]
+            if labels in used or isinstance(value, Histogram) or (rising and not value >= 0):
                 continue  # a counter that is no number has no value: not shown
             before = known.get(labels)
             if before is None:
@@ -119,7 +119,7 @@ def _add_histograms(
 
 
 def _pairs(names: Sequence[str], values: Sequence[str]) -> str:
-    """Return `a="b",c="d"`, without those whose value is empty: to Prometheus these are the same."""
+    """Return `a="b",c="d"`; a label with an empty value is to Prometheus one that is not there."""
     return ",".join(
         f'{name}="{value.translate(_ESCAPES)}"'
         for name, value in zip(names, values, strict=True)
@@ -127,17 +127,13 @@ def _pairs(names: Sequence[str], values: Sequence[str]) -> str:
     )
 
 
-def _number(value: Value) -> str:
+def _number(value: float) -> str:
     """Return a number: whole ones exactly, others as short as they can be read back the same."""
-    if type(value) is float:
-        if isnan(value):
-            return "NaN"
-        if isinf(value):
-            return "+Inf" if value > 0 else "-Inf"
-        return repr(value)
-    if type(value) is int:
-        return repr(value)
-    return _number(float(value)) if isinstance(value, float) else repr(int(value))  # type: ignore[arg-type]
+    if isinstance(value, int):
+        return repr(int(value))
+    if isfinite(value):
+        return float.__repr__(value)
+    return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def _text_head(spec: MetricSpec) -> str:

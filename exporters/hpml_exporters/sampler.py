@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from hpml_exporters.metric import Family
 from hpml_exporters.render import Renderer
@@ -51,7 +52,6 @@ class Sampler:
         exit_seconds: float = 60.0,
         give_up: Callable[[str], None] | None = None,
         pauses: Pauses | None = None,
-        connections: Callable[[], int] | None = None,
     ) -> None:
         """Prepare; nothing is read before `start`.
 
@@ -61,7 +61,6 @@ class Sampler:
             exit_seconds: after which `give_up` is called because of it, with what to say.
             give_up: ends the process; is called in the watchdog's thread, once.
             pauses: for collectors that are not here.
-            connections: tells how many the web server has open.
         """
         self._slots = [Slot(one, pauses=pauses, changed=self._note_change) for one in sources]
         self._stuck_seconds = stuck_seconds
@@ -76,15 +75,19 @@ class Sampler:
         self._expires = math.inf
         self._snapshot: Snapshot | None = None
         self._renderer = Renderer()
-        self._self = SelfMetrics(connections)
+        self._self = SelfMetrics()
         self._ticked = math.inf
+
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """Show how many connections the web server has open."""
+        self._self.connections = count
 
     def start(self) -> None:
         """Start the threads; the first readings are spread over a second."""
         origin = time.monotonic()
         for number, slot in enumerate(self._slots):
             first = origin + number * _SPREAD_SECONDS / len(self._slots)
-            self._begin(slot.name, lambda slot=slot, first=first: self._keep_reading(slot, first))
+            self._begin(slot.name, partial(self._keep_reading, slot, first))
         self._begin("watchdog", self._watch)
 
     def stop(self, *, last_reading: bool = False) -> None:

@@ -22,11 +22,12 @@ class SelfMetrics:
 
     Attributes:
         scrapes: answers with metrics so far.
+        connections: tells how many the web server has open, if there is one.
     """
 
-    def __init__(self, connections: Callable[[], int] | None = None) -> None:
+    def __init__(self) -> None:
         self.scrapes = 0
-        self._connections = connections
+        self.connections: Callable[[], int] | None = None
         self._started = time.time()
         self._build = _one(specs.BUILD, 1, __version__, platform.python_version())
 
@@ -59,8 +60,8 @@ class SelfMetrics:
         resident = _resident_bytes()
         if resident is not None:
             found.append(_one(specs.MEMORY, resident))
-        if self._connections is not None:
-            found.append(_one(specs.CONNECTIONS, self._connections()))
+        if self.connections is not None:
+            found.append(_one(specs.CONNECTIONS, self.connections()))
         return found
 
 

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.slot import Source
+from prometheus_client.parser import text_string_to_metric_families
 
 __all__ = ["Probe", "eventually", "family", "figures", "spec_of"]
 

@@ -8,15 +8,14 @@ import subprocess
 import threading
 
 import pytest
+from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample
+from hpml_exporters.render import Renderer, openmetrics, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-
-from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample
-from hpml_exporters.render import Renderer, openmetrics, text
 
 COUNTER = MetricSpec("hpml_x_bytes_total", "counter", "Bytes of x.", ("a", "b"), "bytes", "x")
 GAUGE = MetricSpec("hpml_x_watts", "gauge", "Power of x.", ("a",), "watts", "x")
@@ -28,7 +27,7 @@ FAMILIES = [
     Family(INFO, (Sample(("one", "two"), 1),)),
     Family(STEPS, (Sample(("one",), Histogram((0.5, 2.0), (3, 4), 5, 9.5)),)),
 ]
-LABELS = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)))
+LABELS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats())
 
 
@@ -98,7 +97,7 @@ def test_whatever_stands_in_a_label_comes_back(
     (family,) = parse(body.decode("utf-8"))  # type: ignore[operator]
     (sample,) = family.samples
     assert sample.labels == {name: one for name, one in zip("ab", labels, strict=True) if one}
-    assert sample.value == float(value) or (math.isnan(sample.value) and math.isnan(value))
+    assert sample.value == value or (math.isnan(sample.value) and math.isnan(value))
     if told == told.strip():  # what surrounds it is no part of it to the parser of text
         assert family.documentation == told
 
@@ -107,9 +106,9 @@ def test_what_cannot_be_written_does_not_break_the_rest() -> None:
     """A name that is no UTF-8, and NUL, at which parsers stop, are replaced."""
     samples = (Sample(("a\udcffb",), 1), Sample(("c\0d",), 2))
     families = [Family(GAUGE, samples), Family(COUNTER, (Sample(("x", "y"), 3),))]
-    body = text(families).decode("utf-8")
-    found = {one.labels["a"]: one.value for f in parse_text(body) for one in f.samples}
-    assert found == {"a?b": 1, "c\ufffdd": 2, "x": 3}
+    lines = text(families).decode("utf-8").splitlines()
+    found = {line.split('"')[1]: line.rsplit(" ", 1)[1] for line in lines if "{" in line}
+    assert found == {"a?b": "1", "c\ufffdd": "2", "x": "3"}
 
 
 def test_a_counter_that_is_no_number_is_not_there() -> None:
@@ -185,5 +184,7 @@ def test_promtool_finds_nothing_to_say() -> None:
     if promtool is None:
         pytest.skip("promtool is not installed")
     good = [FAMILIES[0], FAMILIES[1], FAMILIES[3]]
-    done = subprocess.run([promtool, "check", "metrics"], input=text(good), capture_output=True)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text(good), capture_output=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-
 from hpml_exporters.collector import DriverLostError, NotHereError
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.sampler import Sampler, next_due
-from hpml_exporters.slot import Pauses, Slot, checked
+from hpml_exporters.slot import Pauses, Slot, Source, checked
 from hpml_exporters.snapshot import Snapshot
+
 from tests.unit.exporters.collecting import Probe, eventually, family, figures
 
 QUICK = Pauses(absent=0.05, lost=0.02, lost_max=0.05)
@@ -172,7 +172,7 @@ def test_a_module_that_is_not_installed_is_not_here(capfd: pytest.CaptureFixture
     def make() -> Probe:
         raise ModuleNotFoundError("No module named 'nvitop'")
 
-    slot = Slot(Probe("gpu").source().__class__("gpu", make), pauses=QUICK, changed=lambda: None)
+    slot = Slot(Source("gpu", make), pauses=QUICK, changed=lambda: None)
     assert [slot.read() for _ in range(3)] == [0.05] * 3
     assert slot.state.outcome == "absent"
     assert capfd.readouterr().err.count("nvitop") == 1
@@ -205,8 +205,9 @@ def test_a_stuck_reading_is_dropped_and_others_go_on() -> None:
 
 
 def test_making_a_collector_is_watched_too() -> None:
-    """A driver that hangs at its start is as stuck as one that hangs later; the end is told once."""
-    release, told = threading.Event(), []
+    """A driver that hangs at the start is stuck as one that hangs later; its end is told once."""
+    release = threading.Event()
+    told: list[str] = []
     probe = Probe("gpu")
 
     def make() -> Probe:
@@ -214,7 +215,7 @@ def test_making_a_collector_is_watched_too() -> None:
         return probe
 
     sampler = Sampler(
-        [probe.source().__class__("gpu", make)],
+        [Source("gpu", make)],
         stuck_seconds=0.1,
         exit_seconds=0.3,
         give_up=told.append,
@@ -267,7 +268,11 @@ def test_a_snapshot_changes_when_something_was_posted() -> None:
 def test_a_scrape_does_not_wait_for_a_collector() -> None:
     """While all collectors hang, a scrape is answered with what there is."""
     release = threading.Event()
-    with sampling(Probe("bad", act=lambda _: release.wait(30) and None)) as sampler:  # type: ignore[func-returns-value]
+
+    def hang(_: int) -> None:
+        release.wait(30)
+
+    with sampling(Probe("bad", act=hang)) as sampler:
         begun = time.monotonic()
         for _ in range(50):
             shown(sampler)
