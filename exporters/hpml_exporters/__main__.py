@@ -19,6 +19,7 @@ def main(words: list[str]) -> int:
     from hpml_exporters.node import block_signals, run  # noqa: PLC0415 - signals first
 
     block_signals()
+    from hpml_exporters.checks import check  # noqa: PLC0415
     from hpml_exporters.options import NodeOptions  # noqa: PLC0415
     from hpml_exporters.slot import tell  # noqa: PLC0415
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
@@ -28,10 +29,11 @@ def main(words: list[str]) -> int:
         return _WRONG_OPTIONS
     try:
         options = NodeOptions.from_json(words[0])
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         tell(f"error: the options are no JSON object of NodeOptions: {error}")
         return _WRONG_OPTIONS
     try:
+        check(options)
         return run(options)
     except HpmlError as error:
         tell(f"error: {error}")

@@ -142,7 +142,7 @@ def run(
         give_up=give_up,
     )
     server = Server(options.listen, options.web_config, sampler)
-    sampler.count_connections(server.connections)
+    sampler.show_server(server.counters)
     group = _Observers(watching, sampler.snapshot)
     host, port = server.start()
     try:

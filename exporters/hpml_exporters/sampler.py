@@ -7,12 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from hpml_exporters.metric import Family
 from hpml_exporters.render import Renderer
 from hpml_exporters.selfmetrics import SelfMetrics
 from hpml_exporters.slot import Pauses, Slot, Source, State, tell
 from hpml_exporters.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from hpml_exporters.server.counters import Counters
 
 __all__ = ["Sampler", "next_due"]
 
@@ -78,9 +82,9 @@ class Sampler:
         self._self = SelfMetrics()
         self._ticked = math.inf
 
-    def count_connections(self, count: Callable[[], int]) -> None:
-        """Show how many connections the web server has open."""
-        self._self.connections = count
+    def show_server(self, counters: Counters) -> None:
+        """Show what the web server counts, too."""
+        self._self.server = counters
 
     def start(self) -> None:
         """Start the threads; the first readings are spread over a second."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import exporter as specs
 from hpml_exporters.slot import State
 from hpml_orchestrator import __version__
+
+if TYPE_CHECKING:
+    from hpml_exporters.server.counters import Counters
 
 __all__ = ["SelfMetrics"]
 
@@ -22,12 +26,12 @@ class SelfMetrics:
 
     Attributes:
         scrapes: answers with metrics so far.
-        connections: tells how many the web server has open, if there is one.
+        server: what the web server counts, if there is one.
     """
 
     def __init__(self) -> None:
         self.scrapes = 0
-        self.connections: Callable[[], int] | None = None
+        self.server: Counters | None = None
         self._started = time.time()
         self._build = _one(specs.BUILD, 1, __version__, platform.python_version())
 
@@ -60,9 +64,27 @@ class SelfMetrics:
         resident = _resident_bytes()
         if resident is not None:
             found.append(_one(specs.MEMORY, resident))
-        if self.connections is not None:
-            found.append(_one(specs.CONNECTIONS, self.connections()))
+        if self.server is not None:
+            found += _server_families(self.server)
         return found
+
+
+def _server_families(server: Counters) -> list[Family]:
+    closed = {
+        "place": server.refused,
+        "timeout": server.timeouts,
+        "tls": server.handshakes_failed,
+        "error": server.errors,
+    }
+    return [
+        _one(specs.CONNECTIONS, server.connections),
+        Family(
+            specs.RESPONSES,
+            tuple(Sample((str(code),), count) for code, count in server.requests.items()),
+        ),
+        Family(specs.CLOSED, tuple(Sample((why,), count) for why, count in closed.items())),
+        _one(specs.RELOAD_FAILURES, server.reload_failures),
+    ]
 
 
 def _one(spec: MetricSpec, value: float, *labels: str) -> Family:

@@ -6,6 +6,7 @@ from hpml_exporters.metric import MetricSpec
 
 __all__ = [
     "BUILD",
+    "CLOSED",
     "CONNECTIONS",
     "CPU",
     "DURATION",
@@ -13,6 +14,8 @@ __all__ = [
     "LAST_SUCCESS",
     "MEMORY",
     "PRESENT",
+    "RELOAD_FAILURES",
+    "RESPONSES",
     "SCRAPES",
     "SERIES",
     "SPECS",
@@ -110,6 +113,27 @@ CONNECTIONS = MetricSpec(
     "Connections to the web server that are open.",
     source="the web server",
 )
+RESPONSES = MetricSpec(
+    "hpml_exporter_http_responses_total",
+    "counter",
+    "Answers of the web server since the exporter's start, of all pages.",
+    ("code",),
+    source="the web server",
+)
+CLOSED = MetricSpec(
+    "hpml_exporter_connections_dropped_total",
+    "counter",
+    "Connections that the web server closed by itself: to make place for others, because the "
+    "client was too slow or its TLS failed, or by a fault.",
+    ("reason",),
+    source="the web server",
+)
+RELOAD_FAILURES = MetricSpec(
+    "hpml_exporter_web_config_failures_total",
+    "counter",
+    "Changed web-config files that could not be used; the settings before them stay.",
+    source="the web server",
+)
 BUILD = MetricSpec(
     "hpml_exporter_build_info",
     "info",
@@ -131,6 +155,9 @@ SPECS = (
     STARTED,
     SCRAPES,
     CONNECTIONS,
+    RESPONSES,
+    CLOSED,
+    RELOAD_FAILURES,
     BUILD,
 )
 """All of them, in the order of the documentation."""
