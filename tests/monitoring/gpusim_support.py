@@ -42,7 +42,7 @@ class Gpusim:
 
     def run(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs this Python with these words, and gives back what it said."""
-        return subprocess.run(
+        return subprocess.run(  # noqa: PLW1510 - the options have it
             [sys.executable, *words],
             **{
                 "env": self.environment,
