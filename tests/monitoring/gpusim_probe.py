@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-import pynvml
+import pynvml  # type: ignore[import-untyped]
 from pynvml import (
     NVMLError,
     _nvmlGetFunctionPointer,
