@@ -169,7 +169,9 @@ def make_certificates(folder: Path, *, serial: str = "") -> Certificates:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(days=1))
             .not_valid_after(now + timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+            .add_extension(
+                x509.BasicConstraints(ca=signer is None, path_length=None), critical=True
+            )
         )
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
