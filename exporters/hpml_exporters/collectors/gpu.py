@@ -222,9 +222,5 @@ class GpuCollector:
 
 
 def make(context: Context) -> GpuCollector:
-    """Return the collector.
-
-    Raises:
-        NotHereError: nothing is looked for before the first sample; never here.
-    """
+    """Return the collector; nothing is loaded before its first sample."""
     return GpuCollector(context)

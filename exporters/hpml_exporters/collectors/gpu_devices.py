@@ -104,7 +104,7 @@ def _instance(gpu: Place, device: Any) -> Place | None:
         name=name,
         pci=gpu.pci,
         minor=gpu.minor,
-        mig=name.rpartition("MIG ")[2] or "unknown",
+        mig=name.rpartition("MIG ")[2].split(" ")[0] or "unknown",
         parent=gpu.uuid,
         instance=number if isinstance(number, int) else -1,
         handle=_address(device.handle),

@@ -78,7 +78,9 @@ class Session:
         places, self.nameless = discover(self._nvml)
         shown = select(places)
         wanted = {one.key for one in shown}
-        kept = {one.place.key: one for one in self.readers if one.place.key in wanted}
+        kept = {
+            one.place.key: one for one in self.readers if one.place.key in wanted and not one.unsure
+        }
         for reader in self.readers:
             if reader.place.key not in kept:
                 self._close(reader)
@@ -109,6 +111,7 @@ class Session:
         for reader in self.readers:
             if reader.place.uuid in names:
                 self._close(reader)
+                self._totals[reader.place.uuid].pause()
         self.readers = [one for one in self.readers if one.place.uuid not in names]
         self.places = [one for one in self.places if one.uuid not in names]
         self.shown = [one for one in self.shown if one.uuid not in names]
@@ -126,7 +129,6 @@ class Session:
     def _close(self, reader: Reader) -> None:
         self._spent += reader.calls
         reader.close()
-        self._totals[reader.place.uuid].pause()
 
     def _watch_again(self) -> None:
         self.watch.close()
