@@ -71,7 +71,7 @@ class JobFinder:
         return Jobs({jobid: self._describe(job, now) for jobid, job in seen.items()})
 
     def groups(self, jobid: str) -> tuple[Mapping[str, str], ...]:
-        """Return all groups of a job: one mapping as `JobSeen.groups` per slurmd of this machine."""
+        """Return all groups of a job: a mapping as `JobSeen.groups` per slurmd of this machine."""
         kept = self._kept.get(jobid)
         return tuple(kept.groups.values()) if kept else ()
 

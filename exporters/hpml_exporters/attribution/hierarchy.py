@@ -129,9 +129,11 @@ def _version_1(mount: str, below: str, depth: int) -> Iterable[str]:
             continue
         inside = f"{below}/{name}"
         # A root of Slurm's stays for good, users come and go.
-        if name == "slurm" or name.startswith("slurm_"):
-            yield inside
-        elif any(map(is_uid, raw.subdirectories(mount + inside) or ())):
+        if (
+            name == "slurm"
+            or name.startswith("slurm_")
+            or any(map(is_uid, raw.subdirectories(mount + inside) or ()))
+        ):
             yield inside
         elif depth > 1 and not name.endswith((".slice", ".service", ".scope")):
             yield from _version_1(mount, inside, depth - 1)

@@ -8,7 +8,6 @@ the parent is none of ours, what was seen last is all there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["Counts", "Inherited", "Process"]
@@ -56,9 +55,13 @@ class Inherited:
             counts: its counters, its ended children's included.
         """
         known = self.processes.get(pid)
-        if known is not None and known.start != start:
-            self.gone(pid)
-            known = None
+        if known is not None:
+            if known.start == start and known.counts == counts and not known.owed:
+                known.parent = parent
+                return
+            if known.start != start:
+                self.gone(pid)
+                known = None
         if known is None:
             self.processes[pid] = Process(parent, start, counts)
             grown = list(counts)
@@ -71,7 +74,7 @@ class Inherited:
             self.total[index] += value
 
     def gone(self, pid: int) -> None:
-        """Note that a process is no more: its counts are not to be added again with its parent's."""
+        """Note that a process is no more: its counts must not be added again with its parent's."""
         process = self.processes.pop(pid, None)
         if process is None:
             return
@@ -80,15 +83,6 @@ class Inherited:
             # What it had not yet got of its own children will come with its own.
             heir.owed += [list(process.counts), *process.owed]
             heir.readings += [0] * (1 + len(process.owed))
-
-    def forget_missing(self, pids: Iterable[int], is_there: Callable[[int, int], bool]) -> None:
-        """Note the end of all processes that are not among these and really are not there.
-
-        One that ended but was not waited for keeps its id, and its parent does not have its counts.
-        """
-        for pid in [pid for pid in self.processes.keys() - set(pids)]:
-            if not is_there(pid, self.processes[pid].start):
-                self.gone(pid)
 
 
 def _settle(process: Process, grown: list[int]) -> None:

@@ -76,7 +76,8 @@ class JobMaps:
 
 def _parse(data: bytes, jobid: str) -> JobFacts | None:
     try:
-        values = json.loads(data)
+        # A name that was cut may end within a character.
+        values = json.loads(data.decode("utf-8", "replace"))
         if values.get("schema_version") != _SCHEMA:
             return None
         facts = facts_of(values)

@@ -12,6 +12,7 @@ from hpml_exporters.attribution.hierarchy import JobsRoot, is_uid
 __all__ = ["GroupJob", "JobTree"]
 
 _DIRECTORIES = 2000  # of one job: a job can make groups of its own in version 2
+_LEAF_LOOKS = 4  # after which a group with processes is looked at for having got groups in it
 _HAS_LINKS = 2  # a directory's link count says how many it holds, but not on every file system
 
 
@@ -52,6 +53,8 @@ class JobTree:
         self._listed: dict[str, tuple[int, tuple[str, ...]]] = {}
         self._seen: set[str] = set()
         self._names: dict[str, str] = {}
+        self._busy: set[str] = set()
+        self._looks = 0
 
     def jobs(self, roots: Iterable[JobsRoot], only: str = "") -> list[GroupJob]:
         """Return the jobs below some roots.
@@ -61,6 +64,7 @@ class JobTree:
             only: the one job id that is wanted; empty: all.
         """
         self._seen = set()
+        self._looks += 1
         found = []
         for root in roots:
             for path, uid in self._candidates(root):
@@ -71,6 +75,7 @@ class JobTree:
             del self._listed[path]
         for path in self._names.keys() - self._seen:
             del self._names[path]
+        self._busy &= self._seen
         return found
 
     def _candidates(self, root: JobsRoot) -> Iterable[tuple[str, int]]:
@@ -128,23 +133,30 @@ class JobTree:
                 whole = self._read(here, job.daemons if keeper else pids) and whole
         return whole
 
-    @staticmethod
-    def _read(path: str, into: set[int]) -> bool:
+    def _read(self, path: str, into: set[int]) -> bool:
         found = raw.numbers(f"{path}/cgroup.procs")
         if found is None:
+            self._busy.discard(path)
             return os.path.isdir(path)  # there, and not for us: looking again would not help
-        into.update(found)
-        into.discard(0)  # a process outside of our process-id namespace
+        if found:
+            self._busy.add(path)
+            into.update(found)
+            into.discard(0)  # a process outside of our process-id namespace
+        else:
+            self._busy.discard(path)
         return True
 
     def _children(self, path: str) -> tuple[str, ...]:
+        known = self._listed.get(path)
+        if known and not known[1] and path in self._busy and self._looks % _LEAF_LOOKS:
+            self._seen.add(path)
+            return ()
         try:
             links = os.stat(path).st_nlink
         except OSError:
             self._listed.pop(path, None)
             return ()
         self._seen.add(path)
-        known = self._listed.get(path)
         if known is not None and known[0] == links >= _HAS_LINKS:
             return known[1]
         names = tuple(sorted(raw.subdirectories(path) or ()))

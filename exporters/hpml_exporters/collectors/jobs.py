@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpml_exporters.attribution.finder import JobFinder
 from hpml_exporters.attribution.jobs import JobFacts
-from hpml_exporters.attribution.usage import Listed, Usage, usage_of
+from hpml_exporters.attribution.raw import Kept
+from hpml_exporters.attribution.usage import Usage, UsageReader
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import job as metrics
@@ -42,6 +43,7 @@ class JobsCollector:
         self._board = context.jobs
         self._finder = JobFinder(context.options)
         self._counted: dict[str, _Counted] = {}
+        self._files = Kept()
 
     def sample(self, now: float) -> Sequence[Family]:
         """Look for jobs, post them, and read their groups.
@@ -55,28 +57,36 @@ class JobsCollector:
         for jobid, seen in jobs.by_id.items():
             _identity(rows, seen.facts)
             rows[metrics.PROCESSES].append(Sample((jobid,), len(seen.pids)))
-            counted = self._counted.setdefault(jobid, _Counted())
-            read = {
-                path: usage_of(groups, counted.listed)
-                for groups in self._finder.groups(jobid)
-                for path in [min(groups.values())]
-            }
+            counted = self._counted.get(jobid)
+            if counted is None:
+                counted = self._counted[jobid] = _Counted(UsageReader(self._files))
+            read = counted.read(self._finder.groups(jobid))
             _figures(rows, jobid, list(read.values()), counted.add(read))
         for jobid in self._counted.keys() - jobs.by_id.keys():
-            del self._counted[jobid]
+            self._counted.pop(jobid).read(())
         return [Family(spec, tuple(found)) for spec, found in rows.items() if found]
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Close the files that were kept open."""
+        self._files.close()
 
 
 class _Counted:
     """Counters of a job, whose groups (one per slurmd of this machine) may end one by one."""
 
-    def __init__(self) -> None:
-        self.listed: Listed = {}
+    def __init__(self, reader: UsageReader) -> None:
+        self._reader = reader
+        self._groups: dict[str, Mapping[str, str]] = {}
         self._ended: dict[tuple[str, str], float] = {}
         self._last: dict[str, dict[tuple[str, str], float]] = {}
+
+    def read(self, groups: Iterable[Mapping[str, str]]) -> dict[str, Usage]:
+        """Return what each of the job's groups counted, by its directory; forget the others."""
+        now = {min(one.values()): one for one in groups}
+        for path in self._groups.keys() - now.keys():
+            self._reader.forget(self._groups[path])
+        self._groups = now
+        return {path: self._reader.usage(one) for path, one in now.items()}
 
     def add(self, read: Mapping[str, Usage]) -> dict[tuple[str, str], float]:
         """Return the counters by what they count and its label, groups that ended included."""

@@ -10,10 +10,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hpml_exporters.attribution import process, raw
 from hpml_exporters.attribution.inherit import Inherited
-from hpml_exporters.attribution.jobs import JobSeen, JobsBoard
+from hpml_exporters.attribution.jobs import JobsBoard, JobSeen
 from hpml_exporters.attribution.process import Stat
 from hpml_exporters.attribution.usage import counts_cpu, counts_memory
 from hpml_exporters.context import Context
@@ -32,25 +33,23 @@ _SPECS = (
     metrics.CPU_SECONDS,
     metrics.MEMORY,
 )
-_IO = (
-    (b"rchar:", metrics.IO_SYSCALL_READ),
-    (b"wchar:", metrics.IO_SYSCALL_WRITE),
-    (b"read_bytes:", metrics.IO_READ),
-    (b"write_bytes:", metrics.IO_WRITE),
-)
+_IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
+_IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GRACE_SECONDS = 60.0  # a job that was missed once must not begin again at zero
 _BUDGET_SECONDS = 0.1
 _AT_ONCE = 100  # processes between two looks at the clock
 _FIRST_WAIT_SECONDS = 5.0
+_STAT_LOOKS = 3  # its parent and its threads are read anew only now and then
 
 
-@dataclass
+@dataclass(slots=True)
 class _Process:
     """What was seen of one process."""
 
     start: int
+    parent: int
     threads: int
     rss: int | None
     readable: bool
@@ -65,18 +64,20 @@ class _Job:
     io: Inherited = field(default_factory=lambda: Inherited(len(_IO)))
     cpu: Inherited = field(default_factory=lambda: Inherited(2))
     processes: dict[int, _Process] = field(default_factory=dict)
+    ticks: bool = False  # CPU time is counted here, since no group does
+    pages: bool = False  # so is memory
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     """One process at one moment.
 
     Attributes:
+        stat: None: as it was, for all that is of interest.
         io: counters in the order of `_IO`; None: not for us.
         rss: anonymous bytes; None where the job's group counts them.
     """
 
-    stat: Stat
+    stat: Stat | None
     io: tuple[int, ...] | None
     rss: int | None
 
@@ -99,6 +100,7 @@ class ProcessesCollector:
         self._budget = budget
         self._jobs: dict[str, _Job] = {}
         self._waited = False
+        self._looks = 0
 
     def sample(self, now: float) -> Sequence[Family]:
         """Look at processes and show the sums of their jobs.
@@ -115,8 +117,12 @@ class ProcessesCollector:
             self._forget_gone(kept, here)
             if jobid not in jobs and now - kept.seen > _GRACE_SECONDS:
                 del self._jobs[jobid]
-        for jobid in jobs:
-            self._jobs.setdefault(jobid, _Job()).seen = now
+        for jobid, seen in jobs.items():
+            kept = self._jobs.setdefault(jobid, _Job())
+            kept.seen = now
+            kept.ticks = not counts_cpu(seen.groups)
+            kept.pages = not counts_memory(seen.groups)
+        self._looks += 1
         self._look(jobs, here, now)
         rows: dict[MetricSpec, list[Sample]] = {spec: [] for spec in _SPECS}
         for jobid, seen in jobs.items():
@@ -143,7 +149,7 @@ class ProcessesCollector:
         for count, (jobid, pid) in enumerate(self._order(jobs, here)):
             if count % _AT_ONCE == _AT_ONCE - 1 and time.monotonic() > end:
                 break
-            readings.append((jobid, pid, self._read(pid, jobs[jobid])))
+            readings.append((jobid, pid, self._read(pid, self._jobs[jobid])))
         for jobid, pid, reading in readings:
             if reading is None:
                 kept = self._jobs[jobid]
@@ -168,10 +174,12 @@ class ProcessesCollector:
         found.sort()
         return [(jobid, pid) for _, _, jobid, pid in found]
 
-    def _read(self, pid: int, job: JobSeen) -> _Reading | None:
-        stat = process.stat(self._proc, pid)
-        if stat is None:
-            return None
+    def _read(self, pid: int, kept: _Job) -> _Reading | None:
+        stat = None
+        if kept.ticks or pid not in kept.processes or (pid + self._looks) % _STAT_LOOKS == 0:
+            stat = process.stat(self._proc, pid)
+            if stat is None:
+                return None
         try:
             data = raw.read_once(f"{self._proc}/{pid}/io")
             if data is None:
@@ -179,8 +187,7 @@ class ProcessesCollector:
             io = _parse_io(data)
         except PermissionError:
             io = None
-        rss = None if counts_memory(job.groups) else self._rss(pid)
-        return _Reading(stat, io, rss)
+        return _Reading(stat, io, self._rss(pid) if kept.pages else None)
 
     def _rss(self, pid: int) -> int | None:
         try:
@@ -192,13 +199,18 @@ class ProcessesCollector:
 
     @staticmethod
     def _add(kept: _Job, pid: int, reading: _Reading, now: float) -> None:
-        stat = reading.stat
-        if reading.io is not None:
-            kept.io.seen(pid, stat.parent, stat.start, reading.io)
-        kept.cpu.seen(pid, stat.parent, stat.start, (stat.user, stat.system))
-        kept.processes[pid] = _Process(
-            stat.start, stat.threads, reading.rss, reading.io is not None, now
-        )
+        stat, io = reading.stat, reading.io
+        known = kept.processes.get(pid)
+        if stat is not None:
+            known = kept.processes[pid] = _Process(
+                stat.start, stat.parent, stat.threads, reading.rss, io is not None, now
+            )
+            if kept.ticks:
+                kept.cpu.seen(pid, stat.parent, stat.start, (stat.user, stat.system))
+        elif known is not None:
+            known.rss, known.readable, known.looked = reading.rss, io is not None, now
+        if io is not None and known is not None:
+            kept.io.seen(pid, known.parent, known.start, io)
 
 
 def make(context: Context) -> ProcessesCollector:
@@ -208,11 +220,9 @@ def make(context: Context) -> ProcessesCollector:
 
 def _parse_io(data: bytes) -> tuple[int, ...] | None:
     words = data.split()
-    found = dict(zip(words[::2], words[1::2], strict=False))
-    try:
-        return tuple(int(found[name]) for name, _ in _IO)
-    except (KeyError, ValueError):
+    if tuple(words[0:12:2]) != _IO_NAMES:
         return None  # a kernel without task I/O accounting
+    return int(words[1]), int(words[3]), int(words[9]), int(words[11])
 
 
 def _figures(rows: dict[MetricSpec, list[Sample]], seen: JobSeen, kept: _Job) -> None:
@@ -224,11 +234,11 @@ def _figures(rows: dict[MetricSpec, list[Sample]], seen: JobSeen, kept: _Job) ->
     if unreadable:
         rows[metrics.UNREADABLE].append(Sample(label, unreadable))
     if any(kept.io.total) or kept.io.processes:
-        for (_, spec), value in zip(_IO, kept.io.total, strict=True):
+        for spec, value in zip(_IO, kept.io.total, strict=True):
             rows[spec].append(Sample(label, value))
     if known:
         rows[metrics.THREADS].append(Sample(label, sum(one.threads for one in known.values())))
-    if not counts_cpu(seen.groups):
+    if kept.ticks:
         for mode, ticks in zip(("user", "system"), kept.cpu.total, strict=True):
             rows[metrics.CPU_SECONDS].append(Sample((*label, mode), ticks / _TICKS))
     rss = [one.rss for one in known.values() if one.rss is not None]
