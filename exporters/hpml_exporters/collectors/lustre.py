@@ -1,7 +1,7 @@
 """Lustre as its client sees it: bytes and calls by file system, from llite's stats.
 
-The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre until Lustre 2.11 and in
-debugfs (/sys/kernel/debug/lustre, for root alone) since 2.12; a line is
+The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre with older versions of Lustre
+and in debugfs (/sys/kernel/debug/lustre, for root alone) with newer ones; a line is
 
     read_bytes    25673 samples [bytes] 1 3366225 145121869
     open          12 samples [usecs] 3 80 411 20011
