@@ -1,0 +1,167 @@
+"""Users with bcrypt hashes, as the web-config file names them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import bcrypt
+import pytest
+from hpml_exporters.server import Limits, Server
+from hpml_exporters.server.passwords import Credentials, Passwords, credentials
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.exporters.server.support import Answer, StaticPages, basic, scrape
+
+Address = tuple[str, int]
+
+
+def hashed(password: str, cost: int = 4) -> str:
+    return bcrypt.hashpw(password.encode(), bcrypt.gensalt(cost)).decode()
+
+
+@contextmanager
+def serving(folder: Path, users: dict[str, str], **limits: float) -> Iterator[Address]:
+    path = folder / "users.yml"
+    path.write_text(json.dumps({"basic_auth_users": users}))
+    server = Server("127.0.0.1:0", str(path), StaticPages(), Limits(**limits))  # type: ignore[arg-type]
+    yield server.start()
+    server.stop()
+
+
+def test_who_gets_in(tmp_path: Path) -> None:
+    """The right password of a user, and nothing else; it is asked for."""
+    with serving(tmp_path, {"bob": hashed("pass:word"), "böb": hashed("ключ")}) as address:
+
+        def status(**headers: str) -> Answer:
+            return scrape(address, **headers)
+
+        assert status(Authorization=basic("bob", "pass:word")).status == 200
+        assert status(Authorization=basic("bob", "pass:word")).status == 200  # remembered
+        assert status(Authorization=basic("böb", "ключ")).status == 200
+        for wrong in (
+            basic("bob", "wrong"),
+            basic("bob", "wrong"),  # remembered too
+            basic("bob", ""),
+            basic("alice", "pass:word"),
+            basic("", ""),
+            "Basic",
+            "Basic !!!",
+            "Basic Ym9i",  # no colon
+            "Basic /w==",  # no UTF-8
+            "Bearer pass:word",
+        ):
+            answer = status(Authorization=wrong)
+            assert answer.status == 401
+            assert answer.headers["www-authenticate"].startswith("Basic ")
+        assert status().status == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nothing"])
+def test_every_page_is_behind_the_password(tmp_path: Path, path: str) -> None:
+    """Not even which pages there are is said before it."""
+    with serving(tmp_path, {"bob": hashed("x")}) as address:
+        assert scrape(address, path).status == 401
+        assert scrape(address, path, method="DELETE").status == 401
+
+
+def test_hashes_of_every_prefix_and_long_passwords(tmp_path: Path) -> None:
+    """htpasswd writes $2y$; of a password, bcrypt reads 72 bytes."""
+    letters = "a" * 72
+    users = {"y": hashed("x").replace("$2b$", "$2y$"), "a": hashed("x").replace("$2b$", "$2a$")}
+    with serving(tmp_path, {**users, "long": hashed(letters)}) as address:
+        for name, word in (("y", "x"), ("a", "x"), ("long", letters), ("long", letters + "b")):
+            assert scrape(address, Authorization=basic(name, word)).status == 200
+        assert scrape(address, Authorization=basic("long", letters[1:])).status == 401
+
+
+def test_a_strangers_name_takes_as_long_as_a_users(tmp_path: Path) -> None:
+    """So that nobody finds out names by the clock: within a third, where none would be 100 times."""
+    with serving(tmp_path, {"bob": hashed("x", 9)}) as address:
+
+        def seconds(name: str, number: int) -> float:
+            answer = scrape(address, Authorization=basic(name, f"wrong{number}"))
+            assert answer.status == 401
+            return answer.seconds
+
+        users = statistics.median(seconds("bob", one) for one in range(7))
+        strangers = statistics.median(seconds("eve", one) for one in range(7))
+        print(f"a user {users * 1e3:.1f} ms, a stranger {strangers * 1e3:.1f} ms")
+        assert strangers > 0.01  # the check was made: it costs 20 ms here
+
+
+def test_checks_do_not_hold_up_others(tmp_path: Path) -> None:
+    """While an expensive check runs, a page for another connection comes at once."""
+    with serving(tmp_path, {"bob": hashed("x", 12), "eve": hashed("y", 4)}) as address:
+        assert scrape(address, Authorization=basic("eve", "y")).status == 200
+        import threading  # noqa: PLC0415 - for this test
+
+        slow: list[float] = []
+        thread = threading.Thread(
+            target=lambda: slow.append(scrape(address, Authorization=basic("bob", "x")).seconds)
+        )
+        thread.start()
+        begun = time.perf_counter()
+        done = 0
+        while thread.is_alive():
+            assert scrape(address, Authorization=basic("eve", "y")).status == 200
+            done += 1
+        assert done > 3, time.perf_counter() - begun
+        thread.join()
+
+
+def test_a_queue_that_is_full_says_so(tmp_path: Path) -> None:
+    """What cannot be checked in time is 503, not a wait without end."""
+    with serving(tmp_path, {"bob": hashed("x", 11)}, check_seconds=0.05) as address:
+        assert scrape(address, Authorization=basic("bob", "x")).status == 503
+
+
+def passwords(checks: int = 2) -> Passwords:
+    made = Passwords(Limits(checks=checks), lambda: None)
+    made.use({"bob": hashed("x", 10).encode()})
+    return made
+
+
+def test_a_full_queue_leaves_out_whoever_waits_for_most() -> None:
+    """One address that guesses does not keep another one out."""
+    made = passwords(checks=3)
+    left_out = []
+    for peer, word in (("guesser", "1"), ("guesser", "2"), ("guesser", "3"), ("good", "x"),
+                       ("guesser", "4"), ("guesser", "5")):  # fmt: skip
+        given = Credentials("bob", word.encode())
+        key = made.ask(made.key(given), given, peer)
+        if key:
+            left_out.append(key)
+    good = made.key(Credentials("bob", b"x"))
+    assert left_out
+    assert good not in left_out
+    made.stop()
+
+
+def test_results_are_forgotten_with_the_users() -> None:
+    """Nothing that was right under earlier users is right under later ones."""
+    made = passwords()
+    given = Credentials("bob", b"x")
+    key = made.key(given)
+    made.ask(key, given, "peer")
+    begun = time.monotonic()
+    while not made.answers(0.0) and time.monotonic() - begun < 10:
+        time.sleep(0.01)
+    assert made.known(key, 1.0) is True
+    assert made.known(key, 1.0 + Limits().remembered_seconds + 1) is None
+    made.use({"bob": hashed("y").encode()})
+    assert made.known(key, 1.0) is None
+    assert made.known(made.key(given), 1.0) is None
+    made.stop()
+
+
+@given(st.text(max_size=40))
+def test_any_header_is_credentials_or_none(header: str) -> None:
+    """Nothing else comes out."""
+    found = credentials("Basic " + header)
+    assert found is None or (isinstance(found.name, str) and ":" not in found.name)
