@@ -41,11 +41,11 @@ demo: $(VENV)/.train
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 
-# Real Slurm, MariaDB, Open MPI, compilers, strace, archivers and readers of manual pages for the tests, from Debian's packages;
-# without root they skip, loudly.
+# Real Slurm, MariaDB, Prometheus, Open MPI, compilers, strace, archivers and readers of manual pages for the tests, from
+# Debian's packages; without root they skip, loudly.
 system: | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  deploy/devcluster/devcluster install && \
+	  deploy/devcluster/devcluster install && deploy/prometheus/install.sh && \
 	  { command -v strace >/dev/null && command -v git >/dev/null && command -v tmux >/dev/null && \
 	    command -v man >/dev/null && command -v groff >/dev/null && command -v mandoc >/dev/null && \
 	    command -v mpirun >/dev/null && command -v mpicxx >/dev/null && command -v numactl >/dev/null && \

@@ -10,6 +10,7 @@ import os
 import selectors
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Loop:
         self._complained = -_FOREVER
         self._gate = Gate(settings, limits, self.wake)
         self._selector = selectors.DefaultSelector()
+        self._wakeup_lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakeup, _READ)
         self._selector.register(listener.fileno(), _READ)
@@ -86,8 +88,9 @@ class Loop:
             self._gate.stop()
             self._selector.close()
             self._listener.close()
-            os.close(self._wakeup)
-            self._wakeup = -1
+            with self._wakeup_lock:
+                os.close(self._wakeup)
+                self._wakeup = -1
 
     def stop(self) -> None:
         """Make `run` end soon; may be called from any thread."""
@@ -101,8 +104,9 @@ class Loop:
 
     def wake(self) -> None:
         """Make the loop look around; may be called from any thread."""
-        with suppress(OSError):  # the loop has just ended
-            os.eventfd_write(self._wakeup, 1)
+        with self._wakeup_lock:  # never a descriptor that somebody else has by now
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def _turn(self) -> None:
         """Wait for something to happen and see to all of it."""

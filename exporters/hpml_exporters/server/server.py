@@ -42,6 +42,7 @@ class Server:
         self._watch: Watch | None = None
         self._loop: Loop | None = None
         self._thread: threading.Thread | None = None
+        self._scheme = "http"
 
     def start(self) -> tuple[str, int]:
         """Serve from now on, in a thread of its own; return the address that is listened on.
@@ -55,6 +56,7 @@ class Server:
                 self._web_config, self._limits.watch_seconds, self.counters, self._change
             )
             settings = self._watch.first()
+        self._scheme = "https" if settings.context else "http"
         listener = listen_on(self._listen, self._limits)
         try:
             self._loop = Loop(listener, settings, self._pages, self._limits, self.counters)
@@ -67,6 +69,11 @@ class Server:
         if self._watch:
             self._watch.start()
         return str(host), int(port)
+
+    @property
+    def scheme(self) -> str:
+        """How it is asked: http, or https once `start` has found that the file wants TLS."""
+        return self._scheme
 
     def stop(self) -> None:
         """Close everything; open answers are cut off."""

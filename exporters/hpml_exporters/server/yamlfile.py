@@ -7,6 +7,7 @@ text is due. ruamel.yaml is imported for the reading and dropped after it: measu
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = ["read"]
 
 _MOST_BYTES = 1 << 20
 _LIBRARY = "ruamel"
+_QUOTED = re.compile(r"'.{5,}'|\".{5,}\"")
 
 
 def read(path: str) -> Any:
@@ -54,9 +56,8 @@ def _parse(text: bytes, path: str) -> Any:
         return YAML(typ="base", pure=True).load(text)
     except MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        words = f"{line}{(error.problem or 'no YAML').splitlines()[0]}"
-        if "duplicate key" in words:  # it quotes the value, which may be a secret
-            words = f"{line}a key stands twice"
+        problem = (error.problem or "no YAML").splitlines()[0]
+        words = line + _QUOTED.sub("…", problem)  # what it quotes may be a secret
     except (YAMLError, UnicodeError, ValueError, RecursionError):
         words = "no YAML"
     raise InputError(words, field="web_config", value=path)

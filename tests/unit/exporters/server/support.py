@@ -1,7 +1,7 @@
 """What the tests of the server share: pages, certificates, clients, and a server in a process.
 
-`python -m tests.unit.exporters.server.support LISTEN WEB_CONFIG LIMITS` serves until its input ends,
-and answers each line of input with its counters.
+`python -m tests.unit.exporters.server.support LISTEN WEB_CONFIG LIMITS` serves until its input
+ends, and answers each line of input with its counters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from hpml_exporters.server import Limits, Server
 
@@ -238,7 +238,7 @@ class Process:
             for task in Path(f"/proc/{self.pid}/task").iterdir()
         )
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

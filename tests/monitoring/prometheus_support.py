@@ -1,0 +1,236 @@
+"""A real Prometheus for the tests of this folder: booted on a free port, asked in PromQL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import pytest
+
+from tests.cluster.conftest import skip_or_fail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_BOOT_SECONDS = 60.0
+_END_SECONDS = 20.0
+
+
+class Series(NamedTuple):
+    """One element of an instant vector."""
+
+    labels: dict[str, str]  # `__name__` too, where the expression keeps it
+    value: float
+
+
+class Line(NamedTuple):
+    """One series of a range: its (Unix seconds, value) pairs in order."""
+
+    labels: dict[str, str]
+    points: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A Prometheus that is up."""
+
+    url: str
+    pid: int
+    folder: Path
+
+    def api(self, path: str, **parameters: str) -> Any:
+        """The data that its HTTP API answers; a refusal fails with Prometheus' own words."""
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - http of our own
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
+
+    def query(self, promql: str, at: float | None = None) -> list[Series]:
+        """Evaluate an expression at a moment (Unix seconds; now if None)."""
+        when = {} if at is None else {"time": repr(at)}
+        data = self.api("query", query=promql, **when)
+        if data["resultType"] == "scalar":
+            return [Series({}, float(data["result"][1]))]
+        return [Series(one["metric"], float(one["value"][1])) for one in data["result"]]
+
+    def value(self, promql: str) -> float:
+        """The one value of an expression that has exactly one."""
+        found = self.query(promql)
+        assert len(found) == 1, f"{promql}: {found}"
+        return found[0].value
+
+    def query_range(self, promql: str, start: float, end: float, step: float = 1.0) -> list[Line]:
+        """Evaluate an expression from start to end (Unix seconds)."""
+        data = self.api(
+            "query_range", query=promql, start=repr(start), end=repr(end), step=repr(step)
+        )
+        return [
+            Line(one["metric"], [(float(when), float(value)) for when, value in one["values"]])
+            for one in data["result"]
+        ]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """What it scrapes: each with `labels`, `health`, `lastError`, `lastScrapeDuration`."""
+        targets: list[dict[str, Any]] = self.api("targets", state="active")["activeTargets"]
+        return targets
+
+    def wait_for(
+        self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 60.0
+    ) -> list[Series]:
+        """Ask until the answer is good; fails with the last one."""
+        end = time.monotonic() + seconds
+        while True:
+            found = self.query(promql)
+            if good(found):
+                return found
+            if time.monotonic() > end:
+                told = [(one["health"], one["lastError"]) for one in self.targets()]
+                pytest.fail(f"{promql} stays {found[:20]} for {seconds:g} s; targets: {told}")
+            time.sleep(0.2)
+
+    def log(self) -> str:
+        """What it has written so far."""
+        return (self.folder / "prometheus.log").read_text("utf-8")
+
+
+class BootPrometheus(Protocol):
+    """The fixture `prometheus`."""
+
+    def __call__(self, scrape_configs: Sequence[Mapping[str, Any]], **more: Any) -> Prometheus:
+        """Boot one that scrapes these; `more` are other parts of prometheus.yml."""
+
+
+class Promtool(Protocol):
+    """The fixture `promtool`."""
+
+    def __call__(
+        self, *words: str | Path, text: bytes | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it on its standard input; the caller looks at its status."""
+
+
+def static(job: str, *addresses: str, **more: Any) -> dict[str, Any]:
+    """A scrape config of addresses that are known, each second unless `more` says otherwise."""
+    return {
+        "job_name": job,
+        "scrape_interval": "1s",
+        "scrape_timeout": "1s",
+        "static_configs": [{"targets": list(addresses)}],
+    } | more
+
+
+def files(job: str, *patterns: str | Path, **more: Any) -> dict[str, Any]:
+    """A scrape config of addresses that stand in target files."""
+    return {
+        "job_name": job,
+        "scrape_interval": "1s",
+        "scrape_timeout": "1s",
+        "file_sd_configs": [{"files": list(map(str, patterns)), "refresh_interval": "1s"}],
+    } | more
+
+
+def program(name: str) -> str:
+    """Where one of the programs is; skips without it, and fails on CI."""
+    found = shutil.which(name, path=_SYSTEM_PATH)
+    if found is None:
+        skip_or_fail(f"NO MONITORING TESTS: {name} is not installed (deploy/prometheus/install.sh)")
+    return found
+
+
+@contextlib.contextmanager
+def booted_prometheus(
+    folder: Path, scrape_configs: Sequence[Mapping[str, Any]], **more: Any
+) -> Iterator[Prometheus]:
+    """Boot one that keeps its data in a folder, and end it."""
+    command = program("prometheus")
+    folder.mkdir(parents=True)
+    # JSON is YAML
+    config = {"global": {"scrape_interval": "1s"}} | more | {"scrape_configs": scrape_configs}
+    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                command,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield Prometheus(_wait_ready(process, folder / "prometheus.log"), process.pid, folder)
+    finally:
+        _end(process)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until it answers queries; returns where."""
+    end = time.monotonic() + _BOOT_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        told = log.read_text("utf-8")
+        listens = re.search(r'msg="Listening on" address=(\S+)', told)
+        if listens and 'msg="Server is ready' in told:
+            return f"http://{listens[1]}"
+        time.sleep(0.05)
+    pytest.fail(f"Prometheus does not start:\n{log.read_text('utf-8')}", pytrace=False)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it by its id: asked first, then killed."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def prometheus(tmp_path: Path) -> Iterator[BootPrometheus]:
+    """Boots a Prometheus with the scrape configs it is called with; all end with the test."""
+    with contextlib.ExitStack() as stack:
+        booted = 0
+
+        def boot(scrape_configs: Sequence[Mapping[str, Any]], **more: Any) -> Prometheus:
+            nonlocal booted
+            booted += 1
+            folder = tmp_path / f"prometheus-{booted}"
+            return stack.enter_context(booted_prometheus(folder, scrape_configs, **more))
+
+        yield boot
+
+
+@pytest.fixture
+def promtool() -> Promtool:
+    """Runs promtool."""
+    command = program("promtool")
+
+    def run(*words: str | Path, text: bytes | None = None) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [command, *map(str, words)],
+            input=b"" if text is None else text,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        return subprocess.CompletedProcess(
+            done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+        )
+
+    return run
