@@ -151,7 +151,7 @@ def run(
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if options.address_file:
             write_address(options.address_file, shown)
-        tell(f"{getattr(server, 'scheme', 'http')}://{shown}/metrics")
+        tell(f"{server.scheme}://{shown}/metrics")
         _wait_for_end(ending, options.parent_pid)
     finally:
         sampler.stop(last_reading=bool(watching))  # what a short job did since the last one
