@@ -135,7 +135,7 @@ class Agent:
         staging: NodeStaging,
         log: Path,
         channel: str,
-        monitor: Optional[Monitor],  # noqa: UP045
+        monitor: Optional[Monitor] = None,  # noqa: UP045
     ) -> bool:
         """Plan, stage everything and publish the node's marker; returns whether that failed."""
         if (self.attempt / _OVER_MARKER).exists():
