@@ -107,6 +107,19 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("From the shared file system to this node:", "hpml stage bench --from /scratch/ada"),
         ("Quickly, to RAM alone:", "hpml stage bench /dev/shm --files 1000 --large 64M"),
     ],
+    "export": [("Show this node's GPUs and jobs to Prometheus:", "hpml export node")],
+    "export node": [
+        ("On this machine's own address alone:", "hpml export node"),
+        (
+            "For a Prometheus elsewhere, with TLS and passwords:",
+            "hpml export node --listen :9445 --web-config web.yml",
+        ),
+        (
+            "GPUs and jobs alone, GPUs every five seconds:",
+            "hpml export node --no-disks --no-infiniband --no-nfs --no-lustre --gpu-interval 5",
+        ),
+    ],
+    "export metrics": [("The whole catalogue, for programs:", "hpml export metrics --json")],
     "man": [
         ("Read about a command:", "hpml man submit"),
         ("Install all pages:", "hpml man --output /usr/local/share/man"),

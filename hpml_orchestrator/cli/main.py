@@ -13,6 +13,7 @@ import typer
 from hpml_orchestrator import __version__
 from hpml_orchestrator.cli import (
     check,
+    export,
     importing,
     init,
     jobfile,
@@ -92,6 +93,7 @@ templates.register(app)
 topo.register(app)
 pack.register(app)
 stage.register(app)
+export.register(app)
 man.register(app)
 
 

@@ -1,1 +1,19 @@
-"""The catalogue: every metric that an exporter can show, by subject."""
+"""The catalogue: every metric that can be shown, by subject."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from hpml_exporters.metric import MetricSpec
+
+__all__ = ["ALL", "SUBJECTS"]
+
+SUBJECTS = (
+    "exporter",
+)  # fmt: skip
+"""Modules of this package, in the order of the documentation; a test says that none is missing."""
+
+ALL: tuple[MetricSpec, ...] = tuple(
+    spec for subject in SUBJECTS for spec in import_module(f"{__name__}.{subject}").SPECS
+)
+"""Every metric's description."""

@@ -1,0 +1,52 @@
+"""`python -m hpml_exporters OPTIONS_JSON`: the exporter of a node as a lean process.
+
+Exit statuses: 0 told to end, 2 the options are wrong, 75 a driver call does not return (start me
+again), those of `hpml_orchestrator.errors` for what else is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["main"]
+
+_WRONG_OPTIONS = 2
+
+
+def main(words: list[str]) -> int:
+    """Run the exporter with options as one JSON object; returns the exit status."""
+    from hpml_exporters.node import block_signals, run  # noqa: PLC0415 - signals first
+
+    block_signals()
+    from hpml_exporters.checks import check  # noqa: PLC0415
+    from hpml_exporters.options import NodeOptions  # noqa: PLC0415
+    from hpml_exporters.slot import tell  # noqa: PLC0415
+    from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
+
+    if len(words) != 1:
+        tell("error: one argument is wanted: options as JSON, see hpml_exporters/options.py")
+        return _WRONG_OPTIONS
+    try:
+        options = NodeOptions.from_json(words[0])
+    except (ValueError, TypeError, AttributeError) as error:
+        tell(f"error: the options are no JSON object of NodeOptions: {error}")
+        return _WRONG_OPTIONS
+    try:
+        check(options)
+        return run(options)
+    except HpmlError as error:
+        tell(f"error: {error}")
+        if error.hint:
+            tell(f"hint: {error.hint}")
+        return error.exit_code
+    except OSError as error:
+        tell(f"error: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that wait in a driver or for a client keep nobody

@@ -1,0 +1,199 @@
+"""The exporter of a node: collectors, sampler and web server, from the first to the last moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Protocol
+
+from hpml_exporters.collector import Collector
+from hpml_exporters.context import Context
+from hpml_exporters.options import COLLECTORS, NodeOptions
+from hpml_exporters.sampler import Sampler
+from hpml_exporters.slot import Source, tell
+from hpml_exporters.snapshot import Snapshot
+
+__all__ = ["EXIT_STUCK", "Observer", "block_signals", "run", "sources_of", "write_address"]
+
+EXIT_STUCK = 75
+"""A driver call does not return: start me again."""
+
+_LOOK_SECONDS = 1.0
+_OBSERVE_SECONDS = 5.0
+_WRITE_SECONDS = 30.0
+_END_SECONDS = 5.0
+_STACK_BYTES = 256 * 1024
+
+
+class Observer(Protocol):
+    """Looks at the snapshots now and then, as the summary of a job does."""
+
+    def note(self, snapshot: Snapshot) -> None:
+        """Look at one; about every five seconds."""
+
+    def end(self) -> None:
+        """Do what is left to do: the exporter ends."""
+
+
+class _SummaryWriter:
+    """Hands snapshots to the job's summary, and has it written now and then and at the end."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self._path = options.summary_file
+        self._summary = import_module("hpml_exporters.summary").Summary(options)
+        self._written = time.monotonic()
+
+    def note(self, snapshot: Snapshot) -> None:
+        self._summary.note(snapshot)
+        if time.monotonic() - self._written >= _WRITE_SECONDS:
+            self._written = time.monotonic()
+            self._summary.write(self._path)
+
+    def end(self) -> None:
+        self._summary.write(self._path)
+
+
+class _Observers:
+    """Calls the observers from one thread; what one of them does wrong stays its own."""
+
+    def __init__(self, observers: Sequence[Observer], snapshot: Callable[[], Snapshot]) -> None:
+        self._observers = observers
+        self._snapshot = snapshot
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._observe, name="observers", daemon=True)
+
+    def start(self) -> None:
+        if self._observers:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Have them finish, and wait for that a few seconds."""
+        self._ended.set()
+        if self._observers:
+            self._thread.join(_END_SECONDS)
+
+    def _observe(self) -> None:
+        while not self._ended.wait(_OBSERVE_SECONDS):
+            self._each(lambda one: one.note(self._snapshot()))
+        self._each(lambda one: one.note(self._snapshot()))
+        self._each(lambda one: one.end())
+
+    def _each(self, call: Callable[[Observer], None]) -> None:
+        for one in self._observers:
+            try:
+                call(one)
+            except Exception as error:  # noqa: BLE001 - the metrics are shown all the same
+                tell(f"{type(one).__name__}: {type(error).__name__}: {error}")
+
+
+def sources_of(options: NodeOptions) -> list[Source]:
+    """Return the collectors that are switched on; that of the jobs first, others look at it."""
+    context = Context(options)
+    names = [name for name in COLLECTORS if name not in options.without]
+    names.sort(key=lambda name: name != "jobs")
+    return [Source(name, partial(_made, name, context)) for name in names]
+
+
+def _made(name: str, context: Context) -> Collector:
+    """Import a collector's module, in its own thread, and make it."""
+    made: Collector = import_module(f"hpml_exporters.collectors.{name}").make(context)
+    return made
+
+
+def run(
+    options: NodeOptions,
+    *,
+    sources: Iterable[Source] | None = None,
+    observers: Sequence[Observer] = (),
+) -> int:
+    """Export this node until told to end; returns the exit status.
+
+    Args:
+        options: what and where.
+        sources: other collectors than those of the options.
+        observers: who looks at the snapshots, besides the summary that the options ask for.
+
+    Raises:
+        HpmlError: the server cannot be started.
+    """
+    from hpml_exporters.server import Server  # noqa: PLC0415 - the largest import, after the rest
+
+    ending = block_signals()  # before there are threads to inherit it
+    threading.stack_size(_STACK_BYTES)
+    watching: list[Observer] = list(observers)
+    if options.summary_file:
+        watching.append(_SummaryWriter(options))
+
+    def give_up(why: str) -> None:
+        tell(f"{why}: ending for a new start")
+        group.end()
+        os._exit(EXIT_STUCK)  # a thread that hangs in a driver lets no other way
+
+    sampler = Sampler(
+        sources_of(options) if sources is None else sources,
+        stuck_seconds=options.stuck_seconds,
+        exit_seconds=options.exit_seconds,
+        give_up=give_up,
+    )
+    server = Server(options.listen, options.web_config, sampler)
+    sampler.show_server(server.counters)
+    group = _Observers(watching, sampler.snapshot)
+    host, port = server.start()
+    try:
+        sampler.start()
+        group.start()
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if options.address_file:
+            write_address(options.address_file, shown)
+        tell(f"{getattr(server, 'scheme', 'http')}://{shown}/metrics")
+        _wait_for_end(ending, options.parent_pid)
+    finally:
+        sampler.stop(last_reading=bool(watching))  # what a short job did since the last one
+        group.end()
+        server.stop()
+    return 0
+
+
+def write_address(path: str, address: str) -> None:
+    """Write where the exporter listens, as one line that is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial_path = f"{path}.{os.getpid()}"
+    try:
+        with open(partial_path, "w", encoding="utf-8") as stream:
+            stream.write(address + "\n")
+        os.replace(partial_path, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(partial_path)
+        raise
+
+
+def block_signals() -> set[signal.Signals]:
+    """Keep back the signals that end the exporter, for the main thread to wait for.
+
+    Slurm sends SIGUSR1 to all processes of an agent's step. Those that the caller ignores, as
+    `nohup` and a shell's `&` do, go on being ignored: Linux delivers even these to who waits.
+    """
+    ending = {signal.SIGTERM, signal.SIGUSR1}
+    ending |= {
+        one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN
+    }
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    return ending
+
+
+def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
+    """Return when a signal says so, or when the parent is another than it was."""
+    while signal.sigtimedwait(ending, _LOOK_SECONDS) is None:
+        if parent and os.getppid() != parent:
+            tell("the process that started this exporter is gone")
+            return

@@ -1,0 +1,72 @@
+"""Collectors that do what a test tells them: stand-ins for faults that a machine cannot make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hpml_exporters.metric import Family, MetricSpec, Sample
+from hpml_exporters.slot import Source
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["Probe", "eventually", "family", "figures", "spec_of"]
+
+
+def spec_of(name: str) -> MetricSpec:
+    """The gauge that a probe of that name shows."""
+    return MetricSpec(f"hpml_{name}_level", "gauge", "What a probe was told to show.", source="x")
+
+
+def family(name: str, value: float) -> Family:
+    """The one series of a probe."""
+    return Family(spec_of(name), (Sample((), value),))
+
+
+@dataclass
+class Probe:
+    """A collector that counts its calls, and asks `act` what to do in each of them."""
+
+    name: str
+    interval: float = 0.05
+    act: Callable[[int], Sequence[Family] | None] = lambda _: None
+    specs: Sequence[MetricSpec] = ()
+    times: list[float] = field(default_factory=list)
+    made: int = 0
+    closed: int = 0
+
+    def sample(self, now: float) -> Sequence[Family]:
+        """Do what the test wants; what it returns by itself is the number of the call."""
+        self.times.append(now)
+        found = self.act(len(self.times))
+        return (family(self.name, len(self.times)),) if found is None else found
+
+    def close(self) -> None:
+        """Count it."""
+        self.closed += 1
+
+    def source(self) -> Source:
+        """What makes this collector, again and again."""
+
+        def make() -> Probe:
+            self.made += 1
+            return self
+
+        return Source(self.name, make)
+
+
+def figures(body: bytes) -> dict[str, float]:
+    """Series as they are written -> values, of a body in the text format."""
+    return {
+        one.name + "".join(f"{{{k}={v}}}" for k, v in one.labels.items()): one.value
+        for found in text_string_to_metric_families(body.decode())
+        for one in found.samples
+    }
+
+
+def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
