@@ -178,7 +178,8 @@ def joined(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _line(one: Monitored) -> str:
-    return "; ".join(filter(None, (_gpu_words(one), _host_words(one), _trouble(one))))
+    words = filter(None, (_gpu_words(one), _host_words(one), _trouble(one)))
+    return "; ".join(words) or "it saw nothing"
 
 
 def _gpu_words(one: Monitored) -> str:

@@ -33,7 +33,7 @@ from hpml_orchestrator.node.names import job_key
 from hpml_orchestrator.records import targets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.node.arguments import MonitorWish
     from hpml_orchestrator.node.planning import Prepared
@@ -336,8 +336,8 @@ class Monitor:
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def _tell(self, words: str, write: Callable[[str], object] = sys.stderr.write) -> None:
-        write(f"hpml: {self.node}: the job's monitor {words}\n")
+    def _tell(self, words: str) -> None:
+        sys.stderr.write(f"hpml: {self.node}: the job's monitor {words}\n")
 
 
 def _signal(process: Optional[subprocess.Popen[bytes]], number: int) -> None:  # noqa: UP045
