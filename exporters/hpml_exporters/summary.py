@@ -23,6 +23,8 @@ JOB_METRICS = {
     "hpml_job_cpu_seconds_total": "cpu_seconds",
     "hpml_job_io_read_bytes_total": "io_read_bytes",
     "hpml_job_io_write_bytes_total": "io_write_bytes",
+    "hpml_job_io_syscall_read_bytes_total": "io_syscall_read_bytes",
+    "hpml_job_io_syscall_write_bytes_total": "io_syscall_write_bytes",
     "hpml_job_oom_events_total": "oom_events",
 }
 """Counters that began with the job, and their names here; modes are added up."""

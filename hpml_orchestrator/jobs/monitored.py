@@ -20,7 +20,8 @@ __all__ = ["Gpu", "Monitored", "joined", "monitor_lines", "monitored_nodes", "to
 _ENDING = ".monitor.json"
 _SHOWN_NODES = 8
 _MISSING_SECONDS = 15.0
-_SUMS = ("cpu_seconds", "mean_cpus", "cpus", "io_read_bytes", "io_write_bytes", "oom_events")
+_IO = ("io_read_bytes", "io_write_bytes", "io_syscall_read_bytes", "io_syscall_write_bytes")
+_SUMS = ("cpu_seconds", "mean_cpus", "cpus", *_IO, "oom_events")
 _GPU_SUMS = ("gpus_allocated", "gpus_used")
 _WATT_SECONDS_PER_KWH = 3.6e6
 _HALF_GPU = 0.5
@@ -59,8 +60,9 @@ class Monitored:
         seconds: how long, on the node that was watched longest.
         updated: when it was last written down, seconds since the epoch.
         figures: `cpu_seconds`, `mean_cpus`, `cpus`, `memory_peak_bytes` (of all nodes: on the one
-            that had most), `memory_limit_bytes`, `io_read_bytes`, `io_write_bytes`, `oom_events`,
-            `gpus_allocated`, `gpus_used`.
+            that had most), `memory_limit_bytes`, `io_read_bytes` and `io_write_bytes` (storage),
+            `io_syscall_read_bytes` and `io_syscall_write_bytes` (all that was read and written),
+            `oom_events`, `gpus_allocated`, `gpus_used`.
         training: what its ranks told: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
         gpus: each GPU.
     """

@@ -24,6 +24,7 @@ from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, Rec
 from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.claim import node_name
+from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.node.rendezvous import resolve
 from hpml_orchestrator.node.stages import NodeStaging, parts_of
@@ -68,6 +69,7 @@ class Agent:
     _told: str = ""
     _watch: Optional[Watch] = None  # noqa: UP045
     _made: Optional[Prepared] = None  # noqa: UP045
+    _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
     @property
@@ -96,7 +98,8 @@ class Agent:
         """
         log = self.attempt / "events" / f"{self.node}.jsonl"
         staging = self._staging(log)
-        reader = ChannelReader(attempt_channel(os.environ, str(self.attempt)), log, self.node)
+        name = attempt_channel(os.environ, str(self.attempt))
+        reader = ChannelReader(name, log, self.node, feed=self._feed)
         monitor = self._monitor()
         try:
             reader.start()
@@ -107,12 +110,14 @@ class Agent:
             finally:
                 reader.stop()
                 self._watched(lambda watch: watch.close())
+                self._feed.flush()
         finally:
             if monitor is not None:
                 monitor.end()  # which takes a moment, like cleaning up
             self._clean(staging.stager)
             if monitor is not None:
                 monitor.stop()
+            self._feed.close()
         return 1 if failure else 0
 
     def _monitor(self) -> Optional[Monitor]:  # noqa: UP045
@@ -122,10 +127,12 @@ class Agent:
         from hpml_orchestrator.node.monitor import Monitor  # noqa: PLC0415 - few jobs have one
 
         try:
-            return Monitor(self.asked.monitor, self.attempt, self.node)
+            monitor = Monitor(self.asked.monitor, self.attempt, self.node)
         except OSError as error:
             sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {error}\n")
             return None
+        self._feed.add_socket(monitor.feed)
+        return monitor
 
     def _staging(self, log: Path) -> NodeStaging:
         return NodeStaging(self.asked, self.node, log, self._is_ending)
@@ -239,7 +246,8 @@ class Agent:
                 if over.exists():
                     return
             pause = self._watched(lambda watch: watch.act(time.monotonic()))
-            select.select([self._wake[0]], [], [], min(pause, look_at - now))
+            pause = min(pause, self._feed.act(time.monotonic()))
+            select.select([self._wake[0]], [], [], max(0.0, min(pause, look_at - now)))
 
     def _watched(self, step: Callable[[Watch], float | None]) -> float:
         """Let the watch do a step; should it fail, the ranks and their data stay as they are.
@@ -249,11 +257,15 @@ class Agent:
         """
         if self._watch is not None:
             try:
-                return step(self._watch) or 0.0
+                pause = step(self._watch) or 0.0
             except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
                 told = f"{type(error).__name__}: {error}"
                 sys.stderr.write(f"hpml: {self.node}: the ranks are not watched any more: {told}\n")
                 self._watch = None
+            else:
+                if self._watch.binding is not None:
+                    self._feed.tell_binding(*self._watch.binding)
+                return pause
         return _POLL_SECONDS
 
     def _clean(self, stager: CopyStager, write: Callable[[str], object] = sys.stderr.write) -> None:
