@@ -17,7 +17,7 @@ from hpml_exporters.metric import Family
 from hpml_exporters.options import NodeOptions
 from hpml_orchestrator.records.files import write_json
 
-__all__ = ["GPU_METRICS", "JOB_METRICS", "TRAIN_METRICS", "Seen", "Summary"]
+__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Seen", "Summary"]
 
 JOB_METRICS = {
     "hpml_job_cpu_seconds_total": "cpu_seconds",
@@ -28,6 +28,15 @@ JOB_METRICS = {
     "hpml_job_oom_events_total": "oom_events",
 }
 """Counters that began with the job, and their names here; modes are added up."""
+
+JOB_LEVELS = {
+    "hpml_job_memory_limit_bytes": "memory_limit_bytes",
+    "hpml_job_memory_peak_bytes": "memory_with_cache_peak_bytes",
+    "hpml_job_cpus": "cpus",
+    "hpml_job_gpus_allocated": "gpus_allocated",
+    "hpml_job_gpus_used": "gpus_used",
+}
+"""Levels of which the highest is kept."""
 
 TRAIN_METRICS = {
     "hpml_train_samples_total": "samples",
@@ -141,15 +150,11 @@ class Summary:
                 values = self._of_job(families.get(metric))
                 if values:
                     self._count(f"{group}/{name}", sum(values.values()))
-        cpu = self._counts.get("job/cpu_seconds")
-        if cpu:
-            self._peaks.setdefault("job/first_cpu_seconds", cpu[0])
-            self._peaks.setdefault("job/first_time", self._updated)
         kinds = self._of_job(families.get("hpml_job_memory_bytes"), "kind")
         if kinds:
             self._peak("job/memory_peak_bytes", sum(kinds.get(kind, 0.0) for kind in _MEMORY))
-        for name in ("memory_limit_bytes", "cpus", "gpus_allocated", "gpus_used"):
-            values = self._of_job(families.get(f"hpml_job_{name}"))
+        for metric, name in JOB_LEVELS.items():
+            values = self._of_job(families.get(metric))
             if values:
                 self._peak(f"job/{name}", max(values.values()))
         loss = self._of_job(families.get("hpml_train_loss"))
@@ -255,10 +260,10 @@ class Summary:
             for key, value in self._peaks.items()
             if key.startswith("job/")
         }
-        first, at = peaks.pop("first_cpu_seconds", 0.0), peaks.pop("first_time", 0.0)
-        seconds = self._updated - at
+        # CPU time counts since the job began, and its exporter began a moment later.
+        seconds = self._updated - self._began
         if "cpu_seconds" in figures and seconds > 0:
-            figures["mean_cpus"] = round((figures["cpu_seconds"] - first) / seconds, 3)
+            figures["mean_cpus"] = round(figures["cpu_seconds"] / seconds, 3)
         return {**figures, **peaks}
 
     def _gpu_figures(self, uuid: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ _SHOWN_NODES = 8
 _MISSING_SECONDS = 15.0
 _IO = ("io_read_bytes", "io_write_bytes", "io_syscall_read_bytes", "io_syscall_write_bytes")
 _SUMS = ("cpu_seconds", "mean_cpus", "cpus", *_IO, "oom_events")
+_PEAKS = ("memory_peak_bytes", "memory_with_cache_peak_bytes", "memory_limit_bytes")
 _GPU_SUMS = ("gpus_allocated", "gpus_used")
 _WATT_SECONDS_PER_KWH = 3.6e6
 _HALF_GPU = 0.5
@@ -59,8 +60,9 @@ class Monitored:
         nodes: how many were monitored.
         seconds: how long, on the node that was watched longest.
         updated: when it was last written down, seconds since the epoch.
-        figures: `cpu_seconds`, `mean_cpus`, `cpus`, `memory_peak_bytes` (of all nodes: on the one
-            that had most), `memory_limit_bytes`, `io_read_bytes` and `io_write_bytes` (storage),
+        figures: `cpu_seconds`, `mean_cpus`, `cpus`, `memory_peak_bytes` (without the page cache; of
+            all nodes: on the one that had most), `memory_with_cache_peak_bytes` (the kernel's),
+            `memory_limit_bytes`, `io_read_bytes` and `io_write_bytes` (storage),
             `io_syscall_read_bytes` and `io_syscall_write_bytes` (all that was read and written),
             `oom_events`, `gpus_allocated`, `gpus_used`.
         training: what its ranks told: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
@@ -114,7 +116,7 @@ def together(nodes: Sequence[Monitored]) -> Monitored | None:
     }
     peaks = {
         name: max(one.figures[name] for one in nodes if name in one.figures)
-        for name in ("memory_peak_bytes", "memory_limit_bytes")
+        for name in _PEAKS
         if any(name in one.figures for one in nodes)
     }
     training: dict[str, float] = {}
