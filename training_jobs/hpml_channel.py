@@ -21,6 +21,10 @@ On the wire, one JSON object per datagram of at most 8 KiB, to an abstract unix 
 
     {"v": 1, "type": "event" | "result", "event": NAME, "time": SECONDS, "rank": 0,
      "local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}
+
+Counters are sums since the process began, so a lost datagram loses nothing. With those of `step`
+travels `"step_buckets": {"4": 1200, ...}`: how many steps took as long as bucket 4 says, whose
+bounds are STEP_BOUNDS_SECONDS (0: at most 1 ms, ..., 10: over 60 s); empty ones are left out.
 """
 
 from __future__ import annotations
@@ -29,16 +33,19 @@ import json
 import os
 import socket
 import time
+from bisect import bisect_left
 from collections import deque
 from typing import Any
 
-__all__ = ["MAX_DATAGRAM_BYTES", "Channel"]
+__all__ = ["MAX_DATAGRAM_BYTES", "STEP_BOUNDS_SECONDS", "Channel"]
 
 MAX_DATAGRAM_BYTES = 8192
 STEP_EVERY_SECONDS = 1.0
 STOP_CHECK_EVERY_SECONDS = 1.0
 CLOSE_WAIT_SECONDS = 0.5
 UNSENT_EVENTS = 64
+STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
+MOST_STEPS = 1_000_000_000  # in one count; more is a mistake, and no histogram
 
 
 class Channel:
@@ -82,6 +89,7 @@ class Channel:
             ("samples_total", "steps_total", "data_wait_seconds_total", "step_seconds_total"), 0
         )
         self._gauges: dict[str, Any] = {}
+        self._buckets = [0] * (len(STEP_BOUNDS_SECONDS) + 1)
         self._unsent: deque[bytes] = deque()
         self._step_due = 0.0
         self._counted_at: float | None = None  # the time of the last count that was not sent
@@ -119,13 +127,19 @@ class Channel:
 
         Args:
             increments: `samples`, `steps`, `data_wait_seconds`, `step_seconds`, or any other
-                counter; `samples` travels as `samples_total` and so on.
+                counter; `samples` travels as `samples_total` and so on. Of several steps in one
+                call each counts as long as their mean. `comm_seconds` is exported only beside
+                `gauge(comm_method=...)`, which says how it was measured: frameworks overlap
+                communication with computation, and a figure without its method says nothing.
         """
         if self._socket is None:
             return
         for name, increment in increments.items():
             total = name + "_total"
             self._totals[total] = self._totals.get(total, 0) + increment
+        steps, seconds = increments.get("steps", 0), increments.get("step_seconds", -1.0)
+        if 0 < steps < MOST_STEPS and seconds >= 0:
+            self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
         self._counted_at = time.time()
         now = time.monotonic()
         if self._first or now >= self._step_due:
@@ -136,6 +150,8 @@ class Channel:
     def gauge(self, **values: Any) -> None:
         """Set what the next counters carry beside them: `loss`, `accuracy`, `epoch`.
 
+        Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1: FLOP/s of the model over the
+        devices' peak); `comm_method="ddp-comm-hook, 1 in 50"` says how `comm_seconds` came about.
         A tensor may be given; its value is taken when it is sent, not at every step.
         """
         if self._socket is not None:
@@ -175,10 +191,19 @@ class Channel:
 
     def _send_step(self, *, keep: bool) -> None:
         at, self._counted_at = self._counted_at, None
-        self._send("event", "step", {**self._totals, **self._gauges}, keep=keep, at=at)
+        buckets = {str(number): count for number, count in enumerate(self._buckets) if count}
+        more = {"step_buckets": buckets} if buckets else {}
+        self._send("event", "step", {**self._totals, **self._gauges}, keep=keep, at=at, **more)
 
     def _send(
-        self, kind: str, event: str, data: dict[str, Any], *, keep: bool, at: float | None = None
+        self,
+        kind: str,
+        event: str,
+        data: dict[str, Any],
+        *,
+        keep: bool,
+        at: float | None = None,
+        **more: Any,
     ) -> None:
         """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
         try:
@@ -193,6 +218,7 @@ class Channel:
                     "world_size": self._world_size,
                     "pid": os.getpid(),
                     "data": data,
+                    **more,
                 }
             )
         except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything

@@ -1,8 +1,8 @@
 """The node agent: one per node, for as long as the job.
 
 It plans where the ranks will run, stages the data, says when the node is ready, listens to the
-ranks and watches them, and removes what it staged when it is told to end: SIGUSR1 at the normal
-end, SIGTERM on cancel and at the time limit.
+ranks and watches them, keeps the job's exporter alive, and removes what it staged when it is told
+to end: SIGUSR1 at the normal end, SIGTERM on cancel and at the time limit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, Rec
 from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.claim import node_name
+from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.node.rendezvous import resolve
 from hpml_orchestrator.node.stages import NodeStaging, parts_of
@@ -31,6 +32,8 @@ from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.node.monitor import Monitor
+    from hpml_orchestrator.node.planning import Prepared
     from hpml_orchestrator.node.watch import Watch
     from hpml_orchestrator.staging import CopyStager
 
@@ -65,6 +68,8 @@ class Agent:
     node: str = field(default_factory=node_name)
     _told: str = ""
     _watch: Optional[Watch] = None  # noqa: UP045
+    _made: Optional[Prepared] = None  # noqa: UP045
+    _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
     @property
@@ -93,24 +98,52 @@ class Agent:
         """
         log = self.attempt / "events" / f"{self.node}.jsonl"
         staging = self._staging(log)
-        reader = ChannelReader(attempt_channel(os.environ, str(self.attempt)), log, self.node)
+        name = attempt_channel(os.environ, str(self.attempt))
+        reader = ChannelReader(name, log, self.node, feed=self._feed)
+        monitor = self._monitor()
         try:
             reader.start()
             try:
-                failure = self._make_ready(staging, log, reader.name)
+                failure = self._make_ready(staging, log, reader.name, monitor)
                 if not failure:
                     self._wait()
             finally:
                 reader.stop()
                 self._watched(lambda watch: watch.close())
+                self._feed.flush()
         finally:
+            if monitor is not None:
+                monitor.end()  # which takes a moment, like cleaning up
             self._clean(staging.stager)
+            if monitor is not None:
+                monitor.stop()
+            self._feed.close()
         return 1 if failure else 0
+
+    def _monitor(self) -> Optional[Monitor]:  # noqa: UP045
+        """Return the job's exporter, which is not started yet; None where nobody asked for it."""
+        if self.asked.monitor is None:
+            return None
+        from hpml_orchestrator.node.monitor import Monitor  # noqa: PLC0415 - few jobs have one
+
+        try:
+            monitor = Monitor(self.asked.monitor, self.attempt, self.node)
+        except OSError as error:
+            sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {error}\n")
+            return None
+        self._feed.add_socket(monitor.feed)
+        return monitor
 
     def _staging(self, log: Path) -> NodeStaging:
         return NodeStaging(self.asked, self.node, log, self._is_ending)
 
-    def _make_ready(self, staging: NodeStaging, log: Path, channel: str) -> bool:
+    def _make_ready(
+        self,
+        staging: NodeStaging,
+        log: Path,
+        channel: str,
+        monitor: Optional[Monitor] = None,  # noqa: UP045
+    ) -> bool:
         """Plan, stage everything and publish the node's marker; returns whether that failed."""
         if (self.attempt / _OVER_MARKER).exists():
             return False  # the script failed before this node's agent could hear its signal
@@ -120,6 +153,9 @@ class Agent:
             if self.asked.wish is not None:
                 placed = {"placed": self._plan(self.asked.wish, channel)}
                 began = time.monotonic()
+            if monitor is not None:
+                wish = self.asked.wish
+                monitor.start(self._made, no_gpus=wish is not None and wish.no_gpus)
             stages = staging.stage_all()
         except (HpmlError, OSError) as error:
             if self._is_ending():
@@ -174,6 +210,7 @@ class Agent:
             made = planning.unbound(
                 wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
             )
+        self._made = made
         parts = parts_of(self.asked.entries, os.environ)
         planning.publish(self.attempt, wish, made, channel=channel, parts=parts)
         if wish.verify != "off":
@@ -209,7 +246,8 @@ class Agent:
                 if over.exists():
                     return
             pause = self._watched(lambda watch: watch.act(time.monotonic()))
-            select.select([self._wake[0]], [], [], min(pause, look_at - now))
+            pause = min(pause, self._feed.act(time.monotonic()))
+            select.select([self._wake[0]], [], [], max(0.0, min(pause, look_at - now)))
 
     def _watched(self, step: Callable[[Watch], float | None]) -> float:
         """Let the watch do a step; should it fail, the ranks and their data stay as they are.
@@ -219,11 +257,15 @@ class Agent:
         """
         if self._watch is not None:
             try:
-                return step(self._watch) or 0.0
+                pause = step(self._watch) or 0.0
             except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
                 told = f"{type(error).__name__}: {error}"
                 sys.stderr.write(f"hpml: {self.node}: the ranks are not watched any more: {told}\n")
                 self._watch = None
+            else:
+                if self._watch.binding is not None:
+                    self._feed.tell_binding(*self._watch.binding)
+                return pause
         return _POLL_SECONDS
 
     def _clean(self, stager: CopyStager, write: Callable[[str], object] = sys.stderr.write) -> None:

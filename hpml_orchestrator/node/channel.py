@@ -29,6 +29,8 @@ from hpml_orchestrator.records.files import append_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpml_orchestrator.node.feed import Feed
+
 __all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "decode"]
 
 WIRE_VERSION = 1
@@ -64,6 +66,10 @@ def decode(datagram: bytes, *, node: str, now: float) -> Event:
     Raises:
         ValueError: it is none of ours: no JSON object of this version, or an unknown event.
     """
+    return _event_of(_message(datagram), node, now)
+
+
+def _message(datagram: bytes) -> dict[str, Any]:
     if len(datagram) > MAX_DATAGRAM_BYTES:
         raise ValueError("too long")
     try:
@@ -72,6 +78,10 @@ def decode(datagram: bytes, *, node: str, now: float) -> Event:
         raise ValueError("nested too deep") from error
     if not isinstance(message, dict) or message.get("v") != WIRE_VERSION:
         raise ValueError("no object of this version")
+    return message
+
+
+def _event_of(message: dict[str, Any], node: str, now: float) -> Event:
     kind, name = message.get("type"), message.get("event")
     rank, data = message.get("rank"), _clean(message.get("data", {}))
     if not isinstance(data, dict) or not isinstance(rank, int) or isinstance(rank, bool):
@@ -122,6 +132,7 @@ class ChannelReader:
         node: Slurm's name of the node.
         uid: the only user who is heard; the kernel vouches for the sender.
         clock: seconds since the epoch.
+        feed: hears of every rank's counters, for an exporter.
 
     Attributes:
         received: datagrams taken from the socket.
@@ -142,6 +153,7 @@ class ChannelReader:
         node: str,
         uid: int | None = None,
         clock: Callable[[], float] = time.time,
+        feed: Feed | None = None,
     ) -> None:
         if not name or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
             raise InputError(
@@ -156,6 +168,7 @@ class ChannelReader:
         self._node = node
         self._uid = os.getuid() if uid is None else uid
         self._clock = clock
+        self._feed = feed
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._wake: tuple[int, int] = (-1, -1)
@@ -249,20 +262,29 @@ class ChannelReader:
             except OSError:
                 return taken
             self.received += 1
-            if flags & socket.MSG_TRUNC or not self._is_ours(ancillary):
+            sender = self._sender(ancillary)
+            if flags & socket.MSG_TRUNC or sender is None:
                 self.refused += 1
                 continue
             try:
-                self._accept(decode(datagram, node=self._node, now=self._clock()))
+                message = _message(datagram)
+                event = _event_of(message, self._node, self._clock())
+                self._accept(event)
             except ValueError:
                 self.refused += 1
+                continue
+            if self._feed is not None and event.event == "step" and event.rank is not None:
+                self._feed.take(event.rank, sender, event.data, message.get("step_buckets"))
         return DRAIN_DATAGRAMS
 
-    def _is_ours(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
+    def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
+        """Return the process that sent, as the kernel vouches; None for another user's."""
         for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                return len(data) == _UCRED.size and _UCRED.unpack(data)[1] == self._uid
-        return False
+            ours = level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS
+            if ours and len(data) == _UCRED.size:
+                pid, uid, _ = _UCRED.unpack(data)
+                return pid if uid == self._uid else None
+        return None
 
     def _accept(self, event: Event) -> None:
         rank = -1 if event.rank is None else event.rank

@@ -100,6 +100,17 @@ class Watch:
             self._end_ranks(signal.SIGKILL)
         return max(0.0, min(self._poll_at, self._look_at, self._kill_at) - now)
 
+    @property
+    def binding(self) -> Optional[tuple[int, int]]:  # noqa: UP045
+        """Ranks that run where they should, and ranks that do not; None before the first look.
+
+        A rank is wrong once its fault is no passing state.
+        """
+        if self._proof is None:
+            return None
+        wrong = sum(self._counts(rank) for rank in self._wrong_since)
+        return len(self._proof.ranks) - wrong, wrong
+
     def close(self) -> None:
         """Take in what was recorded last, and write the last judgement."""
         self._take(self._records.new())

@@ -1,0 +1,137 @@
+"""Jobs without control groups: by SLURM_JOB_ID in the environment of processes we may read.
+
+That is proctrack/linuxproc, a laptop, and hpml's local backend. Anybody can write any job id into
+an environment of his own, so a job has only the processes of the user who had it first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from hpml_exporters.attribution import process, raw
+
+__all__ = ["BareJob", "BareJobs"]
+
+_YOUNG_SECONDS = 30.0  # a process may still start its program, and that brings the environment
+_CHECK_EVERY = 6  # looks after which an id is checked for being another process by now
+
+
+@dataclass
+class BareJob:
+    """A job as its processes show it."""
+
+    jobid: str
+    uid: int
+    steps: dict[str, set[int]] = field(default_factory=dict)
+
+
+@dataclass
+class _Known:
+    start: int
+    seen: float
+    jobid: str = ""
+    step: str = ""
+    uid: int = -1
+
+
+class BareJobs:
+    """Remembers what each process said, so that only new ones are read.
+
+    Args:
+        proc: mount point of procfs.
+        cluster: takes processes of this cluster alone; empty: of any. Local jobs count from 1 in
+            every directory of records, so their number says little without it.
+    """
+
+    def __init__(self, proc: str, cluster: str = "") -> None:
+        self._proc = proc
+        self._cluster = os.fsencode(cluster)
+        self._known: dict[int, _Known] = {}
+        self._looks = 0
+        self.stepds: list[int] = []
+
+    def forget(self) -> None:
+        """Drop everything: the jobs have control groups after all."""
+        self._known.clear()
+        self.stepds = []
+
+    def jobs(self, now: float, only: str = "") -> list[BareJob]:
+        """Return the jobs that have a process.
+
+        Args:
+            now: monotonic seconds.
+            only: the one job id that is wanted; empty: all.
+        """
+        self._looks += 1
+        try:
+            pids = [int(name) for name in os.listdir(self._proc) if name.isdigit()]
+        except OSError:
+            return []
+        known = self._known
+        for pid in known.keys() - set(pids):
+            del known[pid]
+        self.stepds = []
+        for pid in pids:
+            one = known.get(pid)
+            if one is None or self._to_read(pid, one, now):
+                self._look(pid, now)
+        found: dict[str, BareJob] = {}
+        for pid, one in sorted(known.items(), key=lambda item: item[1].start):
+            if not one.jobid or (only and only != one.jobid):
+                continue
+            job = found.setdefault(one.jobid, BareJob(one.jobid, one.uid))
+            if job.uid == one.uid:
+                job.steps.setdefault(one.step, set()).add(pid)
+        return list(found.values())
+
+    def _to_read(self, pid: int, one: _Known, now: float) -> bool:
+        young = not one.jobid and now - one.seen < _YOUNG_SECONDS
+        return young or (pid + self._looks) % _CHECK_EVERY == 0
+
+    def _look(self, pid: int, now: float) -> None:
+        stat = process.stat(self._proc, pid)
+        if stat is None:
+            self._known.pop(pid, None)
+            return
+        one = self._known.get(pid)
+        if one is None or one.start != stat.start:
+            one = self._known[pid] = _Known(stat.start, now)
+        elif one.jobid or now - one.seen >= _YOUNG_SECONDS:
+            return
+        values = process.environment(self._proc, pid)
+        if not values:
+            # A program that may not be read (setuid) is its parent's work.
+            parent = self._known.get(stat.parent)
+            if parent is not None and values is None:
+                one.jobid, one.step, one.uid = parent.jobid, parent.step, parent.uid
+            return
+        jobid = values.get(b"SLURM_JOB_ID", b"")
+        cluster = values.get(b"SLURM_CLUSTER_NAME", b"")
+        if jobid.isdigit() and (not self._cluster or cluster == self._cluster):
+            uid = process.uid(self._proc, pid)
+            one.jobid = jobid.decode("ascii")
+            one.step = step_of(values)
+            one.uid = -1 if uid is None else uid
+
+
+def step_of(values: dict[bytes, bytes]) -> str:
+    """Return the step that an environment names; a batch script has none, and is `batch`."""
+    step = values.get(b"SLURM_STEP_ID", values.get(b"SLURM_STEPID", b""))
+    return step.decode("ascii") if step.isdigit() else "batch"
+
+
+def stepds(proc: str) -> list[int]:
+    """Return the process ids of all slurmstepd, by their short names."""
+    try:
+        pids = [name for name in os.listdir(proc) if name.isdigit()]
+    except OSError:
+        return []
+    found = []
+    for pid in pids:
+        try:
+            if raw.read(f"{proc}/{pid}/comm") == b"slurmstepd\n":
+                found.append(int(pid))
+        except PermissionError:
+            continue
+    return found

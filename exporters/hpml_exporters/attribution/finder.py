@@ -1,0 +1,249 @@
+"""Finds the jobs of this node and says whose they are: the source of the jobs' board."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hpml_exporters.attribution import bare, hierarchy, process, raw
+from hpml_exporters.attribution.bare import BareJobs
+from hpml_exporters.attribution.hierarchy import JobsRoot
+from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobSeen
+from hpml_exporters.attribution.maps import JobMaps
+from hpml_exporters.attribution.people import People
+from hpml_exporters.attribution.tree import GroupJob, JobTree
+from hpml_exporters.options import NodeOptions
+
+__all__ = ["JobFinder"]
+
+_SEARCH_SECONDS = 30.0  # between two searches for the directories that hold jobs
+_ASKS = 6  # looks at which a job's own environment is asked for what nothing else says
+_RECHECKS = 4  # looks at which a new job's other controllers are looked for
+_TEXT = 256
+
+
+@dataclass
+class _Job:
+    """What is kept of a job from one look to the next."""
+
+    uid: int = -1
+    asked: int = 0
+    said: JobFacts | None = None
+    looks: int = 0
+    steps: frozenset[str] = frozenset()
+    groups: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+class JobFinder:
+    """Looks at control groups first, at environments only where there are none of jobs.
+
+    Args:
+        options: where the file systems are, and the one job of an exporter inside of a job.
+    """
+
+    def __init__(self, options: NodeOptions) -> None:
+        self._roots = options.roots
+        self._facts = options.job
+        self._only = options.job.jobid if options.job else ""
+        self._tree = JobTree(self._identify)
+        own = os.environ.get("SLURM_CLUSTER_NAME", "") if options.job else ""
+        self._bare = BareJobs(options.roots.proc, own)
+        self._maps = JobMaps(options.roots.run, booted(options.roots.proc))
+        self._people = People()
+        self._kept: dict[str, _Job] = {}
+        self._found: list[JobsRoot] = []
+        self._search_at: float | None = None
+        self._tops: tuple[int, ...] = ()
+        self._mounts: dict[str, str] = {}
+
+    def look(self, now: float) -> Jobs:
+        """Return the jobs that are here.
+
+        Args:
+            now: monotonic seconds.
+        """
+        self._search(now)
+        seen = self._in_groups() or self._without_groups(now)
+        self._maps.keep(set(seen))
+        for jobid in self._kept.keys() - seen.keys():
+            del self._kept[jobid]
+        return Jobs({jobid: self._describe(job, now) for jobid, job in seen.items()})
+
+    def groups(self, jobid: str) -> tuple[Mapping[str, str], ...]:
+        """Return all groups of a job: a mapping as `JobSeen.groups` per slurmd of this machine."""
+        kept = self._kept.get(jobid)
+        return tuple(kept.groups.values()) if kept else ()
+
+    def _search(self, now: float) -> None:
+        cgroup = self._roots.cgroup
+        tops = tuple(_links(path) for path in (cgroup, *self._watched()))
+        if self._search_at is not None and now < self._search_at and tops == self._tops:
+            return
+        self._mounts = hierarchy.controllers(cgroup)
+        found = hierarchy.jobs_roots(cgroup)
+        # What no search by name finds: the groups of our own job, and of a slurmstepd that runs.
+        asked = [os.getpid()] if self._only else []
+        if not found and not self._only:
+            asked = bare.stepds(self._roots.proc)[:8]
+        for pid in asked:
+            text = raw.text(f"{self._roots.proc}/{pid}/cgroup")
+            found += [one for one in hierarchy.roots_of_process(text, cgroup) if one not in found]
+        self._found = found
+        self._search_at = now + _SEARCH_SECONDS
+        self._tops = tuple(_links(path) for path in (cgroup, *self._watched()))
+
+    def _watched(self) -> Iterable[str]:
+        """Directories in which a slurmd that starts makes its own."""
+        yield f"{self._roots.cgroup}/system.slice"
+        yield from self._mounts.values()
+
+    def _in_groups(self) -> dict[str, JobSeen]:
+        found: list[GroupJob] = []
+        for controller in ("", *hierarchy.CONTROLLERS):
+            roots = [root for root in self._found if root.controller == controller]
+            jobs = self._tree.jobs(roots, self._only) if roots else []
+            found += jobs
+            if jobs:
+                break  # the other controllers have the same jobs
+        seen: dict[str, JobSeen] = {}
+        for job in found:
+            kept = self._kept.setdefault(job.jobid, _Job())
+            kept.uid = job.uid if job.uid >= 0 else kept.uid
+            steps = {step: frozenset(pids) for step, pids in job.steps.items()}
+            before = seen.get(job.jobid)
+            seen[job.jobid] = _merged(
+                before,
+                JobSeen(
+                    JobFacts(job.jobid),
+                    self._groups_of(job, kept),
+                    steps,
+                    frozenset().union(*steps.values()),
+                ),
+            )
+        for jobid, one in seen.items():
+            kept = self._kept[jobid]
+            paths = {job.path for job in found if job.jobid == jobid}
+            kept.groups = {path: kept.groups[path] for path in paths}
+            kept.looks += 1
+            kept.steps = frozenset(one.steps)
+        return seen
+
+    def _groups_of(self, job: GroupJob, kept: _Job) -> dict[str, str]:
+        if not job.root.controller:
+            return kept.groups.setdefault(job.path, {"": job.path})
+        groups = kept.groups.get(job.path)
+        # Slurm makes a job's groups one after the other.
+        if groups is None or kept.looks < _RECHECKS or kept.steps != job.steps.keys():
+            mount = job.root.path[: len(job.root.path) - len(job.root.below)]
+            below = job.path[len(mount) :]
+            groups = kept.groups[job.path] = {
+                controller: other + below
+                for controller, other in self._mounts.items()
+                if other == mount or os.path.isdir(other + below)
+            }
+        return groups
+
+    def _without_groups(self, now: float) -> dict[str, JobSeen]:
+        seen = {}
+        for job in self._bare.jobs(now, self._only):
+            self._kept.setdefault(job.jobid, _Job()).uid = job.uid
+            steps = {step: frozenset(pids) for step, pids in job.steps.items()}
+            pids = frozenset().union(*steps.values())
+            seen[job.jobid] = JobSeen(JobFacts(job.jobid), {}, steps, pids)
+        return seen
+
+    def _identify(self, pids: Iterable[int]) -> str | None:
+        for pid in pids:
+            found = process.stepd(self._roots.proc, pid)
+            if found is not None:
+                return found[0]
+        return None
+
+    def _describe(self, job: JobSeen, now: float) -> JobSeen:
+        jobid = job.facts.jobid
+        kept = self._kept[jobid]
+        if kept.uid < 0 or kept.said is None:
+            self._ask(job, kept)
+        facts = self._facts or self._maps.facts(jobid)
+        if facts is not None and -1 not in {facts.uid, kept.uid} and facts.uid != kept.uid:
+            facts = None  # left by another job of that number
+        facts = _filled(facts or JobFacts(jobid), kept.said)
+        uid = kept.uid if kept.uid >= 0 else facts.uid
+        user = facts.user or self._people.name(uid, now)
+        return dataclasses.replace(job, facts=dataclasses.replace(facts, uid=uid, user=user))
+
+    def _ask(self, job: JobSeen, kept: _Job) -> None:
+        """Take the user from the job's processes, and the rest from their environment.
+
+        That a user can change; so it only fills in what the prolog's map does not say.
+        """
+        kept.asked += 1
+        if kept.asked > _ASKS and kept.uid >= 0:
+            return
+        for step, pids in sorted(job.steps.items(), key=lambda one: one[0] == "extern"):
+            for pid in sorted(pids)[:2]:
+                uid = process.uid(self._roots.proc, pid)
+                # The extern step begins as root's.
+                if kept.uid < 0 and uid is not None and (uid or step != "extern"):
+                    kept.uid = uid
+                if uid != kept.uid:
+                    continue
+                values = process.environment(self._roots.proc, pid) or {}
+                if values.get(b"SLURM_JOB_ID") == job.facts.jobid.encode():
+                    kept.said = _facts_in(job.facts.jobid, values)
+                    return
+
+
+def booted(proc: str) -> float:
+    """Return when the machine started, seconds since the epoch; 0 where that is not to be seen."""
+    for line in raw.text(f"{proc}/stat").splitlines():
+        if line.startswith("btime "):
+            return float(line[6:])
+    return 0.0
+
+
+def _links(path: str) -> int:
+    try:
+        return os.stat(path).st_nlink
+    except OSError:
+        return 0
+
+
+def _merged(one: JobSeen | None, other: JobSeen) -> JobSeen:
+    """Join what several slurmd of one machine have of a job."""
+    if one is None:
+        return other
+    steps = dict(one.steps)
+    for step, pids in other.steps.items():
+        steps[step] = steps.get(step, frozenset()) | pids
+    return dataclasses.replace(one, steps=steps, pids=one.pids | other.pids)
+
+
+def _facts_in(jobid: str, values: Mapping[bytes, bytes]) -> JobFacts:
+    def word(name: bytes) -> str:
+        return values.get(name, b"").decode("utf-8", "replace")[:_TEXT]
+
+    gpus = word(b"SLURM_JOB_GPUS")
+    return JobFacts(
+        jobid=jobid,
+        account=word(b"SLURM_JOB_ACCOUNT"),
+        partition=word(b"SLURM_JOB_PARTITION"),
+        name=word(b"SLURM_JOB_NAME"),
+        gpus=tuple(gpus.split(",")) if gpus else None,
+        run=os.path.basename(word(b"HPML_RUN_DIR").rstrip("/")),
+    )
+
+
+def _filled(facts: JobFacts, said: JobFacts | None) -> JobFacts:
+    if said is None:
+        return facts
+    return dataclasses.replace(
+        facts,
+        account=facts.account or said.account,
+        partition=facts.partition or said.partition,
+        name=facts.name or said.name,
+        gpus=said.gpus if facts.gpus is None else facts.gpus,
+        run=facts.run or said.run,
+    )

@@ -1,0 +1,148 @@
+"""Local disks: traffic from /proc/diskstats, and the space of local file systems.
+
+Counted are whole devices with hardware behind them (a `device` link in sysfs): no partitions, loop
+devices, RAM disks, nor what the kernel builds of other disks (md, dm), whose traffic is counted
+there already.
+
+No call may wait for a server: statvfs is only made for file systems of a known local type, with
+only such mounted on the way to them, because the way there would hang as well.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hpml_exporters.collector import NotHereError
+from hpml_exporters.collectors.rawfile import read
+from hpml_exporters.context import Context
+from hpml_exporters.metric import Family, Sample
+from hpml_exporters.metrics import node
+
+__all__ = ["Disks", "local_mounts", "make"]
+
+_SECTOR_BYTES = 512  # in diskstats always, whatever the disk's own
+_FIELDS = 14
+_MAX_DISKS = 64
+_MAX_MOUNTS = 32
+_SMALLEST_BYTES = 16 * 1024**2  # what is smaller is no place for data
+_NO_DISKS = ("sr", "fd", "loop", "ram", "zram")
+_SPACE = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs tmpfs".split())
+_PASSABLE = _SPACE | frozenset("rootfs ramfs devtmpfs overlay squashfs proc sysfs cgroup2".split())
+_SYSTEM = ("/dev/", "/proc/", "/run/", "/sys/")  # RAM file systems of the system's own
+_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
+
+
+def make(context: Context) -> Disks:
+    """Return the collector of this machine's disks."""
+    return Disks(context)
+
+
+class Disks:
+    """The collector `disks`."""
+
+    name = "disks"
+    specs = (
+        node.DISK_READ,
+        node.DISK_WRITTEN,
+        node.DISK_BUSY,
+        node.DISK_IO_TIME,
+        node.FS_SIZE,
+        node.FS_FREE,
+    )
+
+    def __init__(self, context: Context) -> None:
+        roots = context.options.roots
+        self.interval = context.options.node_interval
+        self._diskstats = f"{roots.proc}/diskstats"
+        self._mountinfo = f"{roots.proc}/self/mountinfo"
+        self._block = f"{roots.sys}/block"
+        self._is_disk: dict[str, bool] = {}
+
+    def sample(self, now: float) -> tuple[Family, ...]:  # noqa: ARG002
+        """Return the families as they are now; see `Collector.sample`."""
+        try:
+            lines = read(self._diskstats).decode("ascii", "replace").splitlines()
+        except FileNotFoundError as error:
+            raise NotHereError("no /proc/diskstats") from error
+        return *self._disks(lines), *self._spaces()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _disks(self, lines: list[str]) -> tuple[Family, ...]:
+        found: tuple[list[Sample], ...] = ([], [], [], [])
+        before, self._is_disk = self._is_disk, {}
+        for line in lines:
+            fields = line.split()
+            if len(fields) < _FIELDS:
+                continue
+            name = fields[2]
+            known = before.get(name)
+            self._is_disk[name] = self._has_hardware(name) if known is None else known
+            if not self._is_disk[name] or len(found[0]) >= _MAX_DISKS:
+                continue
+            label = (name,)
+            found[0].append(Sample(label, int(fields[5]) * _SECTOR_BYTES))
+            found[1].append(Sample(label, int(fields[9]) * _SECTOR_BYTES))
+            found[2].append(Sample(label, int(fields[12]) / 1000))
+            found[3].append(Sample(label, int(fields[13]) / 1000))
+        specs = self.specs[:4]
+        return tuple(
+            Family(spec, tuple(samples)) for spec, samples in zip(specs, found, strict=True)
+        )
+
+    def _has_hardware(self, name: str) -> bool:
+        if name.startswith(_NO_DISKS):
+            return False
+        return os.path.exists(f"{self._block}/{name.replace('/', '!')}/device")
+
+    def _spaces(self) -> tuple[Family, ...]:
+        try:
+            mountinfo = read(self._mountinfo).decode("utf-8", "surrogateescape")
+        except OSError:
+            return ()
+        sizes, free = [], []
+        for path, kind in local_mounts(mountinfo):
+            try:
+                told = os.statvfs(path)
+            except OSError:  # not for this user, or gone
+                continue
+            if told.f_blocks * told.f_frsize >= _SMALLEST_BYTES:
+                label = (path.encode("utf-8", "replace").decode("utf-8"), kind)
+                sizes.append(Sample(label, told.f_blocks * told.f_frsize))
+                free.append(Sample(label, told.f_bavail * told.f_frsize))
+        return Family(node.FS_SIZE, tuple(sizes)), Family(node.FS_FREE, tuple(free))
+
+
+def local_mounts(mountinfo: str) -> list[tuple[str, str]]:
+    """Return (mount point, type) of local file systems whose space can be asked without a wait.
+
+    Each file system is in it once, where it is mounted at the shortest path.
+
+    Args:
+        mountinfo: text of /proc/self/mountinfo, see proc(5).
+    """
+    found: list[tuple[str, str, str]] = []
+    barred: list[str] = []
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        fields, kind = head.split(" "), tail.partition(" ")[0]
+        if len(fields) < 6:  # noqa: PLR2004
+            continue
+        path = _plain(fields[4])
+        if kind not in _PASSABLE:
+            barred.append(path.rstrip("/") + "/")
+        elif kind in _SPACE and not (kind == "tmpfs" and f"{path}/".startswith(_SYSTEM)):
+            found.append((path, kind, fields[2]))
+    shortest: dict[str, tuple[str, str]] = {}
+    for path, kind, device in sorted(found, key=lambda one: len(one[0])):
+        if not f"{path}/".startswith(tuple(barred)):
+            shortest.setdefault(device, (path, kind))
+    return sorted(shortest.values())[:_MAX_MOUNTS]
+
+
+def _plain(path: str) -> str:
+    if "\\" in path:
+        for escape, character in _ESCAPES:
+            path = path.replace(escape, character)
+    return path

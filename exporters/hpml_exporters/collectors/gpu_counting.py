@@ -1,0 +1,109 @@
+"""Totals out of readings: integrals of rates, counters that wrap, and how often to read what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Cost", "Integral", "Wrapping", "periods"]
+
+
+class Integral:
+    """A total that grows by rate times time.
+
+    Attributes:
+        total: what has come together so far.
+        most: seconds that one reading can stand for; of a longer gap the rest is not known and
+            adds nothing.
+    """
+
+    def __init__(self, most: float) -> None:
+        """Begin at zero."""
+        self.total = 0.0
+        self.most = most
+        self._last: float | None = None
+
+    def add(self, rate: float, now: float) -> float:
+        """Add what the time since the last reading brought, and return the total.
+
+        Args:
+            rate: per second; the mean over the time since the last reading, as near as is known.
+            now: seconds, monotonic.
+        """
+        if self._last is not None and now > self._last:
+            self.total += rate * min(now - self._last, self.most)
+        if self._last is None or now > self._last:
+            self._last = now
+        return self.total
+
+    def pause(self) -> None:
+        """Let the time until the next reading add nothing."""
+        self._last = None
+
+
+class Wrapping:
+    """A total of a counter that begins again at its modulus or after a reset.
+
+    Attributes:
+        total: what has come together since the first reading.
+    """
+
+    def __init__(self) -> None:
+        """Begin at zero with the first reading."""
+        self.total = 0.0
+        self._last: int | None = None
+
+    def add(self, value: int, bits: int) -> float:
+        """Add what was counted since the last reading, and return the total.
+
+        A counter of 32 bits that went down has wrapped; one of 64 bits was reset, and counts from
+        zero.
+        """
+        if self._last is not None:
+            if value >= self._last:
+                self.total += value - self._last
+            elif bits <= 32:  # noqa: PLR2004
+                self.total += value - self._last + (1 << bits)
+            else:
+                self.total += value
+        self._last = value
+        return self.total
+
+    def pause(self) -> None:
+        """Begin again with the next reading, which adds nothing."""
+        self._last = None
+
+
+class Cost(NamedTuple):
+    """What a reading costs, and how rare it may become.
+
+    Attributes:
+        seconds: CPU time of one.
+        period: seconds between two as wanted.
+        most: seconds between two at most.
+    """
+
+    seconds: float
+    period: float
+    most: float
+
+
+def periods(costs: Sequence[Cost], budget: float) -> list[float]:
+    """Return the seconds between two readings of each kind that keep all within a budget.
+
+    Drivers differ by a factor of a hundred in what one call costs. The reading that costs most
+    per second is made rarer first, by a factor of five at a time, until the sum fits or nothing
+    may become rarer.
+
+    Args:
+        costs: one per kind of reading.
+        budget: seconds of CPU time per second.
+    """
+    chosen = [cost.period for cost in costs]
+    while sum(cost.seconds / period for cost, period in zip(costs, chosen, strict=True)) > budget:
+        left = [index for index, cost in enumerate(costs) if chosen[index] < cost.most]
+        if not left:
+            break
+        worst = max(left, key=lambda index: costs[index].seconds / chosen[index])
+        chosen[worst] = min(chosen[worst] * 5, costs[worst].most)
+    return chosen

@@ -1,0 +1,279 @@
+"""One GPU or MIG instance: what it can be asked is found out once, then read at its own rhythm."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hpml_exporters.collectors.gpu_calls import (
+    FIELDS,
+    REASONS,
+    Call,
+    Field,
+    Fields,
+    Memory,
+    Reading,
+    Reasons,
+    Temperature,
+    Utilization,
+    Values,
+    Violations,
+)
+from hpml_exporters.collectors.gpu_counting import Cost, Integral, Wrapping, periods
+from hpml_exporters.collectors.gpu_devices import Place
+from hpml_exporters.collectors.gpu_gpm import Gpm
+from hpml_exporters.collectors.gpu_nvml import UNSUPPORTED, GpuLostError, Nvml, check
+
+__all__ = ["Pace", "Reader", "Totals"]
+
+_UNKNOWN = 999  # NVML_ERROR_UNKNOWN: what some drivers say of a GPU that is gone
+_MISSES = 3
+_GAP = 2.5
+"""A reading stands for at most so many of its periods."""
+
+
+class Pace(NamedTuple):
+    """How often a GPU is read.
+
+    Attributes:
+        interval: seconds between two calls of `Reader.read`.
+        budget: CPU seconds per second that the readings of one GPU may cost.
+    """
+
+    interval: float
+    budget: float
+
+
+@dataclass
+class Totals:
+    """What has come together for one GPU; it outlives handles, readers and the driver.
+
+    Attributes:
+        integrals: by key.
+        wrapping: counters that begin again, by key.
+    """
+
+    integrals: dict[str, Integral] = field(
+        default_factory=lambda: {
+            key: Integral(_GAP)
+            for key in (
+                "busy",
+                "energy",
+                "pcie_transmit",
+                "pcie_receive",
+                "nvlink_transmit",
+                "nvlink_receive",
+                *REASONS,
+            )
+        }
+    )
+    wrapping: dict[str, Wrapping] = field(default_factory=dict)
+
+    def pause(self) -> None:
+        """Let what happens until the next reading count for nothing: nobody saw it."""
+        for total in (*self.integrals.values(), *self.wrapping.values()):
+            total.pause()
+
+
+class Reader:
+    """Reads one GPU.
+
+    Attributes:
+        place: which.
+        values: the latest numbers by key.
+        calls: how often the driver was asked.
+    """
+
+    def __init__(
+        self,
+        nvml: Nvml,
+        place: Place,
+        totals: Totals,
+        pace: Pace,
+        now: float,
+    ) -> None:
+        """Try every kind of question and keep those that the GPU answers.
+
+        Args:
+            nvml: the library.
+            place: the GPU or instance.
+            totals: of its UUID.
+            pace: how often, and what it may cost.
+            now: seconds, monotonic.
+
+        Raises:
+            GpuLostError: it does not answer.
+            DriverLostError: nothing does.
+        """
+        self.place = place
+        self.values: Values = {}
+        self.calls = 0
+        self._nvml = nvml
+        self._totals = totals
+        self._gpm: Gpm | None = None
+        self._misses = 0
+        self._tick = 0
+        self._add_up_energy = False
+        self._now = now
+        readings = self._instance() if place.parent else self._whole()
+        self._plan(readings, pace)
+
+    def read(self, now: float) -> None:
+        """Ask what is due.
+
+        Raises:
+            GpuLostError: the GPU does not answer any more.
+            DriverLostError: nothing does.
+        """
+        asked = unknown = 0
+        for every, offset, reading in self._readings:
+            if (self._tick + offset) % every and self._tick:
+                continue
+            asked += 1
+            code = reading.read(self.values, now)
+            if check(code):
+                continue
+            unknown += code == _UNKNOWN
+            for key in reading.keys:
+                self.values.pop(key, None)
+        self.calls += asked
+        self._tick += 1
+        self._misses = self._misses + 1 if asked and unknown == asked else 0
+        if self._misses >= _MISSES:
+            raise GpuLostError("no call says anything but NVML_ERROR_UNKNOWN")
+        if self._add_up_energy and "power" in self.values:
+            energy = self._totals.integrals["energy"]
+            self.values["energy"] = energy.add(self.values["power"], now)
+
+    def close(self) -> None:
+        """Give back what the driver keeps for this reader."""
+        if self._gpm is not None:
+            self._gpm.close()
+
+    # Which questions -------------------------------------------------------------------------
+
+    def _instance(self) -> list[tuple[Reading, float]]:
+        place, integrals = self.place, self._totals.integrals
+        found = self._answered(Memory(self._nvml, place.handle))
+        if place.instance >= 0:
+            gpm = Gpm(self._nvml, place.parent_handle, place.instance, integrals, (), busy=True)
+            found += self._with_gpm(gpm)
+        return found
+
+    def _whole(self) -> list[tuple[Reading, float]]:
+        nvml, handle, integrals = self._nvml, self.place.handle, self._totals.integrals
+        found = self._answered(Utilization(nvml, handle, integrals["busy"]))
+        found += self._answered(Memory(nvml, handle))
+        fields = self._fields()
+        keys = {one.key for one, _ in fields}
+        # The counters of PCIe have 32 bits on many GPUs, which is less than a second of traffic.
+        rates = [key for key in ("pcie_transmit", "pcie_receive") if not self._wide(key)]
+        rates += [key for key in ("nvlink_transmit", "nvlink_receive") if key not in keys]
+        gpm = self._with_gpm(Gpm(nvml, handle, -1, integrals, rates, busy=False))
+        if gpm:
+            fields = [one for one in fields if one[0].key not in rates]
+        found += gpm
+        found += self._batches(fields)
+        found += self._fallbacks(keys)
+        for kind, selector in (("sm", 1), ("memory", 2)):
+            call = nvml.call("nvmlDeviceGetClockInfo")
+            found += self._answered(Call(call, handle, (f"clock_{kind}",), 1e6, 5, selector))
+            call = nvml.call("nvmlDeviceGetMaxClockInfo")
+            key = f"clock_max_{kind}"
+            found += self._answered(Call(call, handle, (key,), 1e6, 300, selector))
+        found += self._answered(Temperature(nvml, handle))
+        limit = nvml.call("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit")
+        found += self._answered(Call(limit, handle, ("power_limit",), 1e-3, 30))
+        fan = nvml.call("nvmlDeviceGetFanSpeed")
+        return found + self._answered(Call(fan, handle, ("fan",), 1e-2, 30))
+
+    def _fallbacks(self, keys: set[str]) -> list[tuple[Reading, float]]:
+        """What older calls and integrals can give of that for which there is no field value."""
+        nvml, handle = self._nvml, self.place.handle
+        found: list[tuple[Reading, float]] = []
+        have = set(keys)
+        if "power" not in have:
+            power = nvml.call("nvmlDeviceGetPowerUsage")
+            found += self._answered(Call(power, handle, ("power",), 1e-3, 1))
+        if "energy" not in have:
+            energy = nvml.call("nvmlDeviceGetTotalEnergyConsumption")
+            wide = self._answered(Call(energy, handle, ("energy",), 1e-3, 1, wide=True))
+            found += wide
+            self._add_up_energy = not wide
+        if not any(key.startswith("throttled") for key in have):
+            violations = self._answered(Violations(nvml, handle))
+            found += violations
+            have |= {key for key in Violations.keys if violations and key in self.values}
+        rest = [key for key in REASONS if key not in have]
+        return found + self._answered(Reasons(nvml, handle, rest, self._totals.integrals))
+
+    def _with_gpm(self, gpm: Gpm) -> list[tuple[Reading, float]]:
+        if not check(gpm.open()):
+            return []
+        self._gpm = gpm
+        found = self._answered(gpm)
+        if not found:
+            gpm.close()
+        return found
+
+    def _fields(self) -> list[tuple[Field, float]]:
+        """Field values that the GPU has, each with what it costs."""
+        together = Fields(self._nvml, self.place.handle, FIELDS, {})
+        if not check(together.read({}, 0.0)):
+            return []
+        known = [
+            one for one, code in zip(FIELDS, together.codes, strict=True) if code not in UNSUPPORTED
+        ]
+        found = []
+        for one in known:
+            alone = Fields(self._nvml, self.place.handle, [one], self._totals.wrapping)
+            found += [(one, cost) for _, cost in self._answered(alone)]
+        return found
+
+    def _wide(self, key: str) -> bool:
+        """Whether the counter of a field counts further than 32 bits."""
+        one = next(one for one in FIELDS if one.key == key)
+        probe = Fields(self._nvml, self.place.handle, [one], {})
+        return check(probe.read({}, 0.0)) and probe.wide
+
+    def _batches(self, fields: Sequence[tuple[Field, float]]) -> list[tuple[Reading, float]]:
+        """Fields of one rhythm, asked together."""
+        found: list[tuple[Reading, float]] = []
+        for rhythm in sorted({(one.period, one.most) for one, _ in fields}):
+            same = [(one, cost) for one, cost in fields if (one.period, one.most) == rhythm]
+            batch = Fields(
+                self._nvml, self.place.handle, [one for one, _ in same], self._totals.wrapping
+            )
+            found.append((batch, sum((cost for _, cost in same), 0.0)))
+        return found
+
+    def _answered(self, reading: Reading) -> list[tuple[Reading, float]]:
+        """Return the reading with its cost, or nothing if it is not for this GPU."""
+        cost = float("inf")
+        for _ in range(3):  # the first may initialise things
+            wall, cpu = time.perf_counter(), time.thread_time()
+            code = reading.read(self.values, self._now)
+            # A call that sleeps costs no CPU time, but all others wait for it.
+            spent = time.thread_time() - cpu + (time.perf_counter() - wall) / 20
+            if not check(code) and code in UNSUPPORTED:
+                return []
+            cost = min(cost, spent)
+        return [(reading, cost)]
+
+    def _plan(self, readings: Sequence[tuple[Reading, float]], pace: Pace) -> None:
+        """Give each reading its rhythm; those of one rhythm are spread over its ticks."""
+        costs = [Cost(cost, reading.period, reading.most) for reading, cost in readings]
+        self._readings: list[tuple[int, int, Reading]] = []
+        for index, (seconds, (reading, _)) in enumerate(
+            zip(periods(costs, pace.budget), readings, strict=True)
+        ):
+            every = max(1, round(seconds / pace.interval))
+            self._readings.append(
+                (every, (index + zlib.crc32(self.place.uuid.encode())) % every, reading)
+            )
+            for key in reading.keys:
+                if key in self._totals.integrals:
+                    self._totals.integrals[key].most = _GAP * every * pace.interval

@@ -1,0 +1,154 @@
+"""NFS as its client sees it: bytes, requests, their round trips, retransmissions, by mount.
+
+Read is /proc/self/mountstats, which the kernel answers without asking any server (format: the
+kernel's fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explains the columns):
+
+    device server:/export mounted on /mnt/data with fstype nfs4 statvers=1.1
+        bytes:  <read> <written> <direct read> <direct written> <from server> <to server> ...
+        per-op statistics
+            READ: <requests> <transmissions> <time-outs> <sent> <received> <queue> <rtt> <total> ...
+
+Times there are in milliseconds. What is mounted at several places is shown at the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hpml_exporters.collector import NotHereError
+from hpml_exporters.collectors.rawfile import read
+from hpml_exporters.context import Context
+from hpml_exporters.metric import Family, MetricSpec, Sample
+from hpml_exporters.metrics import node
+
+__all__ = ["Mount", "Nfs", "make", "parse"]
+
+_OPS = ("read", "write", "getattr", "lookup", "open", "other")
+_OP_OF = {"READ": 0, "WRITE": 1, "GETATTR": 2, "LOOKUP": 3, "OPEN": 4, "OPEN_NOATTR": 4}
+_OTHER = 5
+_TYPES = ("nfs", "nfs4")
+_MAX_MOUNTS = 32
+_SERVER_BYTES = slice(5, 7)  # "bytes:" is the field before
+_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
+
+
+@dataclass
+class Mount:
+    """One NFS file system.
+
+    Attributes:
+        path: where it is mounted.
+        read_bytes: from the server.
+        written_bytes: to the server.
+        operations: requests by operation, in the order read, write, getattr, lookup, open, others.
+        rtt_seconds: sums of their round trips.
+        retransmissions: requests that were sent again.
+        timeouts: of all tries of a request.
+    """
+
+    path: str
+    read_bytes: int = 0
+    written_bytes: int = 0
+    operations: list[int] = field(default_factory=lambda: [0] * len(_OPS))
+    rtt_seconds: list[float] = field(default_factory=lambda: [0.0] * len(_OPS))
+    retransmissions: int = 0
+    timeouts: int = 0
+
+
+def make(context: Context) -> Nfs:
+    """Return the collector of this machine's NFS mounts."""
+    return Nfs(context)
+
+
+class Nfs:
+    """The collector `nfs`."""
+
+    name = "nfs"
+    specs = (
+        node.NFS_MOUNTS,
+        node.NFS_READ,
+        node.NFS_WRITTEN,
+        node.NFS_OPERATIONS,
+        node.NFS_RTT,
+        node.NFS_RETRANSMISSIONS,
+        node.NFS_TIMEOUTS,
+    )
+
+    def __init__(self, context: Context) -> None:
+        self.interval = context.options.node_interval
+        self._path = f"{context.options.roots.proc}/self/mountstats"
+
+    def sample(self, now: float) -> tuple[Family, ...]:  # noqa: ARG002
+        """Return the families as they are now; see `Collector.sample`."""
+        try:
+            text = read(self._path).decode("utf-8", "replace")
+        except FileNotFoundError as error:
+            raise NotHereError("no /proc/self/mountstats") from error
+        mounts = parse(text)
+        if not mounts:
+            raise NotHereError("no NFS file system is mounted")
+        shown: dict[MetricSpec, list[Sample]] = {spec: [] for spec in self.specs}
+        shown[node.NFS_MOUNTS].append(Sample((), len(mounts)))
+        for mount in mounts[:_MAX_MOUNTS]:
+            label = (mount.path,)
+            shown[node.NFS_READ].append(Sample(label, mount.read_bytes))
+            shown[node.NFS_WRITTEN].append(Sample(label, mount.written_bytes))
+            for number, op in enumerate(_OPS):
+                both = (mount.path, op)
+                shown[node.NFS_OPERATIONS].append(Sample(both, mount.operations[number]))
+                shown[node.NFS_RTT].append(Sample(both, mount.rtt_seconds[number]))
+            shown[node.NFS_RETRANSMISSIONS].append(Sample(label, mount.retransmissions))
+            shown[node.NFS_TIMEOUTS].append(Sample(label, mount.timeouts))
+        return tuple(Family(spec, tuple(samples)) for spec, samples in shown.items())
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def parse(text: str) -> list[Mount]:
+    """Return the NFS file systems in the text of mountstats, each server's export once.
+
+    Lines that are torn or unknown are passed over.
+    """
+    found: dict[str, Mount] = {}
+    mount: Mount | None = None
+    in_ops = False
+    for line in text.splitlines():
+        if line.startswith("device "):
+            mount, in_ops = None, False
+            device, _, rest = line[7:].partition(" mounted on ")
+            path, _, kind = rest.rpartition(" with fstype ")
+            if kind.partition(" ")[0] in _TYPES and device not in found:
+                mount = found[device] = Mount(_plain(path))
+        elif mount is None:
+            continue
+        elif in_ops:
+            _add_operation(mount, line.split())
+        elif line.lstrip().startswith("bytes:"):
+            fields = line.split()[_SERVER_BYTES]
+            if len(fields) == 2 and all(map(str.isdecimal, fields)):  # noqa: PLR2004
+                mount.read_bytes, mount.written_bytes = map(int, fields)
+        elif line.strip() == "per-op statistics":
+            in_ops = True
+    return list(found.values())
+
+
+def _add_operation(mount: Mount, fields: list[str]) -> None:
+    if len(fields) < 9 or not all(map(str.isdecimal, fields[1:9])):  # noqa: PLR2004
+        return
+    name = fields[0].rstrip(":")
+    if name == "NULL":
+        return
+    requests, sent, timeouts, _, _, _, rtt_ms = map(int, fields[1:8])
+    number = _OP_OF.get(name, _OTHER)
+    mount.operations[number] += requests
+    mount.rtt_seconds[number] += rtt_ms / 1000
+    mount.retransmissions += max(0, sent - requests)
+    mount.timeouts += timeouts
+
+
+def _plain(path: str) -> str:
+    if "\\" in path:
+        for escape, character in _ESCAPES:
+            path = path.replace(escape, character)
+    return path

@@ -1,0 +1,116 @@
+"""What trainings say of themselves: samples, steps, waits, loss, and where their ranks run.
+
+The ranks tell their node's agent (training_jobs/hpml_channel.py), which tells its job's exporter
+through an inherited socket, and the node's through `{run}/exporter.sock`. A job's series end when
+it has left the node, or its agent was silent for a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from hpml_exporters.collector import NotHereError
+from hpml_exporters.context import Context
+from hpml_exporters.feed.message import parse
+from hpml_exporters.feed.sockets import Inherited, Listener, Refused
+from hpml_exporters.feed.totals import Figures, JobTotals
+from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample
+from hpml_exporters.metrics import train
+
+__all__ = ["STEP_BOUNDS_SECONDS", "Training", "make"]
+
+STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
+"""Bounds of the steps' histogram; the same as in training_jobs/hpml_channel.py."""
+
+
+def make(context: Context) -> Training:
+    """Return the collector of this exporter's options.
+
+    Raises:
+        NotHereError: nobody can reach this exporter.
+    """
+    return Training(context)
+
+
+class Training:
+    """The collector `training`."""
+
+    name = "training"
+    specs = train.SPECS
+
+    def __init__(self, context: Context) -> None:
+        options = context.options
+        self.interval = options.job_interval
+        self._board = context.jobs
+        self._own = options.job.jobid if options.job is not None else None
+        self._refused = Refused()
+        self._jobs: dict[str, JobTotals] = {}
+        self._source: Inherited | Listener
+        if options.job is None:
+            self._source = Listener(options.roots.run, context.jobs)
+        elif options.feed_fd >= 0:
+            self._source = Inherited(options.feed_fd, options.job.jobid)
+        else:
+            raise NotHereError("the job's agent gave no feed")
+
+    def sample(self, now: float) -> tuple[Family, ...]:
+        """Return the families as they are now; see `Collector.sample`."""
+        for connection in self._source.read(self._refused):
+            for datagram in connection.take():
+                try:
+                    message = parse(datagram)
+                except ValueError:
+                    self._refused.malformed += 1
+                    continue
+                agent = message.pid if connection.agent < 0 else connection.agent
+                job = self._jobs.setdefault(connection.jobid, JobTotals())
+                job.add(message, agent, now)
+        if self._own is None:
+            there = self._board.now.by_id
+            self._jobs = {jobid: job for jobid, job in self._jobs.items() if jobid in there}
+        shown: dict[MetricSpec, list[Sample]] = {spec: [] for spec in self.specs}
+        for jobid, job in self._jobs.items():
+            figures = job.figures(now)
+            if figures is not None:
+                for spec, sample in _samples(jobid, figures):
+                    shown[spec].append(sample)
+        for reason, count in vars(self._refused).items():
+            shown[train.FEED_REFUSED].append(Sample((reason,), count))
+        return tuple(Family(spec, tuple(samples)) for spec, samples in shown.items() if samples)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._source.close()
+
+
+def _samples(jobid: str, of: Figures) -> Iterator[tuple[MetricSpec, Sample]]:
+    """Yield the series of one job."""
+    job = (jobid,)
+    if of.totals[1]:  # before, its ranks have counted nothing: there may be no channel at all
+        yield train.SAMPLES, Sample(job, of.totals[0])
+        yield train.STEPS, Sample(job, of.totals[1])
+        yield train.DATA_WAIT_SECONDS, Sample(job, of.totals[2])
+        yield train.RANKS, Sample(job, of.ranks)
+    for method, seconds in of.comm:
+        yield train.COMM_SECONDS, Sample((jobid, method), seconds)
+    if of.buckets is not None:
+        yield train.STEP_DURATION, Sample(job, _histogram(of.buckets, of.bucket_seconds))
+    if of.step_seconds is not None:
+        for rank, seconds in zip(("fastest", "slowest"), of.step_seconds, strict=True):
+            yield train.RANK_STEP_SECONDS, Sample((jobid, rank), seconds)
+    for spec, value in (
+        (train.LOSS, of.loss),
+        (train.ACCURACY, of.accuracy),
+        (train.MFU, of.mfu),
+    ):
+        if value is not None:
+            yield spec, Sample(job, value)
+    if of.binding is not None:
+        yield train.BINDING_OK, Sample(job, float(of.binding[1] == 0))
+        yield train.BINDING_WRONG, Sample(job, of.binding[1])
+
+
+def _histogram(buckets: tuple[int, ...], seconds: float) -> Histogram:
+    cumulative = tuple(accumulate(buckets))
+    return Histogram(STEP_BOUNDS_SECONDS, cumulative[:-1], cumulative[-1], seconds)

@@ -1,0 +1,1 @@
+"""The exporter's end of the training feed; hpml_orchestrator/node/feed.py is the agents' end."""
