@@ -21,6 +21,8 @@ OUTSIDE = (
     "LICENSE",
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
+    "deploy/prometheus/prometheus.yml",
+    "deploy/systemd/hpml-exporter-node.service",
 )
 
 

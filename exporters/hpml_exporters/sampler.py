@@ -23,6 +23,8 @@ __all__ = ["Sampler", "next_due"]
 _SPREAD_SECONDS = 1.0
 _TICK_SECONDS = 1.0
 _JOIN_SECONDS = 0.7
+_SELF_SECONDS = 5.0
+"""After which a snapshot is made anew for the exporter's own figures, if nothing else changed."""
 _ROUNDING = 1e-6
 """Part of an interval: 0.3 / 0.1 is less than 3 in binary, and would be due at once again."""
 
@@ -173,7 +175,7 @@ class Sampler:
     def _composed(self, now: float) -> Snapshot:
         families: list[Family] = []
         states: list[tuple[str, State]] = []
-        self._expires = math.inf
+        self._expires = now + _SELF_SECONDS
         for slot in self._slots:
             state = slot.state
             if state.outcome == "good":

@@ -12,6 +12,7 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
 from hpml_orchestrator.batch.archive import BINDER
 from hpml_orchestrator.batch.code import script_word, workdir_word
+from hpml_orchestrator.batch.monitor_words import monitor_words
 from hpml_orchestrator.batch.site_rules import apply_rules
 from hpml_orchestrator.batch.stage_words import entry_options, staging_options
 from hpml_orchestrator.batch.static_form import static_form
@@ -88,6 +89,7 @@ def render(
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
         "agent_options": [*_agent_options(job), *staging_options(job, site)],
+        "monitor": monitor_words(job),
         "binder": BINDER,
         "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),

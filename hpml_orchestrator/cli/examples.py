@@ -115,8 +115,8 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
             "hpml export node --listen :9445 --web-config web.yml",
         ),
         (
-            "GPUs and jobs alone, GPUs every five seconds:",
-            "hpml export node --no-disks --no-infiniband --no-nfs --no-lustre --gpu-interval 5",
+            "GPUs every five seconds, Lustre not at all:",
+            "hpml export node --gpu-interval 5 --no-lustre",
         ),
     ],
     "export metrics": [("The whole catalogue, for programs:", "hpml export metrics --json")],

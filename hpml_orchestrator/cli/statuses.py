@@ -9,6 +9,7 @@ from hpml_orchestrator.errors import HpmlError
 __all__ = ["EXIT_INTERNAL", "EXIT_INTERRUPTED", "EXIT_NOT_WRITTEN", "exit_statuses"]
 
 EXIT_INTERNAL = 70
+EXIT_STUCK = 75
 EXIT_NOT_WRITTEN = 74
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -18,6 +19,7 @@ _OTHERS = {
     EXIT_INTERNAL: "a fault of hpml's; `--debug` shows where",
     EXIT_NOT_WRITTEN: "standard output cannot be written; a submission that succeeded exits with 0 "
     "all the same, and names the job on standard error",
+    EXIT_STUCK: "of `hpml export node`: a driver's call does not return; start it again",
     EXIT_INTERRUPTED: "Ctrl-C: the job, if there is one, goes on; its id is told; of `hpml stage`: "
     "nothing half-done is left",
     EXIT_TERMINATED: "SIGTERM; of `hpml stage`: nothing half-done is left (129 after SIGHUP)",

@@ -26,6 +26,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
 from hpml_orchestrator.jobs.check_local import check_local, this_machine
 from hpml_orchestrator.jobs.check_modules import check_modules
+from hpml_orchestrator.jobs.check_monitor import check_monitor
 from hpml_orchestrator.jobs.check_records import check_records, one_machine
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 
@@ -141,7 +142,9 @@ def check_job(
         found = check_files(job, environment)
         stages, sizes = stages_answer.result()
         found += stages
-        found += check_records(records, on_nodes=on_slurm and not one_machine(environment))
+        on_nodes = on_slurm and not one_machine(environment)
+        found += check_records(records, on_nodes=on_nodes)
+        found += check_monitor(job, on_nodes=on_nodes)
         found += modules_answer.result()
         if cluster_answer is None:
             found += check_local(job, this_machine())

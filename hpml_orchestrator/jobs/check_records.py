@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpml_orchestrator.batch.check_finding import Finding
 
-__all__ = ["check_records", "one_machine"]
+__all__ = ["check_records", "one_machine", "one_machines", "unwritable"]
 
 _OF_THIS_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -28,9 +28,9 @@ def check_records(root: Path, *, on_nodes: bool, mounts: str = "/proc/mounts") -
         on_nodes: whether the job runs on other machines than this one.
         mounts: the table of mounts, for tests.
     """
-    place = _existing(root)
     found = []
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    place = unwritable(root)
+    if place:
         found.append(
             Finding(
                 "error",
@@ -41,22 +41,34 @@ def check_records(root: Path, *, on_nodes: bool, mounts: str = "/proc/mounts") -
                 hint="set HPML_HOME to a directory that you can write and the nodes see",
             )
         )
-    real = os.path.realpath(root)
-    kind = _file_system(real, mounts)
-    below = next((one for one in _OF_THIS_NODE if real.startswith(f"{one}/")), "")
-    if on_nodes and (below or kind in _IN_MEMORY):
+    alone = one_machines(root, mounts)
+    if on_nodes and alone:
         found.append(
             Finding(
                 "warning",
                 "records.local",
                 "--records",
                 str(root),
-                f"{root} is on this machine alone ({below or kind}); the nodes would not find "
+                f"{root} is on this machine alone ({alone}); the nodes would not find "
                 "the job's files",
                 hint="set HPML_HOME to a directory that the nodes see",
             )
         )
     return found
+
+
+def unwritable(path: Path) -> str:
+    """Return the directory, there already, that has to be written for a path and cannot be."""
+    place = _existing(path)
+    return "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else str(place)
+
+
+def one_machines(path: Path, mounts: str = "/proc/mounts") -> str:
+    """Return why other machines do not see a directory; empty where nothing says so."""
+    real = os.path.realpath(path)
+    below = next((one for one in _OF_THIS_NODE if real.startswith(f"{one}/")), "")
+    kind = _file_system(real, mounts)
+    return below or (kind if kind in _IN_MEMORY else "")
 
 
 def one_machine(environment: Mapping[str, str]) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.jobs.state import State
+from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
 
@@ -43,6 +45,19 @@ def keep_final(state: State) -> None:
         write_json(directory / _FINAL, {"job_id": state.job_id, **_end_of(state), **tasks})
         with contextlib.suppress(OSError):
             (directory / _ENDS).unlink()
+    _withdraw_targets(state)
+
+
+def _withdraw_targets(state: State) -> None:
+    """Remove what Prometheus found the run by, should its agents have died without a word."""
+    try:
+        asked = state.submission.record()["job"]["monitor"]
+        if asked["enabled"]:
+            root = state.submission.directory.parents[1]
+            directory = asked["targets"] or targets.default_directory(root)
+            targets.withdraw_run(Path(directory), state.submission.label)
+    except (HpmlError, KeyError, TypeError):
+        return
 
 
 def keep_tasks(submission: Submission, tasks: list[State]) -> None:

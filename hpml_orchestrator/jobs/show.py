@@ -141,6 +141,9 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
             ("phases", ", ".join(f"{one.name} {one.seconds:.2f} s" for one in summary.phases))
         )
     lines += _training(summary)
+    lines += [
+        ("" if number else "monitor", line) for number, line in enumerate(summary.monitor_lines)
+    ]
     lines.append(("record", str(state.run.directory)))
     return lines
 

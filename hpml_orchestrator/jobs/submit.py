@@ -23,6 +23,7 @@ from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.records.targets import default_directory, sweep
 from hpml_orchestrator.scheduler.local_resources import memory_mb
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
@@ -196,6 +197,8 @@ def prepare(
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)
+    if job.monitor.enabled:
+        sweep(Path(job.monitor.targets or default_directory(store.root)))
     return submission
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobs.bound import Bound, bound_of
+from hpml_orchestrator.jobs.monitored import Monitored, monitor_lines, monitored_nodes, together
 from hpml_orchestrator.jobs.staged import Staged, staged_entries
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class Summary:
         binding: whether the ranks ran where they should, in one line; empty if nothing tells.
         binding_failed: whether the job failed for that; its output and `hpml show` tell of each
             rank.
+        monitor: what the job's monitor saw on all nodes together; None where it had none.
+        monitored: the same of each node.
+        monitor_lines: both in words.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -69,6 +73,9 @@ class Summary:
     samples_per_second: float | None = None
     binding: str = ""
     binding_failed: bool = False
+    monitor: Monitored | None = None
+    monitored: list[Monitored] = field(default_factory=list)
+    monitor_lines: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -94,6 +101,7 @@ def summarise(state: State) -> Summary:
     if attempt.ended is not None:
         # The scheduler's word may be rounded; the script's comes before the scheduler clears up.
         ends.append(float(attempt.ended["time"]))
+    monitored = monitored_nodes(attempt)
     return Summary(
         phases=phases(
             events,
@@ -119,6 +127,13 @@ def summarise(state: State) -> Summary:
         ),
         binding=bound.line,
         binding_failed=bound.fatal,
+        monitor=together(monitored),
+        monitored=monitored,
+        monitor_lines=monitor_lines(
+            monitored,
+            ready=[event.node for event in ready],
+            ended=None if attempt.ended is None else float(attempt.ended["time"]),
+        ),
     )
 
 

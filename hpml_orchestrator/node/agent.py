@@ -1,8 +1,8 @@
 """The node agent: one per node, for as long as the job.
 
 It plans where the ranks will run, stages the data, says when the node is ready, listens to the
-ranks and watches them, and removes what it staged when it is told to end: SIGUSR1 at the normal
-end, SIGTERM on cancel and at the time limit.
+ranks and watches them, keeps the job's exporter alive, and removes what it staged when it is told
+to end: SIGUSR1 at the normal end, SIGTERM on cancel and at the time limit.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.node.monitor import Monitor
+    from hpml_orchestrator.node.planning import Prepared
     from hpml_orchestrator.node.watch import Watch
     from hpml_orchestrator.staging import CopyStager
 
@@ -66,6 +68,7 @@ class Agent:
     node: str = field(default_factory=node_name)
     _told: str = ""
     _watch: Optional[Watch] = None  # noqa: UP045
+    _made: Optional[Prepared] = None  # noqa: UP045
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
@@ -97,10 +100,11 @@ class Agent:
         staging = self._staging(log)
         name = attempt_channel(os.environ, str(self.attempt))
         reader = ChannelReader(name, log, self.node, feed=self._feed)
+        monitor = self._monitor()
         try:
             reader.start()
             try:
-                failure = self._make_ready(staging, log, reader.name)
+                failure = self._make_ready(staging, log, reader.name, monitor)
                 if not failure:
                     self._wait()
             finally:
@@ -108,14 +112,38 @@ class Agent:
                 self._watched(lambda watch: watch.close())
                 self._feed.flush()
         finally:
-            self._feed.close()
+            if monitor is not None:
+                monitor.end()  # which takes a moment, like cleaning up
             self._clean(staging.stager)
+            if monitor is not None:
+                monitor.stop()
+            self._feed.close()
         return 1 if failure else 0
+
+    def _monitor(self) -> Optional[Monitor]:  # noqa: UP045
+        """Return the job's exporter, which is not started yet; None where nobody asked for it."""
+        if self.asked.monitor is None:
+            return None
+        from hpml_orchestrator.node.monitor import Monitor  # noqa: PLC0415 - few jobs have one
+
+        try:
+            monitor = Monitor(self.asked.monitor, self.attempt, self.node)
+        except OSError as error:
+            sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {error}\n")
+            return None
+        self._feed.add_socket(monitor.feed)
+        return monitor
 
     def _staging(self, log: Path) -> NodeStaging:
         return NodeStaging(self.asked, self.node, log, self._is_ending)
 
-    def _make_ready(self, staging: NodeStaging, log: Path, channel: str) -> bool:
+    def _make_ready(
+        self,
+        staging: NodeStaging,
+        log: Path,
+        channel: str,
+        monitor: Optional[Monitor] = None,  # noqa: UP045
+    ) -> bool:
         """Plan, stage everything and publish the node's marker; returns whether that failed."""
         if (self.attempt / _OVER_MARKER).exists():
             return False  # the script failed before this node's agent could hear its signal
@@ -125,6 +153,9 @@ class Agent:
             if self.asked.wish is not None:
                 placed = {"placed": self._plan(self.asked.wish, channel)}
                 began = time.monotonic()
+            if monitor is not None:
+                wish = self.asked.wish
+                monitor.start(self._made, no_gpus=wish is not None and wish.no_gpus)
             stages = staging.stage_all()
         except (HpmlError, OSError) as error:
             if self._is_ending():
@@ -179,6 +210,7 @@ class Agent:
             made = planning.unbound(
                 wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
             )
+        self._made = made
         parts = parts_of(self.asked.entries, os.environ)
         planning.publish(self.attempt, wish, made, channel=channel, parts=parts)
         if wish.verify != "off":

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.staging import StageRequest
 
-__all__ = ["Arguments", "Entry", "Limits", "Wish", "parse_arguments"]
+__all__ = ["Arguments", "Entry", "Limits", "MonitorWish", "Wish", "parse_arguments"]
 
 _STAGE_WORDS = 4
 _VERIFY = ("strict", "warn", "off")
@@ -29,6 +29,12 @@ _LIMITS = {
     "--disk-rate": "disk_rate",
     "--array-jitter": "array_jitter",
     "--array-tasks": "array_tasks",
+}
+_MONITOR = {
+    "--monitor": "listen",
+    "--monitor-interval": "interval",
+    "--monitor-web-config": "web_config",
+    "--monitor-targets": "targets",
 }
 _SIZES = frozenset({"shared_rate", "link_rate", "disk_rate"})
 _MEBIBYTE = 1 << 20
@@ -103,6 +109,23 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class MonitorWish:
+    """How the job is to be monitored.
+
+    Attributes:
+        listen: ADDRESS:PORT of the exporter.
+        interval: seconds between two readings of GPUs.
+        web_config: its file of TLS and users; empty for none.
+        targets: directory that Prometheus finds it by; empty for the one beside the records.
+    """
+
+    listen: str
+    interval: int = 1
+    web_config: str = ""
+    targets: str = ""
+
+
+@dataclass(frozen=True)
 class Arguments:
     """All that a batch script asks of an agent.
 
@@ -112,6 +135,7 @@ class Arguments:
         wish: how to bind; None without `--ranks`.
         limits: what the site says of its file system.
         interfaces: network interfaces between nodes, the best first.
+        monitor: how to monitor the job; None without `--monitor`.
     """
 
     attempt: Path
@@ -119,6 +143,7 @@ class Arguments:
     wish: Optional[Wish] = None  # noqa: UP045 - runs on Python 3.9
     limits: Limits = Limits()
     interfaces: tuple[str, ...] = ()
+    monitor: Optional[MonitorWish] = None  # noqa: UP045
 
 
 def parse_arguments(argv: list[str]) -> Arguments:
@@ -127,9 +152,10 @@ def parse_arguments(argv: list[str]) -> Arguments:
     The form is `ATTEMPT [--ranks N --policy P --verify V [--ranks-per-gpu N] [--loader-workers N]
     [--one-thread] [--keep-threads] [--no-gpus]] [--opens-per-second N]
     [--opens-per-second-per-job N] [--metadata-rate N] [--shared-rate SIZE] [--link-rate SIZE]
-    [--disk-rate SIZE] [--array-jitter SECONDS --array-tasks N] [--interfaces NAME,…] [--stage NAME
-    KIND SOURCE BASE [--keep] [--distribution HOW] [--outside-links] [--no-hash] [--epochs N]]…`;
-    sizes are whole MiB with an M behind them.
+    [--disk-rate SIZE] [--array-jitter SECONDS --array-tasks N] [--interfaces NAME,…] [--monitor
+    ADDRESS:PORT [--monitor-interval SECONDS] [--monitor-web-config FILE] [--monitor-targets
+    DIRECTORY]] [--stage NAME KIND SOURCE BASE [--keep] [--distribution HOW] [--outside-links]
+    [--no-hash] [--epochs N]]…`; sizes are whole MiB with an M behind them.
 
     Raises:
         InputError: the words are not of that form.
@@ -140,6 +166,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
     wish: dict[str, Any] = {}
     limits: dict[str, int] = {}
     interfaces: tuple[str, ...] = ()
+    monitor: dict[str, Any] = {}
     rest = argv[1:]
     while rest:
         word = rest[0]
@@ -152,6 +179,11 @@ def parse_arguments(argv: list[str]) -> Arguments:
         elif word in _LIMITS:
             limits[_LIMITS[word]] = _limit(word, rest[1:])
             rest = rest[2:]
+        elif word in _MONITOR:
+            told = _word(word, rest[1:])
+            number = word == "--monitor-interval"
+            monitor[_MONITOR[word]] = _number(word, told, 1) if number else told
+            rest = rest[2:]
         elif word == "--interfaces":
             interfaces = tuple(filter(None, _word(word, rest[1:]).split(",")))
             rest = rest[2:]
@@ -161,8 +193,16 @@ def parse_arguments(argv: list[str]) -> Arguments:
             rest = rest[2:]
     if wish and "ranks" not in wish:
         raise InputError("must be given with the others", field="--ranks", value="")
-    asked = Wish(**wish) if wish else None
-    return Arguments(Path(argv[0]), entries, asked, Limits(**limits), interfaces)
+    if monitor and "listen" not in monitor:
+        raise InputError("must be given with the others", field="--monitor", value="")
+    return Arguments(
+        Path(argv[0]),
+        entries,
+        Wish(**wish) if wish else None,
+        Limits(**limits),
+        interfaces,
+        MonitorWish(**monitor) if monitor else None,
+    )
 
 
 def _entry(words: list[str]) -> tuple[Entry, list[str]]:

@@ -20,6 +20,7 @@ from pydantic import (
 from hpml_orchestrator.spec import text, units
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
 from hpml_orchestrator.spec.binding import Binding, policy_alone
+from hpml_orchestrator.spec.monitor import Monitor, on_or_off
 from hpml_orchestrator.spec.stage import Stage
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
 LATER = {
     "dependency": "job dependencies",
     "checkpoint": "checkpoint signals and requeue",
-    "monitor": "exporter inside a job",
 }
 """Fields that are planned and refused until what they need is there."""
 
@@ -346,6 +346,11 @@ class Job(_Model):
     binding: Annotated[Binding, BeforeValidator(policy_alone)] = Field(
         default=Binding(),
         description="Where ranks run on a node: a policy, or a mapping of the fields below.",
+    )
+    monitor: Annotated[Monitor, BeforeValidator(on_or_off)] = Field(
+        default=Monitor(),
+        description="Whether metrics of this job are exported from its nodes and summed up in its "
+        "record: true, false, or a mapping of the fields below.",
     )
 
     @model_validator(mode="before")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator.errors import InputError, NotFoundError, nearest
+from hpml_orchestrator.spec import monitor
 from hpml_orchestrator.spec.binding import POLICY_WORDS, spelled_out
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.overlay import covers, leaves, merged, values
@@ -62,15 +63,21 @@ def load_job(
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
-    data = spelled_out(read_mapping(source, _JOB_FILE))
+    data = monitor.spelled_out(spelled_out(read_mapping(source, _JOB_FILE)))
     given = dict.fromkeys(values(data), "job file")
     for name, value in settings or []:
-        field = "binding.policy" if name == "binding" and value in POLICY_WORDS else name
+        field = _inner(name, value)
         _set(data, field, value)
         given = {
             name: origin for name, origin in given.items() if not f"{name}.".startswith(f"{field}.")
         }
         given.update(dict.fromkeys(values(value, field), "command line"))
+    switched = monitor.switched_on(data)
+    if switched is not None:
+        data = switched
+        given["monitor.enabled"] = min(
+            {origin for name, origin in given.items() if covers(name, "monitor")} or {"job file"}
+        )
     if site is not None:
         below = _without_rivals(site.site.defaults, data)
         data = merged(below, data)
@@ -163,6 +170,13 @@ def _yaml(text: str, what: str) -> Any:
     return parse_yaml(text, what)
 
 
+def _inner(name: str, value: Any) -> str:
+    """Return the field that a value is meant for, where a short one stands for a mapping."""
+    if name == "binding" and isinstance(value, str) and value in POLICY_WORDS:
+        return "binding.policy"
+    return "monitor.enabled" if name == "monitor" and isinstance(value, bool) else name
+
+
 def _set(data: dict[str, Any], field: str, value: Any) -> None:
     """Put a value at a dotted place; what is not there, or empty, becomes a mapping on the way."""
     *parents, last = field.split(".")
@@ -247,6 +261,12 @@ def absolute(job: Job, base: Path) -> Job:
     if container is not None and container.engine == "apptainer" and "://" not in container.image:
         environment["container"] = container.model_copy(update={"image": at(container.image, base)})
     changes["environment"] = job.environment.model_copy(update=environment)
+    monitored = {
+        name: at(value, base)
+        for name in ("web_config", "targets")
+        if (value := getattr(job.monitor, name)) is not None
+    }
+    changes["monitor"] = job.monitor.model_copy(update=monitored)
     return job.model_copy(update=changes)
 
 

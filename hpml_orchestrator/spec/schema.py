@@ -6,6 +6,7 @@ from typing import Any
 
 from hpml_orchestrator.spec.binding import Binding
 from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.monitor import Monitor
 
 __all__ = ["job_schema", "site_schema"]
 
@@ -44,6 +45,9 @@ def job_schema() -> dict[str, Any]:
     words = schema["$defs"]["Binding"]["properties"]["policy"]["enum"]
     binding["default"] = Binding().policy
     binding["anyOf"] = [{"type": "string", "enum": list(words)}, reference]
+    monitor = schema["properties"]["monitor"]
+    monitor["anyOf"] = [{"type": "boolean"}, {"$ref": monitor.pop("$ref")}]
+    monitor["default"] = Monitor().enabled
     variables = schema["$defs"]["Environment"]["properties"]["variables"]
     variables["additionalProperties"] = {"type": ["string", "number"]}
     return {

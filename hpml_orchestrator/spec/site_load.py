@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec import monitor
 from hpml_orchestrator.spec.binding import spelled_out
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import SITE_PROFILE, explained, read_mapping
@@ -54,7 +55,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     for path in paths:
         own = _absolute(read_mapping(path, SITE_PROFILE), path.parent)
         if isinstance(own.get("defaults"), dict):
-            own["defaults"] = spelled_out(own["defaults"])
+            own["defaults"] = monitor.spelled_out(spelled_out(own["defaults"]))
         data = merged(data, own, whole="directives")
         origins = {
             name: file
@@ -89,19 +90,34 @@ def _absolute(data: dict[str, Any], base: Path) -> dict[str, Any]:
             for name, kind in kinds.items()
         }
     defaults = result.get("defaults")
-    if isinstance(defaults, dict) and isinstance(defaults.get("environment"), dict):
-        environment = dict(defaults["environment"])
-        for name in ("venv", "conda", "python"):
-            value = environment.get(name)
-            if isinstance(value, str) and (name == "venv" or "/" in value):
-                environment[name] = at(value)
-        container = environment.get("container")
-        if isinstance(container, dict) and container.get("engine") == "apptainer":
-            image = container.get("image")
-            if isinstance(image, str) and "://" not in image:
-                environment["container"] = {**container, "image": at(image)}
-        result["defaults"] = {**defaults, "environment": environment}
+    if isinstance(defaults, dict):
+        places = {"environment": _environment, "monitor": _monitor}
+        changed = {
+            name: make(defaults[name], at)
+            for name, make in places.items()
+            if isinstance(defaults.get(name), dict)
+        }
+        result["defaults"] = {**defaults, **changed}
     return result
+
+
+def _environment(given: dict[str, Any], at: Callable[[object], object]) -> dict[str, Any]:
+    environment = dict(given)
+    for name in ("venv", "conda", "python"):
+        value = environment.get(name)
+        if isinstance(value, str) and (name == "venv" or "/" in value):
+            environment[name] = at(value)
+    container = environment.get("container")
+    if isinstance(container, dict) and container.get("engine") == "apptainer":
+        image = container.get("image")
+        if isinstance(image, str) and "://" not in image:
+            environment["container"] = {**container, "image": at(image)}
+    return environment
+
+
+def _monitor(given: dict[str, Any], at: Callable[[object], object]) -> dict[str, Any]:
+    paths = ("web_config", "targets")
+    return {name: at(value) if name in paths else value for name, value in given.items()}
 
 
 def _explained(error: ValidationError, paths: list[Path], origins: dict[str, Path]) -> InputError:

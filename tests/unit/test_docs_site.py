@@ -14,6 +14,13 @@ from tests.cluster.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = "README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml".split()
+NAMED = (
+    "training_jobs/README.md",
+    "deploy/devcluster/README.md",
+    "deploy/prometheus/prometheus.yml",
+    "deploy/systemd/hpml-exporter-node.service",
+)
+"""What pages lead to outside of docs/."""
 
 
 @pytest.fixture
@@ -23,9 +30,9 @@ def copy(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "docs", root / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     for name in OUTSIDE:
         shutil.copy(ROOT / name, root / name)
-    for name in ("training_jobs", "deploy/devcluster"):
-        (root / name).mkdir(parents=True)
-        shutil.copy(ROOT / name / "README.md", root / name / "README.md")
+    for name in NAMED:
+        (root / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, root / name)
     return root
 
 

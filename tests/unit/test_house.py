@@ -8,6 +8,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
+import hpml_exporters
 import pytest
 
 import hpml_orchestrator
@@ -63,6 +64,30 @@ ROOMS = sorted(
     path.parent.name for path in PACKAGE.glob("*/__init__.py") if "_" not in path.parent.name
 )
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+EXPORTERS = Path(hpml_exporters.__file__).parent
+EXPORTED = sorted(EXPORTERS.rglob("*.py"))
+EXPORTER = "hpml_exporters"
+OURS_FOR_EXPORTERS = {"", "errors", "records", "topology"}
+EXPORTER_ARROWS: dict[str, set[str]] = {
+    # parts of the exporters' package that keep to themselves; what is not here may know all
+    "metric": set(),
+    "roots": set(),
+    "metrics": {"metric"},
+    "server": set(),
+    "attribution": {"roots", "options"},
+    "collectors": {
+        "attribution",
+        "collector",
+        "context",
+        "metric",
+        "metrics",
+        "options",
+        "roots",
+    },
+}
+ROOMS_OF_EXPORTERS = {path.parent.name for path in EXPORTERS.glob("*/__init__.py")}
+TOO_HEAVY = {"typer", "rich", "pydantic", "jinja2", "torch", "numpy", "pandas", "requests"}
+HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subprocess", "logging"}
 
 
 def imports(path: Path) -> set[str]:
@@ -172,7 +197,82 @@ def test_all_is_complete(room: str) -> None:
     assert brought == set(getattr(module, "__all__", []))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def imported_at_once(path: Path) -> set[str]:
+    """Top names of what a file imports when it is loaded; not for types, not in functions."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def exported_name(path: Path) -> str:
+    """The module's full name."""
+    parts = path.relative_to(EXPORTERS).with_suffix("").parts
+    return ".".join([EXPORTER, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+
+
+@pytest.mark.parametrize("path", EXPORTED, ids=exported_name)
+def test_an_exporter_stays_small(path: Path) -> None:
+    """It knows few rooms of hpml, and imports what is heavy where it is used, or never.
+
+    Its process lives on every node for as long as the node does.
+    """
+    known = imports(path)
+    ours = {room_of(name) for name in known if name.split(".")[0] == NAME}
+    assert ours <= OURS_FOR_EXPORTERS
+    assert not {name.split(".")[0] for name in known} & TOO_HEAVY
+    at_once = imported_at_once(path)
+    assert at_once <= {*sys.stdlib_module_names, NAME, EXPORTER}
+    assert not at_once & HEAVY_AT_IMPORT or path.parent.name == "server"
+
+
+@pytest.mark.parametrize("part", sorted(EXPORTER_ARROWS))
+def test_parts_of_the_exporters_keep_to_themselves(part: str) -> None:
+    """Collectors know no server, the server no metrics, and descriptions nothing at all."""
+    files = [EXPORTERS / f"{part}.py"] if part not in ROOMS_OF_EXPORTERS else EXPORTERS / part
+    paths = files if isinstance(files, list) else sorted(files.rglob("*.py"))
+    assert paths
+    for path in paths:
+        known = {name.split(".")[1] for name in imports(path) if name.startswith(f"{EXPORTER}.")}
+        assert known <= EXPORTER_ARROWS[part] | {part}, path
+
+
+def test_only_the_command_line_knows_the_exporters() -> None:
+    """Agents start them as processes."""
+    for path in SOURCES:
+        if "cli" not in path.relative_to(PACKAGE).parts:
+            assert not any(name.split(".")[0] == EXPORTER for name in imports(path)), path
+
+
+@pytest.mark.parametrize("path", EXPORTED, ids=exported_name)
+def test_public_names_of_exporters_are_there(path: Path) -> None:
+    """`__all__` names what is there, once each; a package without names of its own needs none."""
+    if path.name == "__main__.py":
+        assert "__all__" in path.read_text("utf-8")
+        return
+    module = importlib.import_module(exported_name(path))
+    public = getattr(module, "__all__", None)
+    if public is None:
+        assert hasattr(module, "__path__"), "no __all__"
+        return
+    assert len(set(public)) == len(public)
+    assert all(hasattr(module, one) for one in public)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*SOURCES, *EXPORTED],
+    ids=lambda path: str(path.relative_to(PACKAGE if path in SOURCES else EXPORTERS)),
+)
 def test_every_file_says_what_it_is(path: Path) -> None:
     """A module begins with a sentence, and stays under 500 lines."""
     text = path.read_text("utf-8")

@@ -82,6 +82,9 @@ def test_the_wheel_holds_what_is_no_module(wheel: Path) -> None:
         f"{assets}/training_jobs/hpml_channel.py",
         f"{assets}/training_jobs/digits.yaml",
         "hpml_orchestrator/node/main.py",
+        "hpml_exporters/__main__.py",
+        "hpml_exporters/metrics/exporter.py",
+        "hpml_exporters/server/server.py",
     ):
         assert name in names
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
@@ -129,3 +132,12 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
     assert "0 of wheel\n" in told.stdout
     assert "COMPLETED" in told.stdout
     assert run([installed / "hpml-bind", "--", "echo", "bound"], tmp_path).stdout == "bound\n"
+
+
+def test_the_installed_hpml_exports(installed: Path, tmp_path: Path) -> None:
+    """The exporters come with it: they list their metrics, and refuse what is wrong themselves."""
+    told = run([installed / "hpml", "export", "metrics"], tmp_path).stdout
+    assert "hpml_exporter_up\tgauge\tcollector\t" in told
+    code = "import hpml_exporters; print(hpml_exporters.__file__)"
+    package = run([installed / "python", "-c", code], tmp_path).stdout.strip()
+    assert Path(package).is_relative_to(installed.parent)

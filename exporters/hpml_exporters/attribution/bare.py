@@ -40,10 +40,13 @@ class BareJobs:
 
     Args:
         proc: mount point of procfs.
+        cluster: takes processes of this cluster alone; empty: of any. Local jobs count from 1 in
+            every directory of records, so their number says little without it.
     """
 
-    def __init__(self, proc: str) -> None:
+    def __init__(self, proc: str, cluster: str = "") -> None:
         self._proc = proc
+        self._cluster = os.fsencode(cluster)
         self._known: dict[int, _Known] = {}
         self._looks = 0
         self.stepds: list[int] = []
@@ -104,7 +107,8 @@ class BareJobs:
                 one.jobid, one.step, one.uid = parent.jobid, parent.step, parent.uid
             return
         jobid = values.get(b"SLURM_JOB_ID", b"")
-        if jobid.isdigit():
+        cluster = values.get(b"SLURM_CLUSTER_NAME", b"")
+        if jobid.isdigit() and (not self._cluster or cluster == self._cluster):
             uid = process.uid(self._proc, pid)
             one.jobid = jobid.decode("ascii")
             one.step = step_of(values)

@@ -48,7 +48,8 @@ class JobFinder:
         self._facts = options.job
         self._only = options.job.jobid if options.job else ""
         self._tree = JobTree(self._identify)
-        self._bare = BareJobs(options.roots.proc)
+        own = os.environ.get("SLURM_CLUSTER_NAME", "") if options.job else ""
+        self._bare = BareJobs(options.roots.proc, own)
         self._maps = JobMaps(options.roots.run, booted(options.roots.proc))
         self._people = People()
         self._kept: dict[str, _Job] = {}

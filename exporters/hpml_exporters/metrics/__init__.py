@@ -9,7 +9,7 @@ from hpml_exporters.metric import MetricSpec
 __all__ = ["ALL", "SUBJECTS"]
 
 SUBJECTS = (
-    "exporter",
+    "gpu", "job", "node", "train", "exporter",
 )  # fmt: skip
 """Modules of this package, in the order of the documentation; a test says that none is missing."""
 

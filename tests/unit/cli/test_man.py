@@ -137,7 +137,7 @@ def test_a_page_has_the_parts_of_a_manual_page(command: str) -> None:
     )
     assert titles == [title for title in order if title in titles]
     assert set(order) - set(titles) <= {"ARGUMENTS", "COMMANDS"}
-    statuses = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "70", "74", "79", "130", "143"]
+    statuses = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "70", "74", "75", "79", "130", "143"]
     assert terms(page, "EXIT STATUS") == statuses
     assert "HPML_HOME" in terms(page, "ENVIRONMENT")
     assert any("/etc/hpml/site.toml" in term for term in terms(page, "FILES"))

@@ -1,0 +1,344 @@
+"""What a job used of one node, added up from the snapshots of its own exporter.
+
+The file is complete at any moment. It also holds what an exporter that is started again needs to
+go on adding, so that neither a killed exporter nor a short job leaves a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from hpml_exporters.metric import Family
+from hpml_exporters.options import NodeOptions
+from hpml_orchestrator.records.files import write_json
+
+__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Seen", "Summary"]
+
+JOB_METRICS = {
+    "hpml_job_cpu_seconds_total": "cpu_seconds",
+    "hpml_job_io_read_bytes_total": "io_read_bytes",
+    "hpml_job_io_write_bytes_total": "io_write_bytes",
+    "hpml_job_io_syscall_read_bytes_total": "io_syscall_read_bytes",
+    "hpml_job_io_syscall_write_bytes_total": "io_syscall_write_bytes",
+    "hpml_job_oom_events_total": "oom_events",
+}
+"""Counters that began with the job, and their names here; modes are added up."""
+
+JOB_LEVELS = {
+    "hpml_job_memory_limit_bytes": "memory_limit_bytes",
+    "hpml_job_memory_peak_bytes": "memory_with_cache_peak_bytes",
+    "hpml_job_cpus": "cpus",
+    "hpml_job_gpus_allocated": "gpus_allocated",
+    "hpml_job_gpus_used": "gpus_used",
+}
+"""Levels of which the highest is kept."""
+
+TRAIN_METRICS = {
+    "hpml_train_samples_total": "samples",
+    "hpml_train_steps_total": "steps",
+    "hpml_train_data_wait_seconds_total": "data_wait_seconds",
+    "hpml_train_comm_seconds_total": "comm_seconds",
+}
+"""The same of what the ranks tell."""
+
+GPU_METRICS = {
+    "hpml_gpu_busy_seconds_total": "busy_seconds",
+    "hpml_gpu_energy_joules_total": "energy_joules",
+    "hpml_gpu_throttled_seconds_total": "throttled_seconds",
+    "hpml_gpu_xid_errors_total": "xid_errors",
+    "hpml_gpu_utilization_ratio": "utilization_ratio",
+    "hpml_gpu_sm_active_ratio": "sm_active_ratio",
+    "hpml_gpu_tensor_active_ratio": "tensor_active_ratio",
+    "hpml_gpu_dram_active_ratio": "dram_active_ratio",
+    "hpml_gpu_power_watts": "power_watts",
+    "hpml_gpu_memory_used_bytes": "memory_peak_bytes",
+    "hpml_gpu_temperature_celsius": "temperature_peak_celsius",
+}
+"""Metrics of GPUs: counters, then those of which the mean over time is kept, then peaks."""
+
+_COUNTED = ("busy_seconds", "energy_joules", "throttled_seconds", "xid_errors")
+_SINCE_EXPORTER = ("busy_seconds", "xid_errors")  # the others count since the driver was loaded
+_PEAKS = ("memory_peak_bytes", "temperature_peak_celsius")
+_MEMORY = ("rss", "shmem")  # page cache is the kernel's to take back
+_INSTANT_SECONDS = 1e-6  # weight of a single look
+_MAX_BYTES = 4 << 20
+
+
+class Seen(Protocol):
+    """A snapshot, as the sampler composes it."""
+
+    @property
+    def families(self) -> Iterable[Family]:
+        """Of all collectors."""
+
+    @property
+    def time(self) -> float:
+        """When it was composed, seconds since the epoch."""
+
+    @property
+    def monotonic(self) -> float:
+        """The same by time.monotonic()."""
+
+
+class Summary:
+    """Figures of the job that the options name, on this node.
+
+    Args:
+        options: of the exporter; an earlier exporter's file of the same job is gone on with.
+        now: when the exporter began, by time.monotonic().
+    """
+
+    def __init__(self, options: NodeOptions, now: float | None = None) -> None:
+        facts = options.job
+        self._jobid = "" if facts is None else facts.jobid
+        self._run = "" if facts is None else facts.run
+        self._last = time.monotonic() if now is None else now
+        self._counts: dict[str, list[float]] = {}  # key -> all that was counted, the last reading
+        self._means: dict[str, list[float]] = {}  # key -> mean, seconds that it is the mean of
+        self._peaks: dict[str, float] = {}
+        self._facts: dict[str, Any] = {"gpus": {}}
+        self._seconds = 0.0
+        self._began = self._updated = 0.0
+        self._starts = 1
+        self._resume(options.summary_file)
+        self._resumed = frozenset(self._counts)  # counters whose next reading is a new exporter's
+
+    def note(self, snapshot: Seen) -> None:
+        """Add what happened since the snapshot before; harmless for the same one twice."""
+        step = max(0.0, snapshot.monotonic - self._last)
+        self._last = max(self._last, snapshot.monotonic)
+        self._seconds += step
+        self._began = self._began or snapshot.time - step
+        self._updated = snapshot.time
+        families = {family.spec.name: family for family in snapshot.families}
+        self._note_job(families)
+        self._note_gpus(families, step)
+        self._resumed = frozenset()
+
+    def write(self, path: str) -> None:
+        """Write the figures, complete or not at all.
+
+        Raises:
+            RecordError: they cannot be written.
+        """
+        write_json(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures; what was never told is left out."""
+        return {
+            "jobid": self._jobid,
+            "run": self._run,
+            "began": round(self._began, 3),
+            "updated": round(self._updated, 3),
+            "seconds": round(self._seconds, 3),
+            "starts": self._starts,
+            "job": self._job_figures(),
+            "training": self._totals("train"),
+            "gpus": [self._gpu_figures(uuid) for uuid in self._facts["gpus"]],
+            "state": {"counts": self._counts, "means": self._means, "peaks": self._peaks},
+            "gpu_names": self._facts["gpus"],
+        }
+
+    def _note_job(self, families: Mapping[str, Family]) -> None:
+        for group, names in (("job", JOB_METRICS), ("train", TRAIN_METRICS)):
+            for metric, name in names.items():
+                values = self._of_job(families.get(metric))
+                if values:
+                    self._count(f"{group}/{name}", sum(values.values()))
+        kinds = self._of_job(families.get("hpml_job_memory_bytes"), "kind")
+        if kinds:
+            self._peak("job/memory_peak_bytes", sum(kinds.get(kind, 0.0) for kind in _MEMORY))
+        for metric, name in JOB_LEVELS.items():
+            values = self._of_job(families.get(metric))
+            if values:
+                self._peak(f"job/{name}", max(values.values()))
+        loss = self._of_job(families.get("hpml_train_loss"))
+        if loss:
+            self._means["train/loss"] = [next(iter(loss.values())), 0.0]
+
+    def _note_gpus(self, families: Mapping[str, Family], step: float) -> None:
+        own = self._own_gpus(families)
+        for uuid in own:
+            self._facts["gpus"].setdefault(uuid, "")
+        for uuid, name in _by_uuid(families.get("hpml_gpu_info"), "name"):
+            if uuid in own:
+                self._facts["gpus"][uuid] = name
+        for uuid in own:
+            self._mean(f"gpu/{uuid}/present", 1.0, step)
+        power = dict(_values(families.get("hpml_gpu_power_watts")))
+        for metric, name in GPU_METRICS.items():
+            for (uuid, *rest), value in _values(families.get(metric)):
+                if uuid in own:
+                    key = "/".join(["gpu", uuid, name, *rest])
+                    if name == "energy_joules" and key not in self._counts:
+                        # Where it counts from is the first reading; before that there is the power.
+                        self._counts[key] = [power.get((uuid,), 0.0) * step, value]
+                    self._note_gpu(key, name, value, step)
+
+    def _note_gpu(self, key: str, name: str, value: float, step: float) -> None:
+        if name in _COUNTED:
+            own = name in _SINCE_EXPORTER
+            self._count(key, value, first=own, anew=own)
+        elif name in _PEAKS:
+            self._peak(key, value)
+        else:
+            self._mean(key, value, step)
+
+    def _own_gpus(self, families: Mapping[str, Family]) -> set[str]:
+        """Return the GPUs of the job; all that are seen where nobody says which are."""
+        family = families.get("hpml_job_gpu_info")
+        own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
+        if own or family is not None:
+            return own
+        return {uuid for uuid, _ in _by_uuid(families.get("hpml_gpu_info"), "name")}
+
+    def _of_job(self, family: Family | None, label: str = "") -> dict[str, float]:
+        """Return the values of this job's series, by all their labels or by one."""
+        if family is None or "jobid" not in family.spec.labels:
+            return {}
+        place = family.spec.labels.index("jobid")
+        found: dict[str, float] = {}
+        for sample in family.samples:
+            if sample.labels[place] != self._jobid or not _is_number(sample.value):
+                continue
+            index = family.spec.labels.index(label) if label else -1
+            key = sample.labels[index] if label else "/".join(sample.labels)
+            found[key] = found.get(key, 0.0) + float(sample.value)  # type: ignore[arg-type]
+        return found
+
+    def _count(self, key: str, value: float, *, first: bool = True, anew: bool = False) -> None:
+        """Add what a counter grew by.
+
+        Args:
+            key: of the counter.
+            value: its reading.
+            first: whether its first reading counts; else that is where it begins.
+            anew: whether it begins with the exporter; one that does not may be lower after an
+                exporter's end, by what only that one knew of processes that are gone.
+        """
+        known = self._counts.get(key)
+        if known is None:
+            self._counts[key] = [value if first else 0.0, value]
+            return
+        grown = value - known[1]
+        if grown < 0:
+            grown = value if anew or key not in self._resumed else 0.0
+        known[0] += grown
+        known[1] = value
+
+    def _mean(self, key: str, value: float, seconds: float) -> None:
+        weight = max(seconds, _INSTANT_SECONDS)
+        mean, before = self._means.get(key, (0.0, 0.0))
+        self._means[key] = [(mean * before + value * weight) / (before + weight), before + weight]
+
+    def _peak(self, key: str, value: float) -> None:
+        self._peaks[key] = max(value, self._peaks.get(key, value))
+
+    def _totals(self, group: str) -> dict[str, float]:
+        begin = f"{group}/"
+        found = {
+            key.removeprefix(begin): round(count[0], 6)
+            for key, count in self._counts.items()
+            if key.startswith(begin)
+        }
+        means = {
+            key.removeprefix(begin): mean
+            for key, (mean, _) in self._means.items()
+            if key.startswith(begin)
+        }
+        return {**found, **means}
+
+    def _job_figures(self) -> dict[str, float]:
+        figures = self._totals("job")
+        peaks = {
+            key.removeprefix("job/"): value
+            for key, value in self._peaks.items()
+            if key.startswith("job/")
+        }
+        # CPU time counts since the job began, and its exporter began a moment later.
+        seconds = self._updated - self._began
+        if "cpu_seconds" in figures and seconds > 0:
+            figures["mean_cpus"] = round(figures["cpu_seconds"] / seconds, 3)
+        return {**figures, **peaks}
+
+    def _gpu_figures(self, uuid: str) -> dict[str, Any]:
+        begin = f"gpu/{uuid}/"
+        seconds = self._means.get(f"{begin}present", (1.0, 0.0))[1]
+        figures: dict[str, Any] = {
+            "uuid": uuid,
+            "name": self._facts["gpus"][uuid],
+            "seconds": round(seconds, 3),
+        }
+        for key, (mean, _) in self._means.items():
+            if key.startswith(begin) and not key.endswith("/present"):
+                figures[key.removeprefix(begin)] = round(mean, 4)
+        for key, value in self._peaks.items():
+            if key.startswith(begin):
+                figures[key.removeprefix(begin)] = value
+        for key, (total, _) in self._counts.items():
+            if key.startswith(begin):
+                name, _, which = key.removeprefix(begin).partition("/")
+                if which:
+                    figures.setdefault(name, {})[which] = round(total, 3)
+                else:
+                    figures[name] = round(total, 3)
+        if "busy_seconds" in figures and seconds > _INSTANT_SECONDS:
+            figures["utilization_ratio"] = round(min(1.0, figures["busy_seconds"] / seconds), 4)
+        return figures
+
+    def _resume(self, path: str) -> None:
+        """Go on with what an earlier exporter of the same job and node wrote."""
+        try:
+            if not path or os.stat(path).st_size > _MAX_BYTES:
+                return
+            with open(path, "rb") as stream:
+                told = json.load(stream)
+            if (told["jobid"], told["run"]) != (self._jobid, self._run):
+                return
+            state = told["state"]
+            counts = {str(key): _numbers(pair, 2) for key, pair in state["counts"].items()}
+            means = {str(key): _numbers(pair, 2) for key, pair in state["means"].items()}
+            peaks = {str(key): _numbers([value], 1)[0] for key, value in state["peaks"].items()}
+            names = {str(uuid): str(name) for uuid, name in told["gpu_names"].items()}
+            began, seconds = _numbers([told["began"], told["seconds"]], 2)
+            starts = int(told["starts"])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return
+        self._counts, self._means, self._peaks = counts, means, peaks
+        self._facts["gpus"] = names
+        self._began, self._seconds, self._starts = began, seconds, starts + 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _numbers(values: list[Any], length: int) -> list[float]:
+    if len(values) != length or not all(map(_is_number, values)):
+        raise ValueError("no numbers")
+    return [float(value) for value in values]
+
+
+def _values(family: Family | None) -> Iterable[tuple[tuple[str, ...], float]]:
+    """Yield labels, the GPU's uuid first, and value of each series that has a number."""
+    if family is None or "uuid" not in family.spec.labels:
+        return
+    place = family.spec.labels.index("uuid")
+    for sample in family.samples:
+        if _is_number(sample.value):
+            rest = (*sample.labels[:place], *sample.labels[place + 1 :])
+            yield (sample.labels[place], *rest), float(sample.value)  # type: ignore[arg-type]
+
+
+def _by_uuid(family: Family | None, label: str) -> Iterable[tuple[str, str]]:
+    """Yield the GPU's uuid and another label of each series."""
+    if family is None or label not in family.spec.labels:
+        return
+    place, other = family.spec.labels.index("uuid"), family.spec.labels.index(label)
+    for sample in family.samples:
+        yield sample.labels[place], sample.labels[other]

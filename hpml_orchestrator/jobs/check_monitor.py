@@ -1,0 +1,88 @@
+"""Look whether a job's monitor will start, be found, and be seen by those alone who should."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.batch.check_finding import Finding
+from hpml_orchestrator.jobs.check_records import one_machines, unwritable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.monitor import Monitor
+
+__all__ = ["check_monitor"]
+
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+_INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
+
+
+def check_monitor(
+    job: Job,
+    *,
+    on_nodes: bool,
+    mounts: str = "/proc/mounts",
+    installed: Callable[[str], bool] = lambda name: find_spec(name) is not None,
+) -> list[Finding]:
+    """Return what keeps a job from being monitored as it wants; the job runs all the same.
+
+    Args:
+        job: a complete job.
+        on_nodes: whether the job runs on other machines than this one.
+        mounts: the table of mounts, for tests.
+        installed: whether the interpreter that runs hpml has a module.
+    """
+    if not job.monitor.enabled:
+        return []
+    found = [*_software(job, installed), *_listening(job.monitor, on_nodes)]
+    if job.monitor.targets is not None:  # else they lie beside the records, which are looked at
+        found += _targets(job.monitor.targets, on_nodes, mounts)
+    return found
+
+
+def _warning(code: str, field: str, value: object, message: str, hint: str) -> Finding:
+    return Finding("warning", f"monitor.{code}", f"monitor.{field}", value, message, None, hint)
+
+
+def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
+    if not installed("hpml_exporters"):
+        message = "hpml_exporters is not installed beside hpml: the job will not be monitored"
+        yield _warning("missing", "enabled", True, message, _INSTALL)
+    elif job.resources.gpu_count:
+        left = [name for name in ("nvitop", "pynvml") if not installed(name)]
+        if left:
+            message = f"{' and '.join(left)} not installed: nothing will be told of the GPUs"
+            yield _warning("no_gpus", "enabled", True, message, _INSTALL)
+
+
+def _listening(asked: Monitor, on_nodes: bool) -> Iterator[Finding]:
+    alone = asked.listen.startswith(_LOOPBACK)
+    if alone and on_nodes:
+        message = "is reached from the node itself only: no Prometheus elsewhere will find it"
+        hint = "`listen: 0.0.0.0:0` with a `web_config`; the summary in the record needs neither"
+        yield _warning("alone", "listen", asked.listen, message, hint)
+    if not alone and asked.web_config is None:
+        message = "everybody who reaches the nodes can read the job's metrics"
+        hint = "name a `web_config` with TLS and users, or a loopback address"
+        yield _warning("open", "listen", asked.listen, message, hint)
+    if asked.web_config is not None and not os.access(asked.web_config, os.R_OK):
+        message = "cannot be read by you: the job will not be monitored"
+        hint = "write it, or name another"
+        yield _warning("web_config", "web_config", asked.web_config, message, hint)
+
+
+def _targets(directory: str, on_nodes: bool, mounts: str) -> Iterator[Finding]:
+    hint = "name a directory that you can write, that the nodes see and Prometheus reads"
+    place = unwritable(Path(directory))
+    if place:
+        message = f"{place} cannot be written by you: Prometheus will not find the job"
+        yield _warning("targets", "targets", directory, message, hint)
+    elsewhere = one_machines(Path(directory), mounts) if on_nodes else ""
+    if elsewhere:
+        message = f"is on this machine alone ({elsewhere}): the nodes do not see it"
+        yield _warning("targets_local", "targets", directory, message, hint)

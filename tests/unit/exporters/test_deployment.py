@@ -1,0 +1,90 @@
+"""What a site copies to run the exporter is valid, to the programs that will read it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.cluster.conftest import skip_or_fail
+
+ROOT = Path(__file__).parents[3]
+UNIT = ROOT / "deploy" / "systemd" / "hpml-exporter-node.service"
+
+
+def values(name: str) -> list[str]:
+    """What the unit says of a setting."""
+    return re.findall(rf"^{name}=(.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """No setting is unknown to it, and none has a wrong value."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        skip_or_fail("NOT TESTED: systemd-analyze is not installed (apt-get install systemd)")
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text("utf-8").replace("/opt/hpml/bin/hpml", "/bin/true"))
+    done = subprocess.run(
+        [program, "verify", "--man=no", unit],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "Failed to " in done.stderr:
+        skip_or_fail(f"NOT TESTED: systemd-analyze does not work here: {done.stderr}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_unit_has_no_more_rights_than_it_needs() -> None:
+    """A user of its own with two capabilities, and devices of GPUs that stay within reach."""
+    rights = "CAP_SYS_PTRACE CAP_DAC_READ_SEARCH"
+    assert values("User") == ["hpml-exporter"]
+    assert values("AmbientCapabilities") == values("CapabilityBoundingSet") == [rights]
+    assert values("NoNewPrivileges") == ["yes"]
+    assert values("ProtectSystem") == ["strict"]
+    assert values("Restart") == ["on-failure"]
+    assert values("PrivateDevices") == values("DevicePolicy") == values("ProtectProc") == []
+
+
+def test_prometheus_takes_the_example() -> None:
+    """As a whole, and with what is commented out put in place."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        skip_or_fail("NOT TESTED: promtool is not installed (apt-get install prometheus)")
+    example = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+    done = subprocess.run(
+        [promtool, "check", "config", example],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is valid prometheus config file syntax" in done.stdout
+
+
+def test_the_rest_of_the_example_is_right_too(tmp_path: Path) -> None:
+    """What stands there as a comment can be used as it stands."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        skip_or_fail("NOT TESTED: promtool is not installed (apt-get install prometheus)")
+    text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text("utf-8")
+    whole = re.sub(
+        r"^    # (?=file_sd|  - files|scheme|tls_|basic_)", "    ", text, flags=re.MULTILINE
+    )
+    assert whole.count("# ") < text.count("# ") - 4
+    (tmp_path / "prometheus.yml").write_text(whole)
+    for name in ("ca.crt", "password"):
+        shutil.copy(ROOT / "LICENSE", tmp_path / name)
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "all.json").write_text('[{"targets": ["node1:9445", "node2:9445"]}]')
+    done = subprocess.run(
+        [promtool, "check", "config", "--syntax-only", tmp_path / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,253 @@
+"""The exporter as a process: starts, says where, ends as it is told, and never stays stuck."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hpml_exporters.node import sources_of, write_address
+from hpml_exporters.options import COLLECTORS, NodeOptions
+
+from tests.unit.exporters.collecting import eventually, figures
+
+Start = Callable[..., subprocess.Popen[str]]
+NOTHING = list(COLLECTORS)
+COMMAND = [sys.executable, "-P", "-m", "hpml_exporters"]
+OWN = """
+import sys, time
+from hpml_exporters.node import run
+from hpml_exporters.options import NodeOptions
+from hpml_exporters.slot import Source
+from tests.unit.exporters.collecting import Probe
+
+def act(turn):
+    if {hangs} and turn > 1:
+        time.sleep(600)  # a fake driver's call that never returns
+
+class Notes:
+    def note(self, snapshot):
+        self.last = snapshot.body().decode()
+    def end(self):
+        open(sys.argv[2], "w").write(self.last)
+
+probe = Probe("own", interval={interval}, act=act)
+sys.exit(run(NodeOptions.from_json(sys.argv[1]), sources=[probe.source()], observers=[Notes()]))
+"""
+"""An exporter with a collector and an observer of ours."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process; whatever is still there at the end is killed."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(
+        options: dict[str, object], *words: str, command: list[str] = COMMAND, **more: Any
+    ) -> subprocess.Popen[str]:
+        given = {"listen": "127.0.0.1:0", "address_file": str(tmp_path / "address"), **options}
+        root = str(Path(__file__).parents[3])
+        path = os.pathsep.join([root, os.path.join(root, "exporters")])
+        process: subprocess.Popen[str] = subprocess.Popen(
+            [*command, json.dumps(given), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            **more,
+        )
+        begun.append(process)
+        return process
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status and standard error."""
+    err = process.communicate(timeout=30)[1]
+    return process.returncode, err
+
+
+def address(tmp_path: Path) -> str:
+    """Where the exporter says that it listens."""
+    path = tmp_path / "address"
+    eventually(path.exists)
+    return path.read_text().strip()
+
+
+def scraped(tmp_path: Path) -> dict[str, float]:
+    """What a scrape gets."""
+    with urllib.request.urlopen(f"http://{address(tmp_path)}/metrics", timeout=10) as answer:
+        return figures(answer.read())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    """It says in one line where it is, answers there, and ends with 0 in a moment."""
+    process = start({"without": NOTHING})
+    now = scraped(tmp_path)
+    assert now["hpml_exporter_scrapes_total"] == 1
+    assert now["hpml_exporter_open_connections"] == 1
+    assert 5e6 < now["hpml_exporter_resident_memory_bytes"] < 40e6
+    assert now["hpml_exporter_cpu_seconds_total"] > 0
+    assert abs(now["hpml_exporter_start_timestamp_seconds"] - time.time()) < 120
+    process.send_signal(number)
+    assert ended(process) == (0, f"hpml: http://{address(tmp_path)}/metrics\n")
+
+
+def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: Path) -> None:
+    """`nohup` keeps it alive when the terminal goes."""
+    process = start({"without": NOTHING}, command=["nohup", *COMMAND], stdin=subprocess.DEVNULL)
+    scraped(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert scraped(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: one argument is wanted"),
+        (["a", "b"], "error: one argument is wanted"),
+        (["{"], "error: the options are no JSON object of NodeOptions"),
+        (["5"], "error: the options are no JSON object of NodeOptions"),
+        (['{"frob": 1}'], "unknown: frob"),
+        (['{"job": 5}'], "error: the options are no JSON object of NodeOptions"),
+        (['{"listen": 9445}'], "error: listen: must be a text (got 9445)"),
+        (['{"listen": "localhost"}'], "error: listen: no address with a port (got 'localhost')"),
+        (['{"listen": "127.0.0.1:99999"}'], "error: listen: no port (got '127.0.0.1:99999')"),
+        (['{"gpu_interval": 0}'], "error: gpu_interval: must be 0.1 to 3600 seconds (got 0)"),
+        (['{"gpu_interval": true}'], "error: gpu_interval: must be 0.1 to 3600 seconds"),
+        (['{"node_interval": NaN}'], "error: node_interval: must be 0.1 to 3600 seconds"),
+        (['{"exit_seconds": 5}'], "error: exit_seconds: must be more than stuck_seconds, which"),
+        (['{"without": ["gpus"]}'], "error: without: there is no such collector (got 'gpus')"),
+        (['{"roots": {"proc": 1}}'], "error: roots.proc: must be a directory"),
+        (['{"roots": {"dev": "x"}}'], "error: the options are no JSON object of NodeOptions"),
+        (['{"web_config": "/none/web.yml"}'], "error: "),
+    ],
+)
+def test_wrong_options_are_told(words: list[str], message: str) -> None:
+    """Status 2 and what is wrong, as a line and no traceback."""
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
+    """The second exporter on a port says so and ends with 2."""
+    start({"without": NOTHING})
+    where = address(tmp_path)
+    code, err = ended(start({"without": NOTHING, "listen": where}))
+    assert code == 2
+    assert err.startswith(
+        f"hpml: error: listen: something else listens there already (got '{where}')\n"
+    )
+
+
+def test_a_stuck_driver_ends_the_process(start: Start, tmp_path: Path) -> None:
+    """With 75, although a thread hangs in a call, and with the observers' last words written."""
+    script = OWN.format(hangs=True, interval=0.1)
+    options = {"stuck_seconds": 0.4, "exit_seconds": 1.5}
+    notes = tmp_path / "notes"
+    process = start(options, str(notes), command=[sys.executable, "-c", script])
+    eventually(lambda: scraped(tmp_path).get("hpml_exporter_up{collector=own}") == 0)
+    code, err = ended(process)
+    assert code == 75
+    assert "collector own: stuck for" in err
+    told = figures(notes.read_bytes())
+    assert told["hpml_exporter_stuck_readings_total{collector=own}"] == 1
+    assert "hpml_own_level" not in told
+
+
+def test_observers_see_the_last_reading(start: Start, tmp_path: Path) -> None:
+    """A job that lasted less than an interval is not lost: all is read once more at the end."""
+    notes = tmp_path / "notes"
+    script = OWN.format(hangs=False, interval=60)
+    process = start({}, str(notes), command=[sys.executable, "-c", script])
+    eventually(lambda: scraped(tmp_path).get("hpml_own_level") == 1)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+    assert figures(notes.read_bytes())["hpml_own_level"] == 2
+
+
+def test_it_ends_with_its_parent(start: Start, tmp_path: Path) -> None:
+    """An agent that was killed outright leaves no exporter behind."""
+    script = (
+        "import json, os, subprocess, sys, time\n"
+        "options = {**json.loads(sys.argv[1]), 'parent_pid': os.getpid()}\n"
+        "words = [sys.executable, '-P', '-m', 'hpml_exporters', json.dumps(options)]\n"
+        "child = subprocess.Popen(words)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = start({"without": NOTHING}, command=[sys.executable, "-c", script])
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    assert scraped(tmp_path)
+    process.kill()
+    assert "is gone" in ended(process)[1]
+    eventually(
+        lambda: (
+            not os.path.exists(f"/proc/{child}/cmdline")
+            or not Path(f"/proc/{child}/cmdline").read_bytes()
+        )
+    )
+
+
+def test_collectors_are_switched(tmp_path: Path) -> None:
+    """All of them without a word, those of `without` not; jobs come first, for others ask them."""
+    assert sorted(one.name for one in sources_of(NodeOptions())) == sorted(COLLECTORS)
+    assert sources_of(NodeOptions())[0].name == "jobs"
+    left = sources_of(NodeOptions(without=("jobs", "gpu", "lustre")))
+    assert [one.name for one in left] == [
+        "processes",
+        "shm",
+        "disks",
+        "infiniband",
+        "nfs",
+        "training",
+    ]
+
+
+def test_an_address_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """It is put in place by renaming, and a directory that is missing is told."""
+    path = tmp_path / "address"
+    path.write_text("old and much longer than the new one\n")
+    before = path.stat().st_ino
+    write_address(str(path), "[::1]:9445")
+    assert path.read_text() == "[::1]:9445\n"
+    assert path.stat().st_ino != before
+    assert [one.name for one in tmp_path.iterdir()] == ["address"]
+    with pytest.raises(FileNotFoundError):
+        write_address(str(tmp_path / "none" / "address"), "127.0.0.1:1")
+
+
+def test_it_imports_nothing_heavy() -> None:
+    """What stays in memory for as long as a node runs has only what is used."""
+    code = (
+        "import sys, hpml_exporters.__main__, hpml_exporters.node, hpml_exporters.server\n"
+        "import hpml_exporters.checks, hpml_exporters.options\n"
+        "print(*sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    heavy = "typer rich pydantic jinja2 ruamel torch numpy nvitop pynvml psutil prometheus_client"
+    assert not loaded & set(f"{heavy} asyncio ssl bcrypt concurrent subprocess logging".split())

@@ -1,0 +1,131 @@
+"""Prometheus finds running jobs by files that appear, live and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.records.targets import (
+    STALE_SECONDS,
+    publish,
+    renew,
+    sweep,
+    target_name,
+    withdraw,
+    withdraw_run,
+)
+
+LABELS = {"jobid": "17", "run": "r-1", "user": "ada", "node": "n1", "__scheme__": ""}
+
+
+def aged(path: Path, seconds: float = 2 * STALE_SECONDS) -> Path:
+    """Make a file as old as one whose agent died so long ago."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+    return path
+
+
+def published(directory: Path, name: str = "r-1.c-17@n1.json") -> Path:
+    """A target of ours."""
+    publish(directory / name, "10.0.0.1:9445", LABELS)
+    return directory / name
+
+
+def test_a_target_is_as_prometheus_reads_it(tmp_path: Path) -> None:
+    """One group with one address; labels without a value are left out; everybody may read it."""
+    path = published(tmp_path / "new" / "targets")
+    wanted = {"jobid": "17", "run": "r-1", "user": "ada", "node": "n1"}
+    assert json.loads(path.read_text()) == [{"targets": ["10.0.0.1:9445"], "labels": wanted}]
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_name_has_no_letter_that_leads_elsewhere() -> None:
+    """Whatever a cluster, a run or a node is called."""
+    assert target_name("a/../b", "x y-1", "n\n") == "a_.._b.x_y-1@n_.json"
+
+
+def test_a_directory_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    """Told with its path; what called goes on."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot make .*/file/t"):
+        publish(tmp_path / "file" / "t" / "x@n.json", "a:1", LABELS)
+
+
+def test_the_dead_are_swept_and_the_living_stay(tmp_path: Path) -> None:
+    """A file without a sign of life for ten minutes goes, with what a killed writer left."""
+    dead, alive = published(tmp_path, "dead.c-1@n1.json"), published(tmp_path, "alive.c-2@n1.json")
+    aged(dead)
+    aged(alive, STALE_SECONDS / 2)
+    left = tmp_path / ".dead.c-1@n1.json.x1y2z3"
+    left.write_text("[")
+    aged(left)
+    assert sorted(sweep(tmp_path)) == [left.name, dead.name]
+    assert os.listdir(tmp_path) == [alive.name]
+    assert sweep(tmp_path) == []
+
+
+def test_a_sign_of_life_saves(tmp_path: Path) -> None:
+    """A file that is renewed is young; of one that is gone that is known."""
+    path = aged(published(tmp_path))
+    assert renew(path)
+    assert sweep(tmp_path) == []
+    withdraw(path)
+    assert not renew(path)
+    withdraw(path)
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """By name, by content and by kind: a site's directory holds more than ours."""
+    target = published(tmp_path)
+    others = {
+        "nodes.json": target.read_text(),
+        "a@b.yml": target.read_text(),
+        "x@n.json": '[{"targets": ["a:1"], "labels": {"env": "prod"}}]',
+        "y@n.json": "not json",
+        "z@n.json": "[]",
+    }
+    withdraw(target)
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
+        aged(tmp_path / name)
+    (tmp_path / "d@n.json").mkdir()
+    aged(tmp_path / "d@n.json")
+    (tmp_path / "l@n.json").symlink_to("x@n.json")
+    os.utime(tmp_path / "l@n.json", (0, 0), follow_symlinks=False)
+    assert sweep(tmp_path) == []
+    withdraw_run(tmp_path, "x")
+    assert len(os.listdir(tmp_path)) == len(others) + 2
+
+
+def test_a_directory_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
+    """No error, and it is not made."""
+    assert sweep(tmp_path / "none") == []
+    withdraw_run(tmp_path / "none", "r")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_clock_of_the_file_server_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose clock is an hour ahead takes no living job for dead (a fake clock)."""
+    published(tmp_path)
+    now = time.time()
+    monkeypatch.setattr("hpml_orchestrator.records.targets.time.time", lambda: now + 3600)
+    assert sweep(tmp_path) == []
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_run_that_is_over_loses_its_targets(tmp_path: Path) -> None:
+    """Those of all of its nodes, and of no other run; an array's name means all of its tasks."""
+    for name in ("a.c-1@n1.json", "a.c-1@n2.json", "a.7.c-2@n1.json", "ab.c-3@n1.json"):
+        published(tmp_path, name)
+    withdraw_run(tmp_path, "a.7")
+    assert sorted(os.listdir(tmp_path)) == ["a.c-1@n1.json", "a.c-1@n2.json", "ab.c-3@n1.json"]
+    withdraw_run(tmp_path, "a")
+    assert os.listdir(tmp_path) == ["ab.c-3@n1.json"]
