@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import os
 import re
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import pytest
 
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
+from tests.cluster.hpml_on_slurm import ROOT, Desk
 from tests.monitoring.prometheus_support import static
 
 if TYPE_CHECKING:
@@ -68,6 +70,24 @@ os.waitpid(child, 0)
 open(f"{here}/child-ended", "w").close()
 time.sleep(600)
 """
+
+
+# A rank of a training, as the training scripts talk: with the one file that users copy. Each step
+# has its own number of samples, so that a lost or a doubled one shows.
+TRAINER = """
+import os, time
+from hpml_channel import Channel
+
+channel = Channel.from_env()
+for step in range(1, 101):
+    channel.gauge(loss=1.0 / step, accuracy=step / 100)
+    channel.count(samples=step, steps=1, data_wait_seconds=0.25, step_seconds=0.5)
+    time.sleep(0.02)
+channel.result()
+channel.close()
+time.sleep(600)
+"""
+RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -131,20 +151,28 @@ class Node:
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     """Boots a cluster of one node with 8 CPUs and 4 GPUs.
 
-    Its jobs have numbers of their own: clusters of other tests use the same control groups.
+    Its jobs have numbers of their own: clusters of other tests use the same control groups. Its
+    task prolog tells node agents another place than /run/hpml.
     """
-    own = tmp_path / "slurm.conf"
     first = 1_000_000 + os.getpid() % 1_000_000
-    own.write_text(f"{LAYOUTS[request.param]}FirstJobId={first}\n", encoding="utf-8")
+    own = tmp_path / "slurm.conf"
     options = ("--nodes", "1", "--cpus", "8", "--gpus", "4", "--no-accounting")
     # on a disk: what is written to a file system in memory is not written to storage
-    with (
-        tempfile.TemporaryDirectory(dir="/var/tmp", prefix="hpml-test-") as disk,
-        booted(*options, "--slurm-conf", own) as cluster,
-    ):
-        # control groups of clusters beside this one say nothing of a node that has none
-        none = ("--root", f"cgroup={disk}") if request.param == "environment" else ()
-        yield Node(cluster, Path(disk), none)
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="hpml-test-") as folder:
+        disk = Path(folder)
+        (disk / "run").mkdir()
+        prolog = disk / "task-prolog"
+        told = f"export HPML_EXPORTER_SOCKET={disk}/run/exporter.sock"
+        prolog.write_text(f"#!/bin/sh\necho {told}\n", encoding="utf-8")
+        prolog.chmod(0o755)
+        lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
+        own.write_text(lines, encoding="utf-8")
+        with booted(*options, "--slurm-conf", own) as cluster:
+            exporter: tuple[str, ...] = ("--root", f"run={disk}/run")
+            if request.param == "environment":
+                # groups of other clusters on this machine say nothing of a node that has none
+                exporter += ("--root", f"cgroup={disk}")
+            yield Node(cluster, disk, exporter)
 
 
 def four_gpus() -> State:
@@ -207,6 +235,44 @@ def test_two_jobs_share_a_node(
     )
     assert server.value('hpml_exporter_up{collector="jobs"}') == 1
     assert server.query("hpml_exporter_errors_total > 0") == []
+
+
+def test_a_training_tells_the_exporter_of_its_node(
+    node: Node, exporter: StartExporter, prometheus: BootPrometheus
+) -> None:
+    """Samples, steps and times of a job that hpml runs are what its ranks sent, rank by rank."""
+    here = exporter("--job-interval", "1", "--process-interval", "1", *node.options)
+    server = prometheus([static("node", here.address)])
+    desk = Desk(node.cluster, node.disk)
+    (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
+    shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
+    resources = {"ranks_per_node": RANKS, "cpus_per_rank": 1, "time": "10:00"}
+    job = desk.job("training", command=["python3", "trainer.py"], resources=resources)
+    submitted = desk.json("submit", job)
+    jobid = str(submitted["job_id"])
+    try:
+        of_job = f'{{jobid="{jobid}"}}'
+        samples = RANKS * sum(range(1, 101))
+        server.wait_for(f"hpml_train_samples_total{of_job} >= {samples}")
+        assert server.value(f"hpml_train_samples_total{of_job}") == samples
+        assert server.value(f"hpml_train_steps_total{of_job}") == RANKS * 100
+        assert server.value(f"hpml_train_data_wait_seconds_total{of_job}") == RANKS * 25
+        assert server.value(f"hpml_train_step_duration_seconds_sum{of_job}") == RANKS * 50
+        assert server.value(f"hpml_train_step_duration_seconds_count{of_job}") == RANKS * 100
+        quantile = "histogram_quantile(0.5, sum by (le) (hpml_train_step_duration_seconds_bucket"
+        assert 0.3 <= server.value(f"{quantile}{of_job}))") <= 1
+        assert server.value(f"hpml_train_loss{of_job}") == 0.01
+        assert server.value(f"hpml_train_accuracy_ratio{of_job}") == 1
+        assert server.value(f"hpml_train_ranks{of_job}") == RANKS
+        # training and the job itself join: what no other exporter can show
+        joined = f"hpml_train_samples_total * on (jobid) group_left (name) hpml_job_info{of_job}"
+        (one,) = server.wait_for(joined)
+        assert (one.labels["name"], one.value) == ("training", samples)
+        (run_info,) = server.query(f"hpml_run_info{of_job}")
+        assert run_info.labels["run"] == submitted["id"]
+        assert server.query(f"resets(hpml_train_samples_total{of_job}[5m]) > 0") == []
+    finally:
+        node.cluster.run("scancel", "--full", "--signal=KILL", jobid, check=False)
 
 
 def gpus_are_told(
