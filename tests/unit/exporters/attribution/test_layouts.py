@@ -209,7 +209,12 @@ def test_unchanged_directories_are_not_listed_again(
     finder.look(0)
     listed: list[str] = []
     real = raw.subdirectories
-    monkeypatch.setattr(raw, "subdirectories", lambda path: listed.append(path) or real(path))
+
+    def subdirectories(path: str) -> list[str] | None:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(raw, "subdirectories", subdirectories)
     assert len(finder.look(5).by_id["77"].pids) == 4
     assert listed == []
     machine.step_2(f"{SCOPE}/job_77", "1", 90, {0: (91,)})
@@ -265,7 +270,8 @@ def test_nobody_enters_the_job_of_another_user(machine: Machine) -> None:
     machine.process(Task(50, uid=1000, start=10, environment={"SLURM_JOB_ID": "77"}))
     machine.process(Task(40, uid=2000, start=20, environment={"SLURM_JOB_ID": "77"}))
     job = look(machine).by_id["77"]
-    assert (job.facts.uid, job.pids) == (1000, {50})
+    assert job.facts.uid == 1000
+    assert job.pids == {50}
 
 
 def test_a_process_that_starts_its_program_a_moment_later(machine: Machine) -> None:
