@@ -120,10 +120,12 @@ def ours(web_config: Path) -> Iterator[str]:
     server.stop()
 
 
-def outcomes(address: str, folder: Path) -> dict[str, int]:
-    """The code that each call gets; 0 where it gets none."""
-    found = {}
+def outcomes(address: str, folder: Path, scheme_served: str) -> dict[str, int]:
+    """The code that each call gets, 0 for none; one call of the other scheme is enough."""
+    found: dict[str, int] = {}
     for scheme, *words in CALLS:
+        if scheme != scheme_served and words:
+            continue
         command = [
             program("curl"),
             "-s",
@@ -149,10 +151,12 @@ def test_a_file_means_what_it_means_to_node_exporter(name: str, tmp_path: Path) 
     make_certificates(tmp_path)
     path = tmp_path / "web.yml"
     path.write_text(json.dumps(FILES[name]))
+    tls = "cert_file" in FILES[name].get("tls_server_config", {})
+    scheme = "https:" if tls else "http:"
     with node_exporter(path) as address:
-        expected = outcomes(address, tmp_path)
+        expected = outcomes(address, tmp_path, scheme)
     with ours(path) as address:
-        assert outcomes(address, tmp_path) == expected
+        assert outcomes(address, tmp_path, scheme) == expected
     assert {200} <= set(expected.values())
 
 
@@ -188,16 +192,5 @@ def test_prometheus_scrapes_with_tls_and_a_password(
         assert server.counters.requests[200] >= 3
         assert server.counters.accepted == 1
         assert server.counters.handshakes_failed == 0
-    finally:
-        server.stop()
-
-
-def test_prometheus_reads_ours_as_openmetrics(prometheus: BootPrometheus) -> None:
-    """Without a file, too."""
-    server = Server("127.0.0.1:0", "", StaticPages())
-    host, port = server.start()
-    try:
-        booted = prometheus([static("hpml", f"{host}:{port}")])
-        booted.wait_for(f"count(hpml_gpu_busy_seconds_total) == {SERIES}")
     finally:
         server.stop()

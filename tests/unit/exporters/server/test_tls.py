@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hpml_exporters.server import Server
+from hpml_exporters.server import Limits, Server
 
 from tests.unit.exporters.server.support import (
     GET,
@@ -225,11 +225,13 @@ def test_certificate_and_key_may_stand_in_the_file(certificates: Certificates) -
 
 def test_silence_ends_with_the_time_of_the_handshake(certificates: Certificates) -> None:
     """A client that never shakes hands is let go."""
-    with serving(certificates) as server:
-        with connect(server.address) as client:  # type: ignore[attr-defined]
-            client.settimeout(15)
-            assert client.recv(1) == b""
-        assert server.counters.timeouts == 1
+    path = certificates.folder / "silence.yml"
+    path.write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}\n")
+    server = Server("127.0.0.1:0", str(path), StaticPages(), Limits(handshake_seconds=0.3))
+    with connect(server.start()) as client:
+        assert client.recv(1) == b""
+    assert server.counters.timeouts == 1
+    server.stop()
 
 
 def test_tls_ends_as_it_should(certificates: Certificates) -> None:
