@@ -210,6 +210,23 @@ def test_a_tls_connection_is_used_again_and_pipelined(certificates: Certificates
     assert answer.count(b"HTTP/1.1 404") == 1
 
 
+def test_nothing_is_left_lying_in_openssl(certificates: Certificates) -> None:
+    """More requests in one TLS record than are read at once, with a cut between two of them."""
+    line = b"HEAD / HTTP/1.1\r\nHost: x\r\nX-Fill: "
+    one = line + b"a" * (64 - len(line) - 4) + b"\r\n\r\n"
+    assert Limits().header_bytes % len(one) == 0
+    count = Limits().header_bytes // len(one) + 10
+    with serving(certificates) as server:
+        plain = connect(server.address)  # type: ignore[attr-defined]
+        plain.settimeout(5)
+        context = certificates.client_context()
+        found = b""
+        with context.wrap_socket(plain, server_hostname="localhost") as client:
+            client.sendall(one * count)
+            while found.count(b"HTTP/1.1 200") < count:
+                found += client.recv(65536)
+
+
 def test_certificate_and_key_may_stand_in_the_file(certificates: Certificates) -> None:
     """`cert`, `key` and `client_ca` in place of files."""
     text = {

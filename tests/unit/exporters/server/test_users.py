@@ -63,6 +63,13 @@ def test_who_gets_in(tmp_path: Path) -> None:
         assert scrape(address).status == 401
 
 
+def test_a_stranger_with_a_users_password_stays_out(tmp_path: Path) -> None:
+    """It is checked against the hash of the only user, and right, and of no use."""
+    with serving(tmp_path, {"bob": hashed("x")}) as address:
+        assert scrape(address, Authorization=basic("eve", "x")).status == 401
+        assert scrape(address, Authorization=basic("bob", "x")).status == 200
+
+
 def test_a_refused_head_has_no_body(tmp_path: Path) -> None:
     """Else the next answer on the connection would begin with it."""
     with serving(tmp_path, {"bob": hashed("x")}) as address:
