@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.monitoring.gpu_support import gpu_collector
 from tests.monitoring.gpusim_support import gpusim, gpusim_library
 
-__all__ = ["gpusim", "gpusim_library"]
+__all__ = ["gpu_collector", "gpusim", "gpusim_library"]
