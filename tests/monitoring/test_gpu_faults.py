@@ -52,6 +52,37 @@ def test_a_lost_gpu_takes_no_other_down_and_comes_back(
         assert seen.one(busy, uuid=gpu.uuid) >= before.one(busy, uuid=gpu.uuid) > 0, "no reset"
 
 
+def test_a_lost_gpu_is_looked_for_ever_more_rarely(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """Looking means to give the driver back for a moment: after 5 s, 10, 20 and so on to 300."""
+    state = State(gpus=(a100(0), a100(1)))
+    running = gpu_collector(state)
+    running.sample()
+    gpusim_library.write(state.changed(1, lost=1), running.path)
+    running.sample()
+    running.calls.write_text("")
+    for ahead in range(2, 1802):
+        running.sample(ahead=ahead)
+    tries = running.calls.read_text().split().count("nvmlInitWithFlags")
+    # 5 + 10 + 20 + 40 + 80 + 160 = 315, and then every 300 of the 1800 seconds
+    assert 9 <= tries <= 12
+    gpusim_library.write(state, running.path)
+    seen = running.sample(ahead=1801 + 301)
+    assert [number for _, number in seen.all(UP)] == [1, 1]
+
+
+def test_a_gpu_without_a_handle_takes_no_other_down(gpu_collector: Start) -> None:
+    """No power cable (code 8): counted as lost; no permission (4): none of our business."""
+    for code, lost in ((8, 1), (4, 0)):
+        fault = Fault("nvmlDeviceGetHandle", code, gpu=1)
+        running = gpu_collector(State(gpus=(a100(0), a100(1), a100(2)), faults=(fault,)))
+        seen = running.sample()
+        assert seen.error == ""
+        assert len(seen.all(UP)) == 2
+        assert seen.one("hpml_gpus", state="lost") == lost
+
+
 def test_all_gpus_lost_and_back(gpu_collector: Start, gpusim_library: Simulator) -> None:
     """Even then the exporter says which ones they were."""
     state = State(gpus=(a100(0), a100(1)))
