@@ -14,6 +14,7 @@ __all__ = ["Session"]
 
 BUDGET = 2.5e-3
 """CPU seconds per second that the readings of all GPUs may cost together."""
+_TRIES = 5
 
 
 class Session:
@@ -48,6 +49,7 @@ class Session:
         self.watch = Watch(self._nvml, ())
         self.lists = ProcessLists(self._nvml)
         self._spent = 0
+        self._tries: dict[str, int] = {}
 
     @property
     def calls(self) -> int:
@@ -125,6 +127,13 @@ class Session:
             self._close(reader)
         self.readers = []
         self._nvml.shutdown()
+
+    def _try_again(self, reader: Reader) -> bool:
+        """Whether another reader of the same GPU may find more; asking costs, so not for ever."""
+        if not reader.unsure:
+            return False
+        tries = self._tries[reader.place.uuid] = self._tries.get(reader.place.uuid, 0) + 1
+        return tries <= _TRIES
 
     def _close(self, reader: Reader) -> None:
         self._spent += reader.calls
