@@ -15,6 +15,7 @@ files of a mount are left alone: some of them ask the servers, which may hang.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from hpml_exporters.collector import NotHereError
 from hpml_exporters.collectors.rawfile import read
@@ -50,7 +51,7 @@ class Lustre:
     """The collector `lustre`."""
 
     name = "lustre"
-    specs = (node.LUSTRE_READ, node.LUSTRE_WRITTEN, node.LUSTRE_OPERATIONS)
+    specs: Sequence[MetricSpec] = (node.LUSTRE_READ, node.LUSTRE_WRITTEN, node.LUSTRE_OPERATIONS)
 
     def __init__(self, context: Context) -> None:
         roots = context.options.roots

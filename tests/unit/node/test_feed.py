@@ -36,7 +36,7 @@ class Ear:
 
     def heard(self) -> list[dict[str, Any]]:
         """All messages that have come."""
-        found = []
+        found: list[dict[str, Any]] = []
         while True:
             try:
                 head, _, body = self.end.recv(40000).partition(b"\n")
@@ -218,7 +218,7 @@ def test_pauses_are_never_none(told: Feed, now: list[float]) -> None:
 def test_what_ranks_tell_that_is_no_number(told: Feed, now: list[float]) -> None:
     """It counts as none; what others said is as it was."""
     ear = Ear(told)
-    odd = [None, True, "1", [], float("nan"), float("inf"), -1, 1e300, {}]
+    odd: list[Any] = [None, True, "1", [], float("nan"), float("inf"), -1, 1e300, {}]
     for value in odd:
         told.take(0, 11, dict.fromkeys((*feed._COUNTERS, "loss", "mfu"), value), {"1": value})
     told.take(0, 11, counters(5, 1, loss=-3, comm_method=7), {"x": 1, "99": 1, "٣": 1, "2": 1})

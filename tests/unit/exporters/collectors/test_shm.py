@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,7 @@ def stage(place: Path, tmp_path: Path, key: str, *, keep: bool = False) -> None:
     stager.leave()
 
 
-def job_bytes(found: dict[tuple[str, ...], object]) -> dict[str, object]:
+def job_bytes(found: Mapping[tuple[str, ...], object]) -> dict[str, object]:
     return {
         series[1]: value for series, value in found.items() if series[0] == "hpml_job_shm_bytes"
     }
