@@ -164,7 +164,8 @@ class JobFinder:
     def _describe(self, job: JobSeen, now: float) -> JobSeen:
         jobid = job.facts.jobid
         kept = self._kept[jobid]
-        if kept.uid < 0 or kept.said is None:
+        # hpml's own variable is not in the batch shell's, which Slurm starts, but in its children's.
+        if kept.uid < 0 or kept.said is None or (not kept.said.run and kept.asked < _ASKS):
             self._ask(job, kept)
         facts = self._facts or self._maps.facts(jobid)
         if facts is not None and -1 not in {facts.uid, kept.uid} and facts.uid != kept.uid:
@@ -192,8 +193,10 @@ class JobFinder:
                     continue
                 values = process.environment(self._roots.proc, pid) or {}
                 if values.get(b"SLURM_JOB_ID") == job.facts.jobid.encode():
-                    kept.said = _facts_in(job.facts.jobid, values)
-                    return
+                    told = _facts_in(job.facts.jobid, values)
+                    kept.said = _filled(kept.said or JobFacts(job.facts.jobid), told)
+                    if kept.said.run:
+                        return
 
 
 def booted(proc: str) -> float:
