@@ -88,6 +88,16 @@ class Prometheus:
         targets: list[dict[str, Any]] = self.api("targets", state="active")["activeTargets"]
         return targets
 
+    def counters_that_fell(self, window: str, job: str) -> list[Series]:
+        """Series of a scrape job's counters that went back within a window such as "5m"."""
+        names: list[str] = self.api("label/__name__/values")
+        return [
+            Series({"__name__": name, **one.labels}, one.value)
+            for name in names
+            if name.endswith("_total")
+            for one in self.query(f'resets({name}{{job="{job}"}}[{window}]) > 0')
+        ]
+
     def wait_for(
         self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 60.0
     ) -> list[Series]:
