@@ -241,7 +241,7 @@ API ret_t nvmlDeviceGetPcieThroughput(handle_t device, unsigned counter, unsigne
     call.now += 0.02;
     call.t += 0.02;
     mean(&call, rates[counter], 0.02, &bytes);
-    *kibibytes = (unsigned)(bytes / 1024);
+    *kibibytes = (unsigned)(bytes / 1024 + 0.5);
     return OK;
 }
 
