@@ -56,7 +56,7 @@ _SOURCES = Path(__file__).parent / "src"
 _LIBRARY = "libnvidia-ml.so.1"
 _FLAGS = (
     "-std=gnu11",
-    "-O2",
+    "-O1",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",

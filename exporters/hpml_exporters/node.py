@@ -27,6 +27,7 @@ EXIT_STUCK = 75
 _LOOK_SECONDS = 1.0
 _OBSERVE_SECONDS = 5.0
 _WRITE_SECONDS = 30.0
+_OFTEN_SECONDS = 60.0  # at first it is written with every look: a short job loses less
 _END_SECONDS = 5.0
 
 
@@ -46,12 +47,13 @@ class _SummaryWriter:
     def __init__(self, options: NodeOptions) -> None:
         self._path = options.summary_file
         self._summary = import_module("hpml_exporters.summary").Summary(options)
-        self._written = time.monotonic()
+        self._began = self._written = time.monotonic()
 
     def note(self, snapshot: Snapshot) -> None:
         self._summary.note(snapshot)
-        if time.monotonic() - self._written >= _WRITE_SECONDS:
-            self._written = time.monotonic()
+        now = time.monotonic()
+        if now - self._written >= _WRITE_SECONDS or now - self._began < _OFTEN_SECONDS:
+            self._written = now
             self._summary.write(self._path)
 
     def end(self) -> None:

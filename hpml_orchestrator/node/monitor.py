@@ -259,7 +259,7 @@ class Monitor:
             "without": ["gpu"] if self._facts["gpus"] == [] else [],
             "gpu_interval": interval,
             "job_interval": 5 * interval,
-            "process_interval": 10 * interval,
+            "process_interval": 5 * interval,  # one job has few
             "node_interval": 10 * interval,
             "job": self._facts,
             "address_file": str(self._own("address")),

@@ -49,8 +49,8 @@ class Monitor(BaseModel):
     )
     interval: Annotated[StrictInt, Field(ge=1, le=60)] = Field(
         default=1,
-        description="Seconds between two readings of GPUs; the job's control group is read every "
-        "fifth time, processes and the node every tenth.",
+        description="Seconds between two readings of GPUs; the job's processes are read every fifth "
+        "time, the node's disks and networks every tenth.",
     )
 
 

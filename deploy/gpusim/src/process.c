@@ -104,7 +104,6 @@ API ret_t nvmlDeviceGetRunningProcessDetailList(handle_t device, struct detail_l
             .memory = (u64)curve_value(&found[i]->memory, call.t),
             .gi = found[i]->gi,
             .ci = found[i]->ci,
-            .protected_memory = ~0ULL,
         };
     free(found);
     return code;

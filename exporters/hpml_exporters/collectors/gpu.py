@@ -93,7 +93,7 @@ class GpuCollector:
                 raise DriverLostError("closed")
             try:
                 return self._sample(now)
-            except (DriverLostError, NotHereError):
+            except Exception:
                 self._drop()
                 raise
             finally:
@@ -156,6 +156,8 @@ class GpuCollector:
             session.watch.poll(self._log, self._clock())
             self._drop()
             session = None
+            self._wait = min(self._wait * 2, self._retry[1])
+            self._next_retry = now + self._wait
         if session is None:
             session = self._session = Session(self._context.options.gpu_interval, self._totals)
             self._look_for_gpus(session, now)
@@ -170,14 +172,15 @@ class GpuCollector:
         before = {one.uuid: one for one in session.places}
         lost = session.discover(now, self._select)
         known = {one.uuid for one in session.places}
+        if before and not known and not session.nameless:
+            raise DriverLostError("the NVIDIA driver lists no GPU any more")
         gone = [one for uuid, one in before.items() if uuid not in known and not one.parent]
-        missing = {one.uuid: one for one in (*self._down.values(), *gone, *lost)}
-        self._down = {uuid: one for uuid, one in missing.items() if uuid not in known}
-        if self._down:
-            self._wait = min(self._wait * 2, self._retry[1])
+        missing = {one.uuid: one for one in (*gone, *lost) if one.uuid not in known}
+        self._down = {uuid: one for uuid, one in self._down.items() if uuid not in known}
+        if missing.keys() - self._down.keys():
+            self._wait = self._retry[0]
             self._next_retry = now + self._wait
-        else:
-            self._wait = self._retry[0] / 2
+        self._down |= missing
         self._jobs = None
         self._next_processes = now
 
@@ -222,9 +225,5 @@ class GpuCollector:
 
 
 def make(context: Context) -> GpuCollector:
-    """Return the collector.
-
-    Raises:
-        NotHereError: nothing is looked for before the first sample; never here.
-    """
+    """Return the collector; nothing is loaded before its first sample."""
     return GpuCollector(context)

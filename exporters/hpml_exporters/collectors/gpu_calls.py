@@ -233,7 +233,7 @@ _TYPES: tuple[Callable[[int], float], ...] = (
     lambda raw: raw & 0xFFFF,
 )
 """What a value means, by nvmlValueType_t: double, uint, ulong, ulonglong, longlong, int, ushort."""
-_NARROW = {1: 32, 6: 16}
+_NARROW = {1: 32, 5: 32, 6: 16}
 
 
 class Fields:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 __all__ = ["Cost", "Integral", "Wrapping", "periods"]
 
+_NARROW = 32
+_NARROW_HALF = 1 << 31
+
 
 class Integral:
     """A total that grows by rate times time.
@@ -56,14 +59,14 @@ class Wrapping:
     def add(self, value: int, bits: int) -> float:
         """Add what was counted since the last reading, and return the total.
 
-        A counter of 32 bits that went down has wrapped; one of 64 bits was reset, and counts from
-        zero.
+        A counter of 32 bits that went down has wrapped, also where the driver hands it out as a
+        number of 64 bits; another was reset, and counts from zero.
         """
         if self._last is not None:
             if value >= self._last:
                 self.total += value - self._last
-            elif bits <= 32:  # noqa: PLR2004
-                self.total += value - self._last + (1 << bits)
+            elif bits == _NARROW or _NARROW_HALF <= self._last - value < 2 * _NARROW_HALF:
+                self.total += value - self._last + 2 * _NARROW_HALF
             else:
                 self.total += value
         self._last = value

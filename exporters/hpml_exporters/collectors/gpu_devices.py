@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpml_exporters.collectors.gpu_nvml import Nvml
+from hpml_exporters.collectors.gpu_nvml import NO_PERMISSION, GpuLostError, Nvml, check, code_of
 
 __all__ = ["Place", "discover", "pci_address"]
 
@@ -62,19 +63,51 @@ def pci_address(text: str) -> str:
 def discover(nvml: Nvml) -> tuple[Sequence[Place], int]:
     """Return all GPUs and MIG instances that answer, and the number of GPUs that do not.
 
-    nvitop's objects of lost GPUs have no handle, and each of its answers may be NA.
+    nvitop's objects of lost GPUs have no handle, and each of its answers may be NA. Its own loops
+    over all GPUs and instances are not used: they end at the first that gives an error.
+
+    Raises:
+        DriverLostError: nothing answers.
     """
     places: list[Place] = []
     lost = 0
-    for device in nvml.nvitop.Device.all():
+    for index in range(nvml.nvitop.Device.count()):
+        try:
+            device = nvml.nvitop.PhysicalDevice(index)
+        except nvml.error as error:
+            lost += _is_lost(error)
+            continue
         gpu = None if device.handle is None else _gpu(nvml, device)
         if gpu is None:
             lost += 1
             continue
-        instances = [_instance(gpu, one) for one in device.mig_devices()]
         places.append(gpu)
-        places.extend(one for one in instances if one is not None)
+        places.extend(_instances(nvml, gpu, device))
     return places, lost
+
+
+def _is_lost(error: Exception) -> bool:
+    """Tell a GPU that does not answer from one that is none of our business.
+
+    Raises:
+        DriverLostError: nothing answers.
+    """
+    code = code_of(error)
+    with contextlib.suppress(GpuLostError):
+        check(code)
+    return code != NO_PERMISSION  # one that a job's devices do not include
+
+
+def _instances(nvml: Nvml, gpu: Place, device: Any) -> Iterator[Place]:
+    if not gpu.mig:
+        return
+    for index in range(device.max_mig_device_count()):
+        try:
+            one = _instance(gpu, device.mig_device(index))
+        except nvml.error:  # numbers of instances have gaps
+            continue
+        if one is not None:
+            yield one
 
 
 def _gpu(nvml: Nvml, device: Any) -> Place | None:
@@ -104,7 +137,7 @@ def _instance(gpu: Place, device: Any) -> Place | None:
         name=name,
         pci=gpu.pci,
         minor=gpu.minor,
-        mig=name.rpartition("MIG ")[2] or "unknown",
+        mig=name.rpartition("MIG ")[2].split(" ")[0] or "unknown",
         parent=gpu.uuid,
         instance=number if isinstance(number, int) else -1,
         handle=_address(device.handle),

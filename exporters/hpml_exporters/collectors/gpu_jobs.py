@@ -56,7 +56,7 @@ def _means(name: str, place: Place) -> bool:
     if name.startswith("GPU-"):
         return name == place.uuid
     digits = name.removeprefix("/dev/nvidia")
-    if digits.isdigit():
+    if digits.isascii() and digits.isdigit():
         return int(digits) == place.minor
     return ":" in name and pci_address(name) == place.pci
 

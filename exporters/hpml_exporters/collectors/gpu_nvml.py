@@ -16,6 +16,7 @@ from hpml_exporters.collector import DriverLostError, NotHereError
 __all__ = [
     "GPU_LOST",
     "INSUFFICIENT_SIZE",
+    "NO_PERMISSION",
     "SUCCESS",
     "TIMEOUT",
     "UNSUPPORTED",
@@ -23,10 +24,12 @@ __all__ = [
     "GpuLostError",
     "Nvml",
     "check",
+    "code_of",
 ]
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
+NO_PERMISSION = 4
 INSUFFICIENT_SIZE = 7
 TIMEOUT = 10
 FUNCTION_NOT_FOUND = 13
@@ -62,6 +65,11 @@ def check(code: Code) -> bool:
     return False
 
 
+def code_of(error: Exception) -> Code:
+    """Return NVML's code of an exception of nvidia-ml-py."""
+    return int(getattr(error, "value", 999))
+
+
 def _missing(*_: object) -> Code:
     """Stand for a function that the driver's library does not have."""
     return FUNCTION_NOT_FOUND
@@ -72,6 +80,7 @@ class Nvml:
 
     Attributes:
         nvitop: nvitop's API (`nvitop.api`), for discovery and processes; it asks the same library.
+        error: what nvitop and nvidia-ml-py raise.
     """
 
     def __init__(self) -> None:
@@ -87,10 +96,11 @@ class Nvml:
             raise NotHereError(f"no NVIDIA driver: {error}") from None
         self.nvitop: Any = _nvitop()
         self._nvml: Any = self.nvitop.libnvml
+        self.error: type[Exception] = self._nvml.NVMLError
         try:
             self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            if getattr(error, "value", 0) == 18:  # noqa: PLR2004 - LIB_RM_VERSION_MISMATCH
+        except self.error as error:
+            if code_of(error) == 18:  # noqa: PLR2004 - LIB_RM_VERSION_MISMATCH
                 self._unload()
             raise NotHereError(f"the NVIDIA driver does not answer: {error}") from None
 
@@ -114,7 +124,7 @@ class Nvml:
         """Give everything back to the driver; it may block for as long as the driver is stuck."""
         try:
             self._nvml.nvmlShutdown()
-        except self._nvml.NVMLError:  # it was gone already
+        except self.error:  # it was gone already
             # nvitop counts its initialisations; the next must not be taken for one too many.
             getattr(self._nvml, "__flags", []).clear()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpml_exporters.collectors.gpu_devices import Place
-from hpml_exporters.collectors.gpu_nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check
+from hpml_exporters.collectors.gpu_nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check, code_of
 
 __all__ = ["ProcessLists"]
 
@@ -29,6 +29,7 @@ class ProcessLists:
         """Begin with all kinds of lists; what a GPU has not is asked for once."""
         self.calls = 0
         self._nvml: Any = nvml.nvitop.libnvml
+        self._error = nvml.error
         self._without: set[tuple[str, str]] = set()
 
     def of(self, place: Place) -> Mapping[int, int | None]:
@@ -58,8 +59,8 @@ class ProcessLists:
             self.calls += 1
             try:
                 answer: list[Any] = ask(handle)
-            except self._nvml.NVMLError as error:
-                code = int(getattr(error, "value", 999))
+            except self._error as error:
+                code = code_of(error)
                 check(code)
                 if code == INSUFFICIENT_SIZE:  # more came between the size and the list
                     continue

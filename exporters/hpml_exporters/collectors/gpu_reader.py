@@ -74,8 +74,10 @@ class Totals:
 
     def pause(self) -> None:
         """Let what happens until the next reading count for nothing: nobody saw it."""
-        for total in (*self.integrals.values(), *self.wrapping.values()):
-            total.pause()
+        for integral in self.integrals.values():
+            integral.pause()
+        for counter in self.wrapping.values():
+            counter.pause()
 
 
 class Reader:
@@ -85,6 +87,7 @@ class Reader:
         place: which.
         values: the latest numbers by key.
         calls: how often the driver was asked.
+        unsure: whether some call failed in a way that may pass; a new reader would find out.
     """
 
     def __init__(
@@ -111,12 +114,15 @@ class Reader:
         self.place = place
         self.values: Values = {}
         self.calls = 0
+        self.unsure = False
         self._nvml = nvml
         self._totals = totals
         self._gpm: Gpm | None = None
         self._misses = 0
         self._tick = 0
         self._add_up_energy = False
+        self._wide: set[str] = set()
+        self._readings: Sequence[tuple[int, int, Reading]] = ()
         self._now = now
         readings = self._instance() if place.parent else self._whole()
         self._plan(readings, pace)
@@ -168,15 +174,15 @@ class Reader:
         found = self._answered(Utilization(nvml, handle, integrals["busy"]))
         found += self._answered(Memory(nvml, handle))
         fields = self._fields()
-        keys = {one.key for one, _ in fields}
-        # The counters of PCIe have 32 bits on many GPUs, which is less than a second of traffic.
-        rates = [key for key in ("pcie_transmit", "pcie_receive") if not self._wide(key)]
-        rates += [key for key in ("nvlink_transmit", "nvlink_receive") if key not in keys]
+        keys = {key for one, _ in fields for key in one.keys}
+        rates = [key for key in ("nvlink_transmit", "nvlink_receive") if key not in keys]
+        # A counter of 32 bits holds less than a second of PCIe's traffic.
+        rates += [key for key in ("pcie_transmit", "pcie_receive") if key not in self._wide]
         gpm = self._with_gpm(Gpm(nvml, handle, -1, integrals, rates, busy=False))
         if gpm:
-            fields = [one for one in fields if one[0].key not in rates]
+            fields = [one for one in fields if not set(one[0].keys) & set(rates)]
         found += gpm
-        found += self._batches(fields)
+        found += fields
         found += self._fallbacks(keys)
         for kind, selector in (("sm", 1), ("memory", 2)):
             call = nvml.call("nvmlDeviceGetClockInfo")
@@ -219,61 +225,72 @@ class Reader:
             gpm.close()
         return found
 
-    def _fields(self) -> list[tuple[Field, float]]:
-        """Field values that the GPU has, each with what it costs."""
+    def _fields(self) -> list[tuple[Reading, float]]:
+        """Field values that the GPU has, each by itself with what it costs."""
         together = Fields(self._nvml, self.place.handle, FIELDS, {})
-        if not check(together.read({}, 0.0)):
+        if not check(together.read({}, self._now)):
             return []
-        known = [
-            one for one, code in zip(FIELDS, together.codes, strict=True) if code not in UNSUPPORTED
-        ]
         found = []
-        for one in known:
+        for one, code in zip(FIELDS, together.codes, strict=True):
+            if code in UNSUPPORTED:
+                continue
             alone = Fields(self._nvml, self.place.handle, [one], self._totals.wrapping)
-            found += [(one, cost) for _, cost in self._answered(alone)]
-        return found
-
-    def _wide(self, key: str) -> bool:
-        """Whether the counter of a field counts further than 32 bits."""
-        one = next(one for one in FIELDS if one.key == key)
-        probe = Fields(self._nvml, self.place.handle, [one], {})
-        return check(probe.read({}, 0.0)) and probe.wide
-
-    def _batches(self, fields: Sequence[tuple[Field, float]]) -> list[tuple[Reading, float]]:
-        """Fields of one rhythm, asked together."""
-        found: list[tuple[Reading, float]] = []
-        for rhythm in sorted({(one.period, one.most) for one, _ in fields}):
-            same = [(one, cost) for one, cost in fields if (one.period, one.most) == rhythm]
-            batch = Fields(
-                self._nvml, self.place.handle, [one for one, _ in same], self._totals.wrapping
-            )
-            found.append((batch, sum((cost for _, cost in same), 0.0)))
+            answered = self._answered(alone)
+            if one.key in self.values:
+                found += answered
+                if alone.wide:
+                    self._wide.add(one.key)
+            else:
+                self.unsure = True
         return found
 
     def _answered(self, reading: Reading) -> list[tuple[Reading, float]]:
         """Return the reading with its cost, or nothing if it is not for this GPU."""
-        cost = float("inf")
+        costs = []
         for _ in range(3):  # the first may initialise things
             wall, cpu = time.perf_counter(), time.thread_time()
             code = reading.read(self.values, self._now)
             # A call that sleeps costs no CPU time, but all others wait for it.
             spent = time.thread_time() - cpu + (time.perf_counter() - wall) / 20
-            if not check(code) and code in UNSUPPORTED:
+            if check(code):
+                costs.append(spent)
+            elif code in UNSUPPORTED:
                 return []
-            cost = min(cost, spent)
-        return [(reading, cost)]
+        if not costs:  # perhaps later; something else may stand in for it until then
+            self.unsure = True
+            return []
+        return [(reading, min(costs))]
 
     def _plan(self, readings: Sequence[tuple[Reading, float]], pace: Pace) -> None:
         """Give each reading its rhythm; those of one rhythm are spread over its ticks."""
-        costs = [Cost(cost, reading.period, reading.most) for reading, cost in readings]
-        self._readings: list[tuple[int, int, Reading]] = []
-        for index, (seconds, (reading, _)) in enumerate(
-            zip(periods(costs, pace.budget), readings, strict=True)
-        ):
-            every = max(1, round(seconds / pace.interval))
-            self._readings.append(
-                (every, (index + zlib.crc32(self.place.uuid.encode())) % every, reading)
-            )
+        costs = [  # what is wanted every second is wanted at each reading
+            Cost(cost, pace.interval if reading.period <= 1 else reading.period, reading.most)
+            for reading, cost in readings
+        ]
+        chosen = [
+            (max(1, round(seconds / pace.interval)), reading)
+            for seconds, (reading, _) in zip(periods(costs, pace.budget), readings, strict=True)
+        ]
+        for every, reading in chosen:
             for key in reading.keys:
                 if key in self._totals.integrals:
                     self._totals.integrals[key].most = _GAP * every * pace.interval
+        phase = zlib.crc32(self.place.uuid.encode())
+        self._readings = [
+            (every, (index + phase) % every, reading)
+            for index, (every, reading) in enumerate(self._together(chosen))
+        ]
+
+    def _together(self, chosen: Sequence[tuple[int, Reading]]) -> list[tuple[int, Reading]]:
+        """Ask for all field values of one rhythm with one call."""
+        fields: dict[int, list[Field]] = {}
+        found: list[tuple[int, Reading]] = []
+        for every, reading in chosen:
+            if isinstance(reading, Fields):
+                fields.setdefault(every, []).extend(reading.fields)
+            else:
+                found.append((every, reading))
+        return found + [
+            (every, Fields(self._nvml, self.place.handle, some, self._totals.wrapping))
+            for every, some in fields.items()
+        ]

@@ -14,6 +14,7 @@ __all__ = ["Session"]
 
 BUDGET = 2.5e-3
 """CPU seconds per second that the readings of all GPUs may cost together."""
+_TRIES = 5
 
 
 class Session:
@@ -48,6 +49,7 @@ class Session:
         self.watch = Watch(self._nvml, ())
         self.lists = ProcessLists(self._nvml)
         self._spent = 0
+        self._tries: dict[str, int] = {}
 
     @property
     def calls(self) -> int:
@@ -78,7 +80,9 @@ class Session:
         places, self.nameless = discover(self._nvml)
         shown = select(places)
         wanted = {one.key for one in shown}
-        kept = {one.place.key: one for one in self.readers if one.place.key in wanted}
+        kept = {
+            one.place.key: one for one in self.readers if one.place.key in wanted and not one.unsure
+        }
         for reader in self.readers:
             if reader.place.key not in kept:
                 self._close(reader)
@@ -109,6 +113,7 @@ class Session:
         for reader in self.readers:
             if reader.place.uuid in names:
                 self._close(reader)
+                self._totals[reader.place.uuid].pause()
         self.readers = [one for one in self.readers if one.place.uuid not in names]
         self.places = [one for one in self.places if one.uuid not in names]
         self.shown = [one for one in self.shown if one.uuid not in names]
@@ -123,10 +128,16 @@ class Session:
         self.readers = []
         self._nvml.shutdown()
 
+    def _try_again(self, reader: Reader) -> bool:
+        """Whether another reader of the same GPU may find more; asking costs, so not for ever."""
+        if not reader.unsure:
+            return False
+        tries = self._tries[reader.place.uuid] = self._tries.get(reader.place.uuid, 0) + 1
+        return tries <= _TRIES
+
     def _close(self, reader: Reader) -> None:
         self._spent += reader.calls
         reader.close()
-        self._totals[reader.place.uuid].pause()
 
     def _watch_again(self) -> None:
         self.watch.close()

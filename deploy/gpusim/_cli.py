@@ -1,0 +1,183 @@
+"""The command gpusim: runs programs with simulated GPUs that look busy, and compares drivers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.gpusim.gpusim import (
+    Gpu,
+    GpusimError,
+    Process,
+    Ramp,
+    Simulator,
+    Sine,
+    Square,
+    State,
+    a100,
+    divided,
+    h100,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["main"]
+
+_MODELS = {"a100": a100, "h100": h100}
+_GIB = 1 << 30
+_DIFFERENT = 3
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpusim",
+        description="Simulated NVIDIA GPUs for machines without any.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run a command that sees simulated GPUs")
+    run.add_argument("--gpus", type=int, default=8, metavar="N", help="how many (default: 8)")
+    run.add_argument("--model", choices=sorted(_MODELS), default="h100")
+    run.add_argument(
+        "--mig", action="store_true", help="divide the last GPU into 1, 2 and 3 slices"
+    )
+    run.add_argument("--state", type=Path, metavar="FILE", help="use this state file instead")
+    run.add_argument("words", nargs="+", metavar="COMMAND", help="after --")
+    state = commands.add_parser("state", help="write a state file, to be changed by hand")
+    state.add_argument("file", type=Path)
+    state.add_argument("--gpus", type=int, default=8, metavar="N")
+    state.add_argument("--model", choices=sorted(_MODELS), default="h100")
+    state.add_argument("--mig", action="store_true")
+    compare = commands.add_parser("compare", help="how this machine's GPU answers otherwise")
+    compare.add_argument("--model", choices=sorted(_MODELS), default="h100")
+    compare.set_defaults(gpus=1, mig=False)
+    arguments = parser.parse_args(words)
+    if not 1 <= arguments.gpus <= 31:  # noqa: PLR2004 - PCI addresses are made 8 apart
+        parser.error("--gpus takes 1 to 31")
+    return arguments
+
+
+def _busy(gpu: Gpu, number: int) -> Gpu:
+    """A GPU at work: every figure moves, each GPU in a rhythm of its own."""
+    work = Square(20 + 3 * number, 5, 95, 2 * number, 0.7)
+    moves = {
+        "util": work,
+        "mem_util": replace(work, low=2, high=60),
+        "power": replace(work, low=90, high=350 + 5 * number),
+        "temp": Sine(60, 40, 70 + number, 5 * number),
+        "clock_sm": replace(work, low=345, high=1755),
+        "clock_graphics": replace(work, low=345, high=1755),
+        "pcie_tx": replace(work, low=1e6, high=2e9),
+        "pcie_rx": replace(work, low=1e6, high=4e9),
+        "nvlink_tx": replace(work, low=0, high=5e9),
+        "nvlink_rx": replace(work, low=0, high=5e9),
+        "throttle_sw_power": Square(45, 0, 1, number, 0.1),
+        "ecc_vol_cor": Ramp(0, 0.01),
+    }
+    if gpu.gpm:
+        moves |= {
+            "gpm_graphics": work,
+            "gpm_sm": replace(work, low=3, high=80),
+            "gpm_occupancy": replace(work, low=1, high=35),
+            "gpm_tensor": replace(work, low=0, high=45),
+            "gpm_dram": replace(work, low=1, high=55),
+        }
+    return replace(gpu, **moves)  # type: ignore[arg-type]
+
+
+def _node(arguments: argparse.Namespace) -> State:
+    make = _MODELS[arguments.model]
+    gpus = [_busy(make(number), number) for number in range(arguments.gpus)]
+    if arguments.mig:
+        gpus[-1] = divided(gpus[-1], 1, 2, 3)
+    return State(gpus=tuple(gpus))
+
+
+def _with_process(state: State, pid: int) -> State:
+    """The command itself is on every second GPU: the others are allocated to nobody."""
+    for index, gpu in enumerate(state.gpus):
+        if index % 2 == 0 and not gpu.mig:
+            process = Process(pid, memory=(10 + index) * _GIB, sm=60)
+            state = state.changed(index, processes=(process,))
+    return state
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    simulator = Simulator()
+    with tempfile.TemporaryDirectory(prefix="hpml-gpusim-") as scratch:
+        path = arguments.state or Path(scratch) / "state"
+        state = None if arguments.state else simulator.write(_node(arguments), path)
+        environment = os.environ | simulator.environment(path.resolve())
+        try:
+            child = subprocess.Popen(arguments.words, env=environment)
+        except OSError as error:
+            raise GpusimError(f"{arguments.words[0]}: {error.strerror}") from error
+        # the terminal sends its signals to both: the child decides what they mean
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        if state is not None:
+            simulator.write(_with_process(state, child.pid), path)
+        code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _answers(environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("_answers.py"))],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise GpusimError(f"{sys.executable} cannot ask the driver: {why}")
+    told = json.loads(done.stdout)
+    return told["name"], told["answers"]
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Prints what a real driver answers in another way; 3 where there is a difference."""
+    simulator = Simulator()
+    real, expected = _answers(os.environ)
+    with tempfile.TemporaryDirectory(prefix="hpml-gpusim-") as scratch:
+        path = Path(scratch) / "state"
+        gpu = _MODELS[arguments.model](0)
+        simulator.write(State(gpus=(gpu,), epoch=time.time() - 60), path)  # it has samples by now
+        name, found = _answers(os.environ | simulator.environment(path))
+    different = [each for each, answer in expected.items() if found[each] != answer]
+    print(f"{len(expected)} questions, {len(different)} answered in different ways")
+    if different:
+        print(f"\n| | {real} | {name} |\n|---|---|---|")
+    for each in different:
+        print(f"| {each} | {expected[each]} | {found[each]} |")
+    return _DIFFERENT if different else 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit status: the command's own (128 + n if signal n ended it), 3 where `compare` finds a
+        difference, or 1 with a message.
+    """
+    arguments = _arguments(words)
+    try:
+        if arguments.command == "compare":
+            return _compare(arguments)
+        if arguments.command == "state":
+            Simulator().write(_node(arguments), arguments.file)
+            return 0
+        return _run(arguments)
+    except (GpusimError, OSError) as error:
+        print(f"gpusim: {error}", file=sys.stderr)
+        return 1

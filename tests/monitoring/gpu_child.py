@@ -1,0 +1,114 @@
+"""A process with a GPU collector, told over its standard input what to do: one JSON per line.
+
+NVML is loaded once per process and found through LD_LIBRARY_PATH, which counts from the start of a
+process; so every test of the collector has a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+from typing import Any
+
+from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobSeen
+from hpml_exporters.collectors.gpu import GpuCollector
+from hpml_exporters.context import Context
+from hpml_exporters.options import NodeOptions
+
+
+class Child:
+    """The commands."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        if settings.get("hide"):
+            sys.modules[settings["hide"]] = None  # type: ignore[assignment]
+        self.context = Context(NodeOptions.from_json(json.dumps(settings.get("options", {}))))
+        self.look = settings.get("look", 30.0)
+        self.retry = tuple(settings.get("retry", (5.0, 300.0)))
+        self.make()
+
+    def make(self) -> dict[str, Any]:
+        self.collector = GpuCollector(self.context, look=self.look, retry=self.retry)
+        return {}
+
+    def jobs(self, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+        seen = {}
+        for one in jobs:
+            gpus = one.get("gpus")
+            facts = JobFacts(one["jobid"], gpus=None if gpus is None else tuple(gpus))
+            seen[facts.jobid] = JobSeen(facts, pids=frozenset(one.get("pids", ())))
+        self.context.jobs.post(Jobs(seen))
+        return {}
+
+    def sample(self, ahead: float = 0.0) -> dict[str, Any]:
+        began = time.time()
+        try:
+            families = self.collector.sample(time.monotonic() + ahead)
+        except Exception as error:  # noqa: BLE001 - told to the test
+            return {"error": type(error).__name__, "text": str(error)}
+        return {
+            "began": began,
+            "ended": time.time(),
+            "series": [
+                [
+                    one.spec.name,
+                    dict(zip(one.spec.labels, sample.labels, strict=True)),
+                    sample.value,
+                ]
+                for one in families
+                for sample in one.samples
+            ],
+        }
+
+    def repeat(self, times: int, pause: float) -> dict[str, Any]:
+        """Many samples, one a second by the collector's clock, in less time."""
+        base = time.monotonic()
+        calls = self.collector.calls
+        costs = []
+        for number in range(times):
+            before = time.thread_time()
+            self.collector.sample(base + number + 1)
+            costs.append(time.thread_time() - before)
+            time.sleep(pause)
+        return {
+            "cpu": sum(costs) / times,
+            "most": max(costs),
+            "calls": (self.collector.calls - calls) / times,
+            "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+
+    def stuck(self, wait: float) -> dict[str, Any]:
+        """Sample in a thread that hangs, and close meanwhile."""
+        self.thread = threading.Thread(target=self.sample, daemon=True)
+        self.thread.start()
+        time.sleep(wait)
+        hung = self.thread.is_alive()
+        return {"hung": hung, **self.close()}
+
+    def ended(self, within: float) -> dict[str, Any]:
+        self.thread.join(within)
+        return {"ended": not self.thread.is_alive()}
+
+    def close(self) -> dict[str, Any]:
+        began = time.monotonic()
+        self.collector.close()
+        return {"seconds": time.monotonic() - began}
+
+    def modules(self) -> dict[str, Any]:
+        return {"modules": sorted(sys.modules)}
+
+
+def main() -> None:
+    child = Child(json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        words = json.loads(line)
+        answer = getattr(child, words.pop("do"))(**words)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

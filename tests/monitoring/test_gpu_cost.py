@@ -1,0 +1,79 @@
+"""What the GPU collector costs: calls, series, memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+from deploy.gpusim.gpusim import Fault, Process, State, a100, h100
+from tests.monitoring.gpu_support import ALL, Start
+
+
+def test_series_per_gpu_and_per_job(gpu_collector: Start) -> None:
+    """The budget of a node with 8 GPUs and 20 jobs is 800 series and 25 per job."""
+    gpus = tuple(
+        replace(
+            ALL, **{**vars(h100(index)), "fan": 1, "processes": (Process(100 + index, ghost=True),)}
+        )
+        for index in range(8)
+    )
+    running = gpu_collector(State(gpus=gpus))
+    running.do(
+        "jobs",
+        jobs=[
+            {"jobid": str(index), "gpus": [str(index % 8)], "pids": [100 + index % 8]}
+            for index in range(20)
+        ],
+    )
+    running.sample()
+    time.sleep(0.1)
+    seen = running.sample()
+    per_gpu = [labels for name, labels, _ in seen.series if "jobid" not in labels]
+    per_job = [labels for name, labels, _ in seen.series if "jobid" in labels]
+    assert len({json.dumps([name, labels]) for name, labels, _ in seen.series}) == len(seen.series)
+    assert len(per_gpu) <= 8 * 48 + 2
+    assert len(per_job) <= 20 * 6
+    assert {key for _, labels, _ in seen.series for key in labels} <= {
+        "uuid", "name", "pci_bus_id", "minor", "mig", "state", "type", "reason", "error",
+        "counter", "direction", "owner", "xid", "jobid",
+    }  # fmt: skip
+
+
+def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> None:
+    """Names, layouts and limits are asked for rarely, the calls that take 20 ms never."""
+    running = gpu_collector(State(gpus=tuple(h100(index) for index in range(8))))
+    running.do("jobs", jobs=[])
+    running.sample()
+    running.calls.write_text("")
+    told = running.do("repeat", times=20, pause=0.0)
+    made = running.calls.read_text().split()
+    print(f"8 GPUs: {told['cpu'] * 1e3:.3f} ms of CPU and {len(made) / 20:.1f} calls per sample")
+    never = {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlInit"}
+    assert not never & set(made)
+    assert len(made) / 20 <= 8 * 9
+    assert made.count("nvmlDeviceGetUtilizationRates") == 8 * 20
+    assert made.count("nvmlDeviceGetMaxClockInfo") == 0
+    assert made.count("nvmlDeviceGetEnforcedPowerLimit") <= 8
+
+
+def test_a_slow_call_is_made_rarely(gpu_collector: Start) -> None:
+    """What costs much on this driver becomes rarer by itself; the rest keeps its rhythm."""
+    slow = Fault("nvmlDeviceGetClockInfo", 40, kind="slow")
+    running = gpu_collector(State(gpus=tuple(a100(index) for index in range(4)), faults=(slow,)))
+    running.sample()
+    running.calls.write_text("")
+    running.do("repeat", times=20, pause=0.0)
+    made = running.calls.read_text().split()
+    assert made.count("nvmlDeviceGetUtilizationRates") == 4 * 20
+    assert made.count("nvmlDeviceGetClockInfo") <= 4 * 2
+
+
+def test_nvitops_terminal_program_is_never_loaded(gpu_collector: Start) -> None:
+    """Its licence is another (GPL-3.0) than that of its API (Apache-2.0)."""
+    running = gpu_collector(State(gpus=(a100(0),)))
+    running.sample()
+    loaded = running.do("modules")["modules"]
+    assert "nvitop.api" in loaded
+    assert not [one for one in loaded if one.startswith(("nvitop.tui", "nvitop.cli"))]
+    assert not {"torch", "pydantic", "typer", "rich"} & set(loaded)

@@ -1,0 +1,133 @@
+"""Calls that a simulated GPU or driver does not have, and what takes their place."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100
+from tests.monitoring.gpu_support import ALL, GIB, UP, Answer, Start
+
+# Metrics that go when a call is not supported, and for which there is no other source.
+GOES = {
+    "nvmlDeviceGetUtilizationRates": {
+        "utilization_ratio", "memory_utilization_ratio", "busy_seconds_total",
+    },
+    "nvmlDeviceGetMemoryInfo*": {"memory_used_bytes", "memory_total_bytes"},
+    "nvmlGpm*": {
+        "sm_active_ratio", "sm_occupancy_ratio", "tensor_active_ratio", "dram_active_ratio",
+    },
+    "nvmlDeviceGetTemperature*": {"temperature_celsius"},
+    "nvmlDeviceGetTemperatureV": set(),
+    "nvmlDeviceGetEnforcedPowerLimit": {"power_limit_watts"},
+    "nvmlDeviceGetClockInfo": {"clock_hertz"},
+    "nvmlDeviceGetMaxClockInfo": {"clock_max_hertz"},
+    "nvmlDeviceGetFanSpeed": {"fan_speed_ratio"},
+    "nvmlDeviceGetPowerUsage": set(),
+    "nvmlDeviceGetTotalEnergyConsumption": set(),
+    "nvmlDeviceGetCurrentClocks*": set(),
+    "nvmlDeviceGetComputeRunningProcesses*": set(),
+    "nvmlDeviceGet*RunningProcesses*": set(),
+    "nvmlDeviceGetMinorNumber": set(),
+    "nvmlDeviceGetMigMode": set(),
+    "nvmlDeviceGetPciInfo*": set(),
+    "nvmlEventSetCreate": set(),
+    "nvmlDeviceRegisterEvents": set(),
+    "nvmlEventSetWait*": set(),
+    "nvmlDeviceGetFieldValues": {  # GPM has the rest
+        "memory_temperature_celsius", "ecc_errors_total", "pcie_replays_total",
+        "remapped_rows", "remapped_rows_pending", "remapped_rows_failed",
+    },
+    "field:186": set(),
+    "field:83": set(),
+    "field:82": {"memory_temperature_celsius"},
+    "field:74": set(),
+    "field:7[4-9]": set(),
+    "field:3": set(),
+    "field:94": {"pcie_replays_total"},
+    "field:14[23]": {"remapped_rows"},
+    "field:197": set(),
+    "field:138": set(),
+}  # fmt: skip
+
+
+def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulator) -> None:
+    """Not supported, no permission, unknown: the others go on, fallbacks take over, no error."""
+    state = State(gpus=(ALL, a100(1)))
+    running = gpu_collector(state)
+    running.do("jobs", jobs=[])
+
+    def look() -> Answer:
+        running.do("close")
+        running.do("make")
+        running.sample()
+        time.sleep(0.02)
+        return running.sample(ahead=1)
+
+    whole = look().names()
+    assert len(whole) > 25
+    for function, goes in GOES.items():
+        for code in (3, 4, 999):
+            gpusim_library.write(replace(state, faults=(Fault(function, code),)), running.path)
+            seen = look()
+            assert seen.error == "", (function, code, seen.text)
+            assert [number for _, number in seen.all(UP)] == [1, 1], (function, code)
+            gone = whole - seen.names()
+            assert gone == {f"hpml_gpu_{one}" for one in goes}, (function, code)
+
+
+def test_an_unknown_error_at_every_call_is_a_lost_gpu(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """What some drivers say of a GPU that is gone."""
+    state = State(gpus=(a100(0), a100(1)))
+    running = gpu_collector(state)
+    running.sample()
+    gpusim_library.write(replace(state, faults=(Fault("nvmlDevice*", 999, gpu=0),)), running.path)
+    answers = [running.sample(ahead=number) for number in range(5)]
+    assert {labels["uuid"]: number for labels, number in answers[-1].all(UP)} == {
+        state.gpus[0].uuid: 0,
+        state.gpus[1].uuid: 1,
+    }
+
+
+def test_an_old_driver(gpu_collector: Start) -> None:
+    """Symbols of the last five years are missing in the library."""
+    gpu = a100(0, util=70, processes=(Process(5, GIB, ghost=True),), throttle_hw_power_brake=1)
+    running = gpu_collector(State(gpus=(gpu,)), driver=Simulator(without=OLD_DRIVER))
+    running.do("jobs", jobs=[])
+    first = running.sample()
+    seen = running.sample(ahead=1)
+    assert seen.one("hpml_gpu_utilization_ratio") == 0.7
+    assert seen.one("hpml_gpu_temperature_celsius") == 35
+    assert seen.one("hpml_gpu_memory_total_bytes") == 80 * GIB
+    throttled = seen.one("hpml_gpu_throttled_seconds_total", reason="power_brake")
+    assert 1 <= throttled <= 1 + seen.ended - first.began
+    assert seen.one("hpml_gpu_processes", owner="none") == 1
+    assert running.do("close")
+    assert running.end() == "", "nvitop tells of each missing function"
+
+
+def test_a_consumer_gpu_counts_energy_from_its_power(gpu_collector: Start) -> None:
+    """No ECC, no energy counter, no NVLink, no throttle counters: less, but nothing wrong."""
+    gpu = a100(
+        0, ecc_mode=None, ecc_vol_cor=None, ecc_vol_unc=None, ecc_agg_cor=None, ecc_agg_unc=None,
+        nvlink_links=None, nvlink_tx=None, nvlink_rx=None, remapped_cor=None, remapped_unc=None,
+        remapped_pending=None, remapped_failure=None, mig_mode=None, mig_max=None, mem_temp=None,
+        power=200, throttle_sw_power=1, fan=30,
+    )  # fmt: skip
+    faults = (
+        *(Fault("field:83", 3), Fault("field:7[4-9]", 3)),
+        *(Fault("nvmlDeviceGetTotalEnergyConsumption", 3), Fault("nvmlDeviceGetViolation*", 3)),
+    )
+    running = gpu_collector(State(gpus=(gpu,), faults=faults))
+    first = running.sample()
+    last = [running.sample(ahead=number) for number in range(1, 11)][-1]
+    name = "hpml_gpu_energy_joules_total"
+    assert last.one(name) - first.one(name) == pytest.approx(2000, rel=0.02)
+    throttled = last.one("hpml_gpu_throttled_seconds_total", reason="power")
+    assert throttled == pytest.approx(10, rel=0.05)
+    assert not [one for one in last.names() if "ecc" in one or "nvlink" in one]
+    assert last.one("hpml_gpu_fan_speed_ratio") == pytest.approx(0.3)

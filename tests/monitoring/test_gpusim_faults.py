@@ -1,0 +1,272 @@
+"""What goes wrong with a driver goes wrong with the simulated one on demand, and right again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.gpusim.gpusim import (
+    OLD_DRIVER,
+    Event,
+    Fault,
+    GpusimError,
+    Process,
+    Simulator,
+    State,
+    a100,
+)
+from tests.monitoring.gpusim_support import Gpusim
+
+if TYPE_CHECKING:
+    from deploy.gpusim.gpusim import Gpu
+
+UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, DRIVER_NOT_LOADED = 1, 2, 3, 9
+TIMEOUT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 10, 12, 13, 15, 999
+TEMPERATURE = "nvmlDeviceGetTemperature(h({}), 0)"
+
+
+def node(*gpus: Gpu, **settings: object) -> State:
+    """Two idle GPUs unless told otherwise."""
+    return State(gpus=gpus or (a100(0), a100(1)), **settings)  # type: ignore[arg-type]
+
+
+def test_nothing_works_before_the_start(gpusim: Gpusim) -> None:
+    """Each start needs an end of its own; after the last end nothing works again."""
+    gpusim.write(node())
+    with gpusim.probe() as ask:
+        assert ask("nvmlInit()") is None
+        assert ask("nvmlShutdown()") is None
+        assert ask("nvmlDeviceGetCount()") == 2
+        assert ask("nvmlShutdown()") is None
+        assert ask("nvmlDeviceGetCount()") == {"error": UNINITIALIZED}
+        assert ask("nvmlShutdown()") == {"error": UNINITIALIZED}
+
+
+def test_one_gpu_falls_off_the_bus_and_comes_back(gpusim: Gpusim) -> None:
+    """Handles that were given out say so, new ones are refused; the other GPU is well."""
+    state = gpusim.write(node())
+    with gpusim.probe() as ask:
+        ask("kept.__setitem__('handle', h(0))")
+        gpusim.write(state.changed(0, lost=1))
+        old = "nvmlDeviceGetTemperature(kept['handle'], 0)"
+        assert ask(old) == {"error": GPU_IS_LOST}
+        assert ask("h(0)") == {"error": GPU_IS_LOST}
+        assert ask("nvmlDeviceGetCount()") == 2
+        assert ask(TEMPERATURE.format(1)) == 35
+        gpusim.write(state)
+        assert ask(old) == 35
+
+
+def test_all_gpus_are_lost(gpusim: Gpusim) -> None:
+    """One line in the head of the state file."""
+    state = gpusim.write(node())
+    with gpusim.probe() as ask:
+        gpusim.write(replace(state, lost=True))
+        assert [ask(f"h({n})") for n in (0, 1)] == [{"error": GPU_IS_LOST}] * 2
+
+
+def test_a_function_fails_with_any_code(gpusim: Gpusim) -> None:
+    """By name or pattern, for one GPU or for all, and for single fields."""
+    faults = (
+        Fault("nvmlDeviceGetTemperature", NOT_SUPPORTED, gpu=1),
+        Fault("nvmlDeviceGetMemoryInfo*", UNKNOWN),
+        Fault("field:186", NOT_SUPPORTED, gpu=0),
+    )
+    gpusim.write(node(faults=faults))
+    with gpusim.probe() as ask:
+        assert ask(TEMPERATURE.format(0)) == 35
+        assert ask(TEMPERATURE.format(1)) == {"error": NOT_SUPPORTED}
+        for form in ("", ", nvmlMemory_v2"):
+            assert ask(f"nvmlDeviceGetMemoryInfo(h(0){form})") == {"error": UNKNOWN}
+        assert ask("fields(h(0), 186, 185)") == [None, 60000]
+        assert ask("fields(h(1), 186)") == [60000]
+        gpusim.write(node(faults=(Fault("nvmlInit*", DRIVER_NOT_LOADED),)))
+        assert ask("nvmlInit()") == {"error": DRIVER_NOT_LOADED}
+
+
+def test_calls_can_be_slow(gpusim: Gpusim) -> None:
+    """Those that are named, by at least so many milliseconds."""
+    gpusim.write(node(faults=(Fault("nvmlDeviceGetTemperature", 150, kind="slow", gpu=0),)))
+    with gpusim.probe() as ask:
+        _, before, after = ask(f"timed(lambda: {TEMPERATURE.format(0)})")
+        assert after - before >= 0.15
+        _, before, after = ask(f"timed(lambda: {TEMPERATURE.format(1)})")
+        assert after - before < 0.1
+
+
+def test_a_call_hangs_for_its_time(gpusim: Gpusim) -> None:
+    """Then it answers as if nothing had been."""
+    gpusim.write(node(faults=(Fault("nvmlDeviceGetTemperature", 0.4, kind="stuck"),)))
+    with gpusim.probe() as ask:
+        answer, before, after = ask(f"timed(lambda: {TEMPERATURE.format(0)})")
+        assert answer == 35
+        assert after - before >= 0.4
+
+
+def test_a_call_hangs_until_the_state_lets_it_go(gpusim: Gpusim) -> None:
+    """So that a test of a minute's hang need not last a minute."""
+    stuck = (Fault("nvmlDeviceGetTemperature", 60, kind="stuck"),)
+    state = gpusim.write(node(faults=stuck))
+    with gpusim.probe() as ask:
+        begun = time.monotonic()
+        ask.send(TEMPERATURE.format(0))
+        time.sleep(0.3)
+        gpusim.write(replace(state, faults=()))
+        assert ask.answer() == 35
+        assert 0.3 <= time.monotonic() - begun < 30
+
+
+def test_the_driver_is_loaded_again(gpusim: Gpusim) -> None:
+    """Everything is uninitialized until the next start, and old handles are worth nothing."""
+    state = gpusim.write(node())
+    with gpusim.probe() as ask:
+        ask("kept.__setitem__('handle', h(0))")
+        gpusim.write(replace(state, generation=2))
+        old = "nvmlDeviceGetTemperature(kept['handle'], 0)"
+        assert ask(old) == {"error": UNINITIALIZED}
+        assert ask("nvmlInit()") is None
+        assert ask(old) == {"error": INVALID_ARGUMENT}
+        assert ask(TEMPERATURE.format(0)) == 35
+
+
+def test_the_driver_is_unloaded(gpusim: Gpusim) -> None:
+    """Without a state file there is no driver; a new file is a driver again."""
+    gpusim.write(node())
+    with gpusim.probe() as ask:
+        gpusim.path.unlink()
+        assert ask("nvmlDeviceGetCount()") == {"error": UNINITIALIZED}
+        assert ask("nvmlInit()") == {"error": DRIVER_NOT_LOADED}
+        gpusim.write(node())
+        assert ask("nvmlDeviceGetCount()") == 2
+
+
+def test_a_wrong_state_file_is_no_driver(gpusim: Gpusim) -> None:
+    """It says which line is wrong."""
+    gpusim.path.write_text("hpml-gpusim 1\nepoch 0\ngpu\nutil sqare:1,2\n")
+    done = gpusim.run("-c", "import pynvml; pynvml.nvmlInit()")
+    assert "Driver Not Loaded" in done.stderr
+    assert "line that is not understood: util" in done.stderr
+
+
+def test_there_is_no_library(gpusim: Gpusim) -> None:
+    """Also on a machine that has a real one."""
+    environment = gpusim.environment | gpusim.simulator.missing()
+    done = gpusim.run("-c", "import pynvml; pynvml.nvmlInit()", env=environment)
+    assert "NVMLError_LibraryNotFound" in done.stderr
+
+
+def test_an_old_driver_lacks_functions(gpusim: Gpusim) -> None:
+    """The dynamic linker finds no such symbol, and programs can fall back to older forms."""
+    old = Gpusim(gpusim.path, Simulator(without=OLD_DRIVER))
+    old.write(node(a100(0, processes=(Process(1, memory=1 << 30),))))
+    missing = "raw('nvmlDeviceGetMemoryInfo_v2', None)"
+    with old.probe() as ask, gpusim.probe() as ask_new:
+        assert ask(missing) == {"error": FUNCTION_NOT_FOUND}
+        assert ask_new(missing) == INVALID_ARGUMENT
+        assert ask("nvmlDeviceGetMemoryInfo(h(0)).total") == 80 << 30
+        assert ask(TEMPERATURE.format(0)) == 35
+
+
+def test_an_error_is_delivered_once(gpusim: Gpusim) -> None:
+    """To a set that was registered before, for the GPUs that it wanted."""
+    before = (Event(1, 13),)
+    state = gpusim.write(node(a100(0, events=before), a100(1), a100(2)))
+    with gpusim.probe() as ask:
+        ask("event_set(0, 1)")
+        assert ask("wait(30)") == {"error": TIMEOUT}
+        unwanted = state.changed(2, events=(Event(1, 48),))
+        gpusim.write(unwanted)
+        assert ask("wait(30)") == {"error": TIMEOUT}
+        ask.send("wait(20000)")
+        time.sleep(0.1)
+        state = unwanted.changed(0, events=(*before, Event(2, 79), Event(3, 119)))
+        gpusim.write(state.changed(1, events=(Event(1, 31),)))
+        found = [ask.answer(), ask("wait(1000)"), ask("wait(1000)")]
+        assert sorted(found) == [[0, 79], [0, 119], [1, 31]]
+        assert found.index([0, 79]) < found.index([0, 119])
+        assert ask("wait(0)") == {"error": TIMEOUT}
+
+
+def test_waiting_for_an_error_takes_its_time(gpusim: Gpusim) -> None:
+    """A wait of 100 ms without any event lasts 100 ms."""
+    gpusim.write(node())
+    with gpusim.probe() as ask:
+        ask("event_set(0)")
+        begun = time.monotonic()
+        assert ask("wait(100)") == {"error": TIMEOUT}
+        assert time.monotonic() - begun >= 0.1
+
+
+def test_many_threads_while_the_state_changes(gpusim: Gpusim) -> None:
+    """No call sees half a state, and none crashes."""
+    lists = [tuple(Process(n, ghost=True) for n in range(1, most)) for most in (2, 40, 200)]
+    states = [
+        node(a100(0, mem_total=80 << 30, mem_reserved=0, mem_used=3 << 30, processes=each))
+        for each in lists
+    ]
+    gpusim.write(states[0])
+    with gpusim.probe() as ask:
+        ask.send("crowd(8, 1.0)")
+        end = time.monotonic() + 1.2
+        written = 0
+        while time.monotonic() < end:
+            written += 1
+            gpusim.write(states[written % len(states)])
+        answer = ask.answer()
+    assert answer["wrong"] == 0
+    assert answer["right"] > 100
+    assert written > 50
+
+
+def test_every_call_can_be_seen(gpusim: Gpusim, tmp_path: Path) -> None:
+    """A file with the name of each function called, for tests of what a program asks."""
+    gpusim.write(node())
+    calls = tmp_path / "calls"
+    environment = gpusim.environment | gpusim.simulator.environment(gpusim.path, calls=calls)
+    code = "import pynvml as n; n.nvmlInit(); n.nvmlDeviceGetCount(); n.nvmlShutdown()"
+    assert gpusim.run("-c", code, env=environment).returncode == 0
+    called = ["nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlShutdown"]
+    assert calls.read_text().split() == called
+
+
+def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
+    """And none of a failed build is kept."""
+    with pytest.raises(GpusimError, match="no C compiler: no-such-gcc"):
+        Simulator(cache=tmp_path, compiler="no-such-gcc").build()
+    broken = tmp_path / "broken-gcc"
+    broken.write_text("#!/bin/sh\necho no memory for this >&2\nexit 1\n")
+    broken.chmod(0o755)
+    simulator = Simulator(cache=tmp_path / "cache", compiler=str(broken))
+    with pytest.raises(GpusimError, match="no memory for this"):
+        simulator.build()
+    assert list((tmp_path / "cache").glob("*/*")) == []
+
+
+def test_the_library_is_built_once(tmp_path: Path) -> None:
+    """The second time the same file is used; another set of functions is another library."""
+    fake = tmp_path / "fake-gcc"  # counts how often it is asked, which a real compiler does not
+    fake.write_text(
+        f"#!/bin/sh\necho run >> {tmp_path}/runs\n"
+        'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n',
+    )
+    fake.chmod(0o755)
+    simulator = Simulator(cache=tmp_path / "cache", compiler=str(fake))
+    directory = simulator.build()
+    assert (directory / "libnvidia-ml.so.1").exists()
+    assert simulator.build() == directory
+    assert (tmp_path / "runs").read_text() == "run\n"
+    other = replace(simulator, without=("nvmlDeviceGetName",)).build()
+    assert other != directory
+    assert (tmp_path / "runs").read_text() == "run\nrun\n"
+
+
+def test_the_sources_are_small() -> None:
+    """No file of the simulator has more than 500 lines."""
+    folder = Path(__file__).parents[2] / "deploy" / "gpusim"
+    long = {path.name: path.read_text().count("\n") for path in folder.rglob("*.[chp]*")}
+    assert len(long) > 10
+    assert max(long.values()) <= 500

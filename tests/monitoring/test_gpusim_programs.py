@@ -1,0 +1,288 @@
+"""Real programs run on the simulated GPUs: nvitop, nvitop-exporter, and the command gpusim."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, divided, h100
+from tests.monitoring.gpusim_support import Gpusim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GPUSIM = Path(__file__).parents[2] / "deploy" / "gpusim" / "gpusim"
+GIB = 1 << 30
+
+# What nvitop says about every device and every MIG device, as JSON.
+NVITOP = """
+import json
+from nvitop import Device, libnvml
+
+def told(device):
+    found = {k: v for k, v in vars(device.as_snapshot()).items() if k != "real"}
+    found["processes"] = {
+        pid: [process.type, process.gpu_memory(), process.gpu_sm_utilization()]
+        for pid, process in device.processes().items()
+    }
+    return found
+
+answer = [
+    [told(device), [told(mig) for mig in device.mig_devices()]] for device in Device.all()
+]
+unknown = sorted(map(str, libnvml.UNKNOWN_FUNCTIONS))
+print(json.dumps([answer, unknown], default=str))
+"""
+
+
+def nvitop(gpusim: Gpusim) -> tuple[list[Any], list[str]]:
+    """Runs nvitop's API in a child: devices with their MIG devices, and functions it missed."""
+    done = gpusim.run("-c", NVITOP)
+    assert done.returncode == 0, done.stderr
+    devices, unknown = json.loads(done.stdout)
+    return devices, unknown
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that can be on a GPU."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        yield child
+        child.kill()
+
+
+@pytest.fixture
+def node(worker: subprocess.Popen[bytes]) -> State:
+    """Four GPUs, the last one divided, with one process."""
+    process = Process(worker.pid, memory=5 * GIB, sm=80, mem=30)
+    first = a100(
+        0,
+        minor=3,
+        util=77,
+        mem_util=33,
+        power=250,
+        temp=61,
+        fan=40,
+        clock_sm=1400,
+        pcie_tx=7 << 20,
+        ecc_vol_unc=4,
+        mem_base=0,
+        processes=(process,),
+    )
+    inside = Process(worker.pid, memory=2 * GIB, gi=8, ci=0)
+    last = divided(a100(3, processes=(inside,)), 1, 2)
+    return State(gpus=(first, a100(1, minor=2), h100(2), last))
+
+
+def test_nvitop_sees_what_the_state_says(
+    gpusim: Gpusim,
+    node: State,
+    worker: subprocess.Popen[bytes],
+) -> None:
+    """Snapshots of all devices and MIG devices, and no function is missing."""
+    gpusim.write(node)
+    devices, unknown = nvitop(gpusim)
+    assert unknown == []
+    assert len(devices) == 4
+    assert all("(simulated)" in device["name"] for device, _ in devices)
+    first, no_mig = devices[0]
+    assert no_mig == []
+    expected = {
+        "gpu_utilization": 77,
+        "memory_utilization": 33,
+        "power_usage": 250_000,
+        "power_limit": 400_000,
+        "temperature": 61,
+        "fan_speed": 40,
+        "sm_clock": 1400,
+        "memory_used": 5 * GIB,
+        "memory_total": 80 * GIB,
+        "pcie_tx_throughput": 7 << 10,
+        "total_volatile_uncorrected_ecc_errors": 4,
+        "performance_state": "P0",
+        "persistence_mode": "Enabled",
+        "compute_mode": "Default",
+        "mig_mode": "Disabled",
+        "bus_id": "00000000:07:00.0",
+    }
+    assert {key: first[key] for key in expected} == expected
+    assert first["processes"] == {str(worker.pid): ["C", 5 * GIB, 80]}
+    assert devices[2][0]["cuda_compute_capability"] == [9, 0]
+    parent, instances = devices[3]
+    assert parent["mig_mode"] == "Enabled"
+    assert [mig["uuid"] for mig in instances] == [mig.uuid for mig in node.gpus[3].mig]
+    assert [mig["gpu_instance_id"] for mig in instances] == [7, 8]
+    assert [mig["memory_total"] for mig in instances] == [10 * GIB, 20 * GIB]
+    assert instances[0]["processes"] == {}
+    assert instances[1]["processes"][str(worker.pid)][:2] == ["C", 2 * GIB]
+
+
+def test_nvitop_falls_back_on_an_old_driver(
+    gpusim: Gpusim,
+    node: State,
+    worker: subprocess.Popen[bytes],
+) -> None:
+    """With the first forms of the calls it finds the same memory and processes."""
+    old = Gpusim(gpusim.path, Simulator(without=OLD_DRIVER))
+    old.write(node)
+    devices, _ = nvitop(old)
+    first = devices[0][0]
+    reserved = 600 << 20  # the first form counts it as used
+    assert first["memory_used"] == 5 * GIB + reserved
+    assert first["temperature"] == 61
+    assert first["processes"][str(worker.pid)][:2] == ["C", 5 * GIB]
+
+
+def test_nvitop_survives_a_lost_gpu(gpusim: Gpusim, node: State) -> None:
+    """It lists the device without figures."""
+    gpusim.write(node.changed(1, lost=1))
+    devices, _ = nvitop(gpusim)
+    assert [device["gpu_utilization"] for device, _ in devices] == [77, "N/A", 0, "N/A"]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_nvitops_exporter_shows_the_devices(gpusim: Gpusim, node: State) -> None:
+    """What our own exporter is compared with runs on the same simulated driver."""
+    pytest.importorskip("nvitop_exporter")
+    gpusim.write(node)
+    port = free_port()
+    command = [sys.executable, "-m", "nvitop_exporter", "--port", str(port), "--hostname", "here"]
+    with subprocess.Popen(
+        command,
+        env=gpusim.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as exporter:
+        try:
+            found: dict[str, float] = {}
+            end = time.monotonic() + 30
+            while len(found) < 3:  # it reads its devices in threads, one after the other
+                assert exporter.poll() is None, exporter.stdout and exporter.stdout.read()
+                assert time.monotonic() < end, found
+                time.sleep(0.2)
+                with contextlib.suppress(OSError):
+                    found = utilizations(f"http://127.0.0.1:{port}/metrics")
+        finally:
+            exporter.kill()
+    assert found == {node.gpus[0].uuid: 77, node.gpus[1].uuid: 0, node.gpus[2].uuid: 0}
+
+
+def utilizations(url: str) -> dict[str, float]:
+    """What nvitop-exporter says about GPUs that have a utilization, by UUID."""
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - http on this machine
+        text = answer.read().decode()
+    return {
+        sample.labels["uuid"]: sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name == "gpu_utilization_Percentage"
+        for sample in family.samples
+        if not math.isnan(sample.value)
+    }
+
+
+def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the command gpusim."""
+    return subprocess.run(
+        [sys.executable, str(GPUSIM), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
+
+
+LOOK = """
+import sys, time, os, pynvml as n
+n.nvmlInit()
+handles = [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+for _ in range(500):
+    pids = [[p.pid for p in n.nvmlDeviceGetComputeRunningProcesses(h)] for h in handles]
+    mine = [i for i, found in enumerate(pids) if found == [os.getpid()]]
+    if mine:
+        break
+    time.sleep(0.01)
+print(n.nvmlDeviceGetName(handles[0]), len(handles), mine, n.nvmlDeviceGetMigMode(handles[-1])[0])
+sys.exit(7)
+"""
+
+
+def test_the_command_shows_busy_gpus(gpusim_library: Simulator) -> None:
+    """Its child sees them, is on every second one, and its exit status comes through."""
+    words = ("--gpus", "4", "--model", "a100", "--mig", "--", sys.executable, "-c", LOOK)
+    done = command("run", *words)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.strip() == "NVIDIA A100-SXM4-80GB (simulated) 4 [0, 2] 1"
+
+
+def test_the_command_says_what_is_wrong(gpusim_library: Simulator) -> None:
+    """A program that is not there, and too many GPUs."""
+    done = command("run", "--", "no-such-program")
+    assert done.returncode == 1
+    assert done.stderr == "gpusim: no-such-program: No such file or directory\n"
+    done = command("run", "--gpus", "64", "--", "true")
+    assert done.returncode == 2
+    assert "--gpus takes 1 to 31" in done.stderr
+
+
+def test_a_signal_ends_the_commands_child(gpusim_library: Simulator) -> None:
+    """SIGTERM is passed on; the status is that of a shell."""
+    script = "echo ready; exec sleep 600"
+    with subprocess.Popen(
+        [sys.executable, str(GPUSIM), "run", "--", "sh", "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.2)  # the handler is set after the child has begun
+        child.terminate()
+        assert child.wait(timeout=30) == 128 + 15
+
+
+def test_two_drivers_are_compared(gpusim: Gpusim) -> None:
+    """Questions that a driver answers in another way than the simulated H100 are listed."""
+    odd = (Fault("nvmlDeviceGetFanSpeed", 999), Fault("field:83", 3))
+    settings: dict[str, Any] = {"epoch": time.time() - 60}
+    gpusim.write(State(gpus=(h100(0),), faults=odd, **settings))
+    done = command("compare", env=gpusim.environment)
+    assert done.returncode == 3, done.stderr
+    assert ", 2 answered in different ways" in done.stdout
+    assert "| nvmlDeviceGetFanSpeed | error 999 | error 3 |" in done.stdout
+    assert "| field 83 | error 3 | type 3 |" in done.stdout
+    gpusim.write(State(gpus=(h100(0),), **settings))
+    assert command("compare", env=gpusim.environment).returncode == 0
+
+
+def test_a_state_file_to_play_with(gpusim_library: Simulator, tmp_path: Path) -> None:
+    """It is plain text, and what is changed by hand is seen."""
+    path = tmp_path / "node.txt"
+    assert command("state", path, "--gpus", "2").returncode == 0
+    text = path.read_text()
+    assert text.count("\ngpu\n") == 2
+    path.write_text(text.replace("H100 80GB HBM3", "of my own"))
+    code = "import nvitop; print(nvitop.Device(1).name())"
+    words = ("run", "--state", os.path.relpath(path, tmp_path), "--", sys.executable, "-c", code)
+    done = command(*words, cwd=tmp_path)
+    assert done.stdout == "NVIDIA of my own (simulated)\n"

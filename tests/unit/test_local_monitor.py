@@ -1,0 +1,242 @@
+"""A job on this machine is monitored from inside: found, scraped and summed up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.xdist_group("local monitor")
+
+HPML = [sys.executable, "-m", "hpml_orchestrator.cli"]
+ROOT = Path(__file__).parents[2]
+MEBIBYTE = 1 << 20
+HELD, WRITTEN, SAMPLES = 200, 24, 64
+
+# What the rank does, to the byte: holds memory, writes a file, counts samples, keeps a core busy.
+RANK = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT / "training_jobs")!r})
+from hpml_channel import Channel
+channel = Channel.from_env()
+channel.event("rendezvous")
+held = b"x" * ({HELD} << 20)
+directory = os.environ["HPML_RUN_DIR"]
+with open(os.path.join(directory, "big"), "wb") as stream:
+    for _ in range({WRITTEN}):
+        stream.write(b"y" * (1 << 20))
+    os.fsync(stream.fileno())
+began, steps = time.process_time(), 0
+while not os.path.exists(os.path.join(directory, "go")):
+    until = time.monotonic() + 0.25
+    while time.monotonic() < until:
+        pass
+    steps += 1
+    channel.count(samples={SAMPLES}, steps=1, data_wait_seconds=0.125, step_seconds=0.25)
+with open(os.path.join(directory, "truth"), "w") as stream:
+    stream.write("%d %f" % (steps, time.process_time()))
+time.sleep(1.1)
+channel.count(samples=0, steps=0)
+channel.close()
+"""
+
+
+class Desk:
+    """Somebody who runs monitored jobs on this machine."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "rank.py").write_text(RANK)
+        self.job: dict[str, Any] = {}
+
+    def hpml(self, *words: str, code: int = 0) -> Any:
+        done = subprocess.run(
+            [*HPML, *words],
+            cwd=self.root,
+            env={
+                **{n: v for n, v in os.environ.items() if not n.startswith(("HPML", "SLURM"))},
+                "HPML_HOME": str(self.root / "records"),
+                "XDG_CONFIG_HOME": str(self.root / "config"),
+                "HPML_LOCAL_KILL_WAIT": "5",
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr + done.stdout
+        return json.loads(done.stdout) if "--json" in words else done.stdout
+
+    def submit(self, **monitor: Any) -> None:
+        """Submit the job."""
+        asked = {
+            "name": "watched",
+            "launcher": "srun",
+            "command": [sys.executable, str(self.root / "rank.py")],
+            "monitor": monitor or True,
+        }
+        (self.root / "job.yaml").write_text(json.dumps(asked))
+        self.job = self.hpml("submit", "--local", "job.yaml", "--json")
+
+    @property
+    def run(self) -> Path:
+        """The run's directory."""
+        return Path(self.job["directory"])
+
+    def targets(self) -> list[dict[str, Any]]:
+        """All that Prometheus would find."""
+        files = (self.root / "records" / "targets").glob("*.json")
+        return [group for one in files for group in json.loads(one.read_text())]
+
+    def scrape(self) -> dict[tuple[str, str], float]:
+        """Metric and kind, or mode, of this job as it answers now; empty if it does not."""
+        try:
+            (group,) = self.targets()
+            with urllib.request.urlopen(
+                f"http://{group['targets'][0]}/metrics", timeout=10
+            ) as answer:
+                text = answer.read().decode()
+        except (OSError, ValueError):
+            return {}
+        found: dict[tuple[str, str], float] = {}
+        for family in text_string_to_metric_families(text):
+            for one in family.samples:
+                if one.labels.get("jobid") == self.job["job_id"]:
+                    more = one.labels.get("kind") or one.labels.get("mode") or ""
+                    found[one.name, more] = one.value
+        return found
+
+    def exporter(self) -> int:
+        """The process id of this job's exporter; 0 where none runs."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(str(self.run).encode() in word and b"summary_file" in word for word in words):
+                return int(path.parent.name)
+        return 0
+
+    def summary(self) -> dict[str, float]:
+        """What the exporter has written of the job so far."""
+        found = list((self.run / "attempts/0/nodes").glob("*.monitor.json"))
+        told: dict[str, float] = json.loads(found[0].read_text())["job"] if found else {}
+        return told
+
+    def show(self) -> Any:
+        """What `hpml show --json` says."""
+        return self.hpml("show", self.job["id"], "--json")
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    """A desk whose jobs are over at the end."""
+    made = Desk(tmp_path)
+    yield made
+    if made.job:
+        (made.run / "go").touch()
+        made.hpml("cancel", made.job["id"])
+        eventually(lambda: not made.exporter())
+
+
+def test_a_job_is_scraped_and_summed_up(desk: Desk) -> None:
+    """Its figures are what the rank did, though its exporter is killed meanwhile."""
+    desk.submit()
+    eventually(lambda: desk.scrape().get(("hpml_train_samples_total", "")))
+    (group,) = desk.targets()
+    assert group["labels"]["run"] == desk.job["id"]
+    held = HELD * MEBIBYTE
+    eventually(lambda: desk.scrape().get(("hpml_job_memory_bytes", "rss"), 0) > held)
+    first = desk.scrape()
+    assert first["hpml_job_memory_bytes", "rss"] < held + 300 * MEBIBYTE
+    assert first["hpml_train_samples_total", ""] % SAMPLES == 0
+    eventually(lambda: desk.summary().get("memory_peak_bytes", 0) > held)
+    killed = desk.exporter()
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: desk.exporter() not in (0, killed))
+    samples = ("hpml_train_samples_total", "")
+    eventually(lambda: desk.scrape().get(samples, 0) >= first[samples])
+    (desk.run / "go").touch()
+    desk.hpml("wait", desk.job["id"])
+    assert desk.targets() == []
+    assert desk.exporter() == 0
+    steps, cpu = map(float, (desk.run / "truth").read_text().split())
+    told = desk.show()["summary"]["monitor"]
+    assert told["training"]["samples"] == steps * SAMPLES
+    assert told["training"]["data_wait_seconds"] == pytest.approx(steps * 0.125)
+    assert held < told["figures"]["memory_peak_bytes"] < held + 300 * MEBIBYTE
+    assert told["figures"]["io_syscall_write_bytes"] >= WRITTEN * MEBIBYTE
+    # The exporter, the agent and the scripts have a part in it, too.
+    assert cpu * 0.9 < told["figures"]["cpu_seconds"] < cpu + 15
+    shown = desk.hpml("show", desk.job["id"])
+    (line,) = [one for one in shown.splitlines() if one.startswith("monitor")]
+    assert "CPUs busy, 2" in line
+    assert "MiB of memory at most" in line
+    output = (desk.run / "output.log").read_text()
+    assert output.count("the job's monitor ended (by SIGKILL); started again in 1 s") == 1
+
+
+def test_a_cancelled_job_leaves_no_exporter_and_no_target(desk: Desk) -> None:
+    """Both go with the agent; the summary stays."""
+    desk.submit()
+    eventually(desk.targets)
+    desk.hpml("cancel", desk.job["id"])
+    assert desk.hpml("wait", desk.job["id"], "--json", code=6)["state"] == "CANCELLED"
+    assert desk.targets() == []
+    assert desk.exporter() == 0
+    assert desk.show()["summary"]["monitor"]["nodes"] == 1
+
+
+def test_an_exporter_that_hangs_does_not_hold_the_job(desk: Desk) -> None:
+    """It is stopped as a whole: the job completes, and the process is gone."""
+    desk.submit()
+    eventually(desk.targets)
+    os.kill(eventually(desk.exporter), signal.SIGSTOP)
+    (desk.run / "go").touch()
+    desk.hpml("wait", desk.job["id"])
+    assert desk.exporter() == 0
+    assert desk.targets() == []
+    assert desk.show()["state"] == "COMPLETED"
+
+
+def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Desk) -> None:
+    """A web config that is none: told at submission and by the job, which completes."""
+    desk.submit(web_config="none.yml")
+    output = desk.run / "output.log"
+    eventually(lambda: "the job's monitor was refused" in output.read_text())
+    (desk.run / "go").touch()
+    desk.hpml("wait", desk.job["id"])
+    assert str(desk.root / "none.yml") in output.read_text()
+
+
+def test_a_dead_agents_target_goes_when_its_end_is_known(desk: Desk) -> None:
+    """The agent was killed outright: its exporter ends by itself, its file with the next look."""
+    desk.submit()
+    eventually(desk.targets)
+    (marker,) = eventually(lambda: list((desk.run / "attempts/0/nodes").glob("*.ready.json")))
+    os.kill(json.loads(marker.read_text())["pid"], signal.SIGKILL)
+    eventually(lambda: not desk.exporter())
+    desk.hpml("cancel", desk.job["id"])
+    desk.hpml("wait", desk.job["id"], code=6)
+    assert desk.targets() == []
