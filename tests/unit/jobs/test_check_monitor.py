@@ -73,7 +73,7 @@ def test_what_is_not_installed(tmp_path: Path, missing: str, gpus: int, code: st
 
 def test_targets_where_nobody_finds_them(tmp_path: Path) -> None:
     """A directory of this machine, and one that cannot be written."""
-    named = {"listen": "10.0.0.1:0", "web_config": "/dev/null"}
+    named: dict[str, Any] = {"listen": "10.0.0.1:0", "web_config": "/dev/null"}
     assert codes(told(tmp_path, targets="/dev/shm/targets", **named)) == ["monitor.targets_local"]
     wrong = str(tmp_path / "mounts" / "targets")  # below a file nobody can make a directory
     (found,) = [one for one in told(tmp_path, targets=wrong, **named) if one.code[-1] != "l"]
