@@ -76,8 +76,12 @@ esac
 
 umask 022
 [ -d "$RUN/jobs" ] || mkdir -p "$RUN/jobs" || exit 0
+# Somebody else's directory could send what root writes anywhere.
+# shellcheck disable=SC3067 # dash, bash and busybox have -O
+[ ! -L "$RUN/jobs" ] && [ -O "$RUN/jobs" ] || exit 0
 draft=$RUN/jobs/.$job.$$
-rm -f "$draft" # never write through what lies there
+rm -f "$draft"
+set -C # never write through what lies there
 if {
     printf '{"schema_version": 1, "jobid": "%s", "uid": %s, "user": ' "$job" "$uid" &&
         string "${SLURM_JOB_USER-}" &&

@@ -73,16 +73,17 @@ class Inherited:
         for index, value in enumerate(grown):
             self.total[index] += value
 
-    def gone(self, pid: int) -> None:
-        """Note that a process is no more: its counts must not be added again with its parent's."""
-        process = self.processes.pop(pid, None)
-        if process is None:
-            return
-        heir = self.processes.get(process.parent)
-        if heir is not None and heir.start <= process.start:
-            # What it had not yet got of its own children will come with its own.
-            heir.owed += [list(process.counts), *process.owed]
-            heir.readings += [0] * (1 + len(process.owed))
+    def gone(self, *pids: int) -> None:
+        """Note that processes are no more: their counts may come again with their parents'."""
+        known = [pid for pid in pids if pid in self.processes]
+        # Children before parents, which hand on what they inherited.
+        for pid in sorted(known, key=lambda one: self.processes[one].start, reverse=True):
+            process = self.processes.pop(pid)
+            heir = self.processes.get(process.parent)
+            if heir is not None and heir.start <= process.start:
+                # What it had not yet got of its own children will come with its own.
+                heir.owed += [list(process.counts), *process.owed]
+                heir.readings += [0] * (1 + len(process.owed))
 
 
 def _settle(process: Process, grown: list[int]) -> None:

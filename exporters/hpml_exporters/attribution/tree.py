@@ -55,6 +55,7 @@ class JobTree:
         self._names: dict[str, str] = {}
         self._busy: set[str] = set()
         self._looks = 0
+        self._gone = False
 
     def jobs(self, roots: Iterable[JobsRoot], only: str = "") -> list[GroupJob]:
         """Return the jobs below some roots.
@@ -67,10 +68,13 @@ class JobTree:
         self._looks += 1
         found = []
         for root in roots:
-            for path, uid in self._candidates(root):
-                job = self._job(root, path, uid, only)
-                if job is not None:
-                    found.append(job)
+            for _ in range(2):
+                self._gone = False
+                jobs = [self._job(root, path, uid, only) for path, uid in self._candidates(root)]
+                # Where one went, another may have come: the link count is the same then.
+                if not self._gone:
+                    break
+            found += [job for job in jobs if job is not None]
         for path in self._listed.keys() - self._seen:
             del self._listed[path]
         for path in self._names.keys() - self._seen:
@@ -127,8 +131,8 @@ class JobTree:
             count += 1
             children = self._children(here)
             left += [f"{here}/{name}" for name in children]
-            # In version 2 only a group without others in it has processes.
-            if job.root.controller or not children:
+            # In version 2 Slurm leaves none between the step and its tasks.
+            if job.root.controller or not children or "/user/task_" in here[len(path) :]:
                 keeper = here == f"{path}/slurm" and not job.root.controller
                 whole = self._read(here, job.daemons if keeper else pids) and whole
         return whole
@@ -155,6 +159,8 @@ class JobTree:
             links = os.stat(path).st_nlink
         except OSError:
             self._listed.pop(path, None)
+            self._listed.pop(path.rpartition("/")[0], None)
+            self._gone = True
             return ()
         self._seen.add(path)
         if known is not None and known[0] == links >= _HAS_LINKS:

@@ -123,23 +123,32 @@ class UsageReader:
             self._add_oom_kills(path, usage.oom_kills)
         return usage
 
-    def _add_oom_kills(self, path: str, into: dict[str, int]) -> None:
-        """Ask the groups of all steps and tasks: version 1 counts where the process was."""
+    def _add_oom_kills(self, path: str, into: dict[str, int]) -> bool:
+        """Ask the groups of all steps and tasks: version 1 counts where the process was.
+
+        Returns:
+            whether the group is there.
+        """
         try:
             links = os.stat(path).st_nlink
         except OSError:
             self._listed.pop(path, None)
-            self._listed.pop(path.rpartition("/")[0], None)
-            return
+            return False
         known = self._listed.get(path)
         if known is None or known[0] != links or links < _HAS_LINKS:
             known = self._listed[path] = (links, raw.subdirectories(path) or [])
-        for name in known[1]:
-            self._add_oom_kills(f"{path}/{name}", into)
+        there = [self._add_oom_kills(f"{path}/{name}", into) for name in known[1]]
+        if not all(there):
+            # Where one went, another may have come: the link count is the same then.
+            names = raw.subdirectories(path) or []
+            self._listed[path] = (links, names)
+            for name in set(names) - set(known[1]):
+                self._add_oom_kills(f"{path}/{name}", into)
         if not known[1]:  # Slurm leaves no process of a job in a group that has others in it
             kills = _pairs(self._files.read(f"{path}/memory.oom_control")).get(b"oom_kill")
             if kills is not None:  # since Linux 4.13
                 into[path] = int(kills)
+        return True
 
 
 def counts_cpu(groups: Mapping[str, str]) -> bool:

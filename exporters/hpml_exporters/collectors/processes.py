@@ -137,10 +137,11 @@ class ProcessesCollector:
 
     @staticmethod
     def _forget_gone(kept: _Job, here: frozenset[int]) -> None:
-        for pid in kept.processes.keys() - here:
+        gone = kept.processes.keys() - here
+        for pid in gone:
             del kept.processes[pid]
-            kept.io.gone(pid)
-            kept.cpu.gone(pid)
+        kept.io.gone(*gone)
+        kept.cpu.gone(*gone)
 
     def _look(self, jobs: Mapping[str, JobSeen], here: frozenset[int], now: float) -> None:
         """Read, then add up: who is found gone must be known before its parent's growth counts."""
@@ -150,12 +151,9 @@ class ProcessesCollector:
             if count % _AT_ONCE == _AT_ONCE - 1 and time.monotonic() > end:
                 break
             readings.append((jobid, pid, self._read(pid, self._jobs[jobid])))
-        for jobid, pid, reading in readings:
-            if reading is None:
-                kept = self._jobs[jobid]
-                kept.processes.pop(pid, None)
-                kept.io.gone(pid)
-                kept.cpu.gone(pid)
+        ended = {pid for _, pid, reading in readings if reading is None}
+        for jobid in {jobid for jobid, _, reading in readings if reading is None}:
+            self._forget_gone(self._jobs[jobid], here - ended)
         for jobid, pid, reading in readings:
             if reading is not None:
                 self._add(self._jobs[jobid], pid, reading, now)

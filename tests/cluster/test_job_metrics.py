@@ -1,0 +1,276 @@
+"""What collectors say of real jobs: in control groups, on several slurmd, and without groups."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hpml_exporters.attribution.jobs import JobFacts
+from hpml_exporters.collectors import jobs, processes
+from hpml_exporters.context import Context
+from hpml_exporters.options import NodeOptions
+from hpml_exporters.roots import Roots
+
+from hpml_orchestrator import assets
+from tests.cluster.conftest import SlurmCluster, booted
+
+MIB = 1 << 20
+GROUPS = """\
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup
+JobAcctGatherType=jobacct_gather/cgroup
+PrologFlags=Alloc,Contain
+Prolog={where}/prolog
+Epilog={where}/epilog
+"""
+WRAPPER = """\
+#!/bin/sh
+HPML_RUN={where}/run
+export HPML_RUN
+exec {script}
+"""
+# Holds, burns and writes what it is told, says so, and stays.
+WORK = """\
+#!/bin/bash
+#SBATCH --output={where}/%j.out
+exec {python} -S - "$1" "$2" "$3" {where}/$SLURM_JOB_ID <<'END'
+import os, sys, time
+memory, seconds, size, path = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+held = bytearray(os.urandom(1 << 16) * (memory << 4))
+end = time.process_time() + seconds
+while time.process_time() < end:
+    pass
+fd = os.open(path + ".data", os.O_WRONLY | os.O_CREAT)
+for _ in range(size):
+    os.write(fd, b"x" * (1 << 20))
+open(path + ".done", "w").close()
+time.sleep(300)
+END
+"""
+
+
+@dataclass
+class Site:
+    """A cluster, a folder on the real disk that its nodes see, and what the exporter is told."""
+
+    cluster: SlurmCluster
+    where: Path
+    options: NodeOptions
+
+    def submit(self, memory: int, seconds: float, size: int, *options: str) -> str:
+        """Submit the work; returns the job's id."""
+        command = ["sbatch", "--parsable", *options, str(self.where / "work.sh")]
+        done = self.cluster.run(*command, str(memory), str(seconds), str(size))
+        return done.stdout.strip()
+
+    def wait(self, *paths: str) -> None:
+        """Wait until the work says that it is done."""
+        deadline = time.monotonic() + 60
+        while not all((self.where / path).exists() for path in paths):
+            assert time.monotonic() < deadline, list(self.where.iterdir())
+            time.sleep(0.05)
+
+    def cancel(self, *jobids: str) -> None:
+        """End jobs, and wait until their epilogs have run."""
+        self.cluster.run("scancel", *jobids)
+        deadline = time.monotonic() + 60
+        while True:
+            states = self.cluster.run("squeue", "-h", "-o", "%A").stdout.split()
+            if not set(states) & set(jobids):
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+class Exporter:
+    """The two collectors together."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self.context = Context(options)
+        self.collectors = (jobs.make(self.context), processes.make(self.context))
+        self.now = 0.0
+
+    def sample(self) -> dict[tuple[str, ...], float]:
+        """All series, none of them twice."""
+        self.now += 10
+        found: dict[tuple[str, ...], float] = {}
+        for collector in self.collectors:
+            for family in collector.sample(self.now):
+                for sample in family.samples:
+                    key = (family.spec.name, *sample.labels)
+                    assert key not in found
+                    assert isinstance(sample.value, int | float)
+                    found[key] = sample.value
+        return found
+
+
+def of(found: dict[tuple[str, ...], float], jobid: str) -> dict[tuple[str, ...], float]:
+    """The series of one job, without its id in the keys."""
+    return {(key[0], *key[2:]): value for key, value in found.items() if key[1] == jobid}
+
+
+def burnt(found: dict[tuple[str, ...], float]) -> float:
+    """CPU seconds; a loop that reads a clock spends most of them in the kernel."""
+    return sum(found["hpml_job_cpu_seconds_total", mode] for mode in ("user", "system"))
+
+
+def place(tmp: Path) -> Path:
+    where = tmp / "shared"
+    where.mkdir()
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin") or "python3"
+    script = where / "work.sh"
+    script.write_text(WORK.replace("{where}", str(where)).replace("{python}", python))
+    return where
+
+
+def own_cluster(where: Path, settings: str) -> AbstractContextManager[SlurmCluster]:
+    """Two nodes, whose jobs have other numbers than those of any cluster beside it."""
+    path = where / "own.conf"
+    path.write_text(f"{settings}FirstJobId={100_000 + time.time_ns() // 1000 % 60_000_000}\n")
+    command = ("--nodes", "2", "--cpus", "4", "--gpus", "2", "--no-accounting")
+    return booted(*command, "--slurm-conf", path, shares=[where])
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Two slurmd of one machine with control groups, and our prolog and epilog."""
+    if not Path("/sys/fs/cgroup/freezer/tasks").exists():
+        pytest.skip("no control groups of version 1 here")
+    where = place(tmp_path_factory.mktemp("metrics"))
+    for name in ("prolog", "epilog"):
+        script = assets.path(f"templates/prolog/hpml-{name}.sh")
+        (where / name).write_text(WRAPPER.format(where=where, script=script))
+        (where / name).chmod(0o755)
+    options = NodeOptions(roots=Roots(run=str(where / "run")))
+    with own_cluster(where, GROUPS.format(where=where)) as cluster:
+        yield Site(cluster, where, options)
+
+
+def test_two_jobs_share_a_node(grouped: Site) -> None:
+    """Each has what it was told to use, and the GPUs that Slurm gave it."""
+    first = grouped.submit(300, 1.0, 64, "-wnode1", "-n1", "--gpus=1", "-Jheavy")
+    second = grouped.submit(50, 0.0, 0, "-wnode1", "-n1", "--gpus=1", "-Jlight")
+    exporter = Exporter(grouped.options)
+    exporter.sample()
+    grouped.wait(f"{first}.done", f"{second}.done")
+    found = exporter.sample()
+    heavy, light = of(found, first), of(found, second)
+    rss = ("hpml_job_memory_bytes", "rss")
+    assert heavy[rss] / MIB == pytest.approx(300, abs=20)
+    assert light[rss] / MIB == pytest.approx(50, abs=20)
+    assert 0.95 <= burnt(heavy) <= 3
+    assert burnt(light) <= 0.8
+    written = ("hpml_job_io_write_bytes_total",)
+    assert heavy[written] / MIB == pytest.approx(64, abs=1)
+    assert light[written] / MIB <= 1
+    assert heavy["hpml_job_info", "root", "", "main", "heavy"] == 1
+    seen = exporter.context.jobs.now.by_id
+    given = {jobid: seen[jobid].facts.gpus for jobid in (first, second)}
+    for jobid, gpus in given.items():
+        shown = grouped.cluster.run("scontrol", "show", "job", "-d", jobid).stdout
+        assert gpus is not None
+        assert f"(IDX:{','.join(gpus)})" in shown
+    assert sorted(str(gpus) for gpus in given.values()) == ["('0',)", "('1',)"]
+    assert "extern" in seen[first].steps
+    grouped.cancel(first, second)
+    left = exporter.sample()
+    assert (of(left, first), of(left, second)) == ({}, {})
+    assert list((grouped.where / "run" / "jobs").iterdir()) == []
+
+
+def test_the_map_of_a_running_job(grouped: Site) -> None:
+    """The real prolog's file says what Slurm knows, and hides nothing of a job without GPUs."""
+    jobid = grouped.submit(1, 0.0, 0, "-wnode2", "-n1")
+    grouped.wait(f"{jobid}.done")
+    value = json.loads((grouped.where / "run" / "jobs" / f"{jobid}.json").read_text())
+    grouped.cancel(jobid)
+    assert value == {
+        "schema_version": 1,
+        "jobid": jobid,
+        "uid": 0,
+        "user": "root",
+        "account": "",
+        "partition": "main",
+        "name": "",
+        "gpus": [],
+    }
+
+
+def test_a_job_on_two_slurmd_of_one_machine(grouped: Site) -> None:
+    """It is one job with the processes and the memory of both."""
+    script = f"srun -N2 -n2 bash {grouped.where}/work.sh 100 0 0"
+    command = ("sbatch", "--parsable", "-N2", "-n2", "-o/dev/null", f"--wrap={script}")
+    jobid = grouped.cluster.run(*command).stdout.strip()
+    exporter = Exporter(grouped.options)
+    deadline = time.monotonic() + 60
+    rss = 0.0
+    while rss < 200 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        found = of(exporter.sample(), jobid)
+        rss = found.get(("hpml_job_memory_bytes", "rss"), 0)
+    assert rss / MIB == pytest.approx(200, abs=30)
+    seen = exporter.context.jobs.now.by_id[jobid]
+    assert {"batch", "extern", "0"} == set(seen.steps)
+    assert len(seen.steps["0"]) == 2
+    grouped.cancel(jobid)
+
+
+def test_array_tasks_are_jobs_of_their_own(grouped: Site) -> None:
+    """By the number that Slurm gave each of them."""
+    command = ("sbatch", "--parsable", "--array=1-3", "-o/dev/null", "--wrap=sleep 60")
+    array = grouped.cluster.run(*command).stdout.strip()
+    exporter = Exporter(grouped.options)
+    deadline = time.monotonic() + 60
+    while True:
+        output = grouped.cluster.run("squeue", "-h", "-tR", "-o", "%A %F").stdout
+        ids = {line.split()[0] for line in output.splitlines() if line.split()[1] == array}
+        exporter.sample()
+        if len(ids) == 3 and ids <= set(exporter.context.jobs.now.by_id):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    grouped.cancel(*ids)
+
+
+def test_inside_of_a_job_only_that_job(grouped: Site) -> None:
+    """The other job of the node is not looked at."""
+    ids = [grouped.submit(1, 0.0, 0, "-wnode1", "-n1") for _ in range(2)]
+    grouped.wait(*(f"{jobid}.done" for jobid in ids))
+    options = replace(grouped.options, job=JobFacts(ids[0], run="r1"))
+    found = Exporter(options).sample()
+    assert {key[1] for key in found} == {ids[0]}
+    assert found["hpml_run_info", ids[0], "r1", "", ""] == 1
+    grouped.cancel(*ids)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[Site]:
+    """Slurm tracks processes without control groups, and has no prolog."""
+    where = place(tmp_path)
+    (where / "nothing").mkdir()  # other clusters of this machine may have groups
+    options = NodeOptions(roots=Roots(cgroup=str(where / "nothing"), run=str(where / "run")))
+    with own_cluster(where, "") as cluster:
+        yield Site(cluster, where, options)
+
+
+def test_without_control_groups(bare: Site) -> None:
+    """Processes are tracked by Slurm alone: environments say whose they are."""
+    jobid = bare.submit(300, 1.0, 64, "-n1", "--gpus=1", "-Jbare")
+    exporter = Exporter(bare.options)
+    exporter.sample()
+    bare.wait(f"{jobid}.done")
+    found = of(exporter.sample(), jobid)
+    assert found["hpml_job_info", "root", "", "main", "bare"] == 1
+    assert exporter.context.jobs.now.by_id[jobid].facts.gpus == ("0",)
+    assert found["hpml_job_memory_bytes", "rss"] / MIB == pytest.approx(300, abs=20)
+    assert 0.95 <= burnt(found) <= 3
+    assert found["hpml_job_io_write_bytes_total",] / MIB == pytest.approx(64, abs=1)
+    bare.cancel(jobid)
+    assert of(exporter.sample(), jobid) == {}

