@@ -464,8 +464,8 @@ class Training:
         counters = {"steps": 1, "samples": samples, "data_wait_seconds": wait, "step_seconds": took}
         for name, increment in counters.items():
             self._unsent[name] += increment
+        self.channel.gauge(loss=loss, epoch=self.epoch)
         if self.steps_done >= self.options.warm_up_steps:
-            self.channel.gauge(loss=loss, epoch=self.epoch)
             self.channel.count(**self._unsent)
             self._unsent.clear()
 

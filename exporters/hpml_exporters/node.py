@@ -29,7 +29,6 @@ _OBSERVE_SECONDS = 5.0
 _WRITE_SECONDS = 30.0
 _OFTEN_SECONDS = 60.0  # at first it is written with every look: a short job loses less
 _END_SECONDS = 5.0
-_STACK_BYTES = 256 * 1024
 
 
 class Observer(Protocol):
@@ -127,7 +126,6 @@ def run(
     from hpml_exporters.server import Server  # noqa: PLC0415 - the largest import, after the rest
 
     ending = block_signals()  # before there are threads to inherit it
-    threading.stack_size(_STACK_BYTES)
     watching: list[Observer] = list(observers)
     if options.summary_file:
         watching.append(_SummaryWriter(options))

@@ -49,6 +49,7 @@ _COUNTERS = (
 )
 _GAUGES = ("loss", "accuracy", "mfu")
 _BUCKETS = 11  # of the durations of steps, see hpml_channel.py
+_PLACES = {str(place): place for place in range(_BUCKETS)}
 _EVERY_SECONDS = 1.0
 _BEAT_SECONDS = 10.0
 _LOOK_SECONDS = 10.0
@@ -142,7 +143,7 @@ class Feed:
             data: its counters since it began, and gauges; what is no number counts as none.
             buckets: steps by duration, as hpml_channel.py sends them.
         """
-        values = [_amount(data.get(name)) for name in _COUNTERS]
+        said = [_amount(data.get(name)) for name in _COUNTERS]
         counts = _counts(buckets)
         with self._lock:
             one = self._ranks.get(rank)
@@ -150,7 +151,8 @@ class Feed:
                 if len(self._ranks) >= _MAX_RANKS:
                     return
                 one = self._ranks[rank] = _Rank()
-            before, counted = self._processes.pop((rank, pid), ([0.0] * len(values), None))
+            before, counted = self._processes.pop((rank, pid), ([0.0] * len(said), None))
+            values = [old if new is None else new for new, old in zip(said, before)]
             if any(new < old for new, old in zip(values, before)):
                 before, counted = [0.0] * len(values), None  # another process of the same number
             self._processes[rank, pid] = values, counts
@@ -249,9 +251,9 @@ class Feed:
         return found
 
 
-def _amount(value: Any) -> float:
-    """Return a counter; one that cannot be is none."""
-    return float(value) if _is_number(value) and 0 <= value < _HIGHEST else 0.0
+def _amount(value: Any) -> float | None:
+    """Return a counter; None where it is not told, or cannot be."""
+    return float(value) if _is_number(value) and value >= 0 else None
 
 
 def _is_number(value: Any) -> bool:
@@ -265,7 +267,7 @@ def _counts(told: Any) -> list[int] | None:
         return None
     counts = [0] * _BUCKETS
     for key, value in told.items():
-        place = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 2 else -1  # noqa: PLR2004
+        place = _PLACES.get(key, -1)
         if 0 <= place < _BUCKETS and type(value) is int and 0 <= value < _HIGHEST:
             counts[place] = value
     return counts

@@ -7,7 +7,6 @@ process; so every test of the collector has a process of its own.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import threading
 import time
@@ -17,6 +16,12 @@ from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobSeen
 from hpml_exporters.collectors.gpu import GpuCollector
 from hpml_exporters.context import Context
 from hpml_exporters.options import NodeOptions
+
+
+def resident() -> int:
+    """KiB of this process; the peak of getrusage is that of whoever started it."""
+    with open("/proc/self/status") as stream:
+        return next(int(line.split()[1]) for line in stream if line.startswith("VmRSS"))
 
 
 class Child:
@@ -77,7 +82,7 @@ class Child:
             "cpu": sum(costs) / times,
             "most": max(costs),
             "calls": (self.collector.calls - calls) / times,
-            "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "rss": resident(),
         }
 
     def stuck(self, wait: float) -> dict[str, Any]:
@@ -96,6 +101,12 @@ class Child:
         began = time.monotonic()
         self.collector.close()
         return {"seconds": time.monotonic() - began}
+
+    def libraries(self) -> dict[str, Any]:
+        """Files of NVML that are mapped."""
+        with open("/proc/self/maps") as stream:
+            lines = [line.split(maxsplit=5)[5].strip() for line in stream if "libnvidia-ml" in line]
+        return {"libraries": sorted(set(lines))}
 
     def modules(self) -> dict[str, Any]:
         return {"modules": sorted(sys.modules)}

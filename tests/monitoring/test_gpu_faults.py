@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from deploy.gpusim.gpusim import Event, Fault, Simulator, State, a100
+from deploy.gpusim.gpusim import Event, Fault, Simulator, State, a100, divided, h100
 from tests.monitoring.gpu_support import UP, Start
 
 
@@ -62,14 +64,71 @@ def test_a_lost_gpu_is_looked_for_ever_more_rarely(
     gpusim_library.write(state.changed(1, lost=1), running.path)
     running.sample()
     running.calls.write_text("")
-    for ahead in range(2, 1802):
+    for ahead in range(2, 702):
         running.sample(ahead=ahead)
     tries = running.calls.read_text().split().count("nvmlInitWithFlags")
-    # 5 + 10 + 20 + 40 + 80 + 160 = 315, and then every 300 of the 1800 seconds
-    assert 9 <= tries <= 12
+    # 5 + 10 + 20 + 40 + 80 + 160 = 315, and 300 later the seventh
+    assert tries == 7
     gpusim_library.write(state, running.path)
-    seen = running.sample(ahead=1801 + 301)
+    seen = running.sample(ahead=701 + 301)
     assert [number for _, number in seen.all(UP)] == [1, 1]
+
+
+def test_a_gpu_that_comes_and_goes_is_no_endless_restart(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """Each attempt finds it, each reading after it loses it: attempts become rare all the same."""
+    state = State(gpus=(a100(0), a100(1)))
+    lost = state.changed(1, lost=1)
+    running = gpu_collector(state)
+    running.sample()
+    tries = 0
+    for ahead in range(1, 400):
+        gpusim_library.write(state if ahead % 2 else lost, running.path)
+        running.calls.write_text("")
+        running.sample(ahead=ahead)
+        tries += "nvmlInitWithFlags" in running.calls.read_text()
+    assert 3 <= tries <= 9
+
+
+def test_an_instance_of_a_job_is_lost_with_its_gpu(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """A job has one instance: it is down, the neighbour's is not told, and it comes back."""
+    gpu = divided(h100(0), 3, 3)
+    state = State(gpus=(gpu, h100(1)))
+    own = gpu.mig[1].uuid
+    running = gpu_collector(state, retry=(0.0, 0.0), options={"job": {"jobid": "1", "gpus": [own]}})
+    running.do("jobs", jobs=[])
+    assert running.sample().one("hpml_gpu_memory_total_bytes") == 40 << 30
+    gpusim_library.write(state.changed(0, lost=1), running.path)
+    for _ in range(3):
+        seen = running.sample()
+        assert [(labels["uuid"], number) for labels, number in seen.all(UP)] == [(own, 0)]
+        assert seen.one("hpml_job_gpus_allocated", jobid="1") == 1
+    gpusim_library.write(state, running.path)
+    seen = running.sample()
+    assert seen.one("hpml_gpu_memory_total_bytes", uuid=own) == 40 << 30
+    assert 0 not in [number for _, number in seen.all(UP)]
+
+
+def test_a_gpu_that_is_missing_after_a_restart_is_told(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """The second falls off while the first is looked for: none is forgotten."""
+    state = State(gpus=(a100(0), a100(1), a100(2)))
+    running = gpu_collector(state, retry=(0.0, 0.0))
+    running.sample()
+    gpusim_library.write(state.changed(0, lost=1), running.path)
+    running.sample()
+    gpusim_library.write(state.changed(0, lost=1).changed(1, lost=1), running.path)
+    seen = running.sample()
+    assert {labels["uuid"]: number for labels, number in seen.all(UP)} == {
+        state.gpus[0].uuid: 0,
+        state.gpus[1].uuid: 0,
+        state.gpus[2].uuid: 1,
+    }
+    assert seen.one("hpml_gpus", state="lost") == 2
 
 
 def test_a_gpu_without_a_handle_takes_no_other_down(gpu_collector: Start) -> None:
@@ -167,6 +226,24 @@ def test_a_driver_that_goes_and_comes(gpu_collector: Start, gpusim_library: Simu
     gpusim_library.write(replace(state, generation=2), running.path)
     running.do("make")
     assert running.sample().one("hpml_gpu_utilization_ratio") == 0.3
+
+
+def test_a_new_driver_is_read_with_its_own_library(
+    gpu_collector: Start, gpusim_library: Simulator, tmp_path: Path
+) -> None:
+    """After an upgrade the library in memory is the old one (code 18): the new file is loaded."""
+    shutil.copytree(gpusim_library.cache, tmp_path / "cache")
+    own = replace(gpusim_library, cache=tmp_path / "cache")
+    library = own.build() / "libnvidia-ml.so.1"
+    state = State(gpus=(a100(0, util=30),))
+    running = gpu_collector(replace(state, faults=(Fault("nvmlInit*", 18),)), driver=own)
+    assert running.sample().error == "NotHereError"
+    shutil.copy(library, tmp_path / "new")
+    (tmp_path / "new").replace(library)
+    own.write(state, running.path)
+    running.do("make")
+    assert running.sample().one("hpml_gpu_utilization_ratio") == 0.3
+    assert running.do("libraries")["libraries"] == [str(library)]
 
 
 @pytest.mark.parametrize("why", ["driverless", "unloaded", "no nvitop", "no gpu"])

@@ -125,9 +125,10 @@ def test_a_consumer_gpu_counts_energy_from_its_power(gpu_collector: Start) -> No
     running = gpu_collector(State(gpus=(gpu,), faults=faults))
     first = running.sample()
     last = [running.sample(ahead=number) for number in range(1, 11)][-1]
-    name = "hpml_gpu_energy_joules_total"
-    assert last.one(name) - first.one(name) == pytest.approx(2000, rel=0.02)
+    more = last.ended - first.began  # the child's clock went on while we jumped
+    energy = [one.one("hpml_gpu_energy_joules_total") for one in (first, last)]
+    assert 2000 <= energy[1] - energy[0] <= 200 * (10 + more)
     throttled = last.one("hpml_gpu_throttled_seconds_total", reason="power")
-    assert throttled == pytest.approx(10, rel=0.05)
+    assert 10 <= throttled <= 10 + more
     assert not [one for one in last.names() if "ecc" in one or "nvlink" in one]
     assert last.one("hpml_gpu_fan_speed_ratio") == pytest.approx(0.3)

@@ -11,11 +11,12 @@ only such mounted on the way to them, because the way there would hang as well.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from hpml_exporters.collector import NotHereError
 from hpml_exporters.collectors.rawfile import read
 from hpml_exporters.context import Context
-from hpml_exporters.metric import Family, Sample
+from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
 
 __all__ = ["Disks", "local_mounts", "make"]
@@ -41,7 +42,7 @@ class Disks:
     """The collector `disks`."""
 
     name = "disks"
-    specs = (
+    specs: Sequence[MetricSpec] = (
         node.DISK_READ,
         node.DISK_WRITTEN,
         node.DISK_BUSY,
@@ -86,7 +87,7 @@ class Disks:
             found[1].append(Sample(label, int(fields[9]) * _SECTOR_BYTES))
             found[2].append(Sample(label, int(fields[12]) / 1000))
             found[3].append(Sample(label, int(fields[13]) / 1000))
-        specs = self.specs[:4]
+        specs: Sequence[MetricSpec] = self.specs[:4]
         return tuple(
             Family(spec, tuple(samples)) for spec, samples in zip(specs, found, strict=True)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hpml_exporters.attribution.jobs import Jobs
 from hpml_exporters.collector import DriverLostError, NotHereError
@@ -65,7 +65,9 @@ class GpuCollector:
         self._lock = threading.Lock()
         self._closing = False
         self._session: Session | None = None
+        self._known: dict[str, Place] = {}
         self._down: dict[str, Place] = {}
+        self._restarted = float("-inf")
         self._log = XidLog()
         self._totals: dict[str, Totals] = {}
         self._next_look = self._next_retry = self._next_processes = 0.0
@@ -157,7 +159,7 @@ class GpuCollector:
             self._drop()
             session = None
             self._wait = min(self._wait * 2, self._retry[1])
-            self._next_retry = now + self._wait
+            self._restarted, self._next_retry = now, now + self._wait
         if session is None:
             session = self._session = Session(self._context.options.gpu_interval, self._totals)
             self._look_for_gpus(session, now)
@@ -169,30 +171,35 @@ class GpuCollector:
 
     def _look_for_gpus(self, session: Session, now: float) -> None:
         self._next_look = now + self._look
-        before = {one.uuid: one for one in session.places}
-        lost = session.discover(now, self._select)
-        known = {one.uuid for one in session.places}
-        if before and not known and not session.nameless:
+        before = self._known
+        session.discover(now, self._select)
+        self._known = {one.uuid: one for one in session.roots}
+        if before and not self._known and not session.nameless and not self._down:
             raise DriverLostError("the NVIDIA driver lists no GPU any more")
-        gone = [one for uuid, one in before.items() if uuid not in known and not one.parent]
-        missing = {one.uuid: one for one in (*gone, *lost) if one.uuid not in known}
-        self._down = {uuid: one for uuid, one in self._down.items() if uuid not in known}
-        if missing.keys() - self._down.keys():
-            self._wait = self._retry[0]
-            self._next_retry = now + self._wait
-        self._down |= missing
+        self._take_down({**before, **session.dead}, now)
         self._jobs = None
         self._next_processes = now
 
     def _lose(self, session: Session, place: Place, now: float) -> None:
         """Take a GPU out; the others go on."""
         session.watch.poll(self._log, self._clock())
-        for one in session.remove(place.parent or place.uuid):
-            if not one.parent:
-                self._down[one.uuid] = one
-        self._wait = self._retry[0]
-        self._next_retry = now + self._wait
+        before = self._known
+        session.remove(place.parent or place.uuid)
+        self._known = {one.uuid: one for one in session.roots}
+        self._take_down(before, now)
         self._next_processes = now
+
+    def _take_down(self, were: Mapping[str, Place], now: float) -> None:
+        """Note which of these are missing, and when to look for them."""
+        missing = {uuid: one for uuid, one in were.items() if uuid not in self._known}
+        if missing.keys() - self._down.keys():
+            if now - self._restarted > 2 * self._wait:  # else it is one that comes and goes
+                self._wait = self._retry[0]
+            self._next_retry = now + self._wait
+        back = self._known.keys()
+        self._down = {
+            uuid: one for uuid, one in {**self._down, **missing}.items() if uuid not in back
+        }
 
     def _select(self, places: Sequence[Place]) -> Sequence[Place]:
         """Return the GPUs that are shown: all, or those that the exporter's own job was given."""

@@ -17,6 +17,11 @@ BUDGET = 2.5e-3
 _TRIES = 5
 
 
+def _roots(places: Sequence[Place]) -> Sequence[Place]:
+    names = {one.uuid for one in places}
+    return [one for one in places if one.parent not in names]
+
+
 class Session:
     """An initialised driver and all readers on it.
 
@@ -25,6 +30,7 @@ class Session:
         places: all GPUs and instances that answer.
         shown: those of them that are shown.
         nameless: number of GPUs that did not even tell their name.
+        dead: what told its name in the last look and nothing more, by UUID.
         watch: for XID errors.
         lists: of processes.
     """
@@ -46,6 +52,7 @@ class Session:
         self.places: Sequence[Place] = ()
         self.shown: Sequence[Place] = ()
         self.nameless = 0
+        self.dead: dict[str, Place] = {}
         self.watch = Watch(self._nvml, ())
         self.lists = ProcessLists(self._nvml)
         self._spent = 0
@@ -62,63 +69,50 @@ class Session:
         split = {one.parent for one in self.places}
         return [one for one in self.shown if one.uuid not in split]
 
-    def discover(
-        self, now: float, select: Callable[[Sequence[Place]], Sequence[Place]]
-    ) -> Sequence[Place]:
+    @property
+    def roots(self) -> Sequence[Place]:
+        """What is shown and can be lost by itself: GPUs, and instances whose GPU is not shown."""
+        return _roots(self.shown)
+
+    def discover(self, now: float, select: Callable[[Sequence[Place]], Sequence[Place]]) -> None:
         """Look which GPUs and instances there are, and keep readers of what is as it was.
 
         Args:
             now: seconds, monotonic.
             select: which are to be shown.
 
-        Returns:
-            Those that were listed but did not answer.
-
         Raises:
             DriverLostError: nothing answers.
         """
+        before = [one.handle for one in self.shown]
         places, self.nameless = discover(self._nvml)
         shown = select(places)
         wanted = {one.key for one in shown}
-        kept = {
-            one.place.key: one for one in self.readers if one.place.key in wanted and not one.unsure
-        }
+        kept: dict[object, Reader] = {}
         for reader in self.readers:
-            if reader.place.key not in kept:
+            if reader.place.key in wanted and not self._try_again(reader):
+                kept[reader.place.key] = reader
+            else:
                 self._close(reader)
-        before = [one.handle for one in self.shown]
         pace = Pace(self._interval, BUDGET / max(1, len(shown)))
-        lost: list[Place] = []
         self.readers = []
+        bad: set[str] = set()
         for place in shown:
-            if place.key in kept:
-                self.readers.append(kept[place.key])
-                continue
-            totals = self._totals.setdefault(place.uuid, Totals())
             try:
-                self.readers.append(Reader(self._nvml, place, totals, pace, now))
+                self.readers.append(kept.get(place.key) or self._reader(place, pace, now))
             except GpuLostError:
-                lost.append(place)
-        bad = {one.uuid for one in lost}
-        self.places = [one for one in places if not {one.uuid, one.parent} & bad]
-        self.shown = [one for one in shown if not {one.uuid, one.parent} & bad]
+                bad.add(place.parent or place.uuid)
+        self.places, self.shown = places, shown
+        self.dead = {one.uuid: one for one in _roots(shown) if {one.uuid, one.parent} & bad}
+        for uuid in bad:
+            self._take_out(uuid)
         if [one.handle for one in self.shown] != before:
             self._watch_again()
-        return [one for one in lost if not one.parent]
 
-    def remove(self, uuid: str) -> Sequence[Place]:
-        """Take a GPU with all its instances out, and return what was taken out."""
-        gone = [one for one in self.places if uuid in {one.uuid, one.parent}]
-        names = {one.uuid for one in gone}
-        for reader in self.readers:
-            if reader.place.uuid in names:
-                self._close(reader)
-                self._totals[reader.place.uuid].pause()
-        self.readers = [one for one in self.readers if one.place.uuid not in names]
-        self.places = [one for one in self.places if one.uuid not in names]
-        self.shown = [one for one in self.shown if one.uuid not in names]
+    def remove(self, uuid: str) -> None:
+        """Take a GPU with all its instances out."""
+        self._take_out(uuid)
         self._watch_again()
-        return gone
 
     def close(self) -> None:
         """Give everything back; it may block for as long as the driver is stuck."""
@@ -134,6 +128,19 @@ class Session:
             return False
         tries = self._tries[reader.place.uuid] = self._tries.get(reader.place.uuid, 0) + 1
         return tries <= _TRIES
+
+    def _reader(self, place: Place, pace: Pace, now: float) -> Reader:
+        totals = self._totals.setdefault(place.uuid, Totals())
+        return Reader(self._nvml, place, totals, pace, now)
+
+    def _take_out(self, uuid: str) -> None:
+        for reader in self.readers:
+            if uuid in {reader.place.uuid, reader.place.parent}:
+                self._close(reader)
+                self._totals[reader.place.uuid].pause()
+        self.readers = [one for one in self.readers if one.place.uuid != uuid != one.place.parent]
+        self.places = [one for one in self.places if one.uuid != uuid != one.parent]
+        self.shown = [one for one in self.shown if one.uuid != uuid != one.parent]
 
     def _close(self, reader: Reader) -> None:
         self._spent += reader.calls

@@ -10,6 +10,7 @@ that tell of lost packets and of congestion.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
@@ -60,7 +61,7 @@ class Infiniband:
     """The collector `infiniband`."""
 
     name = "infiniband"
-    specs = (
+    specs: Sequence[MetricSpec] = (
         node.IB_RECEIVED,
         node.IB_TRANSMITTED,
         node.IB_EVENTS,

@@ -1,7 +1,7 @@
 """Lustre as its client sees it: bytes and calls by file system, from llite's stats.
 
-The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre until Lustre 2.11 and in
-debugfs (/sys/kernel/debug/lustre, for root alone) since 2.12; a line is
+The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre with older versions of Lustre
+and in debugfs (/sys/kernel/debug/lustre, for root alone) with newer ones; a line is
 
     read_bytes    25673 samples [bytes] 1 3366225 145121869
     open          12 samples [usecs] 3 80 411 20011
@@ -15,6 +15,7 @@ files of a mount are left alone: some of them ask the servers, which may hang.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from hpml_exporters.collector import NotHereError
 from hpml_exporters.collectors.rawfile import read
@@ -50,7 +51,7 @@ class Lustre:
     """The collector `lustre`."""
 
     name = "lustre"
-    specs = (node.LUSTRE_READ, node.LUSTRE_WRITTEN, node.LUSTRE_OPERATIONS)
+    specs: Sequence[MetricSpec] = (node.LUSTRE_READ, node.LUSTRE_WRITTEN, node.LUSTRE_OPERATIONS)
 
     def __init__(self, context: Context) -> None:
         roots = context.options.roots

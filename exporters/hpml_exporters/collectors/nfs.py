@@ -13,6 +13,7 @@ Times there are in milliseconds. What is mounted at several places is shown at t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
@@ -64,7 +65,7 @@ class Nfs:
     """The collector `nfs`."""
 
     name = "nfs"
-    specs = (
+    specs: Sequence[MetricSpec] = (
         node.NFS_MOUNTS,
         node.NFS_READ,
         node.NFS_WRITTEN,

@@ -18,13 +18,13 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
 from hpml_exporters.collectors.rawfile import read
 from hpml_exporters.context import Context
-from hpml_exporters.metric import Family, Sample
+from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
 
 __all__ = ["Shm", "Walk", "make"]
@@ -59,7 +59,7 @@ class Shm:
     """The collector `shm`."""
 
     name = "shm"
-    specs = (node.SHM_SIZE, node.SHM_USED, node.JOB_SHM)
+    specs: Sequence[MetricSpec] = (node.SHM_SIZE, node.SHM_USED, node.JOB_SHM)
 
     def __init__(self, context: Context) -> None:
         self.interval = context.options.node_interval

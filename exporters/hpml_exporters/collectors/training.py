@@ -7,7 +7,7 @@ it has left the node, or its agent was silent for a minute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from hpml_exporters.collector import NotHereError
@@ -37,7 +37,7 @@ class Training:
     """The collector `training`."""
 
     name = "training"
-    specs = train.SPECS
+    specs: Sequence[MetricSpec] = train.SPECS
 
     def __init__(self, context: Context) -> None:
         options = context.options

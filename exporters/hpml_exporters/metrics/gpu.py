@@ -71,7 +71,7 @@ INFO = MetricSpec(
     source="nvitop: nvmlDeviceGetUUID, GetName, GetPciInfo, GetMinorNumber, GetMigMode",
 )
 UP = _gpu(
-    "gauge", "up", "", "1 while the GPU answers, 0 when it is lost.", "errors of NVML's calls"
+    "gauge", "up", "", "Whether the GPU answers; 0 when it is lost.", "errors of NVML's calls"
 )
 GPUS = MetricSpec(
     "hpml_gpus",
@@ -229,14 +229,14 @@ REMAPPED_PENDING = _gpu(
     "gauge",
     "remapped_rows_pending",
     "",
-    "1 if a row waits for the next reset of the GPU to be replaced.",
+    "Whether a row waits for the next reset of the GPU to be replaced.",
     _FIELD.format(144),
 )
 REMAPPED_FAILED = _gpu(
     "gauge",
     "remapped_rows_failed",
     "",
-    "1 if a row could not be replaced; the GPU has to be exchanged.",
+    "Whether a row could not be replaced; the GPU has to be exchanged then.",
     _FIELD.format(145),
 )
 XID_ERRORS = _gpu(

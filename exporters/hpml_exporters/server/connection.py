@@ -42,6 +42,7 @@ class Connection:
         give_up: when nobody waits for its answer any longer, time.monotonic().
         buffer: what was read and not yet understood.
         out: what is still to be sent.
+        head_only: the answer goes without its body.
         keep_alive: it stays open after the answer that is being sent.
         proven: it got what it asked for at least once.
         generation: of the settings under which it came.
@@ -51,8 +52,8 @@ class Connection:
     """
 
     __slots__ = (
-        "_sock", "buffer", "deadline", "events", "fd", "generation", "give_up", "keep_alive",
-        "out", "peer", "proven", "request", "since", "state",
+        "_sock", "buffer", "deadline", "events", "fd", "generation", "give_up", "head_only",
+        "keep_alive", "out", "peer", "proven", "request", "since", "state",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: str, now: float) -> None:
@@ -65,6 +66,7 @@ class Connection:
         self.state = State.READING
         self.buffer = bytearray()
         self.out: list[memoryview] = []
+        self.head_only = False
         self.keep_alive = False
         self.proven = False
         self.generation = 0

@@ -32,6 +32,7 @@ __all__ = ["Loop"]
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _ACCEPTED_AT_ONCE = 64
 _COMPLAINT_SECONDS = 60.0
+_FAULT_SECONDS = 0.1
 _FOREVER = float("inf")
 _NO_HANDSHAKE = "Client sent an HTTP request to an HTTPS server."
 _RANK = {State.LINGER: 0, State.HANDSHAKE: 1, State.READING: 1, State.IDLE: 1}
@@ -81,7 +82,12 @@ class Loop:
         """Serve until told to end."""
         try:
             while not self._ended:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - a deaf exporter is worse than a fault
+                    self.counters.errors += 1
+                    self._complain(error)
+                    time.sleep(_FAULT_SECONDS)
         finally:
             for one in list(self._connections.values()):
                 self._drop(one)
@@ -321,6 +327,7 @@ class Loop:
         Raises:
             OSError: the connection is broken.
         """
+        one.head_only = request.method == "HEAD"
         one.keep_alive = request.keep_alive and not has_body(request)
         one.give_up = now + scrape_seconds(request)
         if self._gate.take_token(now):
@@ -366,11 +373,9 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - a page that fails is an answer too
             self._complain(error)
             response = plain(500, "the page could not be made")
-        self._respond(one, response, now, body=request.method != "HEAD")
+        self._respond(one, response, now)
 
-    def _respond(
-        self, one: Connection, response: Response, now: float, *, body: bool = True
-    ) -> None:
+    def _respond(self, one: Connection, response: Response, now: float) -> None:
         """Begin to send an answer.
 
         Raises:
@@ -383,7 +388,7 @@ class Loop:
         one.proven = one.proven or response.status < 400  # noqa: PLR2004 - the good codes
         start = head(response, keep_alive=one.keep_alive, extra=self._settings.headers)
         one.out = [memoryview(start)]
-        if body and response.body:
+        if response.body and not one.head_only:
             one.out.append(memoryview(response.body))
         one.state = State.WRITING
         one.request = None

@@ -387,6 +387,25 @@ def test_a_number_that_is_another_s_by_now(attempt: Path, ranks: Ranks) -> None:
 
 
 @needs_two
+def test_what_exporters_are_told(attempt: Path, ranks: Ranks) -> None:
+    """How many ranks are right and wrong; a fault counts once it is no passing state."""
+    watching = Watching(attempt, 2)
+    assert watching.watch.binding is None
+    ranks.start(0, FIRST)
+    process = ranks.start(1, SECOND)
+    watching.turn(2)
+    assert watching.watch.binding == (2, 0)
+    os.sched_setaffinity(process.pid, {CPUS[0]})
+    watching.turn(3)
+    assert watching.watch.binding == (2, 0), "not sure yet"
+    watching.turn(20)
+    assert watching.watch.binding == (1, 1)
+    os.sched_setaffinity(process.pid, {CPUS[1]})
+    watching.turn(100)
+    assert watching.watch.binding == (2, 0)
+
+
+@needs_two
 def test_a_fault_that_is_gone_at_the_next_look(attempt: Path, ranks: Ranks) -> None:
     """Programs bind themselves while they start: nothing is told."""
     watching = Watching(attempt, 1, "strict")

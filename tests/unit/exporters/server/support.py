@@ -173,6 +173,10 @@ def make_certificates(folder: Path, *, serial: str = "") -> Certificates:
                 x509.BasicConstraints(ca=signer is None, path_length=None), critical=True
             )
         )
+        # Python 3.13 and later are strict about these two.
+        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        signed = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+        builder = builder.add_extension(own, critical=False).add_extension(signed, critical=False)
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         made = builder.sign(issuer_key, hashes.SHA256())

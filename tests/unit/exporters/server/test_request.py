@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hpml_exporters.server.request import BadRequestError, Request, parse
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 GOOD = b"GET /metrics HTTP/1.1\r\nHost: node1\r\nAccept: */*\r\n\r\n"
@@ -116,6 +116,7 @@ def test_empty_lines_before_a_request_are_nothing() -> None:
     assert taken(b"\r\n" + GOOD) is not None
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=600), st.integers(1, 512))
 def test_bytes_end_in_a_request_a_refusal_or_a_wait(data: bytes, most: int) -> None:
     """Nothing else can come out, whatever comes in."""
@@ -143,6 +144,7 @@ PIECES = st.lists(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(PIECES)
 def test_pieces_of_requests_end_as_well(pieces: list[bytes]) -> None:
     """Near misses find what random bytes do not; a request that is taken keeps its promises."""
@@ -160,6 +162,7 @@ def test_pieces_of_requests_end_as_well(pieces: list[bytes]) -> None:
         assert not any("\r" in value or "\n" in value for value in request.headers.values())
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=80), st.lists(st.integers(1, 40), max_size=10))
 def test_how_bytes_are_cut_does_not_matter(tail: bytes, cuts: list[int]) -> None:
     """A request in pieces is the same request."""

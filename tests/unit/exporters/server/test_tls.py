@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hpml_exporters.server import Server
+from hpml_exporters.server import Limits, Server
 
 from tests.unit.exporters.server.support import (
     GET,
@@ -210,6 +210,23 @@ def test_a_tls_connection_is_used_again_and_pipelined(certificates: Certificates
     assert answer.count(b"HTTP/1.1 404") == 1
 
 
+def test_nothing_is_left_lying_in_openssl(certificates: Certificates) -> None:
+    """More requests in one TLS record than are read at once, with a cut between two of them."""
+    line = b"HEAD / HTTP/1.1\r\nHost: x\r\nX-Fill: "
+    one = line + b"a" * (64 - len(line) - 4) + b"\r\n\r\n"
+    assert Limits().header_bytes % len(one) == 0
+    count = Limits().header_bytes // len(one) + 10
+    with serving(certificates) as server:
+        plain = connect(server.address)  # type: ignore[attr-defined]
+        plain.settimeout(5)
+        context = certificates.client_context()
+        found = b""
+        with context.wrap_socket(plain, server_hostname="localhost") as client:
+            client.sendall(one * count)
+            while found.count(b"HTTP/1.1 200") < count:
+                found += client.recv(65536)
+
+
 def test_certificate_and_key_may_stand_in_the_file(certificates: Certificates) -> None:
     """`cert`, `key` and `client_ca` in place of files."""
     text = {
@@ -225,11 +242,13 @@ def test_certificate_and_key_may_stand_in_the_file(certificates: Certificates) -
 
 def test_silence_ends_with_the_time_of_the_handshake(certificates: Certificates) -> None:
     """A client that never shakes hands is let go."""
-    with serving(certificates) as server:
-        with connect(server.address) as client:  # type: ignore[attr-defined]
-            client.settimeout(15)
-            assert client.recv(1) == b""
-        assert server.counters.timeouts == 1
+    path = certificates.folder / "silence.yml"
+    path.write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}\n")
+    server = Server("127.0.0.1:0", str(path), StaticPages(), Limits(handshake_seconds=0.3))
+    with connect(server.start()) as client:
+        assert client.recv(1) == b""
+    assert server.counters.timeouts == 1
+    server.stop()
 
 
 def test_tls_ends_as_it_should(certificates: Certificates) -> None:

@@ -14,10 +14,10 @@ import bcrypt
 import pytest
 from hpml_exporters.server import Limits, Server
 from hpml_exporters.server.passwords import Credentials, Passwords, credentials
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.exporters.server.support import Answer, StaticPages, basic, scrape
+from tests.unit.exporters.server.support import Answer, StaticPages, basic, exchange, scrape
 
 Address = tuple[str, int]
 
@@ -61,6 +61,23 @@ def test_who_gets_in(tmp_path: Path) -> None:
             assert answer.status == 401
             assert answer.headers["www-authenticate"].startswith("Basic ")
         assert scrape(address).status == 401
+
+
+def test_a_stranger_with_a_users_password_stays_out(tmp_path: Path) -> None:
+    """It is checked against the hash of the only user, and right, and of no use."""
+    with serving(tmp_path, {"bob": hashed("x")}) as address:
+        assert scrape(address, Authorization=basic("eve", "x")).status == 401
+        assert scrape(address, Authorization=basic("bob", "x")).status == 200
+
+
+def test_a_refused_head_has_no_body(tmp_path: Path) -> None:
+    """Else the next answer on the connection would begin with it."""
+    with serving(tmp_path, {"bob": hashed("x")}) as address:
+        line = b"HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        answers = exchange(address, line * 2 + line.replace(b"1.1", b"1.0"))
+    assert answers.startswith(b"HTTP/1.1 401")
+    assert [one[:3] for one in answers.split(b"HTTP/1.1 ")[1:]] == [b"401"] * 3
+    assert b"who" not in answers
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nothing"])
@@ -161,6 +178,7 @@ def test_results_are_forgotten_with_the_users() -> None:
     made.stop()
 
 
+@settings(deadline=None)
 @given(st.text(string.ascii_letters + string.digits + "+/= :\x00é", max_size=40))
 def test_any_header_is_credentials_or_none(header: str) -> None:
     """Nothing else comes out."""

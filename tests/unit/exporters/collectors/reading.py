@@ -1,0 +1,57 @@
+"""What the tests of the collectors share: a tree of files as roots, and samples as a mapping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobsBoard, JobSeen
+from hpml_exporters.collector import Collector
+from hpml_exporters.context import Context
+from hpml_exporters.metric import Value
+from hpml_exporters.options import NodeOptions
+from hpml_exporters.roots import Roots
+
+Series = tuple[str, ...]
+
+
+def context(**changes: Any) -> Context:
+    """A context whose roots are given by name, and options too."""
+    roots = {name: str(changes.pop(name)) for name in vars(Roots()) if name in changes}
+    return Context(replace(NodeOptions(roots=Roots(**roots)), **changes))
+
+
+def write(root: Path, files: Mapping[str, str]) -> None:
+    """Write a tree of small files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def sampled(collector: Collector, now: float | None = None) -> dict[Series, Value]:
+    """One reading: (name, value of each label ...) -> value."""
+    found: dict[Series, Value] = {}
+    for family in collector.sample(time.monotonic() if now is None else now):
+        assert family.spec in collector.specs
+        for sample in family.samples:
+            assert len(sample.labels) == len(family.spec.labels)
+            series = (family.spec.name, *sample.labels)
+            assert series not in found
+            found[series] = sample.value
+    return found
+
+
+def post(board: JobsBoard, jobs: Mapping[str, tuple[int, list[int]]]) -> None:
+    """Put jobs on the board: job id -> (uid, process ids)."""
+    board.post(
+        Jobs(
+            {
+                jobid: JobSeen(JobFacts(jobid, uid=uid), pids=frozenset(pids))
+                for jobid, (uid, pids) in jobs.items()
+            }
+        )
+    )

@@ -1,0 +1,94 @@
+"""A real training under a real agent, seen by the collector of a whole node and by a job's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from hpml_exporters.attribution.jobs import JobFacts
+from hpml_exporters.collectors.training import make
+from hpml_exporters.metric import Histogram
+
+from hpml_orchestrator.node.agent import Agent
+from hpml_orchestrator.node.arguments import parse_arguments
+from hpml_orchestrator.node.names import attempt_channel
+from tests.unit.exporters.collectors.reading import context, post, sampled
+from tests.unit.node.conftest import Node
+from tests.unit.training_runs import JOBS, finish, result_of, start
+
+for module in ("torch", "sklearn", "PIL"):
+    pytest.importorskip(module, reason="the training jobs need the extra 'train'")
+
+EPOCHS = 3
+RANKS = 2
+
+
+def test_a_training_of_two_ranks(tmp_path: Path, few: Path) -> None:
+    """Samples, steps, accuracy: as the run itself says at its end, through agent and socket."""
+    run = Path("/tmp") / f"hpml-{uuid.uuid4().hex[:12]}"
+    run.mkdir()
+    told = context(run=run)
+    collector = make(told)
+    node = Node(tmp_path)
+    status, attempt, _ = node.claim("1")
+    assert status == 0
+    attempt = attempt.strip()
+    name = attempt_channel(node.environment("1"), attempt)
+    agent = node.start("agent", attempt, HPML_EXPORTER_SOCKET=str(run / "exporter.sock"))
+    try:
+        post(told.jobs, {"1": (os.getuid(), [agent.pid])})
+        deadline = time.monotonic() + 30
+        while not (Path(attempt) / "nodes" / "n1.ready.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        options = ["--data", few, "--epochs", EPOCHS, "--batch-size", 8, "--warm-up-steps", 3]
+        done = finish(
+            start([*launcher, JOBS / "ddp_images.py", *options, "--output", tmp_path],
+                  HPML_CHANNEL=name)
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    finally:
+        agent.send_signal(signal.SIGUSR1)
+        agent.communicate(timeout=30)
+    found = sampled(collector)
+    collector.close()
+    shutil.rmtree(run)
+    result = result_of(tmp_path)
+    assert result["world_size"] == RANKS
+    assert found["hpml_train_samples_total", "1"] == result["train_images"] * EPOCHS
+    assert found["hpml_train_accuracy_ratio", "1"] == result["test_accuracy"]
+    assert found["hpml_train_ranks", "1"] == RANKS
+    steps = found["hpml_train_steps_total", "1"]
+    durations = found["hpml_train_step_duration_seconds", "1"]
+    assert isinstance(durations, Histogram)
+    assert durations.total == steps
+    assert durations.counts[-1] == steps, "none took a minute"
+    taken = result["step_seconds"] * RANKS  # of rank 0; that of both is about twice as much
+    assert durations.sum == pytest.approx(taken, rel=0.5)
+    assert isinstance(found["hpml_train_loss", "1"], float)
+
+
+def test_the_agent_hands_over_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the exporter of its own job: the last counters are there when the agent has ended."""
+    node = Node(tmp_path)
+    status, attempt, _ = node.claim("1")
+    assert status == 0
+    for key, value in node.environment("1", HPML_EXPORTER_SOCKET="").items():
+        monkeypatch.setenv(key, value)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    collector = make(context(job=JobFacts("1"), feed_fd=theirs.fileno()))
+    agent = Agent(parse_arguments([attempt.strip()]), node="n1")
+    agent._feed.add_socket(ours)
+    agent._feed.take(0, 11, {"samples_total": 32, "steps_total": 4})
+    agent.on_signal(signal.SIGUSR1, None)
+    assert agent.run() == 0
+    assert sampled(collector)["hpml_train_samples_total", "1"] == 32
+    collector.close()
+    theirs.close()
