@@ -387,6 +387,8 @@ def test_a_flood_is_the_flooder_s_own(
         assert sent < 10_000, "its own queue is full"
         assert ours.send(message(number), 1, socket.MSG_DONTWAIT) == 1
         assert shown(collector)["hpml_train_samples_total", "7"] == number
+        if number == 1:
+            assert collector._refused.malformed == 128 < sent, "the rest is for the next sample"
     assert 0 < refused(collector)["malformed"] <= 128 * 11
     assert shown(collector)["hpml_train_samples_total", "8"] == 1
 
