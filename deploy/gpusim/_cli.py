@@ -1,13 +1,15 @@
-"""The command gpusim: runs another command with simulated GPUs that look busy."""
+"""The command gpusim: runs programs with simulated GPUs that look busy, and compares drivers."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,12 +29,13 @@ from deploy.gpusim.gpusim import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["main"]
 
 _MODELS = {"a100": a100, "h100": h100}
 _GIB = 1 << 30
+_DIFFERENT = 3
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -54,6 +57,9 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     state.add_argument("--gpus", type=int, default=8, metavar="N")
     state.add_argument("--model", choices=sorted(_MODELS), default="h100")
     state.add_argument("--mig", action="store_true")
+    compare = commands.add_parser("compare", help="how this machine's GPU answers otherwise")
+    compare.add_argument("--model", choices=sorted(_MODELS), default="h100")
+    compare.set_defaults(gpus=1, mig=False)
     arguments = parser.parse_args(words)
     if not 1 <= arguments.gpus <= 31:  # noqa: PLR2004 - PCI addresses are made 8 apart
         parser.error("--gpus takes 1 to 31")
@@ -124,14 +130,50 @@ def _run(arguments: argparse.Namespace) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _answers(environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("_answers.py"))],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise GpusimError(f"{sys.executable} cannot ask the driver: {why}")
+    told = json.loads(done.stdout)
+    return told["name"], told["answers"]
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Prints what a real driver answers in another way; 3 where there is a difference."""
+    simulator = Simulator()
+    real, expected = _answers(os.environ)
+    with tempfile.TemporaryDirectory(prefix="hpml-gpusim-") as scratch:
+        path = Path(scratch) / "state"
+        gpu = _MODELS[arguments.model](0)
+        simulator.write(State(gpus=(gpu,), epoch=time.time() - 60), path)  # it has samples by now
+        name, found = _answers(os.environ | simulator.environment(path))
+    different = [each for each, answer in expected.items() if found[each] != answer]
+    print(f"{len(expected)} questions, {len(different)} answered in different ways")
+    if different:
+        print(f"\n| | {real} | {name} |\n|---|---|---|")
+    for each in different:
+        print(f"| {each} | {expected[each]} | {found[each]} |")
+    return _DIFFERENT if different else 0
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        The exit status: the command's own (128 + n if signal n ended it), or 1 with a message.
+        The exit status: the command's own (128 + n if signal n ended it), 3 where `compare` finds a
+        difference, or 1 with a message.
     """
     arguments = _arguments(words)
     try:
+        if arguments.command == "compare":
+            return _compare(arguments)
         if arguments.command == "state":
             Simulator().write(_node(arguments), arguments.file)
             return 0

@@ -215,6 +215,7 @@ class Gpu(Device):
     pcie_replay: Number | None = 0
     pcie_tx: Number | None = 0  # bytes a second
     pcie_rx: Number | None = 0
+    pcie_bits: Number | None = 32  # of the counters in fields 197 and 198, which wrap; or 64
     nvlink_links: Number | None = 12
     nvlink_speed: Number | None = 25000  # Mb/s of one link, in NVML's unit
     nvlink_version: Number | None = 4

@@ -261,7 +261,7 @@ def test_memory_errors(gpusim: Gpusim) -> None:
 
 def test_pcie_throughput_takes_its_time(gpusim: Gpusim) -> None:
     """The old call measures for 20 ms; the counters are there at once."""
-    gpu = a100(0, pcie_tx=512 << 20, pcie_rx=1 << 30, pcie_replay=3)
+    gpu = a100(0, pcie_tx=512 << 20, pcie_rx=1 << 30, pcie_replay=3, pcie_bits=64)
     state = gpusim.write(State(gpus=(gpu,), epoch=time.time() - 10))
     with gpusim.probe() as ask:
         kib, before, after = ask("timed(lambda: nvmlDeviceGetPcieThroughput(h(0), 1))")
@@ -271,6 +271,16 @@ def test_pcie_throughput_takes_its_time(gpusim: Gpusim) -> None:
         for count, rate in ((sent, 512 << 20), (received, 1 << 30)):
             assert rate * (before - state.epoch) <= count <= rate * (after - state.epoch)
         assert ask("fields(h(0), 94)") == [3]
+
+
+def test_pcie_counters_wrap(gpusim: Gpusim) -> None:
+    """At 32 bits, as those of real GPUs may."""
+    rate = 1 << 30
+    state = gpusim.write(State(gpus=(a100(0, pcie_tx=rate),), epoch=time.time() - 6))
+    with gpusim.probe() as ask:
+        (sent,), before, after = ask("timed(lambda: fields(h(0), 197))")
+        least, most = (rate * (moment - state.epoch) - (1 << 32) for moment in (before, after))
+        assert 0 < least - 1 <= sent <= most + 1 < 1 << 32
 
 
 def test_nvlink_counts_by_link(gpusim: Gpusim) -> None:

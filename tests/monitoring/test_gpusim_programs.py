@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.gpusim.gpusim import OLD_DRIVER, Process, Simulator, State, a100, divided, h100
+from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, divided, h100
 from tests.monitoring.gpusim_support import Gpusim
 
 if TYPE_CHECKING:
@@ -259,6 +259,20 @@ def test_a_signal_ends_the_commands_child(gpusim_library: Simulator) -> None:
         time.sleep(0.2)  # the handler is set after the child has begun
         child.terminate()
         assert child.wait(timeout=30) == 128 + 15
+
+
+def test_two_drivers_are_compared(gpusim: Gpusim) -> None:
+    """Questions that a driver answers in another way than the simulated H100 are listed."""
+    odd = (Fault("nvmlDeviceGetFanSpeed", 999), Fault("field:83", 3))
+    settings: dict[str, Any] = {"epoch": time.time() - 60}
+    gpusim.write(State(gpus=(h100(0),), faults=odd, **settings))
+    done = command("compare", env=gpusim.environment)
+    assert done.returncode == 3, done.stderr
+    assert ", 2 answered in different ways" in done.stdout
+    assert "| nvmlDeviceGetFanSpeed | error 999 | error 3 |" in done.stdout
+    assert "| field 83 | error 3 | type 3 |" in done.stdout
+    gpusim.write(State(gpus=(h100(0),), **settings))
+    assert command("compare", env=gpusim.environment).returncode == 0
 
 
 def test_a_state_file_to_play_with(gpusim_library: Simulator, tmp_path: Path) -> None:

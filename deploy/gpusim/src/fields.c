@@ -1,4 +1,5 @@
 /* Field values: many figures of one device in one call. */
+#include <math.h>
 #include <stdio.h>
 
 #include "sim.h"
@@ -197,9 +198,13 @@ static void fill(const struct call *call, struct field_value *field) {
         type = UNSIGNED_INT;
     if (field->code != OK)
         return;
+    if ((field->field == 197 || field->field == 198) && number_or(call, K_pcie_bits, 32) == 32) {
+        value = fmod(value, 4294967296.0);
+        type = UNSIGNED_INT;
+    }
     field->type = (int)type;
     if (type == UNSIGNED_INT)
-        field->value.natural = (unsigned)(value + 0.5);
+        field->value.natural = (unsigned)(value + 0.5 < 4294967296.0 ? value + 0.5 : value);
     else
         field->value.count = (u64)value;
 }

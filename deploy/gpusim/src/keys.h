@@ -12,7 +12,7 @@
     X(clock_graphics) X(clock_sm) X(clock_mem) X(clock_video) \
     X(max_graphics) X(max_sm) X(max_mem) X(max_video) \
     X(ecc_mode) X(ecc_vol_cor) X(ecc_vol_unc) X(ecc_agg_cor) X(ecc_agg_unc) \
-    X(pcie_gen) X(pcie_width) X(pcie_max_gen) X(pcie_max_width) X(pcie_replay) \
+    X(pcie_gen) X(pcie_width) X(pcie_max_gen) X(pcie_max_width) X(pcie_replay) X(pcie_bits) \
     X(nvlink_links) X(nvlink_speed) X(nvlink_version) X(nvlink_crc) X(nvlink_replay) \
     X(nvlink_recovery) X(nvlink_counts) \
     X(fan) X(pstate) X(persistence) X(compute_mode) X(display_active) X(display_mode) \
