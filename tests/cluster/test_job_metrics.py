@@ -42,7 +42,7 @@ WORK = """\
 exec {python} -S - "$1" "$2" "$3" {where}/$SLURM_JOB_ID <<'END'
 import os, sys, time
 memory, seconds, size, path = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-held = bytearray(os.urandom(1 << 16) * (memory << 4))
+held = os.urandom(1 << 16) * (memory << 4)
 end = time.process_time() + seconds
 while time.process_time() < end:
     pass

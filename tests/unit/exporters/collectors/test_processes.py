@@ -68,7 +68,7 @@ for line in sys.stdin:
         while time.process_time() < end:
             pass
     elif what == "hold":
-        held.append(bytearray(os.urandom(1 << 16) * (number >> 16)))
+        held.append(os.urandom(1 << 16) * (number >> 16))
     print(children[-1] if children else 0, flush=True)
 """
 
