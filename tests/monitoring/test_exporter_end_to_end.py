@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import re
 import shutil
@@ -15,17 +16,17 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import ROOT, Desk
-from tests.monitoring.prometheus_support import static
+from tests.monitoring.prometheus_support import files, static
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tests.cluster.conftest import SlurmCluster
     from tests.monitoring.exporter_support import StartExporter
@@ -75,9 +76,13 @@ time.sleep(600)
 # A rank of a training, as the training scripts talk: with the one file that users copy. Each step
 # has its own number of samples, so that a lost or a doubled one shows.
 TRAINER = """
-import os, time
+import os, sys, time
 from hpml_channel import Channel
 
+here, rank = sys.argv[1], os.environ["RANK"]
+with open(f"{here}/rank{rank}.new", "w") as told:
+    told.write(str(os.getpid()))
+os.rename(f"{here}/rank{rank}.new", f"{here}/rank{rank}")
 channel = Channel.from_env()
 for step in range(1, 101):
     channel.gauge(loss=1.0 / step, accuracy=step / 100)
@@ -85,9 +90,11 @@ for step in range(1, 101):
     time.sleep(0.02)
 channel.result()
 channel.close()
-time.sleep(600)
+while not os.path.exists(f"{here}/end"):
+    time.sleep(0.05)
 """
 RANKS = 2
+SAMPLES = RANKS * sum(range(1, 101))
 
 
 @dataclass(frozen=True)
@@ -140,9 +147,12 @@ class Node:
 
     def gpu_numbers(self, job: Job) -> list[int]:
         """Which GPUs a job has, as Slurm says: the numbers of their device files."""
-        told = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
-        found = re.search(r"GRES=gpu\S*\(IDX:([\d,-]+)\)", told)
-        assert found, told
+        end = time.monotonic() + 60
+        told, found = "", None
+        while found is None:
+            assert time.monotonic() < end, told
+            told = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
+            found = re.search(r"GRES=gpu\S*\(IDX:([\d,-]+)\)", told)
         parts = [part.split("-") for part in found[1].split(",")]
         return [one for part in parts for one in range(int(part[0]), int(part[-1]) + 1)]
 
@@ -162,8 +172,12 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
         disk = Path(folder)
         (disk / "run").mkdir()
         prolog = disk / "task-prolog"
-        told = f"export HPML_EXPORTER_SOCKET={disk}/run/exporter.sock"
-        prolog.write_text(f"#!/bin/sh\necho {told}\n", encoding="utf-8")
+        told = {
+            "HPML_EXPORTER_SOCKET": f"{disk}/run/exporter.sock",
+            "SLURM_SUBMIT_HOST": "node1",  # the node is this machine under another name
+        }
+        lines = "".join(f"echo export {name}={value}\n" for name, value in told.items())
+        prolog.write_text(f"#!/bin/sh\n{lines}", encoding="utf-8")
         prolog.chmod(0o755)
         lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
         own.write_text(lines, encoding="utf-8")
@@ -237,42 +251,91 @@ def test_two_jobs_share_a_node(
     assert server.query("hpml_exporter_errors_total > 0") == []
 
 
+@contextlib.contextmanager
+def training(
+    node: Node, environment: Mapping[str, str], **fields: Any
+) -> Iterator[tuple[Job, Desk, str]]:
+    """Run the trainer through hpml for as long as the block lasts; gives the run's id too."""
+    desk = Desk(node.cluster, node.disk, dict(environment))
+    (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
+    shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
+    command = ["python3", "trainer.py", str(node.disk)]
+    submitted = desk.json("submit", desk.job("training", command=command, **fields))
+    jobid = str(submitted["job_id"])
+    try:
+        yield Job(jobid, node.disk), desk, submitted["id"]
+    except BaseException:
+        for path in [*node.disk.rglob("*.log"), *node.disk.rglob("targets/*")]:
+            print(f"== {path}\n{path.read_text('utf-8')}")
+        raise
+    finally:
+        node.cluster.run("scancel", "--full", "--signal=KILL", jobid, check=False)
+
+
+def training_is_told(server: Prometheus, job: Job) -> None:
+    """Samples, steps and times are what the ranks sent."""
+    of_job = f'{{jobid="{job.jobid}"}}'
+    server.wait_for(f"hpml_train_samples_total{of_job} >= {SAMPLES}", seconds=25)
+    assert server.value(f"hpml_train_samples_total{of_job}") == SAMPLES
+    assert server.value(f"hpml_train_steps_total{of_job}") == RANKS * 100
+    assert server.value(f"hpml_train_data_wait_seconds_total{of_job}") == RANKS * 25
+    assert server.value(f"hpml_train_step_duration_seconds_sum{of_job}") == RANKS * 50
+    assert server.value(f"hpml_train_step_duration_seconds_count{of_job}") == RANKS * 100
+    buckets = f"sum by (le) (hpml_train_step_duration_seconds_bucket{of_job})"
+    assert 0.3 <= server.value(f"histogram_quantile(0.5, {buckets})") <= 1
+    assert server.value(f"hpml_train_loss{of_job}") == 0.01
+    assert server.value(f"hpml_train_accuracy_ratio{of_job}") == 1
+    assert server.value(f"hpml_train_ranks{of_job}") == RANKS
+
+
 def test_a_training_tells_the_exporter_of_its_node(
     node: Node, exporter: StartExporter, prometheus: BootPrometheus
 ) -> None:
-    """Samples, steps and times of a job that hpml runs are what its ranks sent, rank by rank."""
+    """It can be joined with the job and its run, which no exporter but ours can show."""
     here = exporter("--job-interval", "1", "--process-interval", "1", *node.options)
     server = prometheus([static("node", here.address)])
-    desk = Desk(node.cluster, node.disk)
-    (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
-    shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
     resources = {"ranks_per_node": RANKS, "cpus_per_rank": 1, "time": "10:00"}
-    job = desk.job("training", command=["python3", "trainer.py"], resources=resources)
-    submitted = desk.json("submit", job)
-    jobid = str(submitted["job_id"])
-    try:
-        of_job = f'{{jobid="{jobid}"}}'
-        samples = RANKS * sum(range(1, 101))
-        server.wait_for(f"hpml_train_samples_total{of_job} >= {samples}")
-        assert server.value(f"hpml_train_samples_total{of_job}") == samples
-        assert server.value(f"hpml_train_steps_total{of_job}") == RANKS * 100
-        assert server.value(f"hpml_train_data_wait_seconds_total{of_job}") == RANKS * 25
-        assert server.value(f"hpml_train_step_duration_seconds_sum{of_job}") == RANKS * 50
-        assert server.value(f"hpml_train_step_duration_seconds_count{of_job}") == RANKS * 100
-        quantile = "histogram_quantile(0.5, sum by (le) (hpml_train_step_duration_seconds_bucket"
-        assert 0.3 <= server.value(f"{quantile}{of_job}))") <= 1
-        assert server.value(f"hpml_train_loss{of_job}") == 0.01
-        assert server.value(f"hpml_train_accuracy_ratio{of_job}") == 1
-        assert server.value(f"hpml_train_ranks{of_job}") == RANKS
-        # training and the job itself join: what no other exporter can show
+    with training(node, {}, resources=resources) as (job, _, run):
+        training_is_told(server, job)
+        of_job = f'{{jobid="{job.jobid}"}}'
         joined = f"hpml_train_samples_total * on (jobid) group_left (name) hpml_job_info{of_job}"
         (one,) = server.wait_for(joined)
-        assert (one.labels["name"], one.value) == ("training", samples)
-        (run_info,) = server.query(f"hpml_run_info{of_job}")
-        assert run_info.labels["run"] == submitted["id"]
-        assert server.query(f"resets(hpml_train_samples_total{of_job}[5m]) > 0") == []
-    finally:
-        node.cluster.run("scancel", "--full", "--signal=KILL", jobid, check=False)
+        assert (one.labels["name"], one.value) == ("training", SAMPLES)
+        (run_info,) = server.wait_for(f"hpml_run_info{of_job}")
+        assert run_info.labels["run"] == run
+        assert server.counters_that_fell("5m", "node", job.jobid) == []
+
+
+@pytest.mark.parametrize("node", ["environment"], indirect=True)
+def test_a_job_monitors_itself(node: Node, gpusim: Gpusim, prometheus: BootPrometheus) -> None:
+    """Without anybody's leave: Prometheus finds it by a file, and a summary of it stays."""
+    state = gpusim.write(four_gpus())
+    server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
+    seen = gpusim.simulator.environment(gpusim.path)
+    resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
+    with training(node, seen, resources=resources, monitor=True) as (job, desk, run):
+        minors = {gpu.minor: gpu for gpu in state.gpus}
+        mine = [minors[number] for number in node.gpu_numbers(job)]
+        assert len(mine) == RANKS
+        process = Process(int(job.told("rank0")), memory=5 << 30)
+        gpusim.write(state.changed(state.gpus.index(mine[0]), processes=(process,)))
+        training_is_told(server, job)
+        of_job = f'{{jobid="{job.jobid}"}}'
+        server.wait_for(f"hpml_job_gpus_used{of_job} == 1")
+        assert server.value(f"hpml_job_gpus_allocated{of_job}") == RANKS
+        # its own GPUs and its own job, and nobody else's
+        assert {one.labels["uuid"] for one in server.query("hpml_gpu_up")} == {
+            gpu.uuid for gpu in mine
+        }
+        assert {one.labels["jobid"] for one in server.query('{jobid!=""}')} == {job.jobid}
+        (target,) = server.targets()
+        assert (target["labels"]["jobid"], target["labels"]["run"]) == (job.jobid, run)
+        (node.disk / "end").touch()
+        assert desk.json("wait", run)["state"] == "COMPLETED"
+        server.wait_for("up", lambda found: not found)
+        told = desk.json("show", run)
+        print(json.dumps(told["summary"], indent=1))
+        assert 0
 
 
 def gpus_are_told(
