@@ -23,14 +23,15 @@ import pytest
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import ROOT, Desk
+from tests.monitoring.gpusim_support import Gpusim
 from tests.monitoring.prometheus_support import files, static
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
+    from deploy.gpusim.gpusim import Simulator
     from tests.cluster.conftest import SlurmCluster
     from tests.monitoring.exporter_support import StartExporter
-    from tests.monitoring.gpusim_support import Gpusim
     from tests.monitoring.prometheus_support import BootPrometheus, Prometheus
 
 MIB = 1 << 20
@@ -158,11 +159,14 @@ class Node:
 
 
 @pytest.fixture(params=LAYOUTS)
-def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+def node(
+    request: pytest.FixtureRequest, tmp_path: Path, gpusim_library: Simulator
+) -> Iterator[Node]:
     """Boots a cluster of one node with 8 CPUs and 4 GPUs.
 
     Its jobs have numbers of their own: clusters of other tests use the same control groups. Its
-    task prolog tells node agents another place than /run/hpml.
+    task prolog tells node agents another place than /run/hpml, and has the library of simulated
+    GPUs found: variables of hpml's own do not travel with a submission.
     """
     first = 1_000_000 + os.getpid() % 1_000_000
     own = tmp_path / "slurm.conf"
@@ -175,6 +179,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
         told = {
             "HPML_EXPORTER_SOCKET": f"{disk}/run/exporter.sock",
             "SLURM_SUBMIT_HOST": "node1",  # the node is this machine under another name
+            **gpusim_library.environment(disk / "gpus"),
         }
         lines = "".join(f"echo export {name}={value}\n" for name, value in told.items())
         prolog.write_text(f"#!/bin/sh\n{lines}", encoding="utf-8")
@@ -252,11 +257,9 @@ def test_two_jobs_share_a_node(
 
 
 @contextlib.contextmanager
-def training(
-    node: Node, environment: Mapping[str, str], **fields: Any
-) -> Iterator[tuple[Job, Desk, str]]:
+def training(node: Node, **fields: Any) -> Iterator[tuple[Job, Desk, str]]:
     """Run the trainer through hpml for as long as the block lasts; gives the run's id too."""
-    desk = Desk(node.cluster, node.disk, dict(environment))
+    desk = Desk(node.cluster, node.disk)
     (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
     shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
     command = ["python3", "trainer.py", str(node.disk)]
@@ -295,7 +298,7 @@ def test_a_training_tells_the_exporter_of_its_node(
     here = exporter("--job-interval", "1", "--process-interval", "1", *node.options)
     server = prometheus([static("node", here.address)])
     resources = {"ranks_per_node": RANKS, "cpus_per_rank": 1, "time": "10:00"}
-    with training(node, {}, resources=resources) as (job, _, run):
+    with training(node, resources=resources) as (job, _, run):
         training_is_told(server, job)
         of_job = f'{{jobid="{job.jobid}"}}'
         joined = f"hpml_train_samples_total * on (jobid) group_left (name) hpml_job_info{of_job}"
@@ -307,13 +310,15 @@ def test_a_training_tells_the_exporter_of_its_node(
 
 
 @pytest.mark.parametrize("node", ["environment"], indirect=True)
-def test_a_job_monitors_itself(node: Node, gpusim: Gpusim, prometheus: BootPrometheus) -> None:
+def test_a_job_monitors_itself(
+    node: Node, gpusim_library: Simulator, prometheus: BootPrometheus
+) -> None:
     """Without anybody's leave: Prometheus finds it by a file, and a summary of it stays."""
+    gpusim = Gpusim(node.disk / "gpus", gpusim_library)  # nodes have a /tmp of their own
     state = gpusim.write(four_gpus())
     server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
-    seen = gpusim.simulator.environment(gpusim.path)
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
-    with training(node, seen, resources=resources, monitor=True) as (job, desk, run):
+    with training(node, resources=resources, monitor=True) as (job, desk, run):
         minors = {gpu.minor: gpu for gpu in state.gpus}
         mine = [minors[number] for number in node.gpu_numbers(job)]
         assert len(mine) == RANKS
