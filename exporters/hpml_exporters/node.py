@@ -46,7 +46,9 @@ class _SummaryWriter:
 
     def __init__(self, options: NodeOptions) -> None:
         self._path = options.summary_file
-        self._summary = import_module("hpml_exporters.summary").Summary(options)
+        from hpml_exporters.summary import Summary  # noqa: PLC0415 - in jobs alone
+
+        self._summary = Summary(options)
         self._began = self._written = time.monotonic()
 
     def note(self, snapshot: Snapshot) -> None:
