@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,6 @@ ProctrackType=proctrack/cgroup
 TaskPlugin=task/cgroup
 JobAcctGatherType=jobacct_gather/cgroup
 PrologFlags=Alloc,Contain
-FirstJobId={first}
 Prolog={where}/prolog
 Epilog={where}/epilog
 """
@@ -42,7 +42,7 @@ WORK = """\
 exec {python} -S - "$1" "$2" "$3" {where}/$SLURM_JOB_ID <<'END'
 import os, sys, time
 memory, seconds, size, path = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-held = bytearray(os.urandom(1 << 16) * (memory << 4))
+held = os.urandom(1 << 16) * (memory << 4)
 end = time.process_time() + seconds
 while time.process_time() < end:
     pass
@@ -129,6 +129,14 @@ def place(tmp: Path) -> Path:
     return where
 
 
+def own_cluster(where: Path, settings: str) -> AbstractContextManager[SlurmCluster]:
+    """Two nodes, whose jobs have other numbers than those of any cluster beside it."""
+    path = where / "own.conf"
+    path.write_text(f"{settings}FirstJobId={100_000 + time.time_ns() // 1000 % 60_000_000}\n")
+    command = ("--nodes", "2", "--cpus", "4", "--gpus", "2", "--no-accounting")
+    return booted(*command, "--slurm-conf", path, shares=[where])
+
+
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two slurmd of one machine with control groups, and our prolog and epilog."""
@@ -139,12 +147,8 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         script = assets.path(f"templates/prolog/hpml-{name}.sh")
         (where / name).write_text(WRAPPER.format(where=where, script=script))
         (where / name).chmod(0o755)
-    settings = where / "own.conf"
-    first = 100_000 + int(time.time()) % 1_000_000  # groups of other clusters have other numbers
-    settings.write_text(GROUPS.format(where=where, first=first))
     options = NodeOptions(roots=Roots(run=str(where / "run")))
-    command = ("--nodes", "2", "--cpus", "4", "--gpus", "2", "--no-accounting")
-    with booted(*command, "--slurm-conf", settings, shares=[where]) as cluster:
+    with own_cluster(where, GROUPS.format(where=where)) as cluster:
         yield Site(cluster, where, options)
 
 
@@ -246,20 +250,27 @@ def test_inside_of_a_job_only_that_job(grouped: Site) -> None:
     grouped.cancel(*ids)
 
 
-def test_without_control_groups(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Processes are tracked by Slurm alone: environments say whose they are."""
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[Site]:
+    """Slurm tracks processes without control groups, and has no prolog."""
     where = place(tmp_path)
-    (where / "nothing").mkdir()
+    (where / "nothing").mkdir()  # other clusters of this machine may have groups
     options = NodeOptions(roots=Roots(cgroup=str(where / "nothing"), run=str(where / "run")))
-    site = Site(slurm_cluster, where, options)
-    jobid = site.submit(300, 1.0, 64, "-n1", "-Jbare")
-    exporter = Exporter(options)
+    with own_cluster(where, "") as cluster:
+        yield Site(cluster, where, options)
+
+
+def test_without_control_groups(bare: Site) -> None:
+    """Processes are tracked by Slurm alone: environments say whose they are."""
+    jobid = bare.submit(300, 1.0, 64, "-n1", "--gpus=1", "-Jbare")
+    exporter = Exporter(bare.options)
     exporter.sample()
-    site.wait(f"{jobid}.done")
+    bare.wait(f"{jobid}.done")
     found = of(exporter.sample(), jobid)
-    site.cancel(jobid)
-    assert found["hpml_job_info", "root", "root", "main", "bare"] == 1
+    assert found["hpml_job_info", "root", "", "main", "bare"] == 1
+    assert exporter.context.jobs.now.by_id[jobid].facts.gpus == ("0",)
     assert found["hpml_job_memory_bytes", "rss"] / MIB == pytest.approx(300, abs=20)
     assert 0.95 <= burnt(found) <= 3
     assert found["hpml_job_io_write_bytes_total",] / MIB == pytest.approx(64, abs=1)
+    bare.cancel(jobid)
     assert of(exporter.sample(), jobid) == {}

@@ -92,6 +92,20 @@ def test_counters_grow_as_their_rates_say(gpu_collector: Start) -> None:
         assert 0.99 * rate * least - 0.01 <= grown <= 1.01 * rate * most + 0.01, (name, which)
 
 
+def test_pcie_counters_that_wrap_are_added_up(gpu_collector: Start) -> None:
+    """Before Hopper there is a counter of 32 bits: several times around in these readings."""
+    gpu = a100(0, pcie_tx=6_000_000_000, pcie_rx=1_000_000_000)
+    running = gpu_collector(State(gpus=(gpu,)), options={"gpu_interval": 0.2})
+    first = running.sample()
+    for _ in range(10):
+        time.sleep(0.2)
+        last = running.sample()
+    for direction, rate in (("transmit", 6e9), ("receive", 1e9)):
+        name = "hpml_gpu_pcie_bytes_total"
+        grown = last.one(name, direction=direction) - first.one(name, direction=direction)
+        assert rate * (last.began - first.ended) <= grown <= rate * (last.ended - first.began)
+
+
 def test_busy_time_is_the_integral_of_utilization(gpu_collector: Start) -> None:
     """A GPU that works in bursts: what aliases as a gauge is right as a total."""
     gpu = a100(0, util=Square(0.6, 0, 100, 0, 0.5))

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import replace
 
-from deploy.gpusim.gpusim import Fault, Process, State, a100, h100
+from deploy.gpusim.gpusim import Fault, Process, State, a100, divided, h100
 from tests.monitoring.gpu_support import ALL, Start
 
 
@@ -55,6 +55,17 @@ def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> N
     assert made.count("nvmlDeviceGetUtilizationRates") == 8 * 20
     assert made.count("nvmlDeviceGetMaxClockInfo") == 0
     assert made.count("nvmlDeviceGetEnforcedPowerLimit") <= 8
+
+
+def test_handles_are_got_once(gpu_collector: Start) -> None:
+    """Real drivers take milliseconds for one; looking again every half minute needs none."""
+    running = gpu_collector(State(gpus=(a100(0), divided(h100(1), 1, 2))), look=0.0)
+    running.sample()
+    running.calls.write_text("")
+    running.do("repeat", times=20, pause=0.0)
+    made = running.calls.read_text()
+    assert "nvmlDeviceGetHandleBy" not in made
+    assert made.split().count("nvmlDeviceGetMigMode") >= 20
 
 
 def test_a_slow_call_is_made_rarely(gpu_collector: Start) -> None:

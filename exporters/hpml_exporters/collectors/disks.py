@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.rawfile import read
+from hpml_exporters.collectors.rawfile import plain_path, read
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
@@ -30,7 +30,6 @@ _NO_DISKS = ("sr", "fd", "loop", "ram", "zram")
 _SPACE = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs tmpfs".split())
 _PASSABLE = _SPACE | frozenset("rootfs ramfs devtmpfs overlay squashfs proc sysfs cgroup2".split())
 _SYSTEM = ("/dev/", "/proc/", "/run/", "/sys/")  # RAM file systems of the system's own
-_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
 
 
 def make(context: Context) -> Disks:
@@ -130,7 +129,7 @@ def local_mounts(mountinfo: str) -> list[tuple[str, str]]:
         fields, kind = head.split(" "), tail.partition(" ")[0]
         if len(fields) < 6:  # noqa: PLR2004
             continue
-        path = _plain(fields[4])
+        path = plain_path(fields[4])
         if kind not in _PASSABLE:
             barred.append(path.rstrip("/") + "/")
         elif kind in _SPACE and not (kind == "tmpfs" and f"{path}/".startswith(_SYSTEM)):
@@ -140,10 +139,3 @@ def local_mounts(mountinfo: str) -> list[tuple[str, str]]:
         if not f"{path}/".startswith(tuple(barred)):
             shortest.setdefault(device, (path, kind))
     return sorted(shortest.values())[:_MAX_MOUNTS]
-
-
-def _plain(path: str) -> str:
-    if "\\" in path:
-        for escape, character in _ESCAPES:
-            path = path.replace(escape, character)
-    return path

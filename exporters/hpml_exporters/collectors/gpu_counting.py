@@ -39,6 +39,11 @@ class Integral:
             self._last = now
         return self.total
 
+    def grow(self, amount: float) -> float:
+        """Add an amount that is known, however long it took, and return the total."""
+        self.total += amount
+        return self.total
+
     def pause(self) -> None:
         """Let the time until the next reading add nothing."""
         self._last = None

@@ -60,27 +60,37 @@ def pci_address(text: str) -> str:
     return f"{domain:0>8}:{rest}"
 
 
-def discover(nvml: Nvml) -> tuple[Sequence[Place], int]:
+def discover(nvml: Nvml, devices: dict[int, Any]) -> tuple[Sequence[Place], int]:
     """Return all GPUs and MIG instances that answer, and the number of GPUs that do not.
 
     nvitop's objects of lost GPUs have no handle, and each of its answers may be NA. Its own loops
     over all GPUs and instances are not used: they end at the first that gives an error.
+
+    Args:
+        nvml: the library.
+        devices: nvitop's objects of this driver by index, to use again and to add to: a handle
+            takes milliseconds to get on some drivers.
 
     Raises:
         DriverLostError: nothing answers.
     """
     places: list[Place] = []
     lost = 0
-    for index in range(nvml.nvitop.Device.count()):
+    count = nvml.nvitop.Device.count()
+    if any(index >= count for index in devices):  # one is gone, and indexes are others now
+        devices.clear()
+    for index in range(count):
         try:
-            device = nvml.nvitop.PhysicalDevice(index)
+            device = devices.get(index) or nvml.nvitop.PhysicalDevice(index)
         except nvml.error as error:
             lost += _is_lost(error)
             continue
         gpu = None if device.handle is None else _gpu(nvml, device)
         if gpu is None:
             lost += 1
+            devices.pop(index, None)
             continue
+        devices[index] = device
         places.append(gpu)
         places.extend(_instances(nvml, gpu, device))
     return places, lost

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hpml_exporters.collectors.gpu_calls import Values
 from hpml_exporters.collectors.gpu_counting import Integral
-from hpml_exporters.collectors.gpu_nvml import FUNCTION_NOT_FOUND, SUCCESS, Code, Nvml
+from hpml_exporters.collectors.gpu_nvml import FUNCTION_NOT_FOUND, SUCCESS, UNSUPPORTED, Code, Nvml
 
 __all__ = ["Gpm"]
 
@@ -126,19 +126,19 @@ class Gpm:
         _HEADER.pack_into(self._buffer, 0, 1, len(self._wanted), older.value or 0, newer.value or 0)
         code = self._metrics(self._buffer)
         if code == SUCCESS:
-            self._leave(values, now)
+            self._leave(values, now - taken)
         return code
 
-    def _leave(self, values: Values, now: float) -> None:
+    def _leave(self, values: Values, seconds: float) -> None:
         flat = self._layout.unpack_from(self._buffer, _HEADER.size)
         for key, code, number in zip(self._wanted, flat[::2], flat[1::2], strict=True):
             # NaN and negative numbers have been seen when a GPU wakes up
             if code != SUCCESS or not number >= 0:
-                if key not in self._totals:
+                if code in UNSUPPORTED or key not in _RATES:
                     values.pop(key, None)
             elif key in _RATES:
-                values[key] = self._totals[key].add(number * _MIB, now)
+                values[key] = self._totals[key].grow(number * _MIB * seconds)
             else:
                 values[key] = min(number / 100, 1.0)
                 if key == "utilization":
-                    values["busy"] = self._totals["busy"].add(values[key], now)
+                    values["busy"] = self._totals["busy"].grow(values[key] * seconds)

@@ -7,7 +7,6 @@ much for what is called every second; so the hot path takes return codes of the 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +146,8 @@ def _nvitop() -> Any:
     Raises:
         NotHereError: it is not installed.
     """
+    import logging  # noqa: PLC0415 - nvitop needs it, nodes without a GPU do not
+
     logger = logging.getLogger("nvitop.api.libnvml")
     if not logger.handlers:  # with LOGLEVEL=DEBUG it would write nvitop.log where we stand
         logger.addHandler(logging.NullHandler())

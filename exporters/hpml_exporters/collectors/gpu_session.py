@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hpml_exporters.collectors.gpu_devices import Place, discover
 from hpml_exporters.collectors.gpu_events import Watch
@@ -55,6 +56,7 @@ class Session:
         self.dead: dict[str, Place] = {}
         self.watch = Watch(self._nvml, ())
         self.lists = ProcessLists(self._nvml)
+        self._devices: dict[int, Any] = {}
         self._spent = 0
         self._tries: dict[str, int] = {}
 
@@ -85,7 +87,7 @@ class Session:
             DriverLostError: nothing answers.
         """
         before = [one.handle for one in self.shown]
-        places, self.nameless = discover(self._nvml)
+        places, self.nameless = discover(self._nvml, self._devices)
         shown = select(places)
         wanted = {one.key for one in shown}
         kept: dict[object, Reader] = {}

@@ -3,8 +3,8 @@
 Read are the files of /sys/class/infiniband/<device>/ports/<port>
 (Documentation/ABI/stable/sysfs-class-infiniband of the kernel). `port_rcv_data` and
 `port_xmit_data` count words of four bytes. A device without a counter says "N/A (no PMA)", or the
-read fails: that series is not shown. Of `hw_counters`, which differ between drivers, a few are read
-that tell of lost packets and of congestion.
+read fails: that series is not shown. AWS's EFA counts bytes in `hw_counters` instead. Of those,
+which differ between drivers, a few more are read that tell of lost packets and of congestion.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from hpml_exporters.metrics import node
 __all__ = ["Infiniband", "make"]
 
 _WORD_BYTES = 4
+_BYTES: tuple[tuple[MetricSpec, tuple[tuple[str, int], ...]], ...] = (
+    (node.IB_RECEIVED, (("counters/port_rcv_data", _WORD_BYTES), ("hw_counters/rx_bytes", 1))),
+    (node.IB_TRANSMITTED, (("counters/port_xmit_data", _WORD_BYTES), ("hw_counters/tx_bytes", 1))),
+)
 _EVENTS = (
     ("counters", "symbol_error"),
     ("counters", "link_error_recovery"),
@@ -99,10 +103,10 @@ class Infiniband:
                 place = f"{self._root}/{device}/ports/{number}"
                 label = device, number
                 port = _Port(place, label, _text(f"{place}/link_layer"))
-                asked: list[_File] = [
-                    (node.IB_RECEIVED, label, f"{place}/counters/port_rcv_data", _WORD_BYTES),
-                    (node.IB_TRANSMITTED, label, f"{place}/counters/port_xmit_data", _WORD_BYTES),
-                ]
+                asked: list[_File] = []
+                for spec, files in _BYTES:
+                    there = [one for one in files if _number(f"{place}/{one[0]}") is not None]
+                    asked += [(spec, label, f"{place}/{file}", times) for file, times in there[:1]]
                 for directory, name in _EVENTS:
                     event = (*label, name)
                     asked.append((node.IB_EVENTS, event, f"{place}/{directory}/{name}", 1))

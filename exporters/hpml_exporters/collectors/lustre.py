@@ -32,7 +32,7 @@ _OP_OF = {
     "open": "open",
     "getattr": "getattr",
     **dict.fromkeys(
-        "close readdir setattr truncate fsync statfs alloc_inode setxattr getxattr getxattr_hits "
+        "close readdir setattr truncate fsync statfs alloc_inode setxattr getxattr "
         "listxattr removexattr create mknod link unlink symlink mkdir rmdir rename".split(),
         "metadata",
     ),

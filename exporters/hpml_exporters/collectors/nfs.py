@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.rawfile import read
+from hpml_exporters.collectors.rawfile import plain_path, read
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
@@ -30,7 +30,6 @@ _OTHER = 5
 _TYPES = ("nfs", "nfs4")
 _MAX_MOUNTS = 32
 _SERVER_BYTES = slice(5, 7)  # "bytes:" is the field before
-_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
 
 
 @dataclass
@@ -120,7 +119,7 @@ def parse(text: str) -> list[Mount]:
             device, _, rest = line[7:].partition(" mounted on ")
             path, _, kind = rest.rpartition(" with fstype ")
             if kind.partition(" ")[0] in _TYPES and device not in found:
-                mount = found[device] = Mount(_plain(path))
+                mount = found[device] = Mount(plain_path(path))
         elif mount is None:
             continue
         elif in_ops:
@@ -146,10 +145,3 @@ def _add_operation(mount: Mount, fields: list[str]) -> None:
     mount.rtt_seconds[number] += rtt_ms / 1000
     mount.retransmissions += max(0, sent - requests)
     mount.timeouts += timeouts
-
-
-def _plain(path: str) -> str:
-    if "\\" in path:
-        for escape, character in _ESCAPES:
-            path = path.replace(escape, character)
-    return path

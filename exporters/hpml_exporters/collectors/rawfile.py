@@ -1,12 +1,13 @@
-"""Small files of the kernel, read whole in one go."""
+"""Small files of the kernel, read whole in one go, and the paths in them."""
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["MAX_BYTES", "read"]
+__all__ = ["MAX_BYTES", "plain_path", "read"]
 
 MAX_BYTES = 4 * 1024**2
+_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
@@ -30,3 +31,15 @@ def read(path: str, most: int = MAX_BYTES) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+def plain_path(path: str) -> str:
+    r"""Return a path as mountinfo and mountstats write it, with octal numbers, as it is.
+
+    >>> plain_path(r"/data\040sets")
+    '/data sets'
+    """
+    if "\\" in path:
+        for escape, character in _ESCAPES:
+            path = path.replace(escape, character)
+    return path

@@ -5,9 +5,10 @@ in their manifests, so that a million files cost one read; a cached dataset coun
 that uses it), and all other files of its user, where that user has no other job here. The exporter
 of a single job cannot know of others, and only counts what hpml staged. The kernel's own word on a
 job is `hpml_job_memory_bytes{kind="shmem"}`, of its control group, which also knows files that are
-deleted but open; it does not know whose a dataset is that another job brought.
+deleted but open; it does not know whose a dataset is that another job brought. Where Slurm gives
+each job a /dev/shm of its own (job_container/tmpfs), the exporter of the node sees none of them.
 
-/dev/shm may hold millions of files: at each sample a few thousand entries are looked at, and the
+/dev/shm may hold millions of files: at each sample some entries are looked at, and the
 next one goes on there. Shown is the last walk that came to its end. Users can put anything there:
 nothing is followed, no other file system is entered, no file is opened that might wait.
 """
@@ -22,15 +23,15 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.rawfile import read
+from hpml_exporters.collectors.rawfile import plain_path, read
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
 
 __all__ = ["Shm", "Walk", "make"]
 
-ENTRIES = 3000
-"""Entries that are looked at in a sample, about 10 ms."""
+ENTRIES = 1500
+"""Entries that are looked at in a sample, about 5 ms."""
 
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
 _MAX_DEPTH = 32
@@ -115,7 +116,7 @@ class Shm:
             lines = read(self._mountinfo).decode("utf-8", "surrogateescape").splitlines()
         except OSError:
             return frozenset()
-        paths = (line.split(" ", 5)[4] for line in lines if line.count(" ") > 5)  # noqa: PLR2004
+        paths = (plain_path(line.split(" ", 5)[4]) for line in lines if line.count(" ") > 5)  # noqa: PLR2004
         below = f"{self._root}/"
         return frozenset(path for path in paths if path.startswith(below))
 
@@ -125,7 +126,7 @@ class Walk:
 
     Args:
         root: where it is.
-        mounts: paths below it that are not entered, as mountinfo writes them.
+        mounts: paths below it that are not entered.
         size: bytes that no manifest can exceed.
         staged_only: leave out what hpml did not stage.
     """

@@ -34,12 +34,14 @@ class _Said:
     heard: float  # when it spoke, not when its agent did
     steps: deque[tuple[float, float, float]] = field(default_factory=deque)
 
-    def step_seconds(self, now: float) -> float | None:
-        """Return the mean duration of its steps of the last minute; None without any."""
+    def note(self, now: float) -> None:
+        """Keep where its steps are now, and forget what is older than needed."""
+        self.steps.append((now, self.last.totals[_STEPS], self.last.totals[_STEP_SECONDS]))
         while len(self.steps) > 1 and self.steps[1][0] <= now - _WINDOW_SECONDS:
             self.steps.popleft()
-        if not self.steps:
-            return None
+
+    def step_seconds(self) -> float | None:
+        """Return the mean duration of its steps of the last minute; None without any."""
         _, steps, seconds = self.steps[0]
         done = self.last.totals[_STEPS] - steps
         return (self.last.totals[_STEP_SECONDS] - seconds) / done if done > 0 else None
@@ -122,7 +124,7 @@ class JobTotals:
         else:
             said = agent.ranks[rank.rank] = _Said(rank, now)
         said.last, said.heard = rank, now - rank.age
-        said.steps.append((now, rank.totals[_STEPS], rank.totals[_STEP_SECONDS]))
+        said.note(now)
         more = [new - old for new, old in zip(rank.totals, before, strict=True)]
         for number, amount in enumerate(more):
             self._totals[number] += amount
@@ -143,7 +145,7 @@ class JobTotals:
             return None
         said = [one for agent in agents for one in agent.ranks.values()]
         fresh = [one for one in said if now - one.heard <= _RANK_SILENT_SECONDS]
-        means = [mean for one in fresh if (mean := one.step_seconds(now)) is not None]
+        means = [mean for one in fresh if (mean := one.step_seconds()) is not None]
         news = [one.last for one in said if now - one.heard <= _STALE_SECONDS]
         judged = [one.binding for one in agents if one.binding is not None]
         return Figures(

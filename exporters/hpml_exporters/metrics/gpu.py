@@ -259,7 +259,7 @@ PCIE = _gpu(
     "counter",
     "pcie",
     "bytes",
-    "Bytes over PCIe since the exporter started, as seen from the GPU.",
+    "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB/s may be missed.",
     "nvmlGpmMetricsGet, metrics 20 and 21, integrated; else nvmlDeviceGetFieldValues, fields 197"
     " and 198",
     "direction",

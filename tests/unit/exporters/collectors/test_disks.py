@@ -177,7 +177,7 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Path, int]]:
     if not shutil.which("squashfuse") or not shutil.which("mksquashfs"):
         pytest.skip("squashfuse or mksquashfs is missing")
     content, place = tmp_path / "content", tmp_path / "shm"
-    point = place / "theirs"
+    point = place / "their files"
     (content / "inner").mkdir(parents=True)
     point.mkdir(parents=True)
     (place / "mine").write_bytes(b"x" * 4096)

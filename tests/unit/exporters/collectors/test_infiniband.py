@@ -77,6 +77,15 @@ def test_a_port_without_counters(tmp_path: Path) -> None:
     }
 
 
+def test_a_device_that_counts_bytes_elsewhere(tmp_path: Path) -> None:
+    """AWS's EFA has no performance counters of InfiniBand, but counts bytes itself."""
+    efa = {"hw_counters/rx_bytes": "12345\n", "hw_counters/tx_bytes": "678\n"}
+    tree(tmp_path, "rdmap0s31", efa | {"state": "4: ACTIVE\n"})
+    found = sampled(make(context(sys=tmp_path)))
+    assert found["hpml_infiniband_received_bytes_total", "rdmap0s31", "1"] == 12345
+    assert found["hpml_infiniband_transmitted_bytes_total", "rdmap0s31", "1"] == 678
+
+
 def test_devices_come_and_go(tmp_path: Path) -> None:
     """A new device is seen within a minute, one whose driver was unloaded is not shown again."""
     collector = make(context(sys=tmp_path))

@@ -24,7 +24,7 @@ MIB = 1 << 20
 WORK = """
 import mmap, os, sys, time
 sys.stdin.readline()
-held = bytearray(os.urandom(1 << 16) * (300 << 4))
+held = os.urandom(1 << 16) * (300 << 4)
 shared = mmap.mmap(-1, 32 << 20)
 for at in range(0, 32 << 20, 4096):
     shared[at] = 1

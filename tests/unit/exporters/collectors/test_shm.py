@@ -168,6 +168,17 @@ def test_a_manifest_cannot_claim_more_than_there_is(place: Path) -> None:
     assert found["hpml_job_shm_bytes", "41"] == size + 4096  # type: ignore[operator]
 
 
+def test_a_manifest_that_is_a_link(place: Path, tmp_path: Path) -> None:
+    """It is not followed, wherever it leads."""
+    job = place / f"hpml-{UID}" / "cluster-41"
+    (job / "data").mkdir(parents=True)
+    (tmp_path / "theirs").write_text('{"bytes": 1000000}\n')
+    (job / ".data.manifest").symlink_to(tmp_path / "theirs")
+    told = context(shm=place)
+    post(told.jobs, {"41": (UID, [])})
+    assert job_bytes(sampled(make(told))) == {"41": 0}
+
+
 def test_a_pipe_in_the_place_of_a_manifest_holds_nobody_up(place: Path) -> None:
     """Opening it for reading would wait for a writer."""
     job = place / f"hpml-{UID}" / "cluster-41"

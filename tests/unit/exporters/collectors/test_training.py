@@ -183,7 +183,7 @@ def test_a_rank_that_says_no_more(inherited: tuple[Feed, Training]) -> None:
     """Its agent goes on: the rank is not counted any more, and its old loss is no news."""
     feed, collector = inherited
     feed.take(0, 11, counters(100, 10, loss=0.5))
-    for now in range(0, 700, 10):
+    for now in range(0, 2000, 10):
         feed._clock = lambda now=now: float(now)
         feed._beat_at = feed._send_at = 0.0
         feed.act(float(now))
@@ -191,6 +191,8 @@ def test_a_rank_that_says_no_more(inherited: tuple[Feed, Training]) -> None:
         assert found["hpml_train_samples_total", *JOB] == 100
         assert found["hpml_train_ranks", *JOB] == int(now <= 60)
         assert (("hpml_train_loss", *JOB) in found) == (now <= 600)
+    (agent,) = collector._jobs["7"]._agents.values()
+    assert len(agent.ranks[0].steps) < 10, "it fills no memory either"
 
 
 def test_methods_have_a_bound(inherited: tuple[Feed, Training]) -> None:
@@ -385,6 +387,8 @@ def test_a_flood_is_the_flooder_s_own(
         assert sent < 10_000, "its own queue is full"
         assert ours.send(message(number), 1, socket.MSG_DONTWAIT) == 1
         assert shown(collector)["hpml_train_samples_total", "7"] == number
+        if number == 1:
+            assert collector._refused.malformed == 128 < sent, "the rest is for the next sample"
     assert 0 < refused(collector)["malformed"] <= 128 * 11
     assert shown(collector)["hpml_train_samples_total", "8"] == 1
 
