@@ -105,6 +105,7 @@ class Summary:
         self._seconds = 0.0
         self._began = self._updated = 0.0
         self._starts = 1
+        self._looked = False
         self._resume(options.summary_file)
         self._resumed = frozenset(self._counts)  # counters whose next reading is a new exporter's
 
@@ -119,6 +120,7 @@ class Summary:
         self._note_job(families)
         self._note_gpus(families, step)
         self._resumed = frozenset()
+        self._looked = True
 
     def write(self, path: str) -> None:
         """Write the figures, complete or not at all.
@@ -183,7 +185,10 @@ class Summary:
     def _note_gpu(self, key: str, name: str, value: float, step: float) -> None:
         if name in _COUNTED:
             own = name in _SINCE_EXPORTER
-            self._count(key, value, first=own, anew=own)
+            grown = self._count(key, value, first=own, anew=own)
+            if name == "busy_seconds" and self._looked and step > 0:
+                # Before the first look nobody knows from when on the collector counted.
+                self._mean(f"{key}_share", min(1.0, grown / step), step)
         elif name in _PEAKS:
             self._peak(key, value)
         else:
@@ -211,8 +216,8 @@ class Summary:
             found[key] = found.get(key, 0.0) + float(sample.value)  # type: ignore[arg-type]
         return found
 
-    def _count(self, key: str, value: float, *, first: bool = True, anew: bool = False) -> None:
-        """Add what a counter grew by.
+    def _count(self, key: str, value: float, *, first: bool = True, anew: bool = False) -> float:
+        """Add what a counter grew by, and return that.
 
         Args:
             key: of the counter.
@@ -224,12 +229,15 @@ class Summary:
         known = self._counts.get(key)
         if known is None:
             self._counts[key] = [value if first else 0.0, value]
-            return
+            return self._counts[key][0]
         grown = value - known[1]
-        if grown < 0:
-            grown = value if anew or key not in self._resumed else 0.0
+        if key in self._resumed:
+            grown = value if anew else max(0.0, grown)
+        elif grown < 0:
+            grown = value
         known[0] += grown
         known[1] = value
+        return grown
 
     def _mean(self, key: str, value: float, seconds: float) -> None:
         weight = max(seconds, _INSTANT_SECONDS)
@@ -275,7 +283,7 @@ class Summary:
             "seconds": round(seconds, 3),
         }
         for key, (mean, _) in self._means.items():
-            if key.startswith(begin) and not key.endswith("/present"):
+            if key.startswith(begin) and not key.endswith(("/present", "_share")):
                 figures[key.removeprefix(begin)] = round(mean, 4)
         for key, value in self._peaks.items():
             if key.startswith(begin):
@@ -288,7 +296,9 @@ class Summary:
                 else:
                     figures[name] = round(total, 3)
         if "busy_seconds" in figures and seconds > _INSTANT_SECONDS:
-            figures["utilization_ratio"] = round(min(1.0, figures["busy_seconds"] / seconds), 4)
+            share = min(1.0, figures["busy_seconds"] / seconds)
+            share = self._means.get(f"{begin}busy_seconds_share", (share, 0.0))[0]
+            figures["utilization_ratio"] = round(share, 4)
         return figures
 
     def _resume(self, path: str) -> None:

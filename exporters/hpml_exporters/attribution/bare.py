@@ -7,11 +7,17 @@ an environment of his own, so a job has only the processes of the user who had i
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from hpml_exporters.attribution import process, raw
 
-__all__ = ["BareJob", "BareJobs"]
+__all__ = ["OWN", "BareJob", "BareJobs"]
+
+OWN = (b"SLURM_CLUSTER_NAME", b"SLURMD_NODENAME")
+"""Variables by which the exporter of one job knows its own from others of that number: local jobs
+count from 1 in every directory of records, and a machine may be several nodes of one job."""
 
 _YOUNG_SECONDS = 30.0  # a process may still start its program, and that brings the environment
 _CHECK_EVERY = 12  # looks after which an id is checked for being another process by now
@@ -40,13 +46,12 @@ class BareJobs:
 
     Args:
         proc: mount point of procfs.
-        cluster: takes processes of this cluster alone; empty: of any. Local jobs count from 1 in
-            every directory of records, so their number says little without it.
+        own: variables that have to have these values where a process has them; see `OWN`.
     """
 
-    def __init__(self, proc: str, cluster: str = "") -> None:
+    def __init__(self, proc: str, own: Mapping[bytes, bytes] = MappingProxyType({})) -> None:
         self._proc = proc
-        self._cluster = os.fsencode(cluster)
+        self._own = own
         self._known: dict[int, _Known] = {}
         self._looks = 0
         self.stepds: list[int] = []
@@ -106,8 +111,8 @@ class BareJobs:
                 one.jobid, one.step, one.uid = parent.jobid, parent.step, parent.uid
             return
         jobid = values.get(b"SLURM_JOB_ID", b"")
-        cluster = values.get(b"SLURM_CLUSTER_NAME", b"")
-        if jobid.isdigit() and (not self._cluster or cluster == self._cluster):
+        strange = any(values.get(name, value) != value for name, value in self._own.items())
+        if jobid.isdigit() and not strange:
             uid = process.uid(self._proc, pid)
             one.jobid = jobid.decode("ascii")
             one.step = step_of(values)

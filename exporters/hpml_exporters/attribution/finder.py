@@ -48,7 +48,8 @@ class JobFinder:
         self._facts = options.job
         self._only = options.job.jobid if options.job else ""
         self._tree = JobTree(self._identify)
-        own = os.environ.get("SLURM_CLUSTER_NAME", "") if options.job else ""
+        names = bare.OWN if options.job else ()
+        own = {name: os.environb[name] for name in names if name in os.environb}
         self._bare = BareJobs(options.roots.proc, own)
         self._maps = JobMaps(options.roots.run, booted(options.roots.proc))
         self._people = People()

@@ -119,13 +119,21 @@ def test_memory_is_the_highest_level_without_the_page_cache(summary: Summary) ->
 
 
 def test_means_of_gpus_are_weighed_by_time(summary: Summary) -> None:
-    """10 s at 20 % and 30 s at 60 % are 50 %; busy time over all time is the utilisation."""
-    summary.note(seen(10, *gpus(["a"], sm_active_ratio=0.2, busy_seconds_total=10.0)))
-    summary.note(seen(40, *gpus(["a"], sm_active_ratio=0.6, busy_seconds_total=30.0)))
+    """10 s at 20 % and 30 s at 60 % are 50 %."""
+    summary.note(seen(10, *gpus(["a"], sm_active_ratio=0.2)))
+    summary.note(seen(40, *gpus(["a"], sm_active_ratio=0.6)))
     (gpu,) = summary.to_json()["gpus"]
     assert gpu["sm_active_ratio"] == pytest.approx(0.5)
-    assert gpu["utilization_ratio"] == pytest.approx(0.75)
     assert (gpu["uuid"], gpu["name"], gpu["seconds"]) == ("a", "A100", 40)
+
+
+def test_utilisation_is_the_busy_share_of_the_time_that_was_watched(summary: Summary) -> None:
+    """The first look came 5 s after the start, when the driver had been read for 2 s."""
+    for seconds, busy in ((5, 2.0), (15, 8.0), (45, 23.0)):
+        summary.note(seen(seconds, *gpus(["a"], busy_seconds_total=busy)))
+    (gpu,) = summary.to_json()["gpus"]
+    assert gpu["utilization_ratio"] == pytest.approx((23 - 2) / 40)
+    assert gpu["busy_seconds"] == 23
 
 
 def test_energy_is_what_was_used_meanwhile(summary: Summary) -> None:
@@ -219,6 +227,7 @@ def test_a_killed_exporter_loses_nothing_of_the_job(
     ("name", "first", "second", "total"),
     [
         ("hpml_gpu_busy_seconds_total", 8.0, 4.0, 12.0),  # each exporter integrates from 0
+        ("hpml_gpu_busy_seconds_total", 3.0, 4.0, 7.0),  # which one that lives longer does, too
         ("hpml_gpu_energy_joules_total", 1000.0, 1400.0, 400.0),  # the driver's lives on
     ],
 )

@@ -1,0 +1,93 @@
+"""What a job's own exporter adds up of its GPUs is what the simulated GPUs did."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deploy.gpusim.gpusim import Event, Process, State, a100
+from hpml_orchestrator.jobs.monitored import monitor_lines, monitored_nodes
+from hpml_orchestrator.node.arguments import MonitorWish
+from hpml_orchestrator.node.monitor import Monitor
+from hpml_orchestrator.records.store import Attempt
+
+if TYPE_CHECKING:
+    from tests.monitoring.gpusim_support import Gpusim
+
+WATTS, BUSY, GIB = 250, 40, 1 << 30
+
+
+def told(attempt: Path) -> dict[str, Any]:
+    """What the exporter has written so far."""
+    path = attempt / "nodes" / "n1.monitor.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def environment(gpusim: Gpusim) -> dict[str, str]:
+    """The variables of an agent whose step has the GPUs of minor numbers 1 and 2."""
+    kept = {n: v for n, v in gpusim.environment.items() if not n.startswith(("SLURM", "HPML_J"))}
+    return {**kept, "SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "sim", "SLURM_STEP_GPUS": "1-2"}
+
+
+@pytest.fixture
+def rank(environment: dict[str, str]) -> Iterator[int]:
+    """A process of the job."""
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_gpus_of_the_job_are_summed_up(
+    tmp_path: Path, gpusim: Gpusim, environment: dict[str, str], rank: int
+) -> None:
+    """Two of three GPUs are the job's, by minor number; it uses one; the exporter is killed."""
+    busy = a100(0, minor=2, util=BUSY, power=WATTS, processes=(Process(rank, 9 * GIB),))
+    others = (a100(1, minor=1, util=0, power=WATTS), a100(2, minor=0, util=99, power=400))
+    state = gpusim.write(State(gpus=(busy, *others)))
+    attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
+    (attempt / "nodes").mkdir(parents=True)
+    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", environment)
+    began = time.monotonic()
+    monitor.start(None)
+    try:
+        until(lambda: told(attempt).get("gpus"))
+        process = monitor._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: told(attempt)["starts"] == 2)
+        gpusim.write(state.at().changed(0, events=(Event(1, 79),)))
+        until(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))
+    finally:
+        monitor.stop()
+    took = time.monotonic() - began
+    used, idle = sorted(told(attempt)["gpus"], key=lambda one: -one["busy_seconds"])
+    assert (used["uuid"], idle["uuid"]) == (state.gpus[0].uuid, state.gpus[1].uuid)
+    assert used["utilization_ratio"] == pytest.approx(BUSY / 100, abs=0.04)
+    assert idle["busy_seconds"] == 0
+    for one in (used, idle):
+        assert one["power_watts"] == pytest.approx(WATTS, rel=0.02)
+        assert one["energy_joules"] == pytest.approx(took * WATTS, rel=0.3)
+    assert used["memory_peak_bytes"] >= 9 * GIB > idle["memory_peak_bytes"]
+    assert used["xid_errors"] == {"79": 1}
+    (line, *_) = monitor_lines(monitored_nodes(Attempt(attempt)))
+    assert re.match(r"2 GPUs (19|20|21)% busy, 9\.0 GiB of memory at most on one, ", line)
+    assert "1 of them never used" in line
+    assert "XID 79 (1 x)" in line
