@@ -79,6 +79,12 @@ API ret_t nvmlDeviceGetCount(unsigned *count) {
 }
 
 static ret_t hand_out(const struct call *call, unsigned gpu, unsigned mig, handle_t *device) {
+    struct call of_gpu = *call; /* the call names no GPU before it has a handle */
+    of_gpu.index = gpu;
+    of_gpu.gpu = call->state->gpu[gpu];
+    ret_t code = fault_code(&of_gpu, "nvmlDeviceGetHandle");
+    if (code != OK)
+        return code;
     if (handle_check(call, gpu) != OK)
         return GPU_IS_LOST;
     *device = handle_of(call->state, gpu, mig);
