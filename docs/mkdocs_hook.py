@@ -22,6 +22,7 @@ OUTSIDE = (
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
     "deploy/prometheus/prometheus.yml",
+    "exporters/README.md",
     "deploy/systemd/hpml-exporter-node.service",
 )
 

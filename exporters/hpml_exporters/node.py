@@ -27,7 +27,6 @@ EXIT_STUCK = 75
 _LOOK_SECONDS = 1.0
 _OBSERVE_SECONDS = 5.0
 _WRITE_SECONDS = 30.0
-_OFTEN_SECONDS = 60.0  # at first it is written with every look: a short job loses less
 _END_SECONDS = 5.0
 
 
@@ -46,13 +45,18 @@ class _SummaryWriter:
 
     def __init__(self, options: NodeOptions) -> None:
         self._path = options.summary_file
-        self._summary = import_module("hpml_exporters.summary").Summary(options)
+        from hpml_exporters.summary import Summary  # noqa: PLC0415 - in jobs alone
+
+        self._summary = Summary(options)
         self._began = self._written = time.monotonic()
 
     def note(self, snapshot: Snapshot) -> None:
         self._summary.note(snapshot)
         now = time.monotonic()
-        if now - self._written >= _WRITE_SECONDS or now - self._began < _OFTEN_SECONDS:
+        # A short job whose exporter is killed loses half of its figures at most; and the nodes of
+        # a large one do not keep writing to the shared file system.
+        pause = min(_WRITE_SECONDS, (now - self._began) / 2)
+        if now - self._written >= pause:
             self._written = now
             self._summary.write(self._path)
 

@@ -121,10 +121,15 @@ def _add_histograms(
 def _pairs(names: Sequence[str], values: Sequence[str]) -> str:
     """Return `a="b",c="d"`; a label with an empty value is to Prometheus one that is not there."""
     return ",".join(
-        f'{name}="{value.translate(_ESCAPES)}"'
-        for name, value in zip(names, values, strict=True)
-        if value
+        f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True) if value
     )
+
+
+def _escaped(value: str) -> str:
+    """Return a label's value as it is written; most of them as they are, which is quickly seen."""
+    if "\\" in value or '"' in value or "\n" in value or "\0" in value:
+        return value.translate(_ESCAPES)
+    return value
 
 
 def _number(value: float) -> str:

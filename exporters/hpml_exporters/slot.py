@@ -17,6 +17,7 @@ __all__ = ["Pauses", "Slot", "Source", "State", "checked", "tell"]
 Outcome = Literal["new", "good", "absent", "failed"]
 _TOLD_AGAIN_SECONDS = 3600.0
 _SHOWN_CHARS = 300
+_INTERVAL_MIN_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Slot:
         try:
             if self._collector is None:
                 self._collector = self._source.make()
-                self.interval = self._collector.interval
+                self.interval = max(self._collector.interval, _INTERVAL_MIN_SECONDS)
             families = checked(self._collector.sample(begun))
             outcome, self._lost = "good", 0
         except NotHereError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from site import ENABLE_USER_SITE, getusersitepackages
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.batch.check_finding import Finding
@@ -27,7 +28,7 @@ def check_monitor(
     *,
     on_nodes: bool,
     mounts: str = "/proc/mounts",
-    installed: Callable[[str], bool] = lambda name: find_spec(name) is not None,
+    installed: Callable[[str], bool] | None = None,
 ) -> list[Finding]:
     """Return what keeps a job from being monitored as it wants; the job runs all the same.
 
@@ -35,14 +36,21 @@ def check_monitor(
         job: a complete job.
         on_nodes: whether the job runs on other machines than this one.
         mounts: the table of mounts, for tests.
-        installed: whether the interpreter that runs hpml has a module.
+        installed: whether the interpreter that runs hpml has a module; looked for when left out.
     """
     if not job.monitor.enabled:
         return []
-    found = [*_software(job, installed), *_listening(job.monitor, on_nodes)]
+    found = [*_software(job, installed or _installed), *_listening(job.monitor, on_nodes)]
     if job.monitor.targets is not None:  # else they lie beside the records, which are looked at
         found += _targets(job.monitor.targets, on_nodes, mounts)
     return found
+
+
+def _installed(name: str) -> bool:
+    """Say whether an isolated interpreter has a module, as the exporter's is: without `--user`."""
+    found = find_spec(name)
+    where = (found.origin if found else None) or ""
+    return bool(where) and not (ENABLE_USER_SITE and where.startswith(getusersitepackages()))
 
 
 def _warning(code: str, field: str, value: object, message: str, hint: str) -> Finding:

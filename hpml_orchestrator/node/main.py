@@ -10,7 +10,8 @@ USAGE = """\
 usage: hpml-node.pyz COMMAND …
   claim SUBMISSION                    claim this attempt of the run; prints its directory
   agent ATTEMPT [--ranks N --policy P --verify V [--ranks-per-gpu N] [--loader-workers N]
-        [--one-thread] [--keep-threads]] [--stage N KIND SOURCE BASE]…
+        [--one-thread] [--keep-threads]] [--monitor ADDRESS:PORT …]
+        [--stage N KIND SOURCE BASE]…
                                       one per node, for as long as the job
   wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or say why not
   rendezvous ATTEMPT                  print the address and a free port of the head node

@@ -169,7 +169,8 @@ class Monitor:
 
     def _supervise(self) -> None:
         try:
-            targets.sweep(self._directory)
+            if self.environment.get("SLURM_NODEID", "0") == "0":  # one node's look is enough
+                targets.sweep(self._directory)
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
             self._tell(f"is not looked after any more: {type(error).__name__}: {error}")

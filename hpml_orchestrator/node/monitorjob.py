@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.node.rendezvous import resolve
-from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.visible import visible_devices
 
 if TYPE_CHECKING:
@@ -72,8 +71,9 @@ def allocated_gpus(
 ) -> Optional[list[str]]:  # noqa: UP045
     """Return the names of this node's GPUs that the job has; None where nobody knows.
 
-    Names are UUIDs or PCI addresses as the node's own topology has them, else what Slurm says.
-    What the batch script inherited of the first node's GPUs means nothing on another node.
+    Names are UUIDs or PCI addresses as the node's own topology has them, else the UUIDs that the
+    local backend gives in place of Slurm's numbers. What the batch script inherited of the first
+    node's GPUs means nothing on another node.
 
     Args:
         made: the node's plan and what it was made of.
@@ -90,12 +90,9 @@ def allocated_gpus(
     told = environment.get("SLURM_STEP_GPUS", "")
     if not told and environment.get("SLURM_NNODES") == "1":
         told = environment.get("SLURM_JOB_GPUS", "")
-    if not told:
-        return None
-    try:
-        return [str(number) for number in cpu_numbers(told)]
-    except ValueError:
-        return [word.strip() for word in told.split(",") if word.strip()]
+    names = [word.strip() for word in told.split(",")]
+    # Slurm's numbers are places in a list of gres.conf, which names no device.
+    return names if all(name.startswith(("GPU-", "MIG-")) for name in names) else None
 
 
 def free_cpus(made: Optional[Prepared], allowed: Collection[int]) -> frozenset[int]:  # noqa: UP045

@@ -49,7 +49,7 @@ class Monitor(BaseModel):
     )
     interval: Annotated[StrictInt, Field(ge=1, le=60)] = Field(
         default=1,
-        description="Seconds between two readings of GPUs; the job's processes are read every fifth "
+        description="Seconds between two readings of GPUs; the processes are read every fifth "
         "time, the node's disks and networks every tenth.",
     )
 

@@ -88,6 +88,15 @@ def test_a_function_fails_with_any_code(gpusim: Gpusim) -> None:
         assert ask("nvmlInit()") == {"error": DRIVER_NOT_LOADED}
 
 
+def test_one_gpu_refuses_its_handle(gpusim: Gpusim) -> None:
+    """By index and by UUID, while the other GPU gives one."""
+    state = gpusim.write(node(faults=(Fault("nvmlDeviceGetHandle", UNKNOWN, gpu=1),)))
+    with gpusim.probe() as ask:
+        by_uuid = f"nvmlDeviceGetHandleByUUID({state.gpus[1].uuid!r})"
+        assert [ask("h(1)"), ask(by_uuid)] == [{"error": UNKNOWN}] * 2
+        assert ask(TEMPERATURE.format(0)) == 35
+
+
 def test_calls_can_be_slow(gpusim: Gpusim) -> None:
     """Those that are named, by at least so many milliseconds."""
     gpusim.write(node(faults=(Fault("nvmlDeviceGetTemperature", 150, kind="slow", gpu=0),)))

@@ -23,6 +23,7 @@ from hpml_orchestrator.records.store import Attempt
 if TYPE_CHECKING:
     from tests.monitoring.gpusim_support import Gpusim
 
+GPUS = {"SLURM_NNODES": "1", "SLURM_JOB_GPUS": f"{a100(0).uuid},{a100(1).uuid}"}
 WATTS, BUSY, GIB = 250, 40, 1 << 30
 
 
@@ -42,9 +43,9 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def environment(gpusim: Gpusim) -> dict[str, str]:
-    """The variables of an agent whose step has the GPUs of minor numbers 1 and 2."""
+    """The variables of an agent whose job has the first two GPUs."""
     kept = {n: v for n, v in gpusim.environment.items() if not n.startswith(("SLURM", "HPML_J"))}
-    return {**kept, "SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "sim", "SLURM_STEP_GPUS": "1-2"}
+    return {**kept, "SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "sim", **GPUS}
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def rank(environment: dict[str, str]) -> Iterator[int]:
 def test_gpus_of_the_job_are_summed_up(
     tmp_path: Path, gpusim: Gpusim, environment: dict[str, str], rank: int
 ) -> None:
-    """Two of three GPUs are the job's, by minor number; it uses one; the exporter is killed."""
+    """Two of three GPUs are the job's, by their UUIDs; it uses one; the exporter is killed."""
     busy = a100(0, minor=2, util=BUSY, power=WATTS, processes=(Process(rank, 9 * GIB),))
     others = (a100(1, minor=1, util=0, power=WATTS), a100(2, minor=0, util=99, power=400))
     state = gpusim.write(State(gpus=(busy, *others)))

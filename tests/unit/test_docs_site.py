@@ -18,6 +18,7 @@ NAMED = (
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
     "deploy/prometheus/prometheus.yml",
+    "exporters/README.md",
     "deploy/systemd/hpml-exporter-node.service",
 )
 """What pages lead to outside of docs/."""

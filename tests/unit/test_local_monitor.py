@@ -224,7 +224,8 @@ def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Desk) -> None:
     """A web config that is none: told at submission and by the job, which completes."""
     desk.submit(web_config="none.yml")
     output = desk.run / "output.log"
-    eventually(lambda: "the job's monitor was refused" in output.read_text())
+    words = "the job's monitor was refused"
+    eventually(lambda: output.exists() and words in output.read_text())
     (desk.run / "go").touch()
     desk.hpml("wait", desk.job["id"])
     assert str(desk.root / "none.yml") in output.read_text()

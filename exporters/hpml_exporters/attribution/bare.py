@@ -20,7 +20,7 @@ OWN = (b"SLURM_CLUSTER_NAME", b"SLURMD_NODENAME")
 count from 1 in every directory of records, and a machine may be several nodes of one job."""
 
 _YOUNG_SECONDS = 30.0  # a process may still start its program, and that brings the environment
-_CHECK_EVERY = 6  # looks after which an id is checked for being another process by now
+_CHECK_EVERY = 12  # looks after which an id is checked for being another process by now
 
 
 @dataclass
@@ -82,9 +82,8 @@ class BareJobs:
             if one is None or self._to_read(pid, one, now):
                 self._look(pid, now)
         found: dict[str, BareJob] = {}
-        for pid, one in sorted(known.items(), key=lambda item: item[1].start):
-            if not one.jobid or (only and only != one.jobid):
-                continue
+        theirs = [item for item in known.items() if item[1].jobid and only in {"", item[1].jobid}]
+        for pid, one in sorted(theirs, key=lambda item: item[1].start):
             job = found.setdefault(one.jobid, BareJob(one.jobid, one.uid))
             if job.uid == one.uid:
                 job.steps.setdefault(one.step, set()).add(pid)

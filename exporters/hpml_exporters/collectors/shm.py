@@ -8,7 +8,7 @@ job is `hpml_job_memory_bytes{kind="shmem"}`, of its control group, which also k
 deleted but open; it does not know whose a dataset is that another job brought. Where Slurm gives
 each job a /dev/shm of its own (job_container/tmpfs), the exporter of the node sees none of them.
 
-/dev/shm may hold millions of files: at each sample a few thousand entries are looked at, and the
+/dev/shm may hold millions of files: at each sample some entries are looked at, and the
 next one goes on there. Shown is the last walk that came to its end. Users can put anything there:
 nothing is followed, no other file system is entered, no file is opened that might wait.
 """
@@ -30,8 +30,8 @@ from hpml_exporters.metrics import node
 
 __all__ = ["Shm", "Walk", "make"]
 
-ENTRIES = 3000
-"""Entries that are looked at in a sample, about 10 ms."""
+ENTRIES = 1500
+"""Entries that are looked at in a sample, about 5 ms."""
 
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
 _MAX_DEPTH = 32

@@ -145,7 +145,7 @@ UNREADABLE = MetricSpec(
     "gauge",
     "Processes whose I/O the exporter may not read; the job's I/O is absent while there are any.",
     ("jobid",),
-    source="/proc/PID/io; CAP_SYS_PTRACE opens it",
+    source="/proc/PID/io; CAP_SYS_PTRACE with CAP_DAC_READ_SEARCH opens it",
 )
 
 SPECS: tuple[MetricSpec, ...] = (

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pkgutil
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hpml_exporters import metrics
 from hpml_exporters.lint import faults
-from hpml_exporters.metric import MetricSpec
+from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample
 from hpml_exporters.metricsdoc import page
+from hpml_exporters.render import openmetrics, text
+from prometheus_client.openmetrics import parser
+
+from tests.cluster.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[3]
 GOOD = MetricSpec(
@@ -90,3 +97,40 @@ def test_names_are_nobody_elses() -> None:
     assert "is also of" in faults([GOOD, gauge])[0]
     summed = replace(GOOD, name="hpml_step_duration_seconds_sum", type="gauge", unit="")
     assert any("is also of hpml_step_duration_seconds" in one for one in faults([TIMES, summed]))
+
+
+def one_of_each() -> list[Family]:
+    """A series of every metric that there is."""
+    levels = Histogram((0.5, 1.0), (1, 2), 3, 4.5)
+    return [
+        Family(
+            spec,
+            (Sample(tuple(spec.labels), levels if spec.type == "histogram" else 1),),
+        )
+        for spec in metrics.ALL
+    ]
+
+
+def test_promtool_likes_the_whole_catalogue() -> None:
+    """Prometheus' linter has nothing to say of any name, type or help."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        skip_or_fail("NOT TESTED: promtool is not installed (apt-get install prometheus)")
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=text(one_of_each()),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_openmetrics_has_the_whole_catalogue() -> None:
+    """The strict parser finds every family with its type and unit."""
+    parsed: Any = parser.text_string_to_metric_families
+    found = {one.name: one for one in parsed(openmetrics(one_of_each()).decode())}
+    assert len(found) == len(metrics.ALL)
+    for spec in metrics.ALL:
+        one = found[spec.name.removesuffix("_total").removesuffix("_info")]
+        assert (one.type, one.unit, one.documentation) == (spec.type, spec.unit, spec.help)

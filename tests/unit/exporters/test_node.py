@@ -18,6 +18,7 @@ from hpml_exporters.node import sources_of, write_address
 from hpml_exporters.options import COLLECTORS, NodeOptions
 
 from tests.unit.exporters.collecting import eventually, figures
+from tests.unit.exporters.server.support import make_certificates
 
 Start = Callable[..., subprocess.Popen[str]]
 NOTHING = list(COLLECTORS)
@@ -147,6 +148,17 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr
+
+
+def test_it_says_when_it_speaks_tls(start: Start, tmp_path: Path) -> None:
+    """The line on standard error is what a browser or curl can be given."""
+    made = make_certificates(tmp_path)
+    config = tmp_path / "web.yml"
+    config.write_text(f"tls_server_config: {{cert_file: {made.cert}, key_file: {made.key}}}\n")
+    process = start({"without": NOTHING, "web_config": str(config)})
+    where = address(tmp_path)
+    process.terminate()
+    assert ended(process) == (0, f"hpml: https://{where}/metrics\n")
 
 
 def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
 from hpml_orchestrator.jobs.summary import summarise
+from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from tests.unit.jobs.conftest import World
@@ -161,6 +164,33 @@ def test_a_run_without_a_monitor_has_no_line(attempt: Attempt) -> None:
     """Not even an empty one."""
     assert monitor_lines(monitored_nodes(attempt), ready=["n1"]) == []
     assert together([]) is None
+
+
+@pytest.mark.parametrize("monitor", [True, False])
+def test_a_submission_sweeps_the_targets_of_the_dead(world: World, monitor: bool) -> None:
+    """That of a monitored job does, so that others need not even look."""
+    dead = world.store.root / "targets" / "dead.c-1@n1.json"
+    targets.publish(dead, "a:1", {"jobid": "1", "run": "dead", "node": "n1"})
+    os.utime(dead, (0, 0))
+    world.prepare(monitor=monitor)
+    assert dead.exists() is not monitor
+
+
+def test_a_known_end_takes_the_targets_along(world: World) -> None:
+    """Its nodes died without a word: who asks how it ended removes what is left."""
+    submission = world.prepare(monitor=True)
+    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    left = world.store.root / "targets" / f"{submission.sid}.c-1@n1.json"
+    targets.publish(left, "a:1", {"jobid": "1", "run": submission.sid, "node": "n1"})
+
+    def look() -> None:
+        states(world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time)
+
+    look()
+    assert left.exists()
+    world.scheduler.move("1", JobState.FAILED)
+    look()
+    assert not left.exists()
 
 
 def test_it_stands_in_the_summary(world: World) -> None:

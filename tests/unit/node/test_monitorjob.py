@@ -86,16 +86,20 @@ def test_gpus_by_the_nodes_own_topology() -> None:
 @pytest.mark.parametrize(
     ("environment", "gpus"),
     [
-        ({"SLURM_STEP_GPUS": "0-1,5"}, ["0", "1", "5"]),
-        ({"SLURM_STEP_GPUS": "2", "SLURM_JOB_GPUS": "7", "SLURM_NNODES": "1"}, ["2"]),
-        ({"SLURM_JOB_GPUS": "3", "SLURM_NNODES": "1"}, ["3"]),
-        ({"SLURM_JOB_GPUS": "3", "SLURM_NNODES": "2"}, None),
-        ({"SLURM_JOB_GPUS": "GPU-a,GPU-b", "SLURM_NNODES": "1"}, ["GPU-a", "GPU-b"]),
+        ({"SLURM_JOB_GPUS": "GPU-a,MIG-b", "SLURM_NNODES": "1"}, ["GPU-a", "MIG-b"]),
+        ({"SLURM_JOB_GPUS": "GPU-a", "SLURM_NNODES": "2"}, None),
+        ({"SLURM_STEP_GPUS": "0-1,5"}, None),
+        ({"SLURM_JOB_GPUS": "3", "SLURM_NNODES": "1"}, None),
         ({}, None),
     ],
 )
-def test_gpus_by_slurms_word(environment: dict[str, str], gpus: list[str] | None) -> None:
-    """Of a job on several nodes the batch script's list is that of its own node only."""
+def test_gpus_by_what_the_scheduler_says(
+    environment: dict[str, str], gpus: list[str] | None
+) -> None:
+    """UUIDs name devices; Slurm's numbers are places in gres.conf, and nobody is named by those.
+
+    Of a job on several nodes the batch script's list is that of its own node only.
+    """
     assert allocated_gpus(None, environment, none=False) == gpus
 
 

@@ -289,7 +289,7 @@ def test_an_id_that_another_process_has_by_now(machine: Machine) -> None:
     finder = JobFinder(machine.options)
     finder.look(0)
     machine.process(Task(50, start=99, environment={"SLURM_JOB_ID": "78"}))
-    for now in range(5, 40, 5):
+    for now in range(5, 70, 5):
         jobs = finder.look(now)
     assert pids(jobs) == {"78": {50}}
 
