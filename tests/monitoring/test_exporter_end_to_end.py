@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import os
 import re
 import shutil
@@ -168,6 +167,8 @@ def node(
     task prolog tells node agents another place than /run/hpml, and has the library of simulated
     GPUs found: variables of hpml's own do not travel with a submission.
     """
+    if request.param == "cgroup" and not Path("/sys/fs/cgroup/freezer/tasks").exists():
+        pytest.skip("no control groups of version 1 here")
     first = 1_000_000 + os.getpid() % 1_000_000
     own = tmp_path / "slurm.conf"
     options = ("--nodes", "1", "--cpus", "8", "--gpus", "4", "--no-accounting")
@@ -319,28 +320,27 @@ def test_a_job_monitors_itself(
     server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
     with training(node, resources=resources, monitor=True) as (job, desk, run):
-        minors = {gpu.minor: gpu for gpu in state.gpus}
-        mine = [minors[number] for number in node.gpu_numbers(job)]
-        assert len(mine) == RANKS
+        # which of them Slurm's numbers mean nobody can say without a prolog's map: only use is seen
         process = Process(int(job.told("rank0")), memory=5 << 30)
-        gpusim.write(state.changed(state.gpus.index(mine[0]), processes=(process,)))
+        gpusim.write(state.changed(2, processes=(process,)))
         training_is_told(server, job)
         of_job = f'{{jobid="{job.jobid}"}}'
         server.wait_for(f"hpml_job_gpus_used{of_job} == 1")
-        assert server.value(f"hpml_job_gpus_allocated{of_job}") == RANKS
-        # its own GPUs and its own job, and nobody else's
-        assert {one.labels["uuid"] for one in server.query("hpml_gpu_up")} == {
-            gpu.uuid for gpu in mine
-        }
+        (used,) = server.query(f"hpml_job_gpu_memory_used_bytes{of_job} > 0")
+        assert (used.labels["uuid"], used.value) == (state.gpus[2].uuid, 5 << 30)
         assert {one.labels["jobid"] for one in server.query('{jobid!=""}')} == {job.jobid}
         (target,) = server.targets()
         assert (target["labels"]["jobid"], target["labels"]["run"]) == (job.jobid, run)
         (node.disk / "end").touch()
         assert desk.json("wait", run)["state"] == "COMPLETED"
-        server.wait_for("up", lambda found: not found)
-        told = desk.json("show", run)
-        print(json.dumps(told["summary"], indent=1))
-        assert 0
+        server.wait_for("up", lambda found: not found)  # its target file is gone
+    summary = desk.json("show", run)["summary"]
+    (told,) = summary["monitored"]
+    assert (told["training"]["samples"], told["training"]["steps"]) == (SAMPLES, RANKS * 100)
+    assert told["figures"]["gpus_used"] == 1
+    (gpu,) = [one for one in told["gpus"] if one["uuid"] == state.gpus[2].uuid]
+    assert gpu["figures"]["memory_peak_bytes"] == (5 << 30) + (4 << 20)  # what an idle one holds
+    assert gpu["figures"]["power_watts"] == 102
 
 
 def gpus_are_told(
