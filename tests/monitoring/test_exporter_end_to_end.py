@@ -320,7 +320,7 @@ def test_a_job_monitors_itself(
     server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
     with training(node, resources=resources, monitor=True) as (job, desk, run):
-        # which of them Slurm's numbers mean nobody can say without a prolog's map: only use is seen
+        # which GPUs Slurm's numbers mean is not to be known without a prolog's map: use is
         process = Process(int(job.told("rank0")), memory=5 << 30)
         gpusim.write(state.changed(2, processes=(process,)))
         training_is_told(server, job)
@@ -331,6 +331,8 @@ def test_a_job_monitors_itself(
         assert {one.labels["jobid"] for one in server.query('{jobid!=""}')} == {job.jobid}
         (target,) = server.targets()
         assert (target["labels"]["jobid"], target["labels"]["run"]) == (job.jobid, run)
+        # long enough for the summary, which looks every five seconds
+        server.wait_for(f"count_over_time((hpml_job_gpus_used{of_job} == 1)[9s:1s]) >= 8")
         (node.disk / "end").touch()
         assert desk.json("wait", run)["state"] == "COMPLETED"
         server.wait_for("up", lambda found: not found)  # its target file is gone

@@ -239,7 +239,7 @@ def test_hostile_clients_of_tls_do_not_stop_the_scrapes_of_others(
     assert server.query('hpml_gpu_up{job="stranger"}') == []
 
 
-def _scrapes_go_on(server: Prometheus, began: float, seconds: float = 10.0) -> None:
+def _scrapes_go_on(server: Prometheus, began: float, seconds: float = 7.0) -> None:
     """Prometheus' scrapes since a moment all came through, and half of them within 100 ms."""
     time.sleep(max(0.0, began + seconds - time.time()))
     window = f"{time.time() - began - 1:.0f}s"
