@@ -165,7 +165,7 @@ class JobFinder:
     def _describe(self, job: JobSeen, now: float) -> JobSeen:
         jobid = job.facts.jobid
         kept = self._kept[jobid]
-        # hpml's own variable is not in the batch shell's, which Slurm starts, but in its children's.
+        # Slurm starts the batch shell without hpml's own variable: only its children have it.
         if kept.uid < 0 or kept.said is None or (not kept.said.run and kept.asked < _ASKS):
             self._ask(job, kept)
         facts = self._facts or self._maps.facts(jobid)
