@@ -167,6 +167,7 @@ def test_two_jobs_share_a_node(grouped: Site) -> None:
     exporter = Exporter(grouped.options)
     exporter.sample()
     grouped.wait(f"{first}.done", f"{second}.done")
+    time.sleep(2.5)  # the kernel brings memory.stat up to date every 2 s
     found = exporter.sample()
     heavy, light = of(found, first), of(found, second)
     rss = ("hpml_job_memory_bytes", "rss")
