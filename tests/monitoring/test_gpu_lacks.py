@@ -132,3 +132,16 @@ def test_a_consumer_gpu_counts_energy_from_its_power(gpu_collector: Start) -> No
     assert 10 <= throttled <= 10 + more
     assert not [one for one in last.names() if "ecc" in one or "nvlink" in one]
     assert last.one("hpml_gpu_fan_speed_ratio") == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("interval", [0.2, 5.0])
+def test_energy_from_power_is_whole_at_any_interval(gpu_collector: Start, interval: float) -> None:
+    """A reading stands for all the time since the one before, however rare readings are."""
+    faults = (Fault("field:83", 3), Fault("nvmlDeviceGetTotalEnergyConsumption", 3))
+    state = State(gpus=(a100(0, power=200),), faults=faults)
+    running = gpu_collector(state, options={"gpu_interval": interval})
+    first = running.sample()
+    last = [running.sample(ahead=number * interval) for number in range(1, 11)][-1]
+    energy = [one.one("hpml_gpu_energy_joules_total") for one in (first, last)]
+    told = 200 * 10 * interval
+    assert told <= energy[1] - energy[0] <= told + 200 * (last.ended - first.began)

@@ -275,6 +275,8 @@ class Reader:
             for key in reading.keys:
                 if key in self._totals.integrals:
                     self._totals.integrals[key].most = _GAP * every * pace.interval
+        if self._add_up_energy:  # at each call of `read`, out of the latest power
+            self._totals.integrals["energy"].most = _GAP * pace.interval
         phase = zlib.crc32(self.place.uuid.encode())
         self._readings = [
             (every, (index + phase) % every, reading)
