@@ -68,7 +68,7 @@ class Lustre:
         for system, path in self._files():
             try:
                 text = read(path).decode("ascii", "replace")
-            except FileNotFoundError:  # unmounted a moment ago
+            except (FileNotFoundError, PermissionError):  # unmounted a moment ago; not for us
                 continue
             mine = totals.setdefault(system, {})
             for name, value in parse(text).items():
@@ -98,7 +98,9 @@ class Lustre:
             for name in sorted(names)[:_MAX_MOUNTS]:
                 system, dash, _ = name.rpartition("-")
                 path = f"{place}/{name}/stats"
-                if dash and name not in found and os.access(path, os.R_OK):
+                # Opening it is the only way to find out whether we may read it: access(2) asks for
+                # the real user, and leaves capabilities (CAP_DAC_READ_SEARCH) out.
+                if dash and name not in found and os.path.lexists(path):
                     found[name] = system, path
         return list(found.values())
 
