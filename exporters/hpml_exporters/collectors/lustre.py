@@ -1,7 +1,8 @@
 """Lustre as its client sees it: bytes and calls by file system, from llite's stats.
 
 The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre with older versions of Lustre
-and in debugfs (/sys/kernel/debug/lustre, for root alone) with newer ones; a line is
+and in debugfs (/sys/kernel/debug/lustre, for root and CAP_DAC_READ_SEARCH) with newer ones; a line
+is
 
     read_bytes    25673 samples [bytes] 1 3366225 145121869
     open          12 samples [usecs] 3 80 411 20011

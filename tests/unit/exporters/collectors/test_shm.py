@@ -179,6 +179,21 @@ def test_a_manifest_that_is_a_link(place: Path, tmp_path: Path) -> None:
     assert job_bytes(sampled(make(told))) == {"41": 0}
 
 
+@pytest.mark.parametrize("linked", [".cache", ".cache/key"])
+def test_a_link_on_the_way_to_a_cached_manifest(place: Path, tmp_path: Path, linked: str) -> None:
+    """It is not followed: it may lead to a file system that hangs, or mounts itself."""
+    user = place / f"hpml-{UID}"
+    (user / "cluster-41").mkdir(parents=True)
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / ".data.manifest").write_text('{"bytes": 1000000}\n')
+    (user / linked).parent.mkdir(exist_ok=True)
+    (user / linked).symlink_to(tmp_path / linked.removeprefix(".cache").strip("/"))
+    (user / "cluster-41" / "data").symlink_to("../.cache/key/data")
+    told = context(shm=place)
+    post(told.jobs, {"41": (UID, [])})
+    assert job_bytes(sampled(make(told))) == {"41": 0}
+
+
 def test_a_pipe_in_the_place_of_a_manifest_holds_nobody_up(place: Path) -> None:
     """Opening it for reading would wait for a writer."""
     job = place / f"hpml-{UID}" / "cluster-41"
