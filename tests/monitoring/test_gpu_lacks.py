@@ -78,6 +78,24 @@ def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulato
             assert gone == {f"hpml_gpu_{one}" for one in goes}, (function, code)
 
 
+def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start) -> None:
+    """GPM is there, its metrics of PCIe are not: the counters of 32 bits are left."""
+    state = State(gpus=(ALL,), faults=(Fault("gpm:2[01]", 3),))
+    running = gpu_collector(state, look=0.0, options={"gpu_interval": 0.2})
+    running.sample()
+    for _ in range(3):
+        time.sleep(0.2)
+        before = running.sample()
+    time.sleep(0.4)
+    after = running.sample()
+    assert after.one("hpml_gpu_sm_active_ratio") == 0.44, "the others of GPM go on"
+    name = "hpml_gpu_pcie_bytes_total"
+    for direction, rate in (("transmit", 3e9), ("receive", 5e9)):
+        grown = [one.one(name, direction=direction) for one in (before, after)]
+        seconds = [after.began - before.ended, after.ended - before.began]
+        assert rate * seconds[0] * 0.99 <= grown[1] - grown[0] <= rate * seconds[1] * 1.01
+
+
 def test_an_unknown_error_at_every_call_is_a_lost_gpu(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:

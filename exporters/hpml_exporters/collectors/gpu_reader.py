@@ -54,6 +54,7 @@ class Totals:
     Attributes:
         integrals: by key.
         wrapping: counters that begin again, by key.
+        refused: rates that GPM was asked for in vain.
     """
 
     integrals: dict[str, Integral] = field(
@@ -71,6 +72,7 @@ class Totals:
         }
     )
     wrapping: dict[str, Wrapping] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
 
     def pause(self) -> None:
         """Let what happens until the next reading count for nothing: nobody saw it."""
@@ -122,6 +124,7 @@ class Reader:
         self._tick = 0
         self._add_up_energy = False
         self._wide: set[str] = set()
+        self._replaced: set[str] = set()
         self._readings: Sequence[tuple[int, int, Reading]] = ()
         self._now = now
         readings = self._instance() if place.parent else self._whole()
@@ -147,6 +150,9 @@ class Reader:
                 self.values.pop(key, None)
         self.calls += asked
         self._tick += 1
+        if self._gpm is not None and self._gpm.refused & self._replaced:
+            self._totals.refused |= self._gpm.refused  # the counters in its place are asked then
+            self.unsure = True
         self._misses = self._misses + 1 if asked and unknown == asked else 0
         if self._misses >= _MISSES:
             raise GpuLostError("no call says anything but NVML_ERROR_UNKNOWN")
@@ -178,8 +184,10 @@ class Reader:
         rates = [key for key in ("nvlink_transmit", "nvlink_receive") if key not in keys]
         # A counter of 32 bits holds less than a second of PCIe's traffic.
         rates += [key for key in ("pcie_transmit", "pcie_receive") if key not in self._wide]
+        rates = [key for key in rates if key not in self._totals.refused]
         gpm = self._with_gpm(Gpm(nvml, handle, -1, integrals, rates, busy=False))
         if gpm:
+            self._replaced = keys & set(rates)
             fields = [one for one in fields if not set(one[0].keys) & set(rates)]
         found += gpm
         found += fields
