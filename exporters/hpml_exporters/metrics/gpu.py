@@ -261,7 +261,8 @@ PCIE = _gpu(
     "counter",
     "pcie",
     "bytes",
-    "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB/s may be missed.",
+    "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB between two"
+    " readings is missed.",
     "nvmlGpmMetricsGet, metrics 20 and 21, integrated; else nvmlDeviceGetFieldValues, fields 197"
     " and 198",
     "direction",
