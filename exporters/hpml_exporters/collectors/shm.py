@@ -105,8 +105,10 @@ class Shm:
             of_user[job.facts.uid] = of_user.get(job.facts.uid, 0) + 1
         for jobid, job in jobs.items():
             uid = job.facts.uid if job.facts.uid >= 0 or not self._own else os.getuid()
+            if uid < 0:
+                continue  # not known whose it is: no figure, which is not 0
             total = self._found.of_job.get((uid, jobid), 0)
-            if of_user[job.facts.uid] == 1 and uid >= 0 and not self._own:
+            if of_user[job.facts.uid] == 1 and not self._own:
                 total += self._found.of_user.get(uid, 0)
             yield Sample((jobid,), total)
 

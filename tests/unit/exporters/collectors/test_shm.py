@@ -80,6 +80,14 @@ def test_staged_data_are_their_job_s(place: Path, tmp_path: Path) -> None:
     assert 3 * MIB <= found["41"] < 3.1 * MIB, "its manifest and locks take pages too"
 
 
+def test_a_job_of_an_unknown_user_has_no_figure(place: Path) -> None:
+    """What it has there is not known, which is not the same as nothing."""
+    (place / "loose").write_bytes(b"x" * MIB)
+    told = context(shm=place)
+    post(told.jobs, {"41": (UID, []), "42": (-1, [])})
+    assert job_bytes(sampled(make(told))) == {"41": MIB}
+
+
 def test_a_cached_dataset_counts_with_each_job_that_uses_it(place: Path, tmp_path: Path) -> None:
     """Two jobs of one user on one copy."""
     for key in ("cluster-41", "cluster-42"):
