@@ -57,11 +57,9 @@ def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulato
     """Not supported, no permission, unknown: the others go on, fallbacks take over, no error."""
     state = State(gpus=(ALL, a100(1)))
     running = gpu_collector(state)
-    running.do("jobs", jobs=[])
 
     def look() -> Answer:
-        running.do("close")
-        running.do("make")
+        running.do("renew")
         running.sample()
         time.sleep(0.02)
         return running.sample(ahead=1)
