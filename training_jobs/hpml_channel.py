@@ -60,7 +60,8 @@ class Channel:
 
     Attributes:
         sent: datagrams handed to the socket.
-        dropped: datagrams that were lost: reader gone or too slow, too long, no JSON.
+        dropped: datagrams that were lost: reader gone or too slow, too long, no JSON; and
+            counts that are no numbers.
     """
 
     def __init__(
@@ -134,12 +135,15 @@ class Channel:
         """
         if self._socket is None:
             return
-        for name, increment in increments.items():
-            total = name + "_total"
-            self._totals[total] = self._totals.get(total, 0) + increment
-        steps, seconds = increments.get("steps", 0), increments.get("step_seconds", -1.0)
-        if 0 < steps < MOST_STEPS and seconds >= 0:
-            self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
+        try:
+            for name, increment in increments.items():
+                total = name + "_total"
+                self._totals[total] = self._totals.get(total, 0) + increment
+            steps, seconds = increments.get("steps", 0), increments.get("step_seconds", -1.0)
+            if 0 < steps < MOST_STEPS and seconds >= 0:
+                self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
+        except Exception:  # noqa: BLE001 - what is no number is no reason to end a training
+            self.dropped += 1
         self._counted_at = time.time()
         now = time.monotonic()
         if self._first or now >= self._step_due:

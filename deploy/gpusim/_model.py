@@ -81,7 +81,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with a function of NVML (a pattern, `*` for all), or with a `field:186`.
+    """What goes wrong with a function of NVML (pattern, `*` for all), a `field:186` or a `gpm:20`.
 
     `kind` is fault (`amount` is the code that it returns), slow (milliseconds that each call takes
     longer) or stuck (seconds that each call hangs, at most as long as the state file says so).

@@ -119,6 +119,7 @@ class Feed:
         self._inherited: list[socket.socket] = []
         self._reached: dict[str, socket.socket] = {}
         self._news = False
+        self._turn = 0
         self._send_at = self._beat_at = self._look_at = -math.inf
 
     def add_socket(self, one: socket.socket) -> None:
@@ -211,6 +212,9 @@ class Feed:
 
     def _send(self, now: float) -> None:
         messages = self._messages(now)
+        if messages:  # begin with what found no room, else the last parts of many would never
+            turn = self._turn % len(messages)
+            messages = messages[turn:] + messages[:turn]
         self._send_at, self._beat_at = now + _EVERY_SECONDS, now + _BEAT_SECONDS
         self._news = False
         for one in tuple(self._inherited):
@@ -222,6 +226,7 @@ class Feed:
 
     def _hand_over(self, one: socket.socket, messages: list[bytes]) -> bool:
         """Give messages to the kernel; False where nobody will ever take them."""
+        full = False
         for message in messages:
             try:
                 one.send(message, socket.MSG_DONTWAIT)
@@ -229,6 +234,8 @@ class Feed:
                 if error.errno in _FULL:
                     self.dropped += 1
                     self._news = True  # there may be room at the next time
+                    if not full:
+                        full, self._turn = True, _part(message)
                     continue
                 one.close()
                 return False
@@ -249,6 +256,11 @@ class Feed:
             text = json.dumps(whole, separators=(",", ":"), allow_nan=False)
             found.append(f"hpml-feed 1 {part}\n{text}".encode("ascii"))
         return found
+
+
+def _part(message: bytes) -> int:
+    """Return which part a message of our own is."""
+    return int(message.split(b"\n", 1)[0].rpartition(b" ")[2])
 
 
 def _amount(value: Any) -> float | None:

@@ -212,6 +212,26 @@ def test_a_driver_that_was_loaded_again(gpu_collector: Start, gpusim_library: Si
     assert running.sample().one("hpml_gpu_utilization_ratio") == 0.3
 
 
+def test_what_was_counted_outlives_the_driver(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """Since the exporter started, as their help says: the XID error that led to it above all."""
+    state = State(gpus=(a100(0, util=100),))
+    running = gpu_collector(state)
+    running.sample()
+    gpusim_library.write(state.changed(0, events=(Event(1, 119),)), running.path)
+    before = running.sample(ahead=1)
+    gpusim_library.write(replace(state, generation=2), running.path)
+    assert running.sample(ahead=2).error == "DriverLostError"
+    running.do("close")
+    running.do("make")
+    after = running.sample(ahead=600)
+    for name in ("hpml_gpu_xid_errors_total", "hpml_gpu_xid_last_timestamp_seconds"):
+        assert after.one(name, xid="119") == before.one(name, xid="119")
+    busy = "hpml_gpu_busy_seconds_total"
+    assert after.one(busy) == before.one(busy) >= 1
+
+
 def test_a_driver_that_goes_and_comes(gpu_collector: Start, gpusim_library: Simulator) -> None:
     """Unloaded: lost, then not here; loaded: as if nothing had been."""
     state = State(gpus=(a100(0, util=30),))
@@ -237,7 +257,7 @@ def test_a_new_driver_is_read_with_its_own_library(
     library = own.build() / "libnvidia-ml.so.1"
     state = State(gpus=(a100(0, util=30),))
     running = gpu_collector(replace(state, faults=(Fault("nvmlInit*", 18),)), driver=own)
-    assert running.sample().error == "NotHereError"
+    assert running.sample().error == "DriverLostError", "a fault that somebody has to see"
     shutil.copy(library, tmp_path / "new")
     (tmp_path / "new").replace(library)
     own.write(state, running.path)

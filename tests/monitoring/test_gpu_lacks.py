@@ -57,11 +57,9 @@ def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulato
     """Not supported, no permission, unknown: the others go on, fallbacks take over, no error."""
     state = State(gpus=(ALL, a100(1)))
     running = gpu_collector(state)
-    running.do("jobs", jobs=[])
 
     def look() -> Answer:
-        running.do("close")
-        running.do("make")
+        running.do("renew")
         running.sample()
         time.sleep(0.02)
         return running.sample(ahead=1)
@@ -76,6 +74,24 @@ def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulato
             assert [number for _, number in seen.all(UP)] == [1, 1], (function, code)
             gone = whole - seen.names()
             assert gone == {f"hpml_gpu_{one}" for one in goes}, (function, code)
+
+
+def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start) -> None:
+    """GPM is there, its metrics of PCIe are not: the counters of 32 bits are left."""
+    state = State(gpus=(ALL,), faults=(Fault("gpm:2[01]", 3),))
+    running = gpu_collector(state, look=0.0, options={"gpu_interval": 0.2})
+    running.sample()
+    for _ in range(3):
+        time.sleep(0.2)
+        before = running.sample()
+    time.sleep(0.4)
+    after = running.sample()
+    assert after.one("hpml_gpu_sm_active_ratio") == 0.44, "the others of GPM go on"
+    name = "hpml_gpu_pcie_bytes_total"
+    for direction, rate in (("transmit", 3e9), ("receive", 5e9)):
+        grown = [one.one(name, direction=direction) for one in (before, after)]
+        seconds = [after.began - before.ended, after.ended - before.began]
+        assert rate * seconds[0] * 0.99 <= grown[1] - grown[0] <= rate * seconds[1] * 1.01
 
 
 def test_an_unknown_error_at_every_call_is_a_lost_gpu(
@@ -132,3 +148,16 @@ def test_a_consumer_gpu_counts_energy_from_its_power(gpu_collector: Start) -> No
     assert 10 <= throttled <= 10 + more
     assert not [one for one in last.names() if "ecc" in one or "nvlink" in one]
     assert last.one("hpml_gpu_fan_speed_ratio") == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("interval", [0.2, 5.0])
+def test_energy_from_power_is_whole_at_any_interval(gpu_collector: Start, interval: float) -> None:
+    """A reading stands for all the time since the one before, however rare readings are."""
+    faults = (Fault("field:83", 3), Fault("nvmlDeviceGetTotalEnergyConsumption", 3))
+    state = State(gpus=(a100(0, power=200),), faults=faults)
+    running = gpu_collector(state, options={"gpu_interval": interval})
+    first = running.sample()
+    last = [running.sample(ahead=number * interval) for number in range(1, 11)][-1]
+    energy = [one.one("hpml_gpu_energy_joules_total") for one in (first, last)]
+    told = 200 * 10 * interval
+    assert told <= energy[1] - energy[0] <= told + 200 * (last.ended - first.began)

@@ -189,6 +189,30 @@ def test_without_a_reader_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
     assert (channel.sent, channel.dropped) == (0, 3)
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"samples": None},
+        {"samples": "8"},
+        {"steps": 1, "step_seconds": None},
+        {"steps": 10**400, "samples": 1.5},
+        {"steps": float("nan"), "step_seconds": float("inf")},
+    ],
+)
+def test_a_count_that_is_no_number_ends_no_training(counts: dict[str, object]) -> None:
+    """It is left out, and what comes after it counts."""
+    name = f"hpml-test-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("\0" + name)
+        listener.settimeout(5)
+        channel = hpml_channel.Channel(name)
+        channel.count(**counts)
+        listener.recv(9000)
+        channel.count(data_wait_seconds=2.5)
+        channel.close()
+        assert json.loads(listener.recv(9000))["data"]["data_wait_seconds_total"] == 2.5
+
+
 def test_a_name_that_no_socket_can_have_is_no_error() -> None:
     """A name longer than an address is lost datagrams to the training, not an exception."""
     channel = hpml_channel.Channel("x" * 500)

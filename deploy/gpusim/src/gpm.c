@@ -1,4 +1,5 @@
 /* GPU performance monitoring: means between two samples of one device. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -137,9 +138,12 @@ API ret_t nvmlGpmMetricsGet(struct gpm_query *query) {
     double seconds = two->when - one->when;
     for (unsigned i = 0; i < query->count; i++) {
         struct gpm_metric *metric = &query->metric[i];
-        metric->code = NOT_SUPPORTED;
+        char name[32];
+        snprintf(name, sizeof name, "gpm:%u", metric->id);
+        ret_t fault = fault_code(&call, name);
+        metric->code = fault != OK ? fault : NOT_SUPPORTED;
         for (unsigned m = 0; m < METRICS; m++) {
-            if (metrics[m].id != metric->id || !one->given[m] || !two->given[m])
+            if (fault != OK || metrics[m].id != metric->id || !one->given[m] || !two->given[m])
                 continue;
             metric->code = seconds > 0 ? OK : INVALID_ARGUMENT;
             if (metric->code == OK)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from hpml_exporters.attribution.jobs import Jobs
+from hpml_exporters.attribution.jobs import Jobs, JobsBoard
 from hpml_exporters.collector import DriverLostError, NotHereError
 from hpml_exporters.collectors.gpu_devices import Place
 from hpml_exporters.collectors.gpu_events import XidLog
@@ -26,6 +28,23 @@ LOOK_SECONDS = 30.0
 RETRY_SECONDS = (5.0, 300.0)
 """After a GPU was lost: the first attempt to find it again, and the longest wait between two."""
 _SHUTDOWN_SECONDS = 2.0
+
+
+@dataclass
+class _Kept:
+    """What an exporter has counted since it started, whichever collector did.
+
+    Attributes:
+        log: XID errors: what ended a driver is asked for after it was loaded again.
+        totals: of each GPU, by UUID.
+    """
+
+    log: XidLog = field(default_factory=XidLog)
+    totals: dict[str, Totals] = field(default_factory=dict)
+
+
+_KEPT: weakref.WeakKeyDictionary[JobsBoard, _Kept] = weakref.WeakKeyDictionary()
+"""By exporter, for which its board stands: a collector is made anew when the driver is lost."""
 
 
 class GpuCollector:
@@ -68,8 +87,10 @@ class GpuCollector:
         self._known: dict[str, Place] = {}
         self._down: dict[str, Place] = {}
         self._restarted = float("-inf")
-        self._log = XidLog()
-        self._totals: dict[str, Totals] = {}
+        kept = _KEPT.setdefault(context.jobs, _Kept())
+        self._log, self._totals = kept.log, kept.totals
+        for totals in self._totals.values():
+            totals.pause()  # nobody saw what was between
         self._next_look = self._next_retry = self._next_processes = 0.0
         self._processes: Processes = {}
         self._jobs: Jobs | None = None

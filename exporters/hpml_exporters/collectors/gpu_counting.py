@@ -50,15 +50,15 @@ class Integral:
 
 
 class Wrapping:
-    """A total of a counter that begins again at its modulus or after a reset.
+    """A counter that begins again at its modulus or after a reset; it adds to a total.
 
     Attributes:
-        total: what has come together since the first reading.
+        into: the total; what measures the same in another way adds to it as well, at other times.
     """
 
-    def __init__(self) -> None:
-        """Begin at zero with the first reading."""
-        self.total = 0.0
+    def __init__(self, into: Integral | None = None) -> None:
+        """Begin with the first reading, which adds nothing."""
+        self.into = into or Integral(0.0)
         self._last: int | None = None
 
     def add(self, value: int, bits: int) -> float:
@@ -69,13 +69,13 @@ class Wrapping:
         """
         if self._last is not None:
             if value >= self._last:
-                self.total += value - self._last
+                self.into.grow(value - self._last)
             elif bits == _NARROW or _NARROW_HALF <= self._last - value < 2 * _NARROW_HALF:
-                self.total += value - self._last + 2 * _NARROW_HALF
+                self.into.grow(value - self._last + 2 * _NARROW_HALF)
             else:
-                self.total += value
+                self.into.grow(value)
         self._last = value
-        return self.total
+        return self.into.total
 
     def pause(self) -> None:
         """Begin again with the next reading, which adds nothing."""

@@ -36,7 +36,11 @@ _METRICS_MAX = 1024  # the driver's struct has room for NVML_GPM_METRIC_MAX (477
 
 
 class Gpm:
-    """The metrics of one GPU or MIG instance."""
+    """The metrics of one GPU or MIG instance.
+
+    Attributes:
+        refused: rates that were asked for, and that this GPU does not have.
+    """
 
     period = 1.0
     most = 5.0
@@ -61,6 +65,7 @@ class Gpm:
             rates: which of the rates are wanted as totals.
             busy: whether utilization is read here too: NVML has no other for instances.
         """
+        self.refused: set[str] = set()
         self._nvml = nvml
         self._handle = ctypes.c_void_p(handle)
         self._instance = ctypes.c_uint(instance)
@@ -136,6 +141,8 @@ class Gpm:
             if code != SUCCESS or not number >= 0:
                 if code in UNSUPPORTED or key not in _RATES:
                     values.pop(key, None)
+                if code in UNSUPPORTED and key in _RATES:
+                    self.refused.add(key)
             elif key in _RATES:
                 values[key] = self._totals[key].grow(number * _MIB * seconds)
             else:

@@ -39,6 +39,8 @@ UNSUPPORTED = frozenset({2, 3, 4, 13, 22, 25, 26})
 _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _VGPU_ECC_NOT_SUPPORTED,
 _ARGUMENT_VERSION_MISMATCH, _DEPRECATED."""
 _DRIVER_GONE = {1: "not initialised", 9: "not loaded", 12: "library not found", 18: "other version"}
+_ABSENT = frozenset({NO_PERMISSION, 9, 12})
+"""Codes of nvmlInit that mean no driver, or none for this user."""
 
 Code = int
 _Call = Callable[..., Code]
@@ -86,7 +88,9 @@ class Nvml:
         """Load and initialise.
 
         Raises:
-            NotHereError: no driver, no nvitop, or versions that do not fit.
+            NotHereError: no driver, no right to ask it, or no nvitop.
+            DriverLostError: there is one, and it does not work: that is a fault to be told, such as
+                the versions of library and kernel module after an upgrade.
         """
         try:
             # Before anything heavy: most nodes of many clusters have no GPU.
@@ -99,9 +103,11 @@ class Nvml:
         try:
             self._nvml.nvmlInit()
         except self.error as error:
-            if code_of(error) == 18:  # noqa: PLR2004 - LIB_RM_VERSION_MISMATCH
+            code = code_of(error)
+            if code == 18:  # noqa: PLR2004 - LIB_RM_VERSION_MISMATCH
                 self._unload()
-            raise NotHereError(f"the NVIDIA driver does not answer: {error}") from None
+            kind = NotHereError if code in _ABSENT else DriverLostError
+            raise kind(f"the NVIDIA driver does not answer: {error}") from None
 
     def call(self, *names: str) -> _Call:
         """Return the first of these functions that the library has, which returns NVML's code.

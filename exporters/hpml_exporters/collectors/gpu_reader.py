@@ -47,6 +47,10 @@ class Pace(NamedTuple):
     budget: float
 
 
+_PCIE = ("pcie_transmit", "pcie_receive")
+_NVLINK = ("nvlink_transmit", "nvlink_receive")
+
+
 @dataclass
 class Totals:
     """What has come together for one GPU; it outlives handles, readers and the driver.
@@ -54,6 +58,10 @@ class Totals:
     Attributes:
         integrals: by key.
         wrapping: counters that begin again, by key.
+        refused: rates that GPM was asked for in vain.
+        drivers: keys of totals that the driver counted, from a beginning of its own.
+        ours: keys of totals that were integrated. Whichever of both a total began with it stays
+            with, or it would jump.
     """
 
     integrals: dict[str, Integral] = field(
@@ -62,15 +70,20 @@ class Totals:
             for key in (
                 "busy",
                 "energy",
-                "pcie_transmit",
-                "pcie_receive",
-                "nvlink_transmit",
-                "nvlink_receive",
+                *_PCIE,
+                *_NVLINK,
                 *REASONS,
             )
         }
     )
-    wrapping: dict[str, Wrapping] = field(default_factory=dict)
+    wrapping: dict[str, Wrapping] = field(init=False)
+    refused: set[str] = field(default_factory=set)
+    drivers: set[str] = field(default_factory=set)
+    ours: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Let counters that begin again add to the totals that GPM's rates add to."""
+        self.wrapping = {key: Wrapping(self.integrals[key]) for key in _PCIE}
 
     def pause(self) -> None:
         """Let what happens until the next reading count for nothing: nobody saw it."""
@@ -122,6 +135,7 @@ class Reader:
         self._tick = 0
         self._add_up_energy = False
         self._wide: set[str] = set()
+        self._replaced: set[str] = set()
         self._readings: Sequence[tuple[int, int, Reading]] = ()
         self._now = now
         readings = self._instance() if place.parent else self._whole()
@@ -147,6 +161,9 @@ class Reader:
                 self.values.pop(key, None)
         self.calls += asked
         self._tick += 1
+        if self._gpm is not None and self._gpm.refused & self._replaced:
+            self._totals.refused |= self._gpm.refused  # the counters in its place are asked then
+            self.unsure = True
         self._misses = self._misses + 1 if asked and unknown == asked else 0
         if self._misses >= _MISSES:
             raise GpuLostError("no call says anything but NVML_ERROR_UNKNOWN")
@@ -175,11 +192,16 @@ class Reader:
         found += self._answered(Memory(nvml, handle))
         fields = self._fields()
         keys = {key for one, _ in fields for key in one.keys}
-        rates = [key for key in ("nvlink_transmit", "nvlink_receive") if key not in keys]
+        rates = [key for key in _NVLINK if key not in keys | self._totals.drivers]
         # A counter of 32 bits holds less than a second of PCIe's traffic.
-        rates += [key for key in ("pcie_transmit", "pcie_receive") if key not in self._wide]
+        rates += [key for key in _PCIE if key not in self._wide]
+        rates = [key for key in rates if key not in self._totals.refused]
         gpm = self._with_gpm(Gpm(nvml, handle, -1, integrals, rates, busy=False))
         if gpm:
+            self._replaced = keys & set(rates)
+            self._totals.ours |= {*rates} & {*_NVLINK}
+            for key in self._replaced:  # what GPM is going to count must not be counted again
+                self._totals.wrapping[key].pause()
             fields = [one for one in fields if not set(one[0].keys) & set(rates)]
         found += gpm
         found += fields
@@ -198,7 +220,7 @@ class Reader:
 
     def _fallbacks(self, keys: set[str]) -> list[tuple[Reading, float]]:
         """What older calls and integrals can give of that for which there is no field value."""
-        nvml, handle = self._nvml, self.place.handle
+        nvml, handle, totals = self._nvml, self.place.handle, self._totals
         found: list[tuple[Reading, float]] = []
         have = set(keys)
         if "power" not in have:
@@ -206,15 +228,21 @@ class Reader:
             found += self._answered(Call(power, handle, ("power",), 1e-3, 1))
         if "energy" not in have:
             energy = nvml.call("nvmlDeviceGetTotalEnergyConsumption")
-            wide = self._answered(Call(energy, handle, ("energy",), 1e-3, 1, wide=True))
+            call = Call(energy, handle, ("energy",), 1e-3, 1, wide=True)
+            wide = [] if "energy" in totals.ours else self._answered(call)
             found += wide
-            self._add_up_energy = not wide
-        if not any(key.startswith("throttled") for key in have):
+            have |= {"energy"} if wide else set()
+        if not totals.ours & {*Violations.keys} and not any("throttled" in key for key in have):
             violations = self._answered(Violations(nvml, handle))
             found += violations
             have |= {key for key in Violations.keys if violations and key in self.values}
-        rest = [key for key in REASONS if key not in have]
-        return found + self._answered(Reasons(nvml, handle, rest, self._totals.integrals))
+        totals.drivers |= have & totals.integrals.keys() - {"busy", *_PCIE}
+        self._add_up_energy = "energy" not in totals.drivers
+        rest = [key for key in REASONS if key not in totals.drivers]
+        reasons = self._answered(Reasons(nvml, handle, rest, totals.integrals))
+        totals.ours |= {*rest} if reasons else set()
+        totals.ours |= {"energy"} if self._add_up_energy and "power" in self.values else set()
+        return found + reasons
 
     def _with_gpm(self, gpm: Gpm) -> list[tuple[Reading, float]]:
         if not check(gpm.open()):
@@ -232,7 +260,7 @@ class Reader:
             return []
         found = []
         for one, code in zip(FIELDS, together.codes, strict=True):
-            if code in UNSUPPORTED:
+            if code in UNSUPPORTED or one.key in self._totals.ours:
                 continue
             alone = Fields(self._nvml, self.place.handle, [one], self._totals.wrapping)
             answered = self._answered(alone)
@@ -275,6 +303,8 @@ class Reader:
             for key in reading.keys:
                 if key in self._totals.integrals:
                     self._totals.integrals[key].most = _GAP * every * pace.interval
+        if self._add_up_energy:  # at each call of `read`, out of the latest power
+            self._totals.integrals["energy"].most = _GAP * pace.interval
         phase = zlib.crc32(self.place.uuid.encode())
         self._readings = [
             (every, (index + phase) % every, reading)

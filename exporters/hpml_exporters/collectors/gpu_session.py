@@ -45,6 +45,7 @@ class Session:
 
         Raises:
             NotHereError: there is no driver.
+            DriverLostError: it does not work.
         """
         self._nvml = Nvml()
         self._interval = interval

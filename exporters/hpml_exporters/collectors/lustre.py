@@ -1,7 +1,8 @@
 """Lustre as its client sees it: bytes and calls by file system, from llite's stats.
 
 The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre with older versions of Lustre
-and in debugfs (/sys/kernel/debug/lustre, for root alone) with newer ones; a line is
+and in debugfs (/sys/kernel/debug/lustre, for root and CAP_DAC_READ_SEARCH) with newer ones; a line
+is
 
     read_bytes    25673 samples [bytes] 1 3366225 145121869
     open          12 samples [usecs] 3 80 411 20011
@@ -68,7 +69,7 @@ class Lustre:
         for system, path in self._files():
             try:
                 text = read(path).decode("ascii", "replace")
-            except FileNotFoundError:  # unmounted a moment ago
+            except (FileNotFoundError, PermissionError):  # unmounted a moment ago; not for us
                 continue
             mine = totals.setdefault(system, {})
             for name, value in parse(text).items():
@@ -98,7 +99,9 @@ class Lustre:
             for name in sorted(names)[:_MAX_MOUNTS]:
                 system, dash, _ = name.rpartition("-")
                 path = f"{place}/{name}/stats"
-                if dash and name not in found and os.access(path, os.R_OK):
+                # Opening it is the only way to find out whether we may read it: access(2) asks for
+                # the real user, and leaves capabilities (CAP_DAC_READ_SEARCH) out.
+                if dash and name not in found and os.path.lexists(path):
                     found[name] = system, path
         return list(found.values())
 

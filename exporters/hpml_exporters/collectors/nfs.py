@@ -8,12 +8,14 @@ kernel's fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explain
         per-op statistics
             READ: <requests> <transmissions> <time-outs> <sent> <received> <queue> <rtt> <total> ...
 
-Times there are in milliseconds. What is mounted at several places is shown at the first.
+Times there are in milliseconds. One file system of a server may be mounted at several places, also
+by parts of it (an automounter's homes): the kernel counts for all of them together, and says so at
+each. They have one device number in /proc/self/mountinfo, and are shown at the first place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
@@ -22,7 +24,7 @@ from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
 
-__all__ = ["Mount", "Nfs", "make", "parse"]
+__all__ = ["Mount", "Nfs", "devices", "make", "parse"]
 
 _OPS = ("read", "write", "getattr", "lookup", "open", "other")
 _OP_OF = {"READ": 0, "WRITE": 1, "GETATTR": 2, "LOOKUP": 3, "OPEN": 4, "OPEN_NOATTR": 4}
@@ -77,6 +79,7 @@ class Nfs:
     def __init__(self, context: Context) -> None:
         self.interval = context.options.node_interval
         self._path = f"{context.options.roots.proc}/self/mountstats"
+        self._mountinfo = f"{context.options.roots.proc}/self/mountinfo"
 
     def sample(self, now: float) -> tuple[Family, ...]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
@@ -84,7 +87,7 @@ class Nfs:
             text = read(self._path).decode("utf-8", "replace")
         except FileNotFoundError as error:
             raise NotHereError("no /proc/self/mountstats") from error
-        mounts = parse(text)
+        mounts = parse(text, self._devices()) if " with fstype nfs" in text else []
         if not mounts:
             raise NotHereError("no NFS file system is mounted")
         shown: dict[MetricSpec, list[Sample]] = {spec: [] for spec in self.specs}
@@ -104,12 +107,40 @@ class Nfs:
     def close(self) -> None:
         """Nothing is open."""
 
+    def _devices(self) -> dict[str, list[str]]:
+        try:
+            return devices(read(self._mountinfo).decode("utf-8", "replace"))
+        except OSError:
+            return {}
 
-def parse(text: str) -> list[Mount]:
-    """Return the NFS file systems in the text of mountstats, each server's export once.
+
+def devices(mountinfo: str) -> dict[str, list[str]]:
+    """Return the device numbers of NFS file systems by mount point, as both files write it.
+
+    Several at one point cover each other; they stand in the same order in both files.
+
+    Args:
+        mountinfo: text of /proc/self/mountinfo, see proc(5).
+    """
+    found: dict[str, list[str]] = {}
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        fields = head.split(" ")
+        if tail.partition(" ")[0] in _TYPES and len(fields) > 4:  # noqa: PLR2004
+            found.setdefault(fields[4], []).append(fields[2])
+    return found
+
+
+def parse(text: str, numbers: Mapping[str, Sequence[str]] | None = None) -> list[Mount]:
+    """Return the NFS file systems in the text of mountstats, each once, without what is covered.
 
     Lines that are torn or unknown are passed over.
+
+    Args:
+        text: of mountstats.
+        numbers: what `devices` says; of mounts that are not in it, those of one export are one.
     """
+    left = {path: list(each) for path, each in (numbers or {}).items()}
     found: dict[str, Mount] = {}
     mount: Mount | None = None
     in_ops = False
@@ -118,8 +149,11 @@ def parse(text: str) -> list[Mount]:
             mount, in_ops = None, False
             device, _, rest = line[7:].partition(" mounted on ")
             path, _, kind = rest.rpartition(" with fstype ")
-            if kind.partition(" ")[0] in _TYPES and device not in found:
-                mount = found[device] = Mount(plain_path(path))
+            if kind.partition(" ")[0] not in _TYPES:
+                continue
+            key = left[path].pop(0) if left.get(path) else device
+            if key not in found:
+                mount = found[key] = Mount(plain_path(path))
         elif mount is None:
             continue
         elif in_ops:
@@ -130,7 +164,7 @@ def parse(text: str) -> list[Mount]:
                 mount.read_bytes, mount.written_bytes = map(int, fields)
         elif line.strip() == "per-op statistics":
             in_ops = True
-    return list(found.values())
+    return list({one.path: one for one in found.values()}.values())
 
 
 def _add_operation(mount: Mount, fields: list[str]) -> None:

@@ -105,8 +105,10 @@ class Shm:
             of_user[job.facts.uid] = of_user.get(job.facts.uid, 0) + 1
         for jobid, job in jobs.items():
             uid = job.facts.uid if job.facts.uid >= 0 or not self._own else os.getuid()
+            if uid < 0:
+                continue  # not known whose it is: no figure, which is not 0
             total = self._found.of_job.get((uid, jobid), 0)
-            if of_user[job.facts.uid] == 1 and uid >= 0 and not self._own:
+            if of_user[job.facts.uid] == 1 and not self._own:
                 total += self._found.of_user.get(uid, 0)
             yield Sample((jobid,), total)
 
@@ -170,6 +172,8 @@ class Walk:
             if entry.name.startswith(".") or not (jobid.isascii() and jobid.isdigit()):
                 continue
             place = f"{path}/{entry.name}"
+            if place in self._mounts:
+                continue
             key = uid, jobid
             for inner, one in _entries(entry.name, fd):
                 yield
@@ -193,10 +197,9 @@ class Walk:
                 return 0
             if not target.startswith(_CACHED) or target.count("/") + 1 != _CACHED_DEPTH:
                 return 0
-            manifest = f"{target.rpartition('/')[0]}/.data.manifest"
+            amount = _cached_bytes(target.split("/")[2], fd)
         else:
-            manifest = f".{name}.manifest"
-        amount = _manifest_bytes(manifest, fd)
+            amount = _manifest_bytes(f".{name}.manifest", fd)
         return None if amount is None else min(amount, self._size)
 
     def _other(
@@ -248,6 +251,25 @@ def _entries(name: str, parent: int) -> Iterator[tuple[int, os.DirEntry[str]]]:
         return
     finally:
         os.close(fd)
+
+
+def _cached_bytes(key: str, job: int) -> int | None:
+    """Return the size of a cached dataset; `job` is the directory of a job that uses it.
+
+    Each directory is opened by itself: a user may have put a link in the place of any, to a file
+    system that waits for its server or mounts itself when it is looked at.
+    """
+    if key in {"", ".", ".."}:
+        return None
+    folder = job
+    with contextlib.ExitStack() as opened:
+        for name in ("..", ".cache", key):
+            try:
+                folder = os.open(name, _DIRECTORY, dir_fd=folder)
+            except OSError:
+                return None
+            opened.callback(os.close, folder)
+        return _manifest_bytes(".data.manifest", folder)
 
 
 def _manifest_bytes(path: str, parent: int) -> int | None:

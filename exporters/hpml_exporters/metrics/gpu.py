@@ -92,14 +92,15 @@ UTILIZATION = _gpu(
     "gauge",
     "utilization",
     "ratio",
-    "Share of the last second in which some kernel was resident; a spinning kernel counts as 1.",
+    "Share of the last second or less in which some kernel was resident; a spinning kernel counts"
+    " as 1.",
     "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
 )
 MEMORY_UTILIZATION = _gpu(
     "gauge",
     "memory_utilization",
     "ratio",
-    "Share of the last second in which GPU memory was read or written.",
+    "Share of the last second or less in which GPU memory was read or written.",
     "nvmlDeviceGetUtilizationRates",
 )
 MEMORY_USED = _gpu(
@@ -212,7 +213,8 @@ ECC_ERRORS = _gpu(
     "counter",
     "ecc_errors",
     "",
-    "Memory errors, corrected or uncorrected, since the last boot (volatile) or ever (aggregate).",
+    "Memory errors, corrected or uncorrected, since the driver was loaded (volatile) or ever"
+    " (aggregate).",
     "nvmlDeviceGetFieldValues, fields 3-6",
     "error",
     "counter",
@@ -259,7 +261,8 @@ PCIE = _gpu(
     "counter",
     "pcie",
     "bytes",
-    "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB/s may be missed.",
+    "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB between two"
+    " readings is missed.",
     "nvmlGpmMetricsGet, metrics 20 and 21, integrated; else nvmlDeviceGetFieldValues, fields 197"
     " and 198",
     "direction",

@@ -169,6 +169,25 @@ def _all(ear: Ear) -> list[dict[str, Any]]:
             return found
 
 
+def test_what_found_no_room_goes_first(told: Feed, now: list[float]) -> None:
+    """The exporter reads every five seconds, and its queue holds a few parts of very many ranks."""
+    ear = Ear(told)
+    for rank in range(4000):
+        told.take(rank, rank, counters(1e17 + rank, 1e17), dict.fromkeys("0123456789", 10**17))
+    known: set[int] = set()
+    for second in range(120):
+        now[0] += 1
+        told.act(now[0])
+        while second % 5 == 0:
+            try:
+                body = ear.end.recv(40000).partition(b"\n")[2]
+            except BlockingIOError:
+                break
+            known.update(one["r"] for one in json.loads(body)["ranks"])
+    assert told.dropped, "the queue was full"
+    assert len(known) == 4000
+
+
 def test_an_exporter_that_is_gone(told: Feed, now: list[float]) -> None:
     """Its socket is closed, another is heard at once, and the others go on."""
     gone, stays = Ear(told), Ear(told)

@@ -8,6 +8,10 @@ and LU-18950 shows lines of "samples [usecs]".
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,38 @@ def test_stats_that_are_not_for_us(tmp_path: Path) -> None:
         collector = make(context(proc=tmp_path, sys=tmp_path))
     with pytest.raises(NotHereError):
         collector.sample(0.0)
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv"
+)
+def test_the_service_s_capability_opens_debugfs() -> None:
+    """The unit's user is not root: access(2) would say no where open(2) works."""
+    rights = "+dac_read_search"
+    code = (
+        "import sys\n"
+        "from tests.unit.exporters.collectors.reading import context, sampled\n"
+        "from hpml_exporters.collectors.lustre import make\n"
+        "print(len(sampled(make(context(proc=sys.argv[1], sys=sys.argv[1])))))"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others at its parents
+        place = Path(folder) / "kernel/debug"
+        write(place / "lustre", {"llite/scratch-ff/stats": NEW})
+        place.chmod(0o700)
+        Path(folder).chmod(0o755)
+        done = subprocess.run(
+            [
+                *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+                *(f"--inh-caps=-all,{rights}", f"--ambient-caps=-all,{rights}"),
+                *(f"--bounding-set=-all,{rights}", sys.executable, "-c", code, folder),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stdout.strip() == "7", done.stderr
 
 
 words = st.sampled_from([*NEW.split(), "\n", " ", "-5", "9" * 30])

@@ -69,6 +69,48 @@ def test_mounts(tmp_path: Path) -> None:
     assert {series[1] for series in found if len(series) > 1} == {data, "/home"}
 
 
+HOMES = """\
+device n1:/home/ann mounted on /home/ann with fstype nfs4 statvers=1.1
+\tbytes:\t0 0 0 0 1000 20 0 0
+device n1:/home/bob mounted on /home/bob with fstype nfs4 statvers=1.1
+\tbytes:\t0 0 0 0 1000 20 0 0
+device n1:/data mounted on /data with fstype nfs4 statvers=1.1
+\tbytes:\t0 0 0 0 5 0 0 0
+device n1:/data mounted on /data-ro with fstype nfs4 statvers=1.1
+\tbytes:\t0 0 0 0 70 0 0 0
+"""
+HOMES_INFO = """\
+21 1 0:20 / / rw,relatime - ext4 /dev/vda1 rw
+31 21 0:50 / /home/ann rw,relatime shared:1 - nfs4 n1:/home/ann rw,vers=4.2
+32 21 0:50 / /home/bob rw,relatime shared:2 - nfs4 n1:/home/bob rw,vers=4.2
+33 21 0:51 / /data rw,relatime - nfs4 n1:/data rw,vers=4.2
+34 21 0:52 / /data-ro ro,relatime - nfs4 n1:/data ro,vers=4.2
+"""
+
+
+def test_one_file_system_at_several_places_counts_once(tmp_path: Path) -> None:
+    """Its counters stand at each of them; one export with two sets of counters is two."""
+    write(tmp_path, {"self/mountstats": HOMES, "self/mountinfo": HOMES_INFO})
+    found = sampled(make(context(proc=tmp_path)))
+    name = "hpml_nfs_read_bytes_total"
+    assert {series[1]: value for series, value in found.items() if series[0] == name} == {
+        "/home/ann": 1000,
+        "/data": 5,
+        "/data-ro": 70,
+    }
+    assert found["hpml_nfs_mounts",] == 3
+
+
+def test_a_mount_over_another_is_what_is_seen(tmp_path: Path) -> None:
+    """Both files list them in the order in which they were made; one series each, of the last."""
+    stats = HOMES.replace("mounted on /data-ro", "mounted on /data")
+    info = HOMES_INFO.replace(" /data-ro ro", " /data ro")
+    write(tmp_path, {"self/mountstats": stats, "self/mountinfo": info})
+    found = sampled(make(context(proc=tmp_path)))
+    assert found["hpml_nfs_read_bytes_total", "/data"] == 70
+    assert found["hpml_nfs_mounts",] == 2
+
+
 def test_a_node_without_nfs(tmp_path: Path) -> None:
     """Nothing to show is no failure."""
     write(tmp_path, {"self/mountstats": "device proc mounted on /proc with fstype proc\n"})

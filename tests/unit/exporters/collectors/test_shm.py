@@ -80,6 +80,14 @@ def test_staged_data_are_their_job_s(place: Path, tmp_path: Path) -> None:
     assert 3 * MIB <= found["41"] < 3.1 * MIB, "its manifest and locks take pages too"
 
 
+def test_a_job_of_an_unknown_user_has_no_figure(place: Path) -> None:
+    """What it has there is not known, which is not the same as nothing."""
+    (place / "loose").write_bytes(b"x" * MIB)
+    told = context(shm=place)
+    post(told.jobs, {"41": (UID, []), "42": (-1, [])})
+    assert job_bytes(sampled(make(told))) == {"41": MIB}
+
+
 def test_a_cached_dataset_counts_with_each_job_that_uses_it(place: Path, tmp_path: Path) -> None:
     """Two jobs of one user on one copy."""
     for key in ("cluster-41", "cluster-42"):
@@ -174,6 +182,21 @@ def test_a_manifest_that_is_a_link(place: Path, tmp_path: Path) -> None:
     (job / "data").mkdir(parents=True)
     (tmp_path / "theirs").write_text('{"bytes": 1000000}\n')
     (job / ".data.manifest").symlink_to(tmp_path / "theirs")
+    told = context(shm=place)
+    post(told.jobs, {"41": (UID, [])})
+    assert job_bytes(sampled(make(told))) == {"41": 0}
+
+
+@pytest.mark.parametrize("linked", [".cache", ".cache/key"])
+def test_a_link_on_the_way_to_a_cached_manifest(place: Path, tmp_path: Path, linked: str) -> None:
+    """It is not followed: it may lead to a file system that hangs, or mounts itself."""
+    user = place / f"hpml-{UID}"
+    (user / "cluster-41").mkdir(parents=True)
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / ".data.manifest").write_text('{"bytes": 1000000}\n')
+    (user / linked).parent.mkdir(exist_ok=True)
+    (user / linked).symlink_to(tmp_path / linked.removeprefix(".cache").strip("/"))
+    (user / "cluster-41" / "data").symlink_to("../.cache/key/data")
     told = context(shm=place)
     post(told.jobs, {"41": (UID, [])})
     assert job_bytes(sampled(make(told))) == {"41": 0}

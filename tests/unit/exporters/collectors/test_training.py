@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -426,6 +427,25 @@ def test_an_exporter_that_was_killed_leaves_nothing_in_the_way(run: Path) -> Non
     feed.close()
     collector.close()
     assert list(run.iterdir()) == [], "the socket's file goes with the exporter"
+
+
+def test_an_exporter_with_a_full_queue_still_listens(run: Path) -> None:
+    """So many agents knock that the next one finds no room: the place is taken all the same."""
+    told = context(run=run)
+    collector = make(told)
+    with contextlib.ExitStack() as knocking:
+        for _ in range(1000):
+            one = knocking.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            one.setblocking(False)
+            try:
+                one.connect(str(run / "exporter.sock"))
+            except BlockingIOError:
+                break
+        else:
+            pytest.fail("the queue has no end")
+        with pytest.raises(NotHereError, match="another exporter"):
+            make(context(run=run))
+    collector.close()
 
 
 def test_the_end_of_an_old_exporter_leaves_the_new_one_s_socket(run: Path) -> None:
