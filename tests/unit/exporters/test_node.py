@@ -17,6 +17,7 @@ import pytest
 from hpml_exporters.node import sources_of, write_address
 from hpml_exporters.options import COLLECTORS, NodeOptions
 
+from hpml_orchestrator.errors import InputError
 from tests.unit.exporters.collecting import eventually, figures
 from tests.unit.exporters.server.support import make_certificates
 
@@ -246,7 +247,7 @@ def test_an_address_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "[::1]:9445\n"
     assert path.stat().st_ino != before
     assert [one.name for one in tmp_path.iterdir()] == ["address"]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InputError, match=r"address_file: cannot be written: No such file .*/none/"):
         write_address(str(tmp_path / "none" / "address"), "127.0.0.1:1")
 
 
