@@ -198,8 +198,19 @@ def block_signals() -> set[signal.Signals]:
 
 
 def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
-    """Return when a signal says so, or when the parent is another than it was."""
-    while signal.sigtimedwait(ending, _LOOK_SECONDS) is None:
-        if parent and os.getppid() != parent:
-            tell("the process that started this exporter is gone")
-            return
+    """Return when a signal says so, or when the parent is another than it was.
+
+    Not by sigtimedwait: when the process was stopped for longer than the time that it waits, as
+    `scontrol suspend` does, Python returns a signal that never was (seen with 3.9 to 3.13).
+    """
+    if parent:
+        threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+    signal.sigwait(ending)
+
+
+def _watch_parent(parent: int) -> None:
+    """Have this process end when its parent is another than it was; runs in a thread."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    tell("the process that started this exporter is gone")
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -108,6 +108,20 @@ def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signa
     assert ended(process) == (0, f"hpml: http://{address(tmp_path)}/metrics\n")
 
 
+def test_being_stopped_for_a_while_is_no_end(start: Start, tmp_path: Path) -> None:
+    """As by `scontrol suspend`, for longer than anything in the exporter waits at a time."""
+    process = start({"without": NOTHING})
+    scraped(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    assert scraped(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+
+
 def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: Path) -> None:
     """`nohup` keeps it alive when the terminal goes."""
     process = start({"without": NOTHING}, command=["nohup", *COMMAND], stdin=subprocess.DEVNULL)
