@@ -122,6 +122,17 @@ def test_being_stopped_for_a_while_is_no_end(start: Start, tmp_path: Path) -> No
     assert ended(process)[0] == 0
 
 
+def test_closed_standard_streams_are_no_fault(start: Start, tmp_path: Path) -> None:
+    """Their numbers go to no socket, which a library that complains would write to."""
+    command = ["sh", "-c", 'exec "$0" "$@" 0<&- 1>&- 2>&-', *COMMAND]
+    process = start({"without": NOTHING}, command=command)
+    assert scraped(tmp_path)
+    opened = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+    assert opened == [os.devnull] * 3
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+
+
 def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: Path) -> None:
     """`nohup` keeps it alive when the terminal goes."""
     process = start({"without": NOTHING}, command=["nohup", *COMMAND], stdin=subprocess.DEVNULL)
