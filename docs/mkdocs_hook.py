@@ -21,6 +21,7 @@ OUTSIDE = (
     "LICENSE",
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
+    "deploy/gpusim/README.md",
     "deploy/prometheus/prometheus.yml",
     "exporters/README.md",
     "deploy/systemd/hpml-exporter-node.service",

@@ -6,12 +6,14 @@ again), those of `hpml_orchestrator.errors` for what else is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
 __all__ = ["main"]
 
 _WRONG_OPTIONS = 2
+_STANDARD_ERROR = 2
 
 
 def main(words: list[str]) -> int:
@@ -45,8 +47,19 @@ def main(words: list[str]) -> int:
         return 1
 
 
+def _open_standard_descriptors() -> None:
+    """Keep 0, 1 and 2 from becoming sockets where the caller closed them: libraries write there."""
+    last = os.open(os.devnull, os.O_RDWR)
+    while last <= _STANDARD_ERROR:
+        last = os.open(os.devnull, os.O_RDWR)
+    os.close(last)
+
+
 if __name__ == "__main__":
+    _open_standard_descriptors()
     status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # It is None where the caller closed it; and whoever read it may be gone.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
     os._exit(status)  # threads that wait in a driver or for a client keep nobody

@@ -18,6 +18,7 @@ from hpml_exporters.options import COLLECTORS, NodeOptions
 from hpml_exporters.sampler import Sampler
 from hpml_exporters.slot import Source, tell
 from hpml_exporters.snapshot import Snapshot
+from hpml_orchestrator.errors import InputError
 
 __all__ = ["EXIT_STUCK", "Observer", "block_signals", "run", "sources_of", "write_address"]
 
@@ -125,7 +126,7 @@ def run(
         observers: who looks at the snapshots, besides the summary that the options ask for.
 
     Raises:
-        HpmlError: the server cannot be started.
+        HpmlError: the server cannot be started, or its address not be written.
     """
     from hpml_exporters.server import Server  # noqa: PLC0415 - the largest import, after the rest
 
@@ -168,17 +169,18 @@ def write_address(path: str, address: str) -> None:
     """Write where the exporter listens, as one line that is there whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        InputError: it cannot be written.
     """
     partial_path = f"{path}.{os.getpid()}"
     try:
         with open(partial_path, "w", encoding="utf-8") as stream:
             stream.write(address + "\n")
         os.replace(partial_path, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(partial_path)
-        raise
+        why = f"cannot be written: {error.strerror}"
+        raise InputError(why, field="address_file", value=path) from None
 
 
 def block_signals() -> set[signal.Signals]:
@@ -196,8 +198,19 @@ def block_signals() -> set[signal.Signals]:
 
 
 def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
-    """Return when a signal says so, or when the parent is another than it was."""
-    while signal.sigtimedwait(ending, _LOOK_SECONDS) is None:
-        if parent and os.getppid() != parent:
-            tell("the process that started this exporter is gone")
-            return
+    """Return when a signal says so, or when the parent is another than it was.
+
+    Not by sigtimedwait: when the process was stopped for longer than the time that it waits, as
+    `scontrol suspend` does, Python returns a signal that never was (seen with 3.9 to 3.13).
+    """
+    if parent:
+        threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+    signal.sigwait(ending)
+
+
+def _watch_parent(parent: int) -> None:
+    """Have this process end when its parent is another than it was; runs in a thread."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    tell("the process that started this exporter is gone")
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -98,6 +98,7 @@ class Slot:
         self._readings = 0
         self._lost = 0
         self._told: dict[tuple[str, str, int], float] = {}
+        self._absence = ""
 
     @property
     def stale_after(self) -> float:
@@ -118,8 +119,9 @@ class Slot:
                 self.interval = max(self._collector.interval, _INTERVAL_MIN_SECONDS)
             families = checked(self._collector.sample(begun))
             outcome, self._lost = "good", 0
-        except NotHereError:
+        except NotHereError as error:
             outcome, pause = "absent", self._pauses.absent
+            self._tell_absence(str(error))
         except ModuleNotFoundError as error:
             outcome, pause = "absent", self._pauses.absent
             self._tell_once(error)
@@ -182,6 +184,12 @@ class Slot:
             )
             self.reading = 0
         self._changed()
+
+    def _tell_absence(self, why: str) -> None:
+        """Say why there is nothing to read, once: who misses the GPUs looks for a reason."""
+        if why and why != self._absence:
+            self._absence = why
+            tell(f"collector {self.name}: nothing to read: {why}")
 
     def _tell_once(self, error: Exception) -> None:
         """Say what happened, each kind of it once an hour: a kind is a class at a line of code."""

@@ -96,8 +96,8 @@ def node(
 ) -> None:
     """Show this node's GPUs, jobs, disks and networks to Prometheus, until told to end.
 
-    It answers /metrics and /healthz; one line on standard error says where. SIGTERM and Ctrl-C
-    end it with 0.
+    It answers /metrics and /healthz; standard error says where, and what there is nothing to read
+    of. SIGTERM and Ctrl-C end it with 0.
     """
     from hpml_orchestrator.cli.conflicts import refuse_empty  # noqa: PLC0415
 
@@ -219,10 +219,31 @@ def _warn(options: NodeOptions) -> None:
             "hint: pip install 'hpml-orchestrator[export]'",
             err=True,
         )
-    if not options.web_config and not is_loopback(split(options.listen)[0]):
-        typer.echo(
-            f"hpml: warning: whoever reaches {options.listen} can read who runs what here, "
-            "unencrypted and without a password\n"
-            "hint: --web-config FILE brings both, see docs/monitoring.md",
-            err=True,
-        )
+    locked, encrypted = _locks(options.web_config)
+    if is_loopback(split(options.listen)[0]) or (locked and encrypted):
+        return
+    if locked:
+        what = f"the password for {options.listen} crosses the network unencrypted"
+    else:
+        how = "without a password" if encrypted else "unencrypted and without a password"
+        what = f"whoever reaches {options.listen} can read who runs what here, {how}"
+    wanted = "--web-config FILE brings both"
+    if options.web_config:
+        key = "tls_server_config" if locked else "basic_auth_users"
+        wanted = f"{key} in {options.web_config}"
+    typer.echo(f"hpml: warning: {what}\nhint: {wanted}, see docs/monitoring.md", err=True)
+
+
+def _locks(path: str) -> tuple[bool, bool]:
+    """Return whether a web-config file lets in only whom it names, and whether it brings TLS.
+
+    Raises:
+        InputError: the file is wrong.
+    """
+    if not path:
+        return False, False
+    from hpml_exporters.server import web_config  # noqa: PLC0415 - for those who have a file
+
+    config = web_config.read(path)
+    named = config.tls and config.tls.client_auth_type == "RequireAndVerifyClientCert"
+    return bool(config.users or named), config.tls is not None

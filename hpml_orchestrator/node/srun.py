@@ -395,8 +395,9 @@ class _Step:
             pause = 0.0
         received = signal.sigtimedwait(_WATCHED, pause)
         while received is not None:
-            # The supervisor of a local job signals the tasks itself.
-            if received.si_signo != signal.SIGCHLD and received.si_pid != self.signaller:
+            # The supervisor of a local job signals the tasks itself. And after this process was
+            # stopped for a while, Python returns a signal that never was, with any number.
+            if received.si_signo in _FORWARDED and received.si_pid != self.signaller:
                 for task in self.tasks:
                     task.send(received.si_signo)
             received = signal.sigtimedwait(_WATCHED, 0)

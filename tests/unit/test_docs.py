@@ -42,6 +42,7 @@ PAGES = [
     "exporters/README.md",
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
+    "deploy/gpusim/README.md",
 ]
 SLURM_COMMANDS = "sbatch srun salloc squeue sacct sacctmgr scancel scontrol sinfo".split()
 ANYTHING = "…"

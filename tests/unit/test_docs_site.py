@@ -17,6 +17,7 @@ OUTSIDE = "README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml".split()
 NAMED = (
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
+    "deploy/gpusim/README.md",
     "deploy/prometheus/prometheus.yml",
     "exporters/README.md",
     "deploy/systemd/hpml-exporter-node.service",
@@ -65,6 +66,16 @@ def test_the_site_builds_without_a_warning(copy: Path) -> None:
     assert not [page for page in site.rglob("*.html") if "```" in page.read_text("utf-8")]
     menu = (copy / "mkdocs.yml").read_text("utf-8")
     assert pages <= {Path(name).stem for name in re.findall(r": (\S+\.md)$", menu, re.MULTILINE)}
+
+
+def test_long_cells_of_tables_are_wrapped(copy: Path) -> None:
+    """The theme keeps each on one line: whoever reads the metrics would scroll sideways."""
+    assert build(copy).returncode == 0
+    site = copy.with_name("site")
+    found = re.findall(
+        r'href="([^":]+\.css)" rel="stylesheet"', (site / "metrics.html").read_text()
+    )
+    assert re.search(r"table td,[^{]*\{\s*white-space: normal", (site / found[-1]).read_text())
 
 
 @pytest.mark.parametrize(

@@ -348,4 +348,7 @@ def _rate_limit(section: tuple[Any, str]) -> RateLimit | None:
     if not (burst.isascii() and burst.isdigit()):
         raise InputError("this is no number of requests", field=f"{name}.burst", value=burst)
     interval = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
+    if interval and not int(burst):
+        hint = "burst: 10, the requests that may come at once"
+        raise InputError("no request would ever be answered", field=f"{name}.burst", hint=hint)
     return RateLimit(interval, int(burst)) if interval else None

@@ -139,15 +139,26 @@ def test_each_switch_is_that_of_its_collector(
     assert handed_over(hpml, monkeypatch, f"--no-{name}")[0]["without"] == [name]
 
 
+HASH = "$2y$10$" + "a" * 53
+USERS = f"basic_auth_users: {{prometheus: '{HASH}'}}\n"
+TLS = "tls_server_config: {cert_file: a.crt, key_file: a.key%s}\n"
+
+
 @pytest.mark.parametrize(
-    ("listen", "config", "warned"),
+    ("listen", "config", "warning"),
     [
-        ("127.0.0.1:9445", False, False),
-        ("localhost:9445", False, False),
-        ("[::1]:9445", False, False),
-        (":9445", False, True),
-        ("0.0.0.0:9445", False, True),
-        (":9445", True, False),
+        ("127.0.0.1:9445", None, ""),
+        ("localhost:9445", None, ""),
+        ("[::1]:9445", None, ""),
+        ("127.0.0.1:9445", "", ""),
+        (":9445", None, "whoever reaches :9445 can read who runs what here, unencrypted and with"),
+        ("0.0.0.0:9445", None, "whoever reaches 0.0.0.0:9445 can read"),
+        (":9445", "", "whoever reaches :9445 can read who runs what here, unencrypted and with"),
+        (":9445", TLS % "", "whoever reaches :9445 can read who runs what here, without a pass"),
+        (":9445", TLS % ", client_auth_type: RequireAnyClientCert", "whoever reaches :9445 can"),
+        (":9445", USERS, "the password for :9445 crosses the network unencrypted"),
+        (":9445", USERS + TLS % "", ""),
+        (":9445", TLS % ", client_auth_type: RequireAndVerifyClientCert", ""),
     ],
 )
 def test_an_open_door_is_warned_of(
@@ -155,15 +166,30 @@ def test_an_open_door_is_warned_of(
     shell: Shell,
     monkeypatch: pytest.MonkeyPatch,
     listen: str,
-    config: bool,
-    warned: bool,
+    config: str | None,
+    warning: str,
 ) -> None:
-    """Other machines may read without a password: that is said, and not refused."""
+    """What counts is what the web-config file says, not that there is one; nothing is refused."""
+    words: list[str] = []
+    if config is not None:
+        path = shell.root / "web.yml"
+        path.write_text(config)
+        words = ["--web-config", str(path)]
+    err = handed_over(hpml, monkeypatch, "--no-gpu", "--listen", listen, *words)[1]
+    assert err.startswith(f"hpml: warning: {warning}") if warning else err == ""
+
+
+def test_a_wrong_web_config_is_told_before_the_start(
+    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the field; the value, which may be a password, is not shown."""
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the exporter was started"))
     path = shell.root / "web.yml"
-    path.write_text("")
-    words = ["--web-config", str(path)] if config else []
-    err = handed_over(hpml, monkeypatch, "--listen", listen, *words)[1]
-    assert (f"hpml: warning: whoever reaches {listen}" in err) is warned
+    path.write_text("basic_auth_users: {ada: secret}\n")
+    told = hpml("export", "node", "--no-gpu", "--web-config", str(path))
+    assert told.code == 2
+    assert told.err.startswith("hpml: error: basic_auth_users.ada: this is no hash of bcrypt")
+    assert "secret" not in told.err
 
 
 def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:

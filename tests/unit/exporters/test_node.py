@@ -17,6 +17,7 @@ import pytest
 from hpml_exporters.node import sources_of, write_address
 from hpml_exporters.options import COLLECTORS, NodeOptions
 
+from hpml_orchestrator.errors import InputError
 from tests.unit.exporters.collecting import eventually, figures
 from tests.unit.exporters.server.support import make_certificates
 
@@ -105,6 +106,31 @@ def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signa
     assert abs(now["hpml_exporter_start_timestamp_seconds"] - time.time()) < 120
     process.send_signal(number)
     assert ended(process) == (0, f"hpml: http://{address(tmp_path)}/metrics\n")
+
+
+def test_being_stopped_for_a_while_is_no_end(start: Start, tmp_path: Path) -> None:
+    """As by `scontrol suspend`, for longer than anything in the exporter waits at a time."""
+    process = start({"without": NOTHING})
+    scraped(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    assert scraped(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+
+
+def test_closed_standard_streams_are_no_fault(start: Start, tmp_path: Path) -> None:
+    """Their numbers go to no socket, which a library that complains would write to."""
+    command = ["sh", "-c", 'exec "$0" "$@" 0<&- 1>&- 2>&-', *COMMAND]
+    process = start({"without": NOTHING}, command=command)
+    assert scraped(tmp_path)
+    opened = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+    assert opened == [os.devnull] * 3
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
 
 
 def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: Path) -> None:
@@ -246,7 +272,7 @@ def test_an_address_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "[::1]:9445\n"
     assert path.stat().st_ino != before
     assert [one.name for one in tmp_path.iterdir()] == ["address"]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InputError, match=r"address_file: cannot be written: No such file .*/none/"):
         write_address(str(tmp_path / "none" / "address"), "127.0.0.1:1")
 
 

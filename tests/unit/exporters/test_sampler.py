@@ -147,6 +147,21 @@ def test_what_is_not_here_is_no_failure() -> None:
     assert min(gaps) >= 0.05
 
 
+def test_why_there_is_nothing_to_read_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Once for each reason, however often it is found; whoever misses the GPUs finds it there."""
+
+    def miss(turn: int) -> None:
+        raise NotHereError("no driver" if turn < 4 else "no library")
+
+    probe = Probe("gpu", act=miss)
+    with sampling(probe):
+        eventually(lambda: len(probe.times) > 6)
+    assert capfd.readouterr().err.splitlines() == [
+        "hpml: collector gpu: nothing to read: no driver",
+        "hpml: collector gpu: nothing to read: no library",
+    ]
+
+
 def test_a_lost_driver_makes_the_collector_anew() -> None:
     """It is closed and made again, with pauses that grow; meanwhile it counts as down."""
 

@@ -170,6 +170,21 @@ def test_forwards_signals(tmp_path: Path, name: str) -> None:
         assert process.wait(10) == 7
 
 
+def test_being_stopped_for_a_while_ends_no_task(tmp_path: Path) -> None:
+    """As by Ctrl-Z, for longer than it waits at a time: Python tells of a signal that never was."""
+    script = f"echo > {tmp_path}/begun; sleep 4"
+    with subprocess.Popen(
+        command("-n1", "bash", "-c", script), env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(tmp_path / "begun")
+        time.sleep(0.2)  # it waits by now
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=30)[1] == ""
+        assert process.returncode == 0
+
+
 def test_accepts_what_only_a_cluster_needs() -> None:
     """Both spellings of a value, options without meaning here, and -- before the command."""
     text = (

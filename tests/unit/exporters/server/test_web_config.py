@@ -127,6 +127,7 @@ OURS = [
     ("rate_limit: {interval: soon}", "rate_limit.interval"),
     ("rate_limit: {interval: 1s, burst: -1}", "rate_limit.burst"),
     ("rate_limit: {every: 1s}", "rate_limit.every"),
+    ("rate_limit: {interval: 1s}", "rate_limit.burst"),
 ]
 """Files that Debian's older toolkit knows nothing about, or takes and then answers nobody."""
 
