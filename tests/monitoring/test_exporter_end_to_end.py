@@ -21,6 +21,7 @@ import pytest
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import ROOT, Desk
+from tests.cluster.prolog import install_prolog
 from tests.monitoring.gpusim_support import Gpusim
 from tests.monitoring.prometheus_support import files, static
 from tests.storage import in_memory, stored_folder
@@ -185,6 +186,7 @@ def node(
         prolog.write_text(f"#!/bin/sh\n{lines}", encoding="utf-8")
         prolog.chmod(0o755)
         lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
+        lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it knows which GPUs a job was given
         own.write_text(lines, encoding="utf-8")
         with booted(*options, "--slurm-conf", own) as cluster:
             exporter: tuple[str, ...] = ("--root", f"run={disk}/run")

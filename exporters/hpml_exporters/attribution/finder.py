@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.attribution import bare, hierarchy, process, raw
@@ -235,9 +235,14 @@ def _facts_in(jobid: str, values: Mapping[bytes, bytes]) -> JobFacts:
         account=word(b"SLURM_JOB_ACCOUNT"),
         partition=word(b"SLURM_JOB_PARTITION"),
         name=word(b"SLURM_JOB_NAME"),
-        gpus=tuple(gpus.split(",")) if gpus else None,
+        gpus=_named(gpus.split(",")) if gpus else None,
         run=os.path.basename(word(b"HPML_RUN_DIR").rstrip("/")),
     )
+
+
+def _named(gpus: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the GPUs if they have names; numbers are places in Slurm's list, and tell of none."""
+    return None if any(gpu.isdigit() for gpu in gpus) else tuple(gpus)
 
 
 def _filled(facts: JobFacts, said: JobFacts | None) -> JobFacts:

@@ -309,14 +309,21 @@ def test_the_environment_fills_in(machine: Machine) -> None:
         "SLURM_JOB_ACCOUNT": "vision",
         "SLURM_JOB_PARTITION": "gpu",
         "SLURM_JOB_NAME": "train",
-        "SLURM_JOB_GPUS": "1,3",
+        "SLURM_JOB_GPUS": "GPU-1a,GPU-3c",
         "HPML_RUN_DIR": "/records/runs/20261121-x7/",
     }
     machine.process(Task(81, environment={**values, "SLURM_JOB_ID": "76", "SLURM_JOB_NAME": "no"}))
     machine.process(Task(82, environment=values))
     facts = look(machine).by_id["77"].facts
     assert (facts.account, facts.partition, facts.name) == ("vision", "gpu", "train")
-    assert (facts.gpus, facts.run) == (("1", "3"), "20261121-x7")
+    assert (facts.gpus, facts.run) == (("GPU-1a", "GPU-3c"), "20261121-x7")
+
+
+def test_numbers_of_gpus_in_an_environment_tell_of_none(machine: Machine) -> None:
+    """They count places in gres.conf, which only the site's prolog can translate."""
+    version_2(machine, f"{SCOPE}/job_77")
+    machine.process(Task(82, environment={"SLURM_JOB_ID": "77", "SLURM_JOB_GPUS": "1,3"}))
+    assert look(machine).by_id["77"].facts.gpus is None
 
 
 def test_the_run_is_told_by_a_child_of_the_batch_shell(machine: Machine) -> None:
