@@ -55,8 +55,8 @@ class _SummaryWriter:
         now = time.monotonic()
         # A short job whose exporter is killed loses half of its figures at most; and the nodes of
         # a large one do not keep writing to the shared file system.
-        pause = min(_WRITE_SECONDS, (now - self._began) / 2)
-        if now - self._written >= pause:
+        later = now + _OBSERVE_SECONDS  # until which nobody writes, if this one does not
+        if later - self._written > min(_WRITE_SECONDS, (later - self._began) / 2):
             self._written = now
             self._summary.write(self._path)
 

@@ -107,7 +107,7 @@ class Summary:
         self._starts = 1
         self._looked = False
         self._resume(options.summary_file)
-        self._resumed = frozenset(self._counts)  # counters whose next reading is a new exporter's
+        self._resumed = set(self._counts)  # counters whose next reading is a new exporter's first
 
     def note(self, snapshot: Seen) -> None:
         """Add what happened since the snapshot before; harmless for the same one twice."""
@@ -119,7 +119,6 @@ class Summary:
         families = {family.spec.name: family for family in snapshot.families}
         self._note_job(families)
         self._note_gpus(families, step)
-        self._resumed = frozenset()
         self._looked = True
 
     def write(self, path: str) -> None:
@@ -232,6 +231,7 @@ class Summary:
             return self._counts[key][0]
         grown = value - known[1]
         if key in self._resumed:
+            self._resumed.discard(key)  # each at its own time: not every collector is as quick
             grown = value if anew else max(0.0, grown)
         elif grown < 0:
             grown = value

@@ -239,6 +239,19 @@ def test_a_killed_exporter_loses_nothing_of_the_gpus(
     assert told["gpus"][0][GPU_METRICS[name]] == total
 
 
+def test_a_collector_that_comes_late_after_a_restart(tmp_path: Path) -> None:
+    """What it tells later than the others is still a new exporter's first word: no new bytes."""
+    path = tmp_path / "s.json"
+    first = Summary(options(path), START)
+    first.note(seen(1, family("hpml_job_io_read_bytes_total", ("17", 500.0))))
+    first.write(str(path))
+    second = Summary(options(path), START)
+    second.note(seen(1, family("hpml_job_cpu_seconds_total", ("17", "user", 1.0))))
+    for value in (60.0, 70.0):
+        second.note(seen(2, family("hpml_job_io_read_bytes_total", ("17", value))))
+    assert second.to_json()["job"]["io_read_bytes"] == 510.0
+
+
 @pytest.mark.parametrize(
     "text",
     [
