@@ -182,6 +182,32 @@ def test_without_anybodys_word_all_visible_gpus_count(summary: Summary) -> None:
     assert [gpu["utilization_ratio"] for gpu in summary.to_json()["gpus"]] == [0.25, 0.25]
 
 
+def test_gpus_of_others_before_and_after_the_ranks(tmp_path: Path) -> None:
+    """Where only a process says whose a GPU is, and it came later and went before the job."""
+    path = tmp_path / "s.json"
+    whose, *both = gpus(["a", "b"], power_watts=100.0)
+    whose = family("hpml_job_gpu_info", ("17", "a", 1.0))
+    summary = Summary(options(path), START)
+    summary.note(seen(1, *both))
+    assert {one["uuid"] for one in summary.to_json()["gpus"]} == {"a", "b"}
+    summary.note(seen(2, whose, *both))
+    summary.note(seen(3, *both))
+    summary.write(str(path))
+    again = Summary(options(path), START)
+    again.note(seen(4, *both))
+    for one in (summary.to_json(), again.to_json()):
+        assert [gpu["uuid"] for gpu in one["gpus"]] == ["a"]
+        assert not [key for key in one["state"]["means"] if key.startswith("gpu/b")]
+
+
+def test_looks_that_fall_beside_the_readings_lose_no_time(summary: Summary) -> None:
+    """A GPU that is always busy: two looks in one second, none in the next."""
+    for seconds, busy in ((1, 1.0), (2, 1.0), (3, 3.0), (4, 4.0), (5, 4.0), (6, 6.0)):
+        summary.note(seen(seconds, *gpus(["a"], busy_seconds_total=busy)))
+    (gpu,) = summary.to_json()["gpus"]
+    assert gpu["utilization_ratio"] == 1
+
+
 def test_a_single_look_is_a_summary(summary: Summary, tmp_path: Path) -> None:
     """A job of a second: the one reading at its end counts."""
     summary.note(seen(0.5, *gpus(["a"], sm_active_ratio=0.7, busy_seconds_total=0.25)))
