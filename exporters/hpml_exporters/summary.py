@@ -202,15 +202,14 @@ class Summary:
         """Return the GPUs of the job; all that are seen where nobody has ever said which are."""
         family = families.get("hpml_job_gpu_info")
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
-        if own and not self._facts["sure"]:
-            # Its ranks have come to their GPUs: what was taken for the job's before is others'.
-            self._facts["sure"] = True
-            for uuid in self._facts["gpus"].keys() - own:
-                self._forget_gpu(uuid)
-        if own or family is not None:
+        if family is not None:
+            if not self._facts["sure"]:
+                # GPUs are seen a moment before jobs are: what was taken for the job's is others'.
+                self._facts["sure"] = True
+                for uuid in self._facts["gpus"].keys() - own:
+                    self._forget_gpu(uuid)
             return own
         seen = {uuid for uuid, _ in _by_uuid(families.get("hpml_gpu_info"), "name")}
-        # Before its ranks' first and after their last word on a GPU nobody says whose it is.
         return seen & self._facts["gpus"].keys() if self._facts["sure"] else seen
 
     def _forget_gpu(self, uuid: str) -> None:

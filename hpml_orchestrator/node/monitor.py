@@ -335,14 +335,15 @@ class Monitor:
         return f"{words}: {said}" if said and code > 0 else words
 
     def _last_words(self) -> str:
-        """Return the last line that exporters of this node wrote."""
+        """Return the last line that exporters of this node wrote, hints left out."""
         try:
             with open(self._own("log"), "rb") as stream:
                 stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_BYTES))
                 lines = stream.read().decode("utf-8", "replace").split("\n")
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        told = (line.strip().removeprefix("hpml: ") for line in reversed(lines))
+        return next((line for line in told if line and not line.startswith("hint: ")), "")
 
     def _tell(self, words: str) -> None:
         sys.stderr.write(f"hpml: {self.node}: the job's monitor {words}\n")

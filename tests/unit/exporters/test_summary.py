@@ -182,21 +182,21 @@ def test_without_anybodys_word_all_visible_gpus_count(summary: Summary) -> None:
     assert [gpu["utilization_ratio"] for gpu in summary.to_json()["gpus"]] == [0.25, 0.25]
 
 
-def test_gpus_of_others_before_and_after_the_ranks(tmp_path: Path) -> None:
-    """Where only a process says whose a GPU is, and it came later and went before the job."""
+@pytest.mark.parametrize("own", [["a"], []])
+def test_gpus_of_others_that_are_seen_before_the_jobs_are(tmp_path: Path, own: list[str]) -> None:
+    """The node's GPUs are read before anybody says whose they are, also after a restart."""
     path = tmp_path / "s.json"
-    whose, *both = gpus(["a", "b"], power_watts=100.0)
-    whose = family("hpml_job_gpu_info", ("17", "a", 1.0))
+    both = gpus(["a", "b"], power_watts=100.0)[1:]
+    whose = family("hpml_job_gpu_info", *(("17", uuid, 1.0) for uuid in own))
     summary = Summary(options(path), START)
     summary.note(seen(1, *both))
     assert {one["uuid"] for one in summary.to_json()["gpus"]} == {"a", "b"}
     summary.note(seen(2, whose, *both))
-    summary.note(seen(3, *both))
     summary.write(str(path))
     again = Summary(options(path), START)
     again.note(seen(4, *both))
     for one in (summary.to_json(), again.to_json()):
-        assert [gpu["uuid"] for gpu in one["gpus"]] == ["a"]
+        assert [gpu["uuid"] for gpu in one["gpus"]] == own
         assert not [key for key in one["state"]["means"] if key.startswith("gpu/b")]
 
 

@@ -48,7 +48,7 @@ if behaviour == "good" or (behaviour == "twice" and count > 2):
     listen()
     time.sleep(0.2)
 if behaviour.isdecimal():
-    print("error: cannot do this")
+    print("hpml: error: cannot do this\\nhpml: hint: do another thing")
     sys.exit(int(behaviour))
 if behaviour == "twice" and count <= 2:
     listen()
