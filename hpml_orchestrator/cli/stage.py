@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.engine import EngineOptions
     from hpml_orchestrator.staging.errands import Errand, Outcome
-    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["register"]
 
@@ -199,11 +198,13 @@ def stage(
         keep=keep,
         outside_links=outside_links,
     )
-    bases = stageheld.bases_here(chosen_site(context), local_dir)
+    paths = stageheld.paths_here(chosen_site(context))
+    bases = stageheld.bases_of(paths, local_dir)
     from hpml_orchestrator.staging.engine import EngineOptions  # noqa: PLC0415
+    from hpml_orchestrator.staging.manners import open_rate  # noqa: PLC0415
 
     if opens_per_second is None:
-        opens_per_second = stageheld.opens_here(chosen_site(context))
+        opens_per_second = open_rate(paths.opens_per_node, paths.opens_per_job, paths.nodes)
     options = EngineOptions(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )
@@ -256,7 +257,7 @@ def _outcomes(
 
     retry = Retry(time.sleep, stop)
 
-    def supply_of(request: StageRequest, room: Room) -> Supply:
+    def supply_of(request: StageRequest, room: Room) -> LocalSupply:
         return LocalSupply(open_source(request, retry, room), options)
 
     caller = calling_process()

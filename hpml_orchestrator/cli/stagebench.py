@@ -74,9 +74,9 @@ def bench(
     sizes = Sizes(files, _size("--size", size), _size("--large", large), runs)
     targets = [("DIR", one) for one in directories or []]
     if not targets:
-        from hpml_orchestrator.cli.stageheld import bases_here  # noqa: PLC0415
+        from hpml_orchestrator.cli.stageheld import bases_of, paths_here  # noqa: PLC0415
 
-        bases = bases_here(chosen_site(context), None)
+        bases = bases_of(paths_here(chosen_site(context)))
         targets = [("local", bases.local), ("shm", bases.shm)]
     with stoppable(lambda: "what was made for it is removed") as stop:
         found = run_bench(origin, targets, sizes, stop, say=_say)

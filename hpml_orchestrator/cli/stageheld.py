@@ -13,11 +13,12 @@ from hpml_orchestrator.cli.conflicts import refuse_with
 if TYPE_CHECKING:
     from typing import Any
 
+    from hpml_orchestrator.jobs.nodepaths import NodePaths
     from hpml_orchestrator.staging import Bases
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_here", "opens_here", "refuse_gone_directory", "register"]
+__all__ = ["bases_of", "paths_here", "refuse_gone_directory", "register"]
 
 _Directories = Annotated[
     list[str] | None,
@@ -36,17 +37,6 @@ def register(group: typer.Typer) -> None:
     group.command()(clean)
 
 
-def opens_here(site: str) -> float:
-    """Return how many files per second the site lets this node open; 0 for any number."""
-    from pathlib import Path  # noqa: PLC0415
-
-    from hpml_orchestrator.jobs.nodepaths import node_paths  # noqa: PLC0415
-    from hpml_orchestrator.staging.manners import open_rate  # noqa: PLC0415
-
-    here = node_paths(Path.cwd(), os.environ, chosen=site)
-    return open_rate(here.opens_per_node, here.opens_per_job, here.nodes)
-
-
 def refuse_gone_directory() -> None:
     """Refuse to run in a directory that was removed: paths below it lead nowhere.
 
@@ -63,15 +53,24 @@ def refuse_gone_directory() -> None:
         ) from None
 
 
-def bases_here(site: str, local_dir: str | None) -> Bases:
-    """Return what shm and local stand for: `--local-dir`, else what the site profile says."""
+def paths_here(site: str) -> NodePaths:
+    """Return where this node keeps what is staged and how gently it asks, by the site profile.
+
+    Raises:
+        HpmlError: the current directory is gone, something is wrong with the profile.
+    """
     from pathlib import Path  # noqa: PLC0415
 
     refuse_gone_directory()
     from hpml_orchestrator.jobs.nodepaths import node_paths  # noqa: PLC0415
+
+    return node_paths(Path.cwd(), os.environ, chosen=site)
+
+
+def bases_of(paths: NodePaths, local_dir: str | None = None) -> Bases:
+    """Return what shm and local stand for: `--local-dir`, else what the site profile says."""
     from hpml_orchestrator.staging import Bases  # noqa: PLC0415
 
-    paths = node_paths(Path.cwd(), os.environ, chosen=site)
     local = os.path.abspath(local_dir) if local_dir else paths.scratch
     return Bases(shm=paths.ram, local=local)
 
@@ -203,7 +202,7 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
     from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
-    here = bases_here(chosen_site(context), None)
+    here = bases_of(paths_here(chosen_site(context)))
     words = {"shm": here.shm, "local": here.local}
     if not directories:
         return [one for one in dict.fromkeys(words.values()) if os.path.isdir(one)]

@@ -15,13 +15,13 @@ from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.batch.render import own_interpreter
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
 from hpml_orchestrator.jobs.site import site_for, topology_faults
-from hpml_orchestrator.jobs.texts import bytes_text
 from hpml_orchestrator.scheduler.command import (
     ConfigurationMissing,
     SubprocessRunner,
     check_configuration,
 )
 from hpml_orchestrator.scheduler.slurm_version import slurm_version
+from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,7 +195,7 @@ def _room(check: str, path: str) -> Finding:
         info = os.statvfs(path)
     except OSError as error:
         return Finding(check, "none", f"{path}: {error.strerror}")
-    return Finding(check, "ok", f"{bytes_text(info.f_bavail * info.f_frsize)} free in {path}")
+    return Finding(check, "ok", f"{human_bytes(info.f_bavail * info.f_frsize)} free in {path}")
 
 
 def _gpus() -> Finding:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.jobs.texts import bytes_text, seconds_text
+from hpml_orchestrator.jobs.texts import seconds_text
 from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -198,7 +199,7 @@ def _gpu_words(one: Monitored) -> str:
             words.append(f"{what} {told[name]:.0%}")
     if "memory_peak_bytes" in told:
         each = " on one" if len(one.gpus) > 1 else ""
-        words.append(f"{bytes_text(told['memory_peak_bytes'])} of memory at most{each}")
+        words.append(f"{human_bytes(told['memory_peak_bytes'])} of memory at most{each}")
     if told.get("energy_joules"):
         words.append(f"{told['energy_joules'] / _WATT_SECONDS_PER_KWH:.3g} kWh")
     unused = one.figures.get("gpus_allocated", 0.0) - one.figures.get("gpus_used", 0.0)
@@ -217,11 +218,11 @@ def _host_words(one: Monitored) -> str:
         words.append(f"{told['cpu_seconds']:.1f} s of CPU time")
     if "memory_peak_bytes" in told:
         where = " on one node" if one.nodes > 1 else ""
-        words.append(f"{bytes_text(told['memory_peak_bytes'])} of memory at most{where}")
+        words.append(f"{human_bytes(told['memory_peak_bytes'])} of memory at most{where}")
     if "io_read_bytes" in told:
-        words.append(f"{bytes_text(told['io_read_bytes'])} read")
+        words.append(f"{human_bytes(told['io_read_bytes'])} read")
     if "io_write_bytes" in told:
-        words.append(f"{bytes_text(told['io_write_bytes'])} written")
+        words.append(f"{human_bytes(told['io_write_bytes'])} written")
     return ", ".join(words)
 
 

@@ -13,8 +13,9 @@ from hpml_orchestrator.batch import archive
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.jobs.staged import staged_lines
-from hpml_orchestrator.jobs.texts import bytes_text, seconds_text
+from hpml_orchestrator.jobs.texts import seconds_text
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.staging.capacity import exact_bytes
 
 if TYPE_CHECKING:
     from hpml_orchestrator.jobs.snapshot import Snapshot
@@ -127,8 +128,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     if summary.nodes:
         files = f"{summary.staged_files} file{'s' * (summary.staged_files != 1)}"
         staged = (
-            f"{files}, {bytes_text(summary.staged_bytes)} ({summary.staged_bytes} bytes) "
-            f"in {summary.staging_seconds:.2f} s"
+            f"{files}, {exact_bytes(summary.staged_bytes)} in {summary.staging_seconds:.2f} s"
             if summary.staged_files
             else "nothing"
         )

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.batch.code import SnapshotPaths
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobs.copytree import copy_entries
-from hpml_orchestrator.jobs.texts import bytes_text
 from hpml_orchestrator.jobs.worktree import FIELD, Entry, Git
+from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,13 +159,13 @@ class Snapshot:
         if large or total > MAX_UNTRACKED_BYTES:
             unknown = "that git neither tracks nor ignores"
             what = (
-                f"files {unknown}, over {bytes_text(MAX_UNTRACKED_FILE_BYTES)}"
+                f"files {unknown}, over {human_bytes(MAX_UNTRACKED_FILE_BYTES)}"
                 if large
-                else f"{bytes_text(total)} in {len(untracked)} files {unknown}, over "
-                f"{bytes_text(MAX_UNTRACKED_BYTES)} in all"
+                else f"{human_bytes(total)} in {len(untracked)} files {unknown}, over "
+                f"{human_bytes(MAX_UNTRACKED_BYTES)} in all"
             )
             sizes = [
-                f"{os.fsdecode(one.path)!r} ({bytes_text(one.info.st_size)})"
+                f"{os.fsdecode(one.path)!r} ({human_bytes(one.info.st_size)})"
                 for one in large or untracked
             ]
             raise InputError(
@@ -214,7 +214,7 @@ class _State:
 
     def size(self) -> str:
         total = sum(entry.info.st_size for entry in self.entries)
-        return f"{len(self.entries)} files, {bytes_text(total)}"
+        return f"{len(self.entries)} files, {human_bytes(total)}"
 
     def changed(self, later: _State) -> list[str]:
         """Return what of the repository is not as it was: `HEAD`, and tracked files.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.jobs.texts import bytes_text
+from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,7 +146,7 @@ def _late(payback: Mapping[str, Any]) -> float:
 
 
 def _where(one: Staged) -> str:
-    files = f"{one.files} file{'s' * (one.files != 1)}, {bytes_text(one.bytes)}"
+    files = f"{one.files} file{'s' * (one.files != 1)}, {human_bytes(one.bytes)}"
     return f"{files} in {one.path}" + (f" on {one.nodes} nodes" if one.nodes > 1 else "")
 
 
@@ -154,7 +154,7 @@ def _how(one: Staged) -> str:
     if one.reused == one.nodes:
         return f"there already ({_seconds(one.seconds)})"
     by = f"by {' and '.join(one.methods)} " if one.methods else ""
-    rate = f", {bytes_text(one.bytes_per_second)}/s" if one.bytes_per_second else ""
+    rate = f", {human_bytes(one.bytes_per_second)}/s" if one.bytes_per_second else ""
     each = " and node" if one.nodes > 1 and rate else ""
     had = f", {one.reused} of {one.nodes} nodes had it already" if one.reused else ""
     return f"{by}in {_seconds(one.seconds)}{rate}{each}{had}"

@@ -1,24 +1,10 @@
-"""Sizes and times as people read them."""
+"""Times as people read them."""
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "seconds_text"]
+__all__ = ["seconds_text"]
 
-_KIBI = 1024
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
-
-
-def bytes_text(size: float) -> str:
-    """Return a size in binary units.
-
-    >>> bytes_text(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < _KIBI or unit == "TiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= _KIBI
-    raise AssertionError
 
 
 def seconds_text(seconds: float) -> str:

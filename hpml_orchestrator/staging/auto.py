@@ -6,11 +6,11 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.capacity import MEMORY_TYPES, Room, file_system_type, room_at
+from hpml_orchestrator.staging.capacity import Room, file_system_type, room_at
 from hpml_orchestrator.staging.choose import Candidate, Choice, Origin, choose
 from hpml_orchestrator.staging.faults import why
+from hpml_orchestrator.staging.fstypes import MEMORY_TYPES, SHARED_TYPES, is_own_type
 from hpml_orchestrator.staging.request import kind_of
-from hpml_orchestrator.staging.root import SHARED_TYPES
 from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ TARGETS = ("shm", "local")
 
 NO_ROOM = Room(0, "no place to stage to", None, 4096, in_memory=False)
 _USABLE_KINDS = frozenset({"tree", "file"})
-_NOT_OWN = frozenset({"", "9p", "autofs", "virtiofs"})
 
 
 def choose_target(
@@ -83,7 +82,7 @@ def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") 
     kind = file_system_type(path, proc_root=proc_root)
     if kind in MEMORY_TYPES:
         return f"memory ({kind})"
-    if kind in SHARED_TYPES or kind in _NOT_OWN or kind.startswith("fuse"):
+    if not is_own_type(kind):
         return ""
     device = os.stat(path).st_dev
     block = f"{sys_root}/dev/block/{os.major(device)}:{os.minor(device)}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.staging.cgroup import memory_headroom
+from hpml_orchestrator.staging.fstypes import MEMORY_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,6 @@ __all__ = [
     "unescape",
 ]
 
-MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 _KIBI = 1024
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
@@ -161,14 +161,14 @@ def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
         raise CapacityError("; ".join(faults), field=name, hint="; ".join(hints))
 
 
-def human_bytes(count: int) -> str:
-    """Return a size in the unit that fits it.
+def human_bytes(count: float) -> str:
+    """Return a size, or what comes per second, in the unit that fits it.
 
-    >>> human_bytes(1536)
-    '1.5 KiB'
+    >>> human_bytes(1536), human_bytes(99.6)
+    ('1.5 KiB', '100 bytes')
     """
     if count < _KIBI:
-        return f"{count} bytes"
+        return f"{count:.0f} bytes"
     size = float(count)
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         size /= _KIBI

@@ -115,15 +115,14 @@ class Delivery:
         need = self.plan().need(there.block_bytes, there.inode_bytes)
         self._make_room(need, directory)
         try:
-            check_room(need, self.room(directory), name=self.request.name, where=self.where)
-            return self._publish(directory, name, locks)
+            return self._publish(need, directory, name, locks)
         except StagingStopped:
             raise
         except (HpmlError, OSError):
             # where something else took the room, kept data that nothing uses goes for it, once
             if self.is_collective or not self._make_room(need, directory):
                 raise
-        return self._publish(directory, name, locks)
+        return self._publish(need, directory, name, locks)
 
     def _make_room(self, need: Need, directory: str) -> bool:
         """Remove kept data that nothing uses where that is what it takes; say whether any went."""
@@ -131,7 +130,10 @@ class Delivery:
         self.evicted.extend(gone)
         return bool(gone)
 
-    def _publish(self, directory: str, name: str, locks: tuple[NameLock, ...]) -> Manifest:
+    def _publish(
+        self, need: Need, directory: str, name: str, locks: tuple[NameLock, ...]
+    ) -> Manifest:
+        check_room(need, self.room(directory), name=self.request.name, where=self.where)
         plan = self.plan()
         progress = Progress(self._tell(locks), clock=self.clock)
         progress.expect(plan.bytes, len(plan.files))

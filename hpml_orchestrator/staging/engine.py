@@ -23,8 +23,9 @@ from hpml_orchestrator.staging.copying import CREATE, Copying, Task
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
+from hpml_orchestrator.staging.fstypes import is_served_type
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
-from hpml_orchestrator.staging.manners import TokenBucket, drops_cache
+from hpml_orchestrator.staging.manners import TokenBucket
 from hpml_orchestrator.staging.readercopying import ReaderCopying
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 from hpml_orchestrator.staging.treecopying import TreeCopying
@@ -59,7 +60,7 @@ class EngineOptions:
         threads: most threads of a worker; None for 64 among all of them.
         opens_per_second: most source files opened per second, all workers together; 0 for any.
         drop_cache: let the source's pages leave the memory once they are read; None for where
-            the source lies on a file system that nodes share.
+            the source lies on a file system that is served to this node.
     """
 
     hash: bool = True
@@ -148,7 +149,8 @@ class _Copy:
         )
         drop_cache = options.drop_cache
         if drop_cache is None:
-            drop_cache = drops_cache(file_system_type(plan.source_root), plan.bytes, 0)
+            # the node has its own copy then, and the source's pages would push out those of it
+            drop_cache = is_served_type(file_system_type(plan.source_root))
         self._task = Task(
             plan=plan,
             shares=shares,

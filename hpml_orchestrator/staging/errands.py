@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.staging.capacity import Room
-    from hpml_orchestrator.staging.engine import Copied
-    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.stager import CopyStager
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.supply import LocalSupply
 
 __all__ = ["AUTO", "Errand", "Outcome", "requests_for", "run_errand"]
 
@@ -104,7 +101,7 @@ def run_errand(
     errand: Errand,
     stager: CopyStager,
     bases: Bases,
-    supply_of: Callable[[StageRequest, Room], Supply],
+    supply_of: Callable[[StageRequest, Room], LocalSupply],
     *,
     epochs: int | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -131,10 +128,10 @@ def run_errand(
     if not errand.auto:
         return Outcome(request, stager.stage(request))
     begin = clock()
-    opened: list[_Looked] = []
+    opened: list[LocalSupply] = []
 
     def plan(room: Room) -> Plan:
-        opened.append(_Looked(supply_of(request, room)))
+        opened.append(supply_of(request, room))
         return opened[0].plan()
 
     try:
@@ -150,41 +147,6 @@ def run_errand(
     finally:
         for supply in opened:
             supply.close()
-
-
-class _Looked:
-    """A supply whose source was looked at already, to choose the target."""
-
-    def __init__(self, supply: Supply) -> None:
-        self._supply = supply
-        self._plan: Plan | None = None
-        self._open = True
-        self.kind = supply.kind
-        self.method = supply.method
-
-    def plan(self) -> Plan:
-        """Return what was found at the first call."""
-        if self._plan is None:
-            self._plan = self._supply.plan()
-        return self._plan
-
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Copy or unpack."""
-        return self._supply.fill(plan, partial_dir, retry=retry, progress=progress)
-
-    def reuse(self) -> None:
-        """Tell the supply that the data is there."""
-        self._supply.reuse()
-
-    def fail(self, reason: str, hint: str = "") -> None:
-        """Tell the supply that nothing will come of it."""
-        self._supply.fail(reason, hint)
-
-    def close(self) -> None:
-        """Close the source, once."""
-        if self._open:
-            self._open = False
-            self._supply.close()
 
 
 def _target(to: str) -> str:

@@ -1,4 +1,4 @@
-"""Manners towards the shared file system: how fast it is asked, when, and what is kept of it.
+"""Manners towards the shared file system: how fast it is asked, and when.
 
 Metadata servers are shared by all jobs of a cluster; one job that opens a million files as fast as
 it can makes everybody's `ls` wait.
@@ -11,20 +11,16 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.root import SHARED_TYPES
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TokenBucket", "array_delay", "drops_cache", "is_shared_type", "open_rate"]
+__all__ = ["TokenBucket", "array_delay", "open_rate"]
 
 SECONDS_PER_TASK = 0.5
 """What each task of an array adds to the time that their starts are spread over."""
 
 _NAP_SECONDS = 0.2
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
-_MORE_SHARED_TYPES = frozenset({"9p", "cvmfs2", "gfs2", "virtiofs"})
-_CACHE_SHARE = 0.25
 
 
 class TokenBucket:
@@ -112,30 +108,3 @@ def array_delay(most: float, tasks: int, index: int, salt: str = "") -> float:
     digest = hashlib.blake2b(salt.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     offset = int.from_bytes(digest, "big") / 2**64
     return window * ((offset + index * _GOLDEN) % 1.0)
-
-
-def is_shared_type(file_system: str) -> bool:
-    """Tell whether a file system of this type, as mountinfo names it, is served over a network.
-
-    >>> is_shared_type("lustre"), is_shared_type("fuse.sshfs"), is_shared_type("ext4")
-    (True, True, False)
-    """
-    if file_system in SHARED_TYPES or file_system in _MORE_SHARED_TYPES:
-        return True
-    return file_system.startswith("fuse.")
-
-
-def drops_cache(file_system: str, source_bytes: int, available_bytes: int) -> bool:
-    """Tell whether what was read of the source shall leave the node's page cache at once.
-
-    A node that has its own copy does not read a shared source again, and the pages would push out
-    the copy's. On a file system of the node others may still read it: then only what is large.
-
-    Args:
-        file_system: type of the source's, as mountinfo names it.
-        source_bytes: how much is read.
-        available_bytes: memory that the node has left; 0 when unknown.
-    """
-    if is_shared_type(file_system):
-        return True
-    return bool(available_bytes) and source_bytes > _CACHE_SHARE * available_bytes

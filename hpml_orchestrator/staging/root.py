@@ -25,6 +25,7 @@ from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.staging.capacity import file_system_type
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.files import is_locked, remove_tree, try_lock, unlock
+from hpml_orchestrator.staging.fstypes import SHARED_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,10 +40,6 @@ CACHE = ".cache"
 NEW, TRASH = ".new-", ".trash-"
 FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-SHARED_TYPES = frozenset(
-    "afs beegfs ceph cifs fhgfs fuse.glusterfs fuse.sshfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
-    "orangefs panfs pvfs2 smb3 smbfs wekafs".split()
-)
 
 
 class _RootGoneError(Exception):

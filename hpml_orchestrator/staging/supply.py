@@ -61,17 +61,25 @@ class Supply(Protocol):
 
 
 class LocalSupply:
-    """This node reads the source by itself."""
+    """This node reads the source by itself.
+
+    The source is looked at once, and may be closed more than once: whoever chooses a target looks
+    before the stager does, and closes it also when it was never handed on.
+    """
 
     def __init__(self, source: Source, options: EngineOptions | None = None) -> None:
         self._source = source
         self._options = options or EngineOptions()
+        self._plan: Plan | None = None
+        self._open = True
         self.kind = source.kind
         self.method = "copy" if source.kind in {"tree", "file"} else "unpack"
 
     def plan(self) -> Plan:
-        """Look at the source."""
-        return self._source.plan()
+        """Return what was found in the source at the first call."""
+        if self._plan is None:
+            self._plan = self._source.plan()
+        return self._plan
 
     def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
         """Copy or unpack it with the engine."""
@@ -91,5 +99,7 @@ class LocalSupply:
         """Nobody else needs to know."""
 
     def close(self) -> None:
-        """Close the source."""
-        self._source.close()
+        """Close the source, once."""
+        if self._open:
+            self._open = False
+            self._source.close()

@@ -1,6 +1,6 @@
 """The exporter of a node against nvitop-exporter, on the same simulated GPUs in the same minutes.
 
-    python tests/bench/bench_exporter.py [--quick] [--seconds N] [--scrapes N] [--rounds N]
+    python tests/bench/bench_exporter.py [--quick] [--seconds N] [--scrapes N] [--epochs N]
                                          [--gpus N] [--jobs N] [--processes N]
 
 Both run side by side on one node of 8 simulated GPUs, 20 jobs and 500 processes
@@ -9,8 +9,9 @@ connection that stays open, as Prometheus does; meanwhile its CPU time is taken 
 clock of the process. Then come timed scrapes, half a second apart, so that every other one finds
 new figures to render. nvitop-exporter exports GPUs and their processes only, ours everything.
 
-Then a small training runs with our exporter and without any, in turns. Nothing here is pinned: the
-exporter has to find its time beside the training, as on a node that is full.
+Then a small training runs beside our exporter, which is stopped (SIGSTOP) in every other epoch, and
+epochs are compared with their neighbours. Nothing is pinned: the exporter has to find its time
+beside the training, as on a node that is full.
 
 On a busy machine a scrape waits for a CPU; the CPU time that it costs says then more than its
 duration. A goal that is missed is marked; the exit status is 0 all the same, since a busy machine
@@ -246,54 +247,64 @@ def report(load: Load, mine: Exporter, other: Exporter) -> None:
     print(f"series: {mine.series} (goal: <= {budget}{' MISSED' if mine.series > budget else ''})")
 
 
-def training(data: Path, epochs: int, result: Path) -> float:
-    """Seconds of the small training's steps."""
-    words = [sys.executable, str(ROOT / "training_jobs" / "ddp_images.py"), "--data", str(data)]
-    words += ["--epochs", str(epochs), "--workers", "1", "--output", str(result)]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    seconds: float = json.loads((result / "result.json").read_text())["train_seconds"]
-    return seconds
+def epochs_of(words: list[str], exporter: Exporter) -> tuple[list[float], list[float]]:
+    """Seconds of a training's epochs without and with the exporter, which is stopped in turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        begun, number = 0.0, 0
+        for line in child.stdout:
+            if not line.startswith("epoch "):
+                continue
+            now = time.monotonic()
+            if number:  # the first one has the warm-up
+                times[number % 2].append(now - begun)
+            number += 1
+            # when it goes on it reads at once what it has missed: nothing is spared
+            exporter.process.send_signal(signal.SIGCONT if number % 2 else signal.SIGSTOP)
+            begun = time.monotonic()
+    exporter.process.send_signal(signal.SIGCONT)
+    if child.returncode != 0:
+        raise subprocess.CalledProcessError(child.returncode, words)
+    return times
 
 
-def slowdown(load: Load, rounds: int, epochs: int) -> None:
-    """Trains in turns with and without our exporter; prints the medians."""
+def slowdown(load: Load, epochs: int) -> None:
+    """Trains beside our exporter, which is stopped in every other epoch; compares neighbours."""
     data = load.scratch / "digits"
-    subprocess.run(
-        [sys.executable, str(ROOT / "training_jobs" / "make_digits.py"), str(data)],
-        check=True,
-        stdout=subprocess.DEVNULL,
+    jobs = ROOT / "training_jobs"
+    make = [sys.executable, str(jobs / "make_digits.py"), str(data)]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    words = [sys.executable, "-u", str(jobs / "ddp_images.py"), "--data", str(data)]
+    with ours(load) as exporter:
+        words += ["--epochs", str(epochs)]
+        without, beside = epochs_of(words, exporter)
+    # epochs are in turns, so that what else the machine does falls on both kinds alike
+    changes = sorted(100 * (two / one - 1) for one, two in zip(without, beside, strict=False))
+    low, high = (changes[round(part * (len(changes) - 1))] for part in (0.25, 0.75))
+    print(
+        f"\ntraining, {len(changes)} pairs of epochs: median {statistics.median(without):.2f} s "
+        f"without, {statistics.median(beside):.2f} s with our exporter; "
+        f"difference of a pair: median {statistics.median(changes):+.2f} % "
+        f"(half of them between {low:+.1f} % and {high:+.1f} %)",
     )
-    alone: list[float] = []
-    watched: list[float] = []
-    training(data, 1, load.scratch / "first")  # what comes from disk once
-    for number in range(rounds):
-        for watch in (False, True) if number % 2 == 0 else (True, False):
-            with ours(load) if watch else contextlib.nullcontext():
-                seconds = training(data, epochs, load.scratch / "result")
-            (watched if watch else alone).append(seconds)
-    print(f"\ntraining of {epochs} epochs, {rounds} rounds, seconds:\n")
-    print("| | without | with our exporter | difference |\n|---|---|---|---|")
-    # other work on the machine only ever adds: the fastest rounds say most on a busy one
-    for name, figure in (("median", statistics.median), ("fastest", min)):
-        one, two = figure(alone), figure(watched)
-        print(f"| {name} | {one:.2f} | {two:.2f} | {100 * (two / one - 1):+.2f} % |")
 
 
 def main() -> int:
     """Measures and prints."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # 500 processes have to be ended
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="20 s, 20 scrapes, 1 round")
+    parser.add_argument("--quick", action="store_true", help="20 s, 20 scrapes, 9 epochs")
     parser.add_argument("--seconds", type=float, help="with scrapes every 10 s (default: 120)")
     parser.add_argument("--scrapes", type=int, help="that are timed (default: 200)")
-    parser.add_argument("--rounds", type=int, help="of trainings (default: 5; 0: none)")
+    parser.add_argument("--epochs", type=int, help="of the training (default: 61; 0: none)")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--processes", type=int, default=500)
     options = parser.parse_args()
-    usual = (20.0, 20, 1) if options.quick else (120.0, 200, 5)
-    given = (options.seconds, options.scrapes, options.rounds)
-    seconds, scrapes, rounds = (
+    usual = (20.0, 20, 9) if options.quick else (120.0, 200, 61)
+    given = (options.seconds, options.scrapes, options.epochs)
+    seconds, scrapes, epochs = (
         one if one is not None else other for one, other in zip(given, usual, strict=True)
     )
     with tempfile.TemporaryDirectory(prefix="hpml-bench-") as scratch:
@@ -303,8 +314,8 @@ def main() -> int:
                 measure([mine, other], seconds, int(scrapes))
                 report(load, mine, other)
                 wrong = faults(load, mine, other)
-            if rounds:
-                slowdown(load, int(rounds), 2 if options.quick else 8)
+            if epochs:
+                slowdown(load, int(epochs))
     for fault in wrong:
         print(f"NOT VALID: {fault}")
     return 1 if wrong else 0

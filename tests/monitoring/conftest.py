@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.monitoring.exporter_support import exporter
 from tests.monitoring.gpu_support import gpu_collector
 from tests.monitoring.gpusim_support import gpusim, gpusim_library
 from tests.monitoring.prometheus_support import prometheus, promtool
 
-__all__ = ["gpu_collector", "gpusim", "gpusim_library", "prometheus", "promtool"]
+__all__ = ["exporter", "gpu_collector", "gpusim", "gpusim_library", "prometheus", "promtool"]

@@ -88,6 +88,24 @@ class Prometheus:
         targets: list[dict[str, Any]] = self.api("targets", state="active")["activeTargets"]
         return targets
 
+    def counters_that_fell(self, window: str, job: str, jobs: str = ".*") -> list[Series]:
+        """Series of a scrape job's counters that went back within a window such as "5m".
+
+        Args:
+            window: up to now.
+            job: of the scrape config.
+            jobs: expression for the `jobid` of those meant, besides series of no job; other tests'
+                jobs on this machine may have the same numbers as others before them.
+        """
+        names: list[str] = self.api("label/__name__/values")
+        meant = f'{{job="{job}", jobid=~"|{jobs}"}}'
+        return [
+            Series({"__name__": name, **one.labels}, one.value)
+            for name in names
+            if name.endswith("_total")
+            for one in self.query(f"resets({name}{meant}[{window}]) > 0")
+        ]
+
     def wait_for(
         self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 60.0
     ) -> list[Series]:

@@ -66,6 +66,22 @@ def test_prometheus_reads_what_an_exporter_tells(
     assert [(one["health"], one["lastError"]) for one in server.targets()] == [("up", "")]
 
 
+def test_a_counter_that_falls_is_found(
+    prometheus: BootPrometheus, node_exporter: str, tmp_path: Path
+) -> None:
+    """Of those that only rise, none is told."""
+    text = (
+        "# TYPE falls_total counter\nfalls_total {}\n# TYPE rises_total counter\nrises_total {}\n"
+    )
+    (tmp_path / "texts" / "one.prom").write_text(text.format(9, 1), encoding="utf-8")
+    server = prometheus([static("node", node_exporter)])
+    server.wait_for("falls_total == 9")
+    (tmp_path / "texts" / "one.prom").write_text(text.format(2, 5), encoding="utf-8")
+    server.wait_for("rises_total == 5")
+    fell = server.counters_that_fell("1m", "node")
+    assert [one.labels["__name__"] for one in fell] == ["falls_total"]
+
+
 def test_targets_come_and_go_with_their_file(
     prometheus: BootPrometheus, node_exporter: str, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def written(reader: ChannelReader) -> list[events.Event]:
 
 def wait_for_line(reader: ChannelReader) -> None:
     deadline = time.monotonic() + 5
-    while not reader._file.exists():
+    while not written(reader):  # the file is there a moment before its first line
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -165,7 +165,8 @@ class JobFinder:
     def _describe(self, job: JobSeen, now: float) -> JobSeen:
         jobid = job.facts.jobid
         kept = self._kept[jobid]
-        if kept.uid < 0 or kept.said is None:
+        # Slurm starts the batch shell without hpml's own variable: only its children have it.
+        if kept.uid < 0 or kept.said is None or (not kept.said.run and kept.asked < _ASKS):
             self._ask(job, kept)
         facts = self._facts or self._maps.facts(jobid)
         if facts is not None and -1 not in {facts.uid, kept.uid} and facts.uid != kept.uid:
@@ -193,8 +194,10 @@ class JobFinder:
                     continue
                 values = process.environment(self._roots.proc, pid) or {}
                 if values.get(b"SLURM_JOB_ID") == job.facts.jobid.encode():
-                    kept.said = _facts_in(job.facts.jobid, values)
-                    return
+                    told = _facts_in(job.facts.jobid, values)
+                    kept.said = _filled(kept.said or JobFacts(job.facts.jobid), told)
+                    if kept.said.run:
+                        return
 
 
 def booted(proc: str) -> float:

@@ -57,7 +57,7 @@ def test_a_run_ends_with_its_summary(shell: Shell, completed: tuple[Result, str]
     assert f"hi\n{'x' * 100}\n" in told.out  # the job's last line had no end
     lines = dict(re.findall(r"^(\w+) {2,}(.*)$", told.out, re.MULTILINE))
     assert lines["run"] == f"{sid}  COMPLETED"
-    assert lines["staged"].startswith("1 file, 100 B (100 bytes)")
+    assert lines["staged"].startswith("1 file, 100 bytes")
     assert re.search(r"staging \d+\.\d\d s", lines["phases"])
     assert re.search(r"running \d+\.\d\d s, end \d", lines["phases"])
     assert lines["record"] == f"{shell.records}/runs/{sid}"

@@ -99,8 +99,9 @@ def test_nodes_are_added_up(attempt: Attempt) -> None:
     }
     assert whole.training == {"samples": 1280}
     lines = monitor_lines(nodes)
-    assert lines[0].startswith("3.5 of 4 CPUs busy, 3.0 GiB of memory at most on one node, 15 B")
-    assert lines[1].startswith("n1: 2.0 CPUs busy, 3.0 GiB of memory at most, 10 B read; 1 x out")
+    most = "3.0 GiB of memory at most"
+    assert lines[0].startswith(f"3.5 of 4 CPUs busy, {most} on one node, 15 bytes")
+    assert lines[1].startswith(f"n1: 2.0 CPUs busy, {most}, 10 bytes read; 1 x out")
     assert lines[2].startswith("n2: 1.5 of 4 CPUs busy")
 
 

@@ -323,7 +323,7 @@ def test_one_line_is_shown_when_it_takes_long(repository: Repository, tmp_path: 
     said: list[str] = []
     snapshot = Snapshot(str(repository.top), "")
     snapshot.take(tmp_path / "slow", notice=said.append, clock=Clock(step=3))
-    assert said == [f"copying the code of {repository.top}: 2 files, 27 B"]
+    assert said == [f"copying the code of {repository.top}: 2 files, 27 bytes"]
     snapshot.take(tmp_path / "fast", notice=said.append, clock=lambda: 1.0)
     assert len(said) == 1
 

@@ -283,7 +283,7 @@ def test_untracked_files_have_a_limit(
     assert "has 6.9 KiB in 7 files that git neither tracks nor ignores, over 6.0 KiB in all" in str(
         error
     )
-    assert str(error).endswith("'many/2' (1002 B) and 2 more")
+    assert str(error).endswith("'many/2' (1002 bytes) and 2 more")
 
 
 def test_a_file_that_cannot_be_read(

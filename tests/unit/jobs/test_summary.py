@@ -13,7 +13,7 @@ from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
 from hpml_orchestrator.jobs.summary import Summary, phases, summarise
-from hpml_orchestrator.jobs.texts import bytes_text, seconds_text
+from hpml_orchestrator.jobs.texts import seconds_text
 from hpml_orchestrator.records.events import VOCABULARY, Event
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.scheduler.model import JobState
@@ -278,15 +278,6 @@ def test_a_run_that_never_started(world: World, submitted: Submission) -> None:
     state = state_of(world, submitted)
     assert summarise(state) == Summary()
     assert [name for name, _ in summary_lines(state, Summary())] == ["run", "job", "record"]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1024**4 * 5000, "5000.0 TiB")],
-)
-def test_sizes_in_words(size: float, text: str) -> None:
-    """Binary units, one decimal."""
-    assert bytes_text(size) == text
 
 
 @pytest.mark.parametrize(

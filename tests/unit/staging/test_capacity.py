@@ -195,11 +195,13 @@ def test_refusal_says_all_there_is_to_know() -> None:
 
 def test_sizes_in_units() -> None:
     """Sizes are rounded for people, and files up to blocks."""
-    assert [human_bytes(n) for n in (0, 1023, 1024, 5 << 30)] == [
+    assert [human_bytes(n) for n in (0, 99.6, 1023, 1024, 5 << 30, 5000 << 40)] == [
         "0 bytes",
+        "100 bytes",
         "1023 bytes",
         "1.0 KiB",
         "5.0 GiB",
+        "4.9 PiB",
     ]
     assert [round_up(n, 4096) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
 

@@ -145,3 +145,22 @@ def test_a_supply_of_this_node_alone_is_not_planned_for_nothing(
     supply.method = "copy"
     assert stager.stage(request(source), supply).reused
     assert supply.calls == ["reuse", "close"]
+
+
+def test_a_source_is_looked_at_once_and_closed_once(source: Path) -> None:
+    """Whoever chose the target has looked before the stager does, and both close it."""
+    calls = []
+
+    class Watched(TreeSource):
+        def plan(self) -> Plan:
+            calls.append("plan")
+            return super().plan()
+
+        def close(self) -> None:
+            calls.append("close")
+
+    supply = LocalSupply(Watched(str(source), Retry(lambda _seconds: None, lambda: False)))
+    assert supply.plan() is supply.plan()
+    supply.close()
+    supply.close()
+    assert calls == ["plan", "close"]

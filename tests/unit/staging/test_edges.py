@@ -230,6 +230,33 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
     job.cleanup()
 
 
+def test_what_the_cache_gave_is_measured_before_it_is_tried_again(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Where another one takes that too, no second copy is begun."""
+    base = small_tmpfs("size=8m")
+    kept_tree(base, tmp_path)
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "data").write_bytes(os.urandom(4 * MIB))
+    first, second = base / "of another user", base / "of the same"
+    supply = Meddled(TreeSource(str(new), RETRY), lambda: first.write_bytes(bytes(3 * MIB)))
+
+    def room(path: str) -> Room:
+        found = plain_room(path)
+        if first.exists() and not second.exists() and not list(base.glob("hpml-*/.cache/*/data")):
+            second.write_bytes(bytes(2 * MIB))  # in the moment after the cache made room
+        return found
+
+    job = CopyStager("2.0", bases=Bases(shm=str(base)), room=room, job_id="")
+    with pytest.raises(CapacityError, match=r"needs 4\.\d MiB"):
+        job.stage(StageRequest("data", str(new), target="shm"), supply)
+    assert second.exists()
+    assert supply.fills == 1
+    assert not list(base.glob("hpml-*/2.0/*data*.partial*"))
+    job.cleanup()
+
+
 def test_an_archive_replaced_after_its_last_byte_is_another_one(base: Path, tmp_path: Path) -> None:
     """What is remembered of the source is what was read, so that the next look tells them apart."""
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Manners towards the shared file system: rates, delays, caches."""
+"""Manners towards the shared file system: rates and delays."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from hpml_orchestrator.staging import StagingStopped, manners
+from hpml_orchestrator.staging import StagingStopped
 from hpml_orchestrator.staging.manners import (
     SECONDS_PER_TASK,
     TokenBucket,
     array_delay,
-    drops_cache,
     open_rate,
 )
 
@@ -127,18 +126,3 @@ def test_few_tasks_wait_little_and_one_not_at_all() -> None:
     """The window grows with the tasks; a single job and a site without jitter never wait."""
     assert max(array_delay(30, 4, index) for index in range(4)) < 4 * SECONDS_PER_TASK
     assert array_delay(30, 1, 7) == array_delay(30, 0, 0) == array_delay(0, 100, 7) == 0.0
-
-
-def test_what_a_node_reads_of_a_shared_source_leaves_its_cache() -> None:
-    """Shared: always; of the node's own disk: only what would fill its memory."""
-    assert drops_cache("lustre", 1, 0)
-    assert drops_cache("nfs4", 1, 1 << 40)
-    assert not drops_cache("ext4", 1 << 30, 64 << 30)
-    assert drops_cache("ext4", 32 << 30, 64 << 30)
-    assert not drops_cache("ext4", 32 << 30, 0)
-
-
-def test_types_of_shared_file_systems_are_known() -> None:
-    """As mountinfo names them; those of the node are not among them."""
-    assert all(map(manners.is_shared_type, ["nfs", "nfs4", "lustre", "gpfs", "fuse.s3fs"]))
-    assert not any(map(manners.is_shared_type, ["ext4", "xfs", "tmpfs", "overlay", "fuse", ""]))

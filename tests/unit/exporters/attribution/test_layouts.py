@@ -349,6 +349,20 @@ def test_the_environment_fills_in(machine: Machine) -> None:
     assert (facts.gpus, facts.run) == (("1", "3"), "20261121-x7")
 
 
+def test_the_run_is_told_by_a_child_of_the_batch_shell(machine: Machine) -> None:
+    """Slurm starts the shell with its own variables; hpml's script adds the run's for the rest."""
+    version_1(machine)
+    values = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "mine", "SLURM_JOB_PARTITION": "gpu"}
+    machine.process(Task(71, environment=values))
+    finder = JobFinder(machine.options)
+    facts = finder.look(0.0).by_id["77"].facts
+    assert (facts.name, facts.run) == ("mine", "")
+    step = {**values, "SLURM_JOB_NAME": "other", "HPML_RUN_DIR": "/records/runs/20261121-x7"}
+    machine.process(Task(81, environment=step))
+    facts = finder.look(5.0).by_id["77"].facts
+    assert (facts.name, facts.partition, facts.run) == ("mine", "gpu", "20261121-x7")
+
+
 def test_a_machine_without_anything(machine: Machine) -> None:
     """No control groups, no /proc to speak of: no jobs, and no error."""
     shutil.rmtree(machine.cgroup)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from hpml_exporters.collectors import processes
 from hpml_exporters.context import Context
 from hpml_exporters.options import NodeOptions
 
+from tests.storage import in_memory, stored_folder
 from tests.unit.exporters.attribution.trees import Machine, Task
 from tests.unit.exporters.collectors.families import values
 
@@ -112,8 +112,8 @@ class Worker:
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     # Not tmp_path: what goes to a RAM disk is not storage.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
-        made = Worker(Path(directory))
+    with stored_folder() as folder:
+        made = Worker(folder)
         yield made
         made.process.kill()
         made.process.communicate()
@@ -129,15 +129,8 @@ def test_what_a_process_writes(worker: Worker) -> None:
     worker.tell("write", 64 * MIB)
     second = worker.look()
     assert (second[WRITE] - first[WRITE]) / MIB == pytest.approx(64, abs=0.1)
-    if not _in_memory("/var/tmp"):
+    if not in_memory():
         assert (second[STORED] - first[STORED]) / MIB == pytest.approx(64, abs=0.5)
-
-
-def _in_memory(path: str) -> bool:
-    words = subprocess.run(
-        ["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True
-    )
-    return words.stdout.strip() in {"tmpfs", "ramfs", "overlayfs"}
 
 
 def test_a_child_between_two_looks(worker: Worker) -> None:

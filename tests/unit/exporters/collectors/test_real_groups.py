@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hpml_exporters.collectors import jobs, processes
 from hpml_exporters.context import Context
 from hpml_exporters.options import NodeOptions
 
+from tests.storage import in_memory, stored_folder
 from tests.unit.exporters.collectors.families import values
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -69,7 +69,7 @@ def enter(jobid: str, pid: int) -> None:
 
 def test_what_a_job_was_told_to_use(job: str) -> None:
     """Memory by kind, CPU time and I/O are what the process was told."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+    with stored_folder() as directory:
         worker = subprocess.Popen(
             [sys.executable, "-S", "-c", WORK, f"{directory}/file"],
             stdin=subprocess.PIPE,
@@ -104,15 +104,17 @@ def test_what_a_job_was_told_to_use(job: str) -> None:
             return second[key[0], job, *key[1:]] - first[key[0], job, *key[1:]]
 
         assert grown("hpml_job_memory_bytes", "rss") / MIB == pytest.approx(300, abs=4)
-        assert grown("hpml_job_memory_bytes", "shmem") / MIB == pytest.approx(32, abs=1)
-        assert 60 <= grown("hpml_job_memory_bytes", "cache") / MIB <= 70
+        assert in_memory() or grown("hpml_job_memory_bytes", "shmem") / MIB == pytest.approx(
+            32, abs=1
+        )
+        assert in_memory() or 60 <= grown("hpml_job_memory_bytes", "cache") / MIB <= 70
         assert second["hpml_job_memory_peak_bytes", job] >= 390 * MIB
         burnt = sum(grown("hpml_job_cpu_seconds_total", mode) for mode in ("user", "system"))
         assert 0.95 <= burnt <= 3
         written = grown("hpml_job_io_syscall_write_bytes_total")
         assert written / MIB == pytest.approx(64, abs=0.1)
         stored = grown("hpml_job_io_write_bytes_total") / MIB
-        assert stored == pytest.approx(64, abs=0.5)
+        assert in_memory() or stored == pytest.approx(64, abs=0.5)
         assert second["hpml_job_processes", job] == 1
         third = look(20.0)
         assert (

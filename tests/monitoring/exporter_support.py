@@ -1,0 +1,197 @@
+"""The real exporter as its own process, on simulated GPUs, for the tests of this folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as plain
+
+from deploy.gpusim.gpusim import Simulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tests.monitoring.gpusim_support import Gpusim
+
+HPML = Path(sys.executable).parent / "hpml"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+_START_SECONDS = 60.0
+_END_SECONDS = 20.0
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Answer:
+    """What a scrape gave."""
+
+    def __init__(self, status: int, kind: str, text: str, seconds: float) -> None:
+        self.status = status
+        self.kind = kind
+        self.text = text
+        self.seconds = seconds
+
+    def values(self) -> dict[tuple[str, Labels], float]:
+        """All samples by name and labels, as Prometheus' own Python library reads them."""
+        read = openmetrics if "openmetrics" in self.kind else plain
+        return {
+            (one.name, tuple(sorted(one.labels.items()))): float(one.value)
+            for family in read(self.text)
+            for one in family.samples
+        }
+
+    def of(self, name: str, **labels: str) -> list[float]:
+        """Values of the samples of this name that have these labels."""
+        wanted = set(labels.items())
+        return [
+            value
+            for (other, pairs), value in self.values().items()
+            if other == name and wanted <= set(pairs)
+        ]
+
+
+class Exporter:
+    """An exporter that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+        self.process = process
+        self.address = address
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        """Its process id: `hpml export node` becomes the lean process."""
+        return self.process.pid
+
+    def scrape(self, path: str = "/metrics", *, accept: str = "", seconds: float = 10.0) -> Answer:
+        """Ask it once."""
+        return scrape(self.address, path, accept=accept, seconds=seconds)
+
+    def wait_for(
+        self, good: Callable[[Answer], object], seconds: float = 30.0, *, accept: str = ""
+    ) -> Answer:
+        """Scrape until the answer is good; fails with the last one."""
+        end = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                answer = self.scrape(accept=accept)
+                if answer.status == 200 and good(answer):
+                    return answer
+            if time.monotonic() > end:
+                told = self.log()
+                pytest.fail(f"not so after {seconds:g} s:\n{answer.text[-6000:]}\n{told}")
+            time.sleep(0.1)
+
+    def log(self) -> str:
+        """What it has told so far."""
+        return self._log.read_text("utf-8")
+
+    def status(self, field: str) -> int:
+        """A number of /proc/PID/status, such as VmRSS in KiB."""
+        for line in Path(f"/proc/{self.pid}/status").read_text("utf-8").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1])
+        raise AssertionError(f"no {field}")
+
+    def descriptors(self) -> int:
+        """How many files and sockets it has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def end(self) -> int:
+        """Tell it to end, and return the status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+
+class StartExporter(Protocol):
+    """The fixture `exporter`."""
+
+    def __call__(self, *options: str | Path, gpus: Gpusim | None = None) -> Exporter:
+        """Run `hpml export node` with options on a free port and wait until it answers.
+
+        Without simulated GPUs it finds no NVML, on a machine that has one neither.
+        """
+
+
+def scrape(address: str, path: str = "/metrics", *, accept: str = "", seconds: float) -> Answer:
+    """GET from ADDRESS:PORT by a connection of its own."""
+    begin = time.perf_counter()
+    connection = HTTPConnection(address, timeout=seconds)
+    try:
+        connection.request("GET", path, headers={"Accept": accept} if accept else {})
+        response = connection.getresponse()
+        text = response.read().decode()
+        kind = response.getheader("Content-Type", "")
+        return Answer(response.status, kind, text, time.perf_counter() - begin)
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def command(folder: Path, *options: str | Path) -> list[str]:
+    """The words that start an exporter, which looks for maps and sockets in a folder only."""
+    run = folder / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    words = [HPML, "export", "node", "--root", f"run={run}", *options]
+    return [str(word) for word in words]
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, *options: str | Path, environment: Mapping[str, str]
+) -> Iterator[Exporter]:
+    """Run one until the block ends."""
+    address = folder / "address"
+    words = command(folder, "--listen", "127.0.0.1:0", "--address-file", address, *options)
+    with (folder / "exporter.log").open("wb") as log:
+        process = subprocess.Popen(
+            words, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    told = folder / "exporter.log"
+    try:
+        end = time.monotonic() + _START_SECONDS
+        while not address.exists():
+            if process.poll() is not None or time.monotonic() > end:
+                pytest.fail(f"the exporter does not start:\n{told.read_text('utf-8')}")
+            time.sleep(0.02)
+        yield Exporter(process, address.read_text("utf-8").strip(), told)
+    finally:
+        Exporter(process, "", told).end()
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Iterator[StartExporter]:
+    """Starts exporters; all of them end with the test."""
+    with contextlib.ExitStack() as stack:
+        started = 0
+
+        def start(*options: str | Path, gpus: Gpusim | None = None) -> Exporter:
+            nonlocal started
+            started += 1
+            folder = tmp_path / f"exporter-{started}"
+            environment = gpus.environment if gpus else os.environ | Simulator().missing()
+            return stack.enter_context(running(folder, *options, environment=environment))
+
+        yield start

@@ -1,0 +1,249 @@
+"""What goes wrong under an exporter stays where it is: the others are scraped on, and all heals."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bcrypt
+
+from deploy.gpusim.gpusim import XID, Event, Fault, State, a100
+from tests.monitoring.exporter_support import command, free_port, scrape
+from tests.monitoring.hostile_support import (
+    HALF_TLS,
+    SILENT,
+    SLOW_LORIS,
+    answer_to,
+    certificate,
+    crowded,
+)
+from tests.monitoring.prometheus_support import static
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.monitoring.exporter_support import Answer, Exporter, StartExporter
+    from tests.monitoring.gpusim_support import Gpusim
+    from tests.monitoring.prometheus_support import BootPrometheus, Prometheus
+
+QUICK_SECONDS = 0.1
+EX_TEMPFAIL = 75
+
+
+def two_gpus() -> State:
+    """Two GPUs of 50 and 80 %, 200 and 300 W."""
+    return State(
+        epoch=time.time(),
+        gpus=(a100(0, util=50, power=200), a100(1, util=80, power=300)),
+    )
+
+
+def powers(answer: Answer) -> list[float]:
+    """What the GPUs draw."""
+    return sorted(answer.of("hpml_gpu_power_watts"))
+
+
+def is_up(answer: Answer, collector: str) -> bool:
+    """Whether a collector says that it works."""
+    return answer.of("hpml_exporter_up", collector=collector) == [1.0]
+
+
+def scrape_times(exporter: Exporter, count: int = 100) -> list[float]:
+    """How long scrapes take, one after the other, by a new connection each; seconds, rising."""
+    return sorted(exporter.scrape().seconds for _ in range(count))
+
+
+def test_a_gpu_falls_off_the_bus_and_comes_back(
+    exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus
+) -> None:
+    """Its own series go and the other GPU's stay; it counts as lost, and is found again."""
+    state = gpusim.write(two_gpus())
+    uuids = [gpu.uuid for gpu in state.gpus]
+    here = exporter(gpus=gpusim)
+    server = prometheus([static("node", here.address)])
+    here.wait_for(lambda answer: powers(answer) == [200.0, 300.0])
+    state = gpusim.write(state.changed(0, lost=1, events=(Event(1, 79, XID),)))
+    gone = here.wait_for(lambda answer: powers(answer) == [300.0])
+    assert gone.of("hpml_gpu_up", uuid=uuids[0]) == [0.0]
+    assert gone.of("hpml_gpu_up", uuid=uuids[1]) == [1.0]
+    assert gone.of("hpml_gpus", state="lost") == [1.0]
+    told = server.wait_for("hpml_gpu_xid_errors_total", seconds=20)
+    assert [(one.labels["uuid"], one.labels["xid"], one.value) for one in told] == [
+        (uuids[0], "79", 1.0)
+    ]
+    assert server.query(f'hpml_gpu_up{{uuid="{uuids[0]}"}} == 0')
+    gpusim.write(state.changed(0, lost=0))
+    # not every driver brings one back without a new start: it is tried again and again
+    back = here.wait_for(lambda answer: powers(answer) == [200.0, 300.0], seconds=90)
+    assert back.of("hpml_gpus", state="lost") == [0.0]
+    assert here.process.poll() is None
+
+
+def test_the_driver_goes_and_comes_back(exporter: StartExporter, gpusim: Gpusim) -> None:
+    """Unloaded and loaded anew, with all handles invalid: GPUs are shown again by themselves."""
+    state = gpusim.write(two_gpus())
+    here = exporter(gpus=gpusim)
+    here.wait_for(lambda answer: powers(answer) == [200.0, 300.0])
+    gpusim.path.unlink()
+    here.wait_for(lambda answer: not powers(answer))
+    gpusim.write(replace(state, generation=2).changed(0, power=250))
+    here.wait_for(lambda answer: powers(answer) == [250.0, 300.0], seconds=90)
+    assert here.process.poll() is None
+
+
+def wait_until(good: Callable[[], bool], seconds: float) -> None:
+    """Look until it is so."""
+    end = time.monotonic() + seconds
+    while not good():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def supervised(
+    words: list[str], environment: dict[str, str], statuses: list[int]
+) -> Iterator[None]:
+    """Start a program again as long as it ends with 75, as systemd does with our unit."""
+    ending = threading.Event()
+    running: list[subprocess.Popen[bytes]] = []
+
+    def supervise() -> None:
+        while not ending.is_set():
+            process = subprocess.Popen(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            running.append(process)
+            statuses.append(process.wait())
+            if statuses[-1] != EX_TEMPFAIL:
+                return
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        if running and running[-1].poll() is None:
+            running[-1].terminate()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
+    gpusim: Gpusim, prometheus: BootPrometheus, tmp_path: Path
+) -> None:
+    """GPU series go and the rest stays; after the grace it ends with 75, and comes back well.
+
+    The calls hang for 60 s. The exporter says after 2 s that they are stuck, and gives up after 6.
+    """
+    state = gpusim.write(two_gpus())
+    address = f"127.0.0.1:{free_port()}"
+    words = command(
+        *(tmp_path / "exporter", "--listen", address, "--process-interval", "1"),
+        *("--job-interval", "1", "--stuck-seconds", "2", "--exit-seconds", "6"),
+    )
+    server = prometheus([static("node", address)])
+    statuses: list[int] = []
+    with supervised(words, gpusim.environment, statuses):
+        server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
+        first = server.value("hpml_exporter_start_timestamp_seconds")
+        gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 60, kind="stuck"),)))
+        server.wait_for('hpml_exporter_up{collector="gpu"} == 0', seconds=20)
+        assert server.query("hpml_gpu_power_watts") == []
+        assert server.value('hpml_exporter_up{collector="jobs"}') == 1
+        assert server.value('hpml_exporter_stuck_readings_total{collector="gpu"}') == 1
+        taken = sorted(scrape(address, seconds=5).seconds for _ in range(30))
+        assert taken[len(taken) // 2] < QUICK_SECONDS, taken
+        wait_until(lambda: bool(statuses), seconds=30)
+        assert statuses == [EX_TEMPFAIL]
+        gpusim.write(state)
+        server.wait_for(
+            f"(hpml_exporter_start_timestamp_seconds > {first}) and on () hpml_gpu_power_watts"
+        )
+        assert sorted(one.value for one in server.query("hpml_gpu_power_watts")) == [200, 300]
+    assert statuses[0] == EX_TEMPFAIL
+    assert statuses[-1] == 0
+
+
+def test_without_nvml_everything_else_is_shown(
+    exporter: StartExporter, prometheus: BootPrometheus
+) -> None:
+    """No library, no GPU series, no failure: the collector is up and not present."""
+    here = exporter()
+    server = prometheus([static("node", here.address)])
+    server.wait_for('hpml_exporter_collector_present{collector="jobs"} == 1')
+    assert server.value('hpml_exporter_up{collector="gpu"}') == 1
+    assert server.value('hpml_exporter_collector_present{collector="gpu"}') == 0
+    assert server.query('{__name__=~"hpml_gpu_.+"}') == []
+    assert [one["health"] for one in server.targets()] == ["up"]
+
+
+def test_hostile_clients_do_not_stop_the_scrapes_of_others(
+    exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus
+) -> None:
+    """200 silent and 20 slow connections that come again and again: Prometheus misses nothing."""
+    gpusim.write(two_gpus())
+    here = exporter(gpus=gpusim)
+    server = prometheus([static("node", here.address)])
+    server.wait_for("up == 1")
+    with crowded(here.address, SILENT, SLOW_LORIS):
+        began = time.time()
+        huge = answer_to(here.address, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (1 << 20))
+        assert huge == b"" or huge.split()[1] == b"431", huge[:200]
+        times = scrape_times(here)
+        _scrapes_go_on(server, began)
+        assert here.scrape().of("hpml_exporter_open_connections")[0] > 100
+    assert times[len(times) // 2] < QUICK_SECONDS, times
+    here.wait_for(lambda answer: answer.of("hpml_exporter_open_connections")[0] < 10)
+
+
+def test_hostile_clients_of_tls_do_not_stop_the_scrapes_of_others(
+    exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus, tmp_path: Path
+) -> None:
+    """The same where each connection begins with a handshake, which these never end."""
+    gpusim.write(two_gpus())
+    public, secret = certificate(tmp_path)
+    word = "opensesame"
+    digest = bcrypt.hashpw(word.encode(), bcrypt.gensalt(5)).decode()
+    config = tmp_path / "web.yml"
+    config.write_text(
+        f"tls_server_config: {{cert_file: {public}, key_file: {secret}}}\n"
+        f"basic_auth_users: {{prometheus: '{digest}'}}\n",
+        encoding="utf-8",
+    )
+    here = exporter("--web-config", config, gpus=gpusim)
+    allowed = static(
+        *("node", here.address),
+        scheme="https",
+        tls_config={"ca_file": str(public), "server_name": "node"},
+        basic_auth={"username": "prometheus", "password": word},
+    )
+    refused = {**allowed, "job_name": "stranger", "basic_auth": {"username": "p", "password": "x"}}
+    server = prometheus([allowed, refused])
+    server.wait_for('up{job="node"} == 1')
+    with crowded(here.address, SILENT, HALF_TLS):
+        began = time.time()
+        assert b"200" not in answer_to(here.address, b"GET /metrics HTTP/1.1\r\n\r\n")
+        _scrapes_go_on(server, began)
+    (stranger,) = [one for one in server.targets() if one["labels"]["job"] == "stranger"]
+    assert "401" in stranger["lastError"]
+    assert server.query('hpml_gpu_up{job="stranger"}') == []
+
+
+def _scrapes_go_on(server: Prometheus, began: float, seconds: float = 7.0) -> None:
+    """Prometheus' scrapes since a moment all came through, and half of them within 100 ms."""
+    time.sleep(max(0.0, began + seconds - time.time()))
+    window = f"{time.time() - began - 1:.0f}s"
+    assert server.value(f'min_over_time(up{{job="node"}}[{window}])') == 1
+    assert server.value(f'count_over_time(up{{job="node"}}[{window}])') >= seconds - 3
+    middle = f'quantile_over_time(0.5, scrape_duration_seconds{{job="node"}}[{window}])'
+    assert server.value(middle) < QUICK_SECONDS
