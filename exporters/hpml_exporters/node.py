@@ -26,7 +26,7 @@ EXIT_STUCK = 75
 """A driver call does not return: start me again."""
 
 _LOOK_SECONDS = 1.0
-_OBSERVE_SECONDS = 5.0
+_OBSERVE_SECONDS = (1.0, 5.0)  # as often as GPUs are read, within these bounds
 _WRITE_SECONDS = 30.0
 _END_SECONDS = 5.0
 
@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Looks at the snapshots now and then, as the summary of a job does."""
 
     def note(self, snapshot: Snapshot) -> None:
-        """Look at one; about every five seconds."""
+        """Look at one; about as often as GPUs are read, every five seconds at least."""
 
     def end(self) -> None:
         """Do what is left to do: the exporter ends."""
@@ -46,6 +46,7 @@ class _SummaryWriter:
 
     def __init__(self, options: NodeOptions) -> None:
         self._path = options.summary_file
+        self._pause = observe_seconds(options)
         from hpml_exporters.summary import Summary  # noqa: PLC0415 - in jobs alone
 
         self._summary = Summary(options)
@@ -56,8 +57,8 @@ class _SummaryWriter:
         now = time.monotonic()
         # A short job whose exporter is killed loses half of its figures at most; and the nodes of
         # a large one do not keep writing to the shared file system.
-        pause = min(_WRITE_SECONDS, (now - self._began) / 2)
-        if now - self._written >= pause:
+        later = now + self._pause  # until which nobody writes, if this one does not
+        if later - self._written > min(_WRITE_SECONDS, (later - self._began) / 2):
             self._written = now
             self._summary.write(self._path)
 
@@ -68,8 +69,11 @@ class _SummaryWriter:
 class _Observers:
     """Calls the observers from one thread; what one of them does wrong stays its own."""
 
-    def __init__(self, observers: Sequence[Observer], snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self, observers: Sequence[Observer], snapshot: Callable[[], Snapshot], pause: float
+    ) -> None:
         self._observers = observers
+        self._pause = pause
         self._snapshot = snapshot
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._observe, name="observers", daemon=True)
@@ -85,7 +89,7 @@ class _Observers:
             self._thread.join(_END_SECONDS)
 
     def _observe(self) -> None:
-        while not self._ended.wait(_OBSERVE_SECONDS):
+        while not self._ended.wait(self._pause):
             self._each(lambda one: one.note(self._snapshot()))
         self._each(lambda one: one.note(self._snapshot()))
         self._each(lambda one: one.end())
@@ -96,6 +100,12 @@ class _Observers:
                 call(one)
             except Exception as error:  # noqa: BLE001 - the metrics are shown all the same
                 tell(f"{type(one).__name__}: {type(error).__name__}: {error}")
+
+
+def observe_seconds(options: NodeOptions) -> float:
+    """Return how often observers look: whoever looks less often misses levels, and peaks most."""
+    least, most = _OBSERVE_SECONDS
+    return min(max(options.gpu_interval, least), most)
 
 
 def sources_of(options: NodeOptions) -> list[Source]:
@@ -148,7 +158,7 @@ def run(
     )
     server = Server(options.listen, options.web_config, sampler)
     sampler.show_server(server.counters)
-    group = _Observers(watching, sampler.snapshot)
+    group = _Observers(watching, sampler.snapshot, observe_seconds(options))
     host, port = server.start()
     try:
         sampler.start()

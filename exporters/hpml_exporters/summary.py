@@ -66,6 +66,7 @@ _SINCE_EXPORTER = ("busy_seconds", "xid_errors")  # the others count since the d
 _PEAKS = ("memory_peak_bytes", "temperature_peak_celsius")
 _MEMORY = ("rss", "shmem")  # page cache is the kernel's to take back
 _INSTANT_SECONDS = 1e-6  # weight of a single look
+_STEADY_SECONDS = 10.0
 _MAX_BYTES = 4 << 20
 
 
@@ -101,13 +102,13 @@ class Summary:
         self._counts: dict[str, list[float]] = {}  # key -> all that was counted, the last reading
         self._means: dict[str, list[float]] = {}  # key -> mean, seconds that it is the mean of
         self._peaks: dict[str, float] = {}
-        self._facts: dict[str, Any] = {"gpus": {}}
+        self._facts: dict[str, Any] = {"gpus": {}, "sure": False}
         self._seconds = 0.0
         self._began = self._updated = 0.0
         self._starts = 1
-        self._looked = False
+        self._busy_at: dict[str, float] = {}  # when its last reading was seen, by time.monotonic()
         self._resume(options.summary_file)
-        self._resumed = frozenset(self._counts)  # counters whose next reading is a new exporter's
+        self._resumed = set(self._counts)  # counters whose next reading is a new exporter's first
 
     def note(self, snapshot: Seen) -> None:
         """Add what happened since the snapshot before; harmless for the same one twice."""
@@ -119,8 +120,6 @@ class Summary:
         families = {family.spec.name: family for family in snapshot.families}
         self._note_job(families)
         self._note_gpus(families, step)
-        self._resumed = frozenset()
-        self._looked = True
 
     def write(self, path: str) -> None:
         """Write the figures, complete or not at all.
@@ -144,6 +143,7 @@ class Summary:
             "gpus": [self._gpu_figures(uuid) for uuid in self._facts["gpus"]],
             "state": {"counts": self._counts, "means": self._means, "peaks": self._peaks},
             "gpu_names": self._facts["gpus"],
+            "gpus_sure": self._facts["sure"],
         }
 
     def _note_job(self, families: Mapping[str, Family]) -> None:
@@ -186,21 +186,37 @@ class Summary:
         if name in _COUNTED:
             own = name in _SINCE_EXPORTER
             grown = self._count(key, value, first=own, anew=own)
-            if name == "busy_seconds" and self._looked and step > 0:
+            passed = self._last - self._busy_at.get(key, self._last)
+            if name == "busy_seconds":
                 # Before the first look nobody knows from when on the collector counted.
-                self._mean(f"{key}_share", min(1.0, grown / step), step)
+                if passed > 0:
+                    # More than 1 may be: GPUs are read in one rhythm, and looked at in another.
+                    self._mean(f"{key}_share", grown / passed, passed)
+                self._busy_at[key] = self._last
         elif name in _PEAKS:
             self._peak(key, value)
         else:
             self._mean(key, value, step)
 
     def _own_gpus(self, families: Mapping[str, Family]) -> set[str]:
-        """Return the GPUs of the job; all that are seen where nobody says which are."""
+        """Return the GPUs of the job; all that are seen where nobody has ever said which are."""
         family = families.get("hpml_job_gpu_info")
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
-        if own or family is not None:
+        if family is not None:
+            if not self._facts["sure"]:
+                # GPUs are seen a moment before jobs are: what was taken for the job's is others'.
+                self._facts["sure"] = True
+                for uuid in self._facts["gpus"].keys() - own:
+                    self._forget_gpu(uuid)
             return own
-        return {uuid for uuid, _ in _by_uuid(families.get("hpml_gpu_info"), "name")}
+        seen = {uuid for uuid, _ in _by_uuid(families.get("hpml_gpu_info"), "name")}
+        return seen & self._facts["gpus"].keys() if self._facts["sure"] else seen
+
+    def _forget_gpu(self, uuid: str) -> None:
+        del self._facts["gpus"][uuid]
+        for kept in (self._counts, self._means, self._peaks):
+            for key in [key for key in kept if key.startswith(f"gpu/{uuid}/")]:
+                del kept[key]
 
     def _of_job(self, family: Family | None, label: str = "") -> dict[str, float]:
         """Return the values of this job's series, by all their labels or by one."""
@@ -232,6 +248,7 @@ class Summary:
             return self._counts[key][0]
         grown = value - known[1]
         if key in self._resumed:
+            self._resumed.discard(key)  # each at its own time: not every collector is as quick
             grown = value if anew else max(0.0, grown)
         elif grown < 0:
             grown = value
@@ -297,8 +314,10 @@ class Summary:
                     figures[name] = round(total, 3)
         if "busy_seconds" in figures and seconds > _INSTANT_SECONDS:
             share = min(1.0, figures["busy_seconds"] / seconds)
-            share = self._means.get(f"{begin}busy_seconds_share", (share, 0.0))[0]
-            figures["utilization_ratio"] = round(share, 4)
+            share, weight = self._means.get(f"{begin}busy_seconds_share", (share, 0.0))
+            # Of a few seconds the levels say more: a reading too many or too few is much of them.
+            if weight >= _STEADY_SECONDS or "utilization_ratio" not in figures:
+                figures["utilization_ratio"] = round(min(1.0, share), 4)
         return figures
 
     def _resume(self, path: str) -> None:
@@ -316,11 +335,11 @@ class Summary:
             peaks = {str(key): _numbers([value], 1)[0] for key, value in state["peaks"].items()}
             names = {str(uuid): str(name) for uuid, name in told["gpu_names"].items()}
             began, seconds = _numbers([told["began"], told["seconds"]], 2)
-            starts = int(told["starts"])
+            starts, sure = int(told["starts"]), told.get("gpus_sure") is True
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return
         self._counts, self._means, self._peaks = counts, means, peaks
-        self._facts["gpus"] = names
+        self._facts = {"gpus": names, "sure": sure}
         self._began, self._seconds, self._starts = began, seconds, starts + 1
 
 

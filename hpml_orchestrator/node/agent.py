@@ -134,6 +134,15 @@ class Agent:
         self._feed.add_socket(monitor.feed)
         return monitor
 
+    def _start(self, monitor: Monitor) -> None:
+        """Start the job's exporter; the job goes on without one where that cannot be."""
+        wish = self.asked.wish
+        try:
+            monitor.start(self._made, no_gpus=wish is not None and wish.no_gpus)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+            told = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {told}\n")
+
     def _staging(self, log: Path) -> NodeStaging:
         return NodeStaging(self.asked, self.node, log, self._is_ending)
 
@@ -154,8 +163,7 @@ class Agent:
                 placed = {"placed": self._plan(self.asked.wish, channel)}
                 began = time.monotonic()
             if monitor is not None:
-                wish = self.asked.wish
-                monitor.start(self._made, no_gpus=wish is not None and wish.no_gpus)
+                self._start(monitor)
             stages = staging.stage_all()
         except (HpmlError, OSError) as error:
             if self._is_ending():

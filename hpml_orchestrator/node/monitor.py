@@ -149,14 +149,20 @@ class Monitor:
         gpus = allocated_gpus(made, self.environment, none=no_gpus)
         self._facts = job_facts(self.environment, self.attempt, gpus)
         self._cpus = free_cpus(made, os.sched_getaffinity(0))
-        self._thread = threading.Thread(target=self._supervise, name="hpml-monitor", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._supervise, name="hpml-monitor", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def end(self) -> None:
         """Tell the exporter to write its summary and end; returns at once, harmless twice."""
         self._ending.set()
-        with self._lock:
-            _signal(self._process, signal.SIGTERM)
+        # The supervisor holds it while it starts an exporter, which a file system that hangs makes
+        # last for ever; it looks for the end itself afterwards.
+        if self._lock.acquire(timeout=self.timing.kill):
+            try:
+                _signal(self._process, signal.SIGTERM)
+            finally:
+                self._lock.release()
 
     def stop(self) -> None:
         """Wait until the exporter is gone and its target removed, for a bounded time."""
@@ -298,7 +304,8 @@ class Monitor:
             self._renew_at = float("inf")
 
     def _reap(self) -> None:
-        """See the exporter go: it had SIGTERM, and gets SIGKILL after a while."""
+        """See the exporter go: it gets SIGTERM, if it had none yet, and SIGKILL after a while."""
+        _signal(self._process, signal.SIGTERM)
         if self._gone(self.timing.terminate):
             return
         _signal(self._process, signal.SIGKILL)
@@ -328,14 +335,15 @@ class Monitor:
         return f"{words}: {said}" if said and code > 0 else words
 
     def _last_words(self) -> str:
-        """Return the last line that exporters of this node wrote."""
+        """Return the last line that exporters of this node wrote, hints left out."""
         try:
             with open(self._own("log"), "rb") as stream:
                 stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_BYTES))
                 lines = stream.read().decode("utf-8", "replace").split("\n")
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        told = (line.strip().removeprefix("hpml: ") for line in reversed(lines))
+        return next((line for line in told if line and not line.startswith("hint: ")), "")
 
     def _tell(self, words: str) -> None:
         sys.stderr.write(f"hpml: {self.node}: the job's monitor {words}\n")

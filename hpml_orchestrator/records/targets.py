@@ -47,6 +47,7 @@ _OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json\.\w+")
 _LABELS = {"jobid", "run", "node"}
 _MAX_BYTES = 65_536
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def default_directory(root: Path) -> Path:
@@ -91,7 +92,7 @@ def publish(path: Path, address: str, labels: Mapping[str, str]) -> None:
 def renew(path: Path) -> bool:
     """Say that a target is alive; returns False where its file is gone or cannot be changed."""
     try:
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
     except OSError:
         return False
     return True
@@ -151,12 +152,18 @@ def _is_stale(path: Path, limit: float) -> bool:
 
 
 def _is_target(path: Path) -> bool:
-    """Whether a file is one that `publish` wrote: a directory may have others' beside them."""
+    """Whether a file is one that `publish` wrote for us: a directory may have others' beside them.
+
+    What everybody may write holds what anybody likes: pipes, which would never answer, and links.
+    """
     try:
-        with open(path, "rb") as stream:
+        with open(os.open(path, _FLAGS), "rb") as stream:
+            about = os.fstat(stream.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                return False
             told: Any = json.loads(stream.read(_MAX_BYTES))
         return set(told[0]["labels"]) >= _LABELS
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

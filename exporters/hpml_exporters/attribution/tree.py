@@ -13,6 +13,7 @@ __all__ = ["GroupJob", "JobTree"]
 
 _DIRECTORIES = 2000  # of one job: a job can make groups of its own in version 2
 _LEAF_LOOKS = 4  # after which a group with processes is looked at for having got groups in it
+_EMPTY_LOOKS = 3  # between two steps a job may have no process; after that it is a ruin
 _HAS_LINKS = 2  # a directory's link count says how many it holds, but not on every file system
 
 
@@ -27,6 +28,7 @@ class GroupJob:
         uid: of the user, -1 where the path does not say.
         steps: process ids by step, without Slurm's own.
         daemons: process ids of its slurmstepd.
+        alive: whether any process is in its groups, be it one that has no id for us.
     """
 
     path: str
@@ -35,6 +37,7 @@ class GroupJob:
     uid: int = -1
     steps: dict[str, set[int]] = field(default_factory=dict)
     daemons: set[int] = field(default_factory=set)
+    alive: bool = False
 
 
 class JobTree:
@@ -54,6 +57,7 @@ class JobTree:
         self._seen: set[str] = set()
         self._names: dict[str, str] = {}
         self._busy: set[str] = set()
+        self._alive: dict[str, int] = {}  # the last look at which a job had a process
         self._looks = 0
         self._gone = False
 
@@ -79,6 +83,8 @@ class JobTree:
             del self._listed[path]
         for path in self._names.keys() - self._seen:
             del self._names[path]
+        for path in self._alive.keys() - self._seen:
+            del self._alive[path]
         self._busy &= self._seen
         return found
 
@@ -101,7 +107,10 @@ class JobTree:
             if self._fill(job):
                 break
             self._forget(path)
-        if not job.steps:
+        if job.alive:
+            self._alive[path] = self._looks
+        # Slurm sometimes leaves the groups of a job behind, which has ended long ago.
+        if not job.steps or self._looks - self._alive.get(path, -_EMPTY_LOOKS) >= _EMPTY_LOOKS:
             return None
         if not job.jobid:
             job.jobid = self._identify(sorted(job.daemons)) or ""
@@ -117,7 +126,7 @@ class JobTree:
         whole = True
         if job.root.controller:
             # Version 1 leaves slurmstepd in the job's own group.
-            whole = self._read(job.path, job.daemons)
+            whole = self._read(job, job.path, job.daemons)
         for step in steps:
             whole = self._walk(job, f"{job.path}/{step}", step[5:]) and whole
         return whole
@@ -134,15 +143,18 @@ class JobTree:
             # In version 2 Slurm leaves none between the step and its tasks.
             if job.root.controller or not children or "/user/task_" in here[len(path) :]:
                 keeper = here == f"{path}/slurm" and not job.root.controller
-                whole = self._read(here, job.daemons if keeper else pids) and whole
+                whole = self._read(job, here, job.daemons if keeper else pids) and whole
         return whole
 
-    def _read(self, path: str, into: set[int]) -> bool:
+    def _read(self, job: GroupJob, path: str, into: set[int]) -> bool:
         found = raw.numbers(f"{path}/cgroup.procs")
         if found is None:
             self._busy.discard(path)
-            return os.path.isdir(path)  # there, and not for us: looking again would not help
+            there = os.path.isdir(path)  # and not for us: looking again would not help
+            job.alive = job.alive or there
+            return there
         if found:
+            job.alive = True
             self._busy.add(path)
             into.update(found)
             into.discard(0)  # a process outside of our process-id namespace

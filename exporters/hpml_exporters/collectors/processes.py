@@ -16,6 +16,7 @@ from hpml_exporters.attribution import process, raw
 from hpml_exporters.attribution.inherit import Inherited
 from hpml_exporters.attribution.jobs import JobsBoard, JobSeen
 from hpml_exporters.attribution.process import Stat
+from hpml_exporters.attribution.shared import SharedPages
 from hpml_exporters.attribution.usage import counts_cpu, counts_memory
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
@@ -98,6 +99,7 @@ class ProcessesCollector:
         self._proc = context.options.roots.proc
         self._board: JobsBoard = context.jobs
         self._budget = budget
+        self._shared = SharedPages(self._proc)
         self._jobs: dict[str, _Job] = {}
         self._waited = False
         self._looks = 0
@@ -151,12 +153,25 @@ class ProcessesCollector:
             if count % _AT_ONCE == _AT_ONCE - 1 and time.thread_time() > end:
                 break
             readings.append((jobid, pid, self._read(pid, self._jobs[jobid])))
+        self._divide(readings, now)
         ended = {pid for _, pid, reading in readings if reading is None}
         for jobid in {jobid for jobid, _, reading in readings if reading is None}:
             self._forget_gone(self._jobs[jobid], here - ended)
         for jobid, pid, reading in readings:
             if reading is not None:
                 self._add(self._jobs[jobid], pid, reading, now)
+
+    def _divide(self, readings: list[tuple[str, int, _Reading | None]], now: float) -> None:
+        """Count memory that processes of a job share once."""
+        sizes: dict[str, dict[int, int]] = {}
+        for jobid, pid, reading in readings:
+            if reading is not None and reading.rss is not None:
+                sizes.setdefault(jobid, {})[pid] = reading.rss
+        self._shared.keep(pid for of_job in sizes.values() for pid in of_job)
+        parts = {jobid: self._shared.parts(of_job, now) for jobid, of_job in sizes.items()}
+        for place, (jobid, pid, reading) in enumerate(readings):
+            if reading is not None and reading.rss is not None:
+                readings[place] = (jobid, pid, reading._replace(rss=parts[jobid][pid]))
 
     def _order(self, jobs: Mapping[str, JobSeen], here: frozenset[int]) -> list[tuple[str, int]]:
         """Return what to read: the longest not looked at, and among those parents first.
@@ -231,7 +246,7 @@ def _figures(rows: dict[MetricSpec, list[Sample]], seen: JobSeen, kept: _Job) ->
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:
         rows[metrics.UNREADABLE].append(Sample(label, unreadable))
-    if any(kept.io.total) or kept.io.processes:
+    if not unreadable and (any(kept.io.total) or kept.io.processes):
         for spec, value in zip(_IO, kept.io.total, strict=True):
             rows[spec].append(Sample(label, value))
     if known:

@@ -61,7 +61,7 @@ MEMORY = MetricSpec(
     "Memory of the job: rss is anonymous, shmem is /dev/shm and the like, cache is other files'.",
     ("jobid", "kind"),
     "bytes",
-    "memory.stat; without control groups rss alone, from /proc/PID/statm",
+    "memory.stat; without control groups rss alone, from /proc/PID/statm and smaps_rollup",
 )
 MEMORY_LIMIT = MetricSpec(
     "hpml_job_memory_limit_bytes",

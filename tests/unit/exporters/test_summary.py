@@ -182,6 +182,32 @@ def test_without_anybodys_word_all_visible_gpus_count(summary: Summary) -> None:
     assert [gpu["utilization_ratio"] for gpu in summary.to_json()["gpus"]] == [0.25, 0.25]
 
 
+@pytest.mark.parametrize("own", [["a"], []])
+def test_gpus_of_others_that_are_seen_before_the_jobs_are(tmp_path: Path, own: list[str]) -> None:
+    """The node's GPUs are read before anybody says whose they are, also after a restart."""
+    path = tmp_path / "s.json"
+    both = gpus(["a", "b"], power_watts=100.0)[1:]
+    whose = family("hpml_job_gpu_info", *(("17", uuid, 1.0) for uuid in own))
+    summary = Summary(options(path), START)
+    summary.note(seen(1, *both))
+    assert {one["uuid"] for one in summary.to_json()["gpus"]} == {"a", "b"}
+    summary.note(seen(2, whose, *both))
+    summary.write(str(path))
+    again = Summary(options(path), START)
+    again.note(seen(4, *both))
+    for one in (summary.to_json(), again.to_json()):
+        assert [gpu["uuid"] for gpu in one["gpus"]] == own
+        assert not [key for key in one["state"]["means"] if key.startswith("gpu/b")]
+
+
+def test_looks_that_fall_beside_the_readings_lose_no_time(summary: Summary) -> None:
+    """A GPU that is always busy: two looks in one second, none in the next."""
+    for seconds, busy in ((1, 1.0), (2, 1.0), (3, 3.0), (4, 4.0), (5, 4.0), (6, 6.0)):
+        summary.note(seen(seconds, *gpus(["a"], busy_seconds_total=busy)))
+    (gpu,) = summary.to_json()["gpus"]
+    assert gpu["utilization_ratio"] == 1
+
+
 def test_a_single_look_is_a_summary(summary: Summary, tmp_path: Path) -> None:
     """A job of a second: the one reading at its end counts."""
     summary.note(seen(0.5, *gpus(["a"], sm_active_ratio=0.7, busy_seconds_total=0.25)))
@@ -237,6 +263,19 @@ def test_a_killed_exporter_loses_nothing_of_the_gpus(
     """Busy time of both is added; energy grew while nobody looked."""
     told = told_twice(tmp_path / "s.json", first, second, name)
     assert told["gpus"][0][GPU_METRICS[name]] == total
+
+
+def test_a_collector_that_comes_late_after_a_restart(tmp_path: Path) -> None:
+    """What it tells later than the others is still a new exporter's first word: no new bytes."""
+    path = tmp_path / "s.json"
+    first = Summary(options(path), START)
+    first.note(seen(1, family("hpml_job_io_read_bytes_total", ("17", 500.0))))
+    first.write(str(path))
+    second = Summary(options(path), START)
+    second.note(seen(1, family("hpml_job_cpu_seconds_total", ("17", "user", 1.0))))
+    for value in (60.0, 70.0):
+        second.note(seen(2, family("hpml_job_io_read_bytes_total", ("17", value))))
+    assert second.to_json()["job"]["io_read_bytes"] == 510.0
 
 
 @pytest.mark.parametrize(

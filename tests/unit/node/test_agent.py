@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.arguments import Arguments, Wish
+from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
 from hpml_orchestrator.node.ready import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
@@ -327,3 +329,32 @@ def test_a_watch_that_fails_leaves_the_ranks_alone(
     agent._wait()
     told = capsys.readouterr().err
     assert told == "hpml: n1: the ranks are not watched any more: ZeroDivisionError: no CPUs\n"
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "OSError", "ValueError"])
+def test_a_monitor_that_cannot_start_fails_no_job(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str
+) -> None:
+    """No thread is to be had, as at a user's limit of processes (a fake): one line, and ready."""
+    monkeypatch.setattr("os.environ", node.environment("1"))
+    status, out, _ = node.claim("1")
+    assert status == 0
+
+    def refuse(_self: threading.Thread) -> None:
+        raise getattr(builtins, error)("can't start new thread")
+
+    agent = Agent(parse_arguments([out.strip(), "--monitor", "127.0.0.1:0"]), "n1")
+    start = threading.Thread.start
+    monkeypatch.setattr(
+        threading.Thread,
+        "start",
+        lambda self: refuse(self) if self.name == "hpml-monitor" else start(self),
+    )
+    (Path(out.strip()) / "over").unlink(missing_ok=True)
+    timer = threading.Timer(2.0, lambda: agent.on_signal(signal.SIGUSR1, None))
+    timer.start()
+    assert agent.run() == 0
+    timer.join()
+    assert (Path(out.strip()) / "nodes" / "n1.ready.json").exists()
+    told = f"hpml: n1: the job is not monitored: {error}: can't start new thread\n"
+    assert capsys.readouterr().err == told

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -46,7 +48,7 @@ if behaviour == "good" or (behaviour == "twice" and count > 2):
     listen()
     time.sleep(0.2)
 if behaviour.isdecimal():
-    print("error: cannot do this")
+    print("hpml: error: cannot do this\\nhpml: hint: do another thing")
     sys.exit(int(behaviour))
 if behaviour == "twice" and count <= 2:
     listen()
@@ -258,6 +260,33 @@ def test_one_that_does_not_end_is_killed_in_time(watch: Watch, until: Until) -> 
     assert time.monotonic() - began < AT_MOST_SECONDS
     until(lambda: not alive(watched.starts()[0]["pid"]))
     until(lambda: not watched.found())
+
+
+def test_an_exporter_whose_start_hangs_holds_nobody(
+    watch: Watch, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system with its interpreter stands still (a fake): the end comes all the same."""
+    watched = watch("good")
+    reached, answer = threading.Event(), threading.Event()
+    launch = Monitor._launch
+
+    def hang(self: Monitor, listen: str) -> subprocess.Popen[bytes]:
+        process = launch(self, listen)
+        reached.set()
+        assert answer.wait(60)
+        return process
+
+    monkeypatch.setattr(Monitor, "_launch", hang)
+    watched.monitor.start(None)
+    assert reached.wait(20)
+    began = time.monotonic()
+    ended = threading.Thread(target=watched.monitor.stop, daemon=True)
+    ended.start()
+    ended.join(AT_MOST_SECONDS)
+    took = time.monotonic() - began
+    answer.set()
+    assert took < AT_MOST_SECONDS
+    until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
 
 
 def test_the_end_comes_before_the_beginning(watch: Watch) -> None:

@@ -103,6 +103,18 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == len(others) + 2
 
 
+def test_pipes_and_links_of_others_are_not_followed(tmp_path: Path) -> None:
+    """Everybody can write where the targets of several users are: a pipe would never answer."""
+    published(tmp_path, "elsewhere.json")
+    os.mkfifo(tmp_path / "r-1.pipe@n1.json")
+    (tmp_path / "r-1.link@n1.json").symlink_to("elsewhere.json")
+    withdraw_run(tmp_path, "r-1")
+    assert len(os.listdir(tmp_path)) == 3
+    os.utime(tmp_path / "elsewhere.json", (1, 1))
+    renew(tmp_path / "r-1.link@n1.json")
+    assert (tmp_path / "elsewhere.json").stat().st_mtime == 1
+
+
 def test_a_directory_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
     """No error, and it is not made."""
     assert sweep(tmp_path / "none") == []

@@ -200,6 +200,36 @@ def test_steps_come_and_go(machine: Machine) -> None:
     assert set(finder.look(15).by_id) == {"78"}
 
 
+def test_groups_that_were_left_behind_are_no_job(machine: Machine) -> None:
+    """Slurm does not always remove them; nothing of that job is here any more."""
+    version_2(machine, f"{SCOPE}/job_77")
+    machine.step_2(f"{SCOPE}/job_66", "0", 60, {0: (61,)})
+    for path in (machine.cgroup / SCOPE / "job_66").rglob("cgroup.procs"):
+        path.write_text("")
+    assert set(look(machine).by_id) == {"77"}
+
+
+def test_a_job_between_two_steps_stays(machine: Machine) -> None:
+    """It has no process for a moment; after three looks it is taken for over."""
+    version_2(machine, f"{SCOPE}/job_77")
+    finder = JobFinder(machine.options)
+    finder.look(0)
+    step = machine.cgroup / SCOPE / "job_77/step_0"
+    for path in (machine.cgroup / SCOPE / "job_77").rglob("cgroup.procs"):
+        path.write_text("")
+    assert [set(finder.look(now).by_id) for now in (5, 10, 15)] == [{"77"}, {"77"}, set()]
+    (step / "slurm/cgroup.procs").write_text("80\n")
+    assert set(finder.look(20).by_id) == {"77"}
+
+
+def test_processes_without_an_id_here_are_processes(machine: Machine) -> None:
+    """The kernel shows 0 for those outside of the exporter's process-id namespace."""
+    version_2(machine, f"{SCOPE}/job_77")
+    for path in (machine.cgroup / SCOPE / "job_77").rglob("cgroup.procs"):
+        path.write_text("0\n")
+    assert pids(look(machine)) == {"77": set()}
+
+
 def test_unchanged_directories_are_not_listed_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from tests.unit.exporters.collectors.families import values
 
 MIB = 1 << 20
 WRITE = ("hpml_job_io_syscall_write_bytes_total", "7")
+RSS = ("hpml_job_memory_bytes", "7", "rss")
 STORED = ("hpml_job_io_write_bytes_total", "7")
 
 # Does what it is told, line by line: write N bytes itself; write in a child and wait for it, or
@@ -217,7 +219,7 @@ from hpml_exporters.options import NodeOptions
 
 assert os.getuid() == 65534
 context = Context(NodeOptions())
-pids = frozenset(map(int, sys.argv[1:]))
+pids = frozenset(int(one) or os.getpid() for one in sys.argv[1:])
 context.jobs.post(Jobs({"7": JobSeen(JobFacts("7"), {"": "/nonexistent"}, {"0": pids}, pids)}))
 for family in processes.make(context).sample(0.0):
     print(family.spec.name, *(sample.value for sample in family.samples))
@@ -263,6 +265,39 @@ def test_processes_of_others_with_two_capabilities(worker: Worker) -> None:
     lines = dict(line.split() for line in shown.splitlines())
     assert int(lines[WRITE[0]]) >= 8 * MIB
     assert "hpml_job_unreadable_processes" not in lines
+
+
+@needs_setpriv
+def test_one_process_that_may_not_be_read(worker: Worker) -> None:
+    """A part of a job's I/O is not shown as the whole of it; threads are."""
+    worker.tell("write", 8 * MIB)
+    shown = as_nobody(",+dac_read_search", worker.process.pid, 0)
+    lines = dict(line.split() for line in shown.splitlines())
+    assert lines["hpml_job_unreadable_processes"] == "1"
+    assert int(lines["hpml_job_threads"]) >= 2
+    assert not [name for name in lines if "_io_" in name]
+
+
+def test_memory_that_forks_share_counts_once(worker: Worker) -> None:
+    """A parent of 96 MiB and two forks of it: 96 MiB, and those of a process that shares none."""
+    before = worker.look()[RSS]
+    worker.tell("hold", 96 * MIB)
+    forks = [worker.tell("waiting", 0) for _ in range(2)]
+    holds = "x = b'x' * (32 << 20); print(flush=True); input()"
+    try:
+        shared = worker.look(*forks)[RSS] - before
+        with subprocess.Popen(
+            [sys.executable, "-Sc", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            more = worker.look(*forks, other.pid)[RSS] - before
+            other.kill()
+    finally:
+        for pid in forks:
+            os.kill(pid, signal.SIGKILL)
+    assert shared / MIB == pytest.approx(96, abs=12)
+    assert more / MIB == pytest.approx(128, abs=20)
 
 
 def test_a_kernel_without_io_accounting(tmp_path: Path) -> None:
