@@ -28,6 +28,7 @@ from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.spec import job_schema, load_job, site_schema
 from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.site_load import load_site
+from tests.stuck import told_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -157,17 +158,21 @@ class Reader:
         )
 
     def call(self, command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=self.directory,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
+        try:
+            return subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", command],
+                cwd=self.directory,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            story = told_of(self.directory.parent)
+            pytest.fail(f"$ {command}: {error}\n{error.stdout!r}\n{story}")
 
     def follow(self, page: str, tag: str) -> int:
         """Write the page's files and run its commands of that tag; return how many these were."""
@@ -217,6 +222,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.leave()
 
 
+@pytest.mark.alone  # ranks are bound to cores, which the tests beside them would share
 @pytest.mark.parametrize(
     "page", [page for page in RUN_PAGES if any(one.tag == "console" for one in blocks(page))]
 )
