@@ -116,7 +116,7 @@ def soaked(
 
 def test_two_minutes(exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus) -> None:
     """With jobs that come and go every second, XID errors and clients that hang."""
-    soaked(exporter, gpusim, prometheus, seconds=100, turn=1)
+    soaked(exporter, gpusim, prometheus, seconds=120, turn=1)
 
 
 @pytest.mark.slow
