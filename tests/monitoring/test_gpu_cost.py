@@ -74,12 +74,12 @@ def test_a_slow_call_is_made_rarely(gpu_collector: Start) -> None:
     running = gpu_collector(State(gpus=tuple(a100(index) for index in range(4)), faults=(slow,)))
     running.sample()
     running.calls.write_text("")
-    began = time.monotonic()
     running.do("repeat", times=20, pause=0.0)
-    rounds = 2 + (time.monotonic() - began) / 5  # the rarest that a clock is read is every 5 s
     made = running.calls.read_text().split()
     assert made.count("nvmlDeviceGetUtilizationRates") == 4 * 20
-    assert made.count("nvmlDeviceGetClockInfo") <= 4 * min(rounds, 10)
+    usual = 4 * 2 * 20 // 5  # two clocks, at every fifth reading
+    # On a busy machine other calls look dear as well, and share the time that there is.
+    assert made.count("nvmlDeviceGetClockInfo") <= usual // 2
 
 
 def test_nvitops_terminal_program_is_never_loaded(gpu_collector: Start) -> None:
