@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.rawfile import plain_path, read
+from hpml_exporters.collectors.rawfile import mounted, plain_path, read
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
@@ -124,16 +124,12 @@ def local_mounts(mountinfo: str) -> list[tuple[str, str]]:
     """
     found: list[tuple[str, str, str]] = []
     barred: list[str] = []
-    for line in mountinfo.splitlines():
-        head, _, tail = line.partition(" - ")
-        fields, kind = head.split(" "), tail.partition(" ")[0]
-        if len(fields) < 6:  # noqa: PLR2004
-            continue
-        path = plain_path(fields[4])
+    for device, written, kind in mounted(mountinfo):
+        path = plain_path(written)
         if kind not in _PASSABLE:
             barred.append(path.rstrip("/") + "/")
         elif kind in _SPACE and not (kind == "tmpfs" and f"{path}/".startswith(_SYSTEM)):
-            found.append((path, kind, fields[2]))
+            found.append((path, kind, device))
     shortest: dict[str, tuple[str, str]] = {}
     for path, kind, device in sorted(found, key=lambda one: len(one[0])):
         if not f"{path}/".startswith(tuple(barred)):

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.rawfile import plain_path, read
+from hpml_exporters.collectors.rawfile import mounted, plain_path, read
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
@@ -123,11 +123,9 @@ def devices(mountinfo: str) -> dict[str, list[str]]:
         mountinfo: text of /proc/self/mountinfo, see proc(5).
     """
     found: dict[str, list[str]] = {}
-    for line in mountinfo.splitlines():
-        head, _, tail = line.partition(" - ")
-        fields = head.split(" ")
-        if tail.partition(" ")[0] in _TYPES and len(fields) > 4:  # noqa: PLR2004
-            found.setdefault(fields[4], []).append(fields[2])
+    for device, path, kind in mounted(mountinfo):
+        if kind in _TYPES:
+            found.setdefault(path, []).append(device)
     return found
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import NamedTuple
 
-__all__ = ["MAX_BYTES", "plain_path", "read"]
+__all__ = ["MAX_BYTES", "Mounted", "mounted", "plain_path", "read"]
 
 MAX_BYTES = 4 * 1024**2
 _ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
+_MOUNT_FIELDS = 6  # at least, before the separator
 
 
 def read(path: str, most: int = MAX_BYTES) -> bytes:
@@ -31,6 +34,29 @@ def read(path: str, most: int = MAX_BYTES) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+class Mounted(NamedTuple):
+    """A mount.
+
+    Attributes:
+        device: number of the file system's device, MAJOR:MINOR.
+        path: where it is mounted, as the file writes it: see `plain_path`.
+        kind: type of the file system.
+    """
+
+    device: str
+    path: str
+    kind: str
+
+
+def mounted(mountinfo: str) -> Iterator[Mounted]:
+    """Yield the mounts in the text of /proc/self/mountinfo (proc(5)), without torn lines."""
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        fields = head.split(" ")
+        if len(fields) >= _MOUNT_FIELDS:
+            yield Mounted(fields[2], fields[4], tail.partition(" ")[0])
 
 
 def plain_path(path: str) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.rawfile import plain_path, read
+from hpml_exporters.collectors.rawfile import mounted, plain_path, read
 from hpml_exporters.context import Context
 from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.metrics import node
@@ -115,10 +115,10 @@ class Shm:
     def _mounts(self) -> frozenset[str]:
         """Return where other file systems are mounted below: they are not even looked at."""
         try:
-            lines = read(self._mountinfo).decode("utf-8", "surrogateescape").splitlines()
+            mountinfo = read(self._mountinfo).decode("utf-8", "surrogateescape")
         except OSError:
             return frozenset()
-        paths = (plain_path(line.split(" ", 5)[4]) for line in lines if line.count(" ") > 5)  # noqa: PLR2004
+        paths = (plain_path(one.path) for one in mounted(mountinfo))
         below = f"{self._root}/"
         return frozenset(path for path in paths if path.startswith(below))
 
