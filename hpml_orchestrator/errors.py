@@ -38,7 +38,8 @@ __all__ = [
     "nearest",
 ]
 
-_VALUE_SHOWN_CHARS = 80
+# a path of a shared file system is shown whole; a file that was pasted as a value is not
+_VALUE_SHOWN_CHARS = 300
 _CLOSE_ENOUGH = 0.6
 
 

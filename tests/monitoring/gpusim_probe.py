@@ -85,14 +85,14 @@ def gpm(handle: Any, seconds: float, *ids: int, gi: int | None = None) -> list[A
     return [values, times]
 
 
-def crowd(threads: int, seconds: float) -> dict[str, int]:
-    """Many threads ask at once: how many calls were right, and how many were not."""
+def crowd(threads: int, seconds: float, least: int = 100) -> dict[str, int]:
+    """Many threads ask at once, for a time and a number of calls: how many were right, or not."""
     counts = {"right": 0, "wrong": 0}
     lock = threading.Lock()
     end = time.time() + seconds
 
     def ask() -> None:
-        while time.time() < end:
+        while time.time() < end or sum(counts.values()) < least:
             handle = h(0)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             pynvml.nvmlDeviceGetComputeRunningProcesses(handle)

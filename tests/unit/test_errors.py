@@ -80,9 +80,11 @@ def test_ctrl_c_has_one_status() -> None:
 
 def test_an_input_error_names_field_value_and_what_is_right() -> None:
     """Long values are cut, and absent ones are not shown."""
-    shown = InputError("must be short", field="name", value="x" * 100, hint="cut it")
-    assert str(shown) == f"name: must be short (got '{'x' * 79}… (102 characters))"
+    shown = InputError("must be short", field="name", value="x" * 400, hint="cut it")
+    assert str(shown) == f"name: must be short (got '{'x' * 299}… (402 characters))"
     assert (shown.field, shown.hint) == ("name", "cut it")
+    deep = "/scratch" + "/a-folder-of-a-project" * 10
+    assert str(InputError("no such file", value=deep)) == f"no such file (got '{deep}')"
     assert str(InputError("must be given", field="name")) == "name: must be given"
 
 
