@@ -25,6 +25,8 @@ OVER = {
     "sys/devices": "/sys/devices",
     "sys/class": "/sys/class",
     "sys/bus/pci/devices": "/sys/bus/pci/devices",
+    "sys/bus/cpu/devices": "/sys/bus/cpu/devices",  # where some hwlocs look for CPUs and domains
+    "sys/bus/node/devices": "/sys/bus/node/devices",
     "proc/driver": "/proc/driver",
 }
 # Of these nothing real is to be seen.
@@ -101,6 +103,7 @@ def _write_cpus(machine: Machine, root: Path) -> None:
                 _write(root / f"cpu{cpu}" / "online", "1")
             domain = core // machine.cores
             (root / f"cpu{cpu}" / f"node{domain}").symlink_to(f"../../node/node{domain}")
+            _link(root.parents[2] / "bus" / "cpu" / "devices" / f"cpu{cpu}", root / f"cpu{cpu}")
 
 
 def _write_domains(machine: Machine, root: Path) -> None:
@@ -121,6 +124,7 @@ def _write_domains(machine: Machine, root: Path) -> None:
         )
         for cpu in cpus:
             (node / f"cpu{cpu}").symlink_to(f"../../cpu/cpu{cpu}")
+        _link(root.parents[2] / "bus" / "node" / "devices" / node.name, node)
 
 
 def _bridges(machine: Machine, device: Device) -> tuple[str, ...]:
