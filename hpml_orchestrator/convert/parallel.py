@@ -222,7 +222,7 @@ _MPIRUN = OptionReader(
     "np n c npernode N ppn perhost map-by bind-to rank-by x hostfile machinefile f H host hosts "
     "genvlist wdir wd prefix output-filename timeout launcher bootstrap rmk iface cpus-per-proc "
     "cpus-per-rank envlist bind-to-core path mpi pernode-count tune rankfile rf cpu-set cpu-list "
-    "default-hostfile",
+    "default-hostfile display output runtime-options",
     "oversubscribe allow-run-as-root report-bindings envall genvall display-map tag-output v q "
     "verbose quiet pernode nooversubscribe display-allocation prepend-rank l print-rank-map "
     "use-hwthread-cpus bynode byslot nolocal",
@@ -232,9 +232,12 @@ _MPIRUN = OptionReader(
 _MPIRUN_QUIET = frozenset(
     "np n c npernode N ppn perhost pernode x hostfile machinefile f H host hosts genvlist genv env "
     "wdir wd mca gmca pmixmca prtemca omca oversubscribe allow-run-as-root report-bindings envall "
-    "default-hostfile genvall display-map tag-output v q verbose quiet launcher bootstrap rmk "
-    "prefix l".split()
+    "default-hostfile genvall display-map display tag-output v q verbose quiet launcher bootstrap "
+    "rmk prefix l".split()
 )
+
+# Whose parameters an option sets: Open MPI's own, or those of what version 5 is built upon.
+_MCA = {"mca": "OMPI", "gmca": "OMPI", "omca": "OMPI", "pmixmca": "PMIX", "prtemca": "PRTE"}
 
 _HYDRA = frozenset(  # options of MPICH's and Intel's mpirun, which Open MPI's does not know
     "ppn perhost hosts genv env genvlist envlist genvall envall bootstrap rmk iface l prepend-rank "
@@ -261,12 +264,12 @@ def _mpirun(launch: Launch, expander: Expander, report: Report) -> Launch:
     if _given(options, "bind-to") == "none":
         options.pop("bind-to")
     _tell(options, _MPIRUN_QUIET, launch, expander, report, known)
-    for name in ("mca", "gmca", "pmixmca", "prtemca", "omca"):
+    for name, of in _MCA.items():
         for value in options.get(name, []):
             parameter, _, setting = value.partition("=")
             if re.match(r"(plm|rmaps|hwloc|orte|prte|ras|routed|oob|odls)", parameter):
                 continue  # of mpirun itself, whose work is hpml's and Slurm's here
-            launch.variables[f"OMPI_MCA_{parameter}"] = setting
+            launch.variables[f"{of}_MCA_{parameter}"] = setting
     for value in [*options.get("x", []), *options.get("genv", []), *options.get("env", [])]:
         variable, equals, setting = value.partition("=")
         if equals:

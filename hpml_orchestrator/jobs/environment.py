@@ -23,6 +23,7 @@ _DROPPED_PREFIXES = (
     "PMI2_",
     "PMIX_",
     "OMPI_",
+    "PRTE_",
     "HPML_",
     "PET_",
     "TORCHELASTIC_",

@@ -37,7 +37,9 @@ MAX_ARGUMENT_BYTES = 131_071
 
 MAX_PATH_BYTES = 4095
 
-_RESERVED_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "HPML_", "PMI", "OMPI_", "BASH")
+_RESERVED_PREFIXES = (
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "HPML_", "PMI", "OMPI_", "PRTE_", "BASH"),
+)
 _RESERVED = frozenset(
     # a shell gives these a meaning of its own, or refuses to set them
     "ENV IFS PS4 PROMPT_COMMAND SHELLOPTS UID EUID PPID GROUPS FUNCNAME DIRSTACK GLOBIGNORE "
@@ -49,7 +51,8 @@ _RESERVED = frozenset(
     "PET_NODE_RANK HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE "
     "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE".split()
 )
-_OPEN_MPI_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")  # users' own, whatever begins so
+# Users' own, whatever begins so; of version 5 PMIX and PRTE are parts with settings of their own.
+_OPEN_MPI_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
 def _no_nul(value: str) -> str:

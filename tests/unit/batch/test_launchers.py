@@ -11,7 +11,8 @@ import pytest
 from hpml_orchestrator.batch import render
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
-from tests.unit.batch.test_render import APPTAINER, HERE, LAUNCHERS, job
+from tests.unit.batch.test_render import APPTAINER, HERE, LAUNCHERS, job, static_job
+from tests.unit.placement.machines import milan, two_by_twelve
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -88,6 +89,80 @@ def test_mpirun_uses_the_sites_interfaces() -> None:
         assert f'{name}_if_include="${{{name}_if_include:-ib0,ib1}}"' in script
     assert "_MCA_" not in render(job(launcher="mpirun"), HERE)
     assert "OMPI_MCA" not in render(job(launcher="srun"), HERE, site)
+
+
+# What `mpirun --version` says, first lines: Debian 12 and 13, the wheels of PyPI, a later one.
+VERSION_4 = ("4.1.4", "4.1.8")
+VERSION_5 = ("5.0.7", "5.0.11", "10.0.0")
+
+
+def mpirun_of(version: str, script: str, directory: Path) -> str:
+    """Run the block that calls mpirun, and return its arguments, or what the script said.
+
+    A fake stands for mpirun: of the versions no machine has more than one. It tells its own, and
+    then its arguments, and what it finds in an open file; tests/cluster gives the same lines to
+    the real one.
+    """
+    block = re.search(r"^# Open MPI's mpirun\. .*?^  .* &$", script, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    fake = directory / "bin" / "mpirun"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text(
+        "#!/bin/bash\n[[ $1 != --version ]] || "
+        f"{{ printf '%s\\n' 'mpirun (Open MPI) {version}' '' 'Report bugs to nobody'; exit; }}\n"
+        'printf "%s %s\\n" "${SLURM_CPUS_PER_TASK-unset}" "$*"\n'
+        "[[ $* != *fd/9* ]] || cat /dev/fd/9\n"
+    )
+    fake.chmod(0o755)
+    start = "set -euo pipefail; hpml_container=() hpml_bind=(bind) hpml_command=(true)\n"
+    done = subprocess.run(
+        ["bash", "-c", f"{start}hpml_attempt=$1\n{block[0]}\nwait", "bash", directory],
+        env={"PATH": f"{fake.parent}:/usr/bin:/bin", "SLURM_NNODES": "2", **CPUS},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    return done.stdout + done.stderr
+
+
+CPUS = {"SLURM_CPUS_PER_TASK": "12"}
+
+
+@pytest.mark.parametrize("version", [*VERSION_4, *VERSION_5])
+def test_mpirun_gets_sockets_in_its_own_words(tmp_path: Path, version: str) -> None:
+    """Version 5 calls them packages; version 4 does not know that word."""
+    script = static_job("mpirun", two_by_twelve(), {"ranks_per_node": 2}, policy="socket")
+    kind = "socket" if version in VERSION_4 else "package"
+    assert mpirun_of(version, script, tmp_path) == (
+        f"unset -np 4 --map-by ppr:1:{kind} --bind-to {kind} env SLURM_CPUS_PER_TASK=12 bind true\n"
+    )
+
+
+@pytest.mark.parametrize("version", [*VERSION_4, *VERSION_5])
+def test_mpirun_gets_a_rankfile_in_its_own_words(tmp_path: Path, version: str) -> None:
+    """Version 4 by its path; version 5, which takes no path with a hyphen, by an open file."""
+    script = static_job("mpirun", milan(), {"gpus": 4})
+    file = tmp_path / "rankfile"
+    said = mpirun_of(version, script, tmp_path)
+    name = f"--rankfile {file}" if version in VERSION_4 else "--map-by rankfile:file=/dev/fd/9"
+    assert said == f"unset -np 8 {name} env SLURM_CPUS_PER_TASK=12 bind true\n" + (
+        "" if version in VERSION_4 else file.read_text("utf-8")
+    )
+    lines = file.read_text("utf-8").splitlines()
+    assert lines[::4] == ["rank 0=+n0 slot=48-63", "rank 4=+n1 slot=48-63"]
+
+
+def test_mpirun_alone_has_no_number_of_cpus(tmp_path: Path) -> None:
+    """Its srun would take that for its daemons; where Slurm set none, ranks get none."""
+    script = render(job(launcher="mpirun", resources={"ranks_per_node": 2}), HERE)
+    words = "-np 4 --map-by ppr:2:node --bind-to none"
+    for version in (VERSION_4[0], VERSION_5[0]):
+        said = mpirun_of(version, script, tmp_path)
+        assert said == f"unset {words} env SLURM_CPUS_PER_TASK=12 bind true\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(CPUS, "SLURM_CPUS_PER_TASK")
+        assert mpirun_of("5.0.7", script, tmp_path) == f"unset {words} bind true\n"
 
 
 def test_horovodrun_starts_in_the_container() -> None:

@@ -23,10 +23,12 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
-from tests.unit.placement.machines import dgx_a100, milan
+from tests.unit.placement.machines import dgx_a100, intel, milan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from hpml_orchestrator.topology import Topology
 
 DATA = Path(__file__).parent / "data"
 HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
@@ -105,29 +107,33 @@ def matrix() -> Iterator[tuple[str, Job]]:
         )
 
 
-def static_scripts(directory: Path) -> list[Path]:
-    """Scripts in which the launcher binds: by a map, by options of mpirun, by a rankfile."""
+def static_job(
+    launcher: str, machine: Topology, resources: Mapping[str, Any], **binding: str
+) -> str:
+    """The script of a job on two whole nodes of a machine, in which the launcher binds."""
     data = {"partitions": {"gpu": {"node_types": ["m"]}}, "node_types": {"m": {}}}
     site = ResolvedSite(Site.model_validate(data))
+    one = job(
+        launcher=launcher,
+        resources={"nodes": 2, "exclusive": True, "partition": "gpu", **resources},
+        binding={"form": "static", **binding},
+    )
+    return render(one, HERE, site, topologies={"m": machine})
+
+
+def static_scripts(directory: Path) -> list[Path]:
+    """Scripts in which the launcher binds: by a map, by options of mpirun, by a rankfile."""
     made = []
     for name, launcher, machine in (
         ("map", "srun", milan()),
         ("by", "mpirun", milan((0, 1, 2, 3))),
+        ("sockets", "mpirun", intel((0, 0, 1, 1))),
         ("file", "mpirun", milan()),
         ("parts", "mpirun", dgx_a100()),  # cores of a rank that are no one range
     ):
-        one = job(
-            launcher=launcher,
-            resources={
-                "nodes": 2,
-                "gpus": len(machine.devices),
-                "exclusive": True,
-                "partition": "gpu",
-            },
-            binding={"form": "static"},
-        )
         made.append(directory / f"{launcher}-static{name}.sh")
-        made[-1].write_text(render(one, HERE, site, topologies={"m": machine}), "utf-8")
+        text = static_job(launcher, machine, {"gpus": len(machine.devices)})
+        made[-1].write_text(text, "utf-8")
     return made
 
 
@@ -168,7 +174,7 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
         for path in scripts
         if re.fullmatch(r"\w+-(0\d\d0|2221|snapshot\d|static\w+)", path.stem)
     ]
-    assert len(chosen) == 2 * 21 + 2 * 17 + 4
+    assert len(chosen) == 2 * 21 + 2 * 17 + 5
     done = subprocess.run(
         [SHELLCHECK, "--severity=style", "--shell=bash", "--format=gcc", *chosen],
         capture_output=True,

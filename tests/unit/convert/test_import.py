@@ -185,6 +185,8 @@ def test_launch_lines_become_a_program(
         (["module load OpenMPI/4.1.5-GCC", "mpirun ./solve"], {"launcher": "mpirun"}, ""),
         (["mpirun --mca btl ^openib --bind-to none -np 4 ./solve"],
          {"launcher": "mpirun", "environment": {"variables": {"OMPI_MCA_btl": "^openib"}}}, ""),
+        (["mpirun --display bind --pmixmca gds hash --prtemca odls_base_sigkill_timeout 9 ./solve"],
+         {"launcher": "mpirun", "environment": {"variables": {"PMIX_MCA_gds": "hash"}}}, ""),
         (["mpirun -ppn 4 -genv A 1 ./solve"], {"launcher": "srun", "mpi": "pmix"},
          "its options are not those of Open MPI's mpirun"),
         (["mpiexec.hydra -n 4 ./solve"], {"launcher": "srun", "mpi": "pmix"},

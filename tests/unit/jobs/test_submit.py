@@ -230,6 +230,7 @@ def test_waiting_is_told(world: World) -> None:
         ({"SLURM_JOB_ID": "1", "SLURM_CONF": "/c"}, "minimal", "SLURM_CONF"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "PMI_RANK": "0"}, "all", ""),
         ({"HPML_HOME": "/r", "TORCHELASTIC_RUN_ID": "1", "OMPI_COMM": "1"}, "all", ""),
+        ({"OMPI_MCA_btl": "tcp", "PRTE_LAUNCHED": "1", "PMIX_RANK": "0"}, "all", ""),
         ({"TMPDIR": "/t", "HOSTNAME": "h", "PWD": "/p", "SHLVL": "1", "_": "x"}, "all", ""),
         ({"SSH_AUTH_SOCK": "/s", "DISPLAY": ":0", "TMUX": "x", "STY": "y"}, "all", ""),
         ({"CUDA_VISIBLE_DEVICES": "0", "BASH_ENV": "/x", "ENV": "/y"}, "all", ""),

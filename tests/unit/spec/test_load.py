@@ -77,6 +77,13 @@ def bomb(link: str) -> str:
     return "\n".join(lines)
 
 
+def test_settings_of_open_mpi_are_the_users_own(load: Load) -> None:
+    """Those of its parts, too: version 5 is built upon PMIx and PRRTE."""
+    wanted = {"OMPI_MCA_btl": "tcp", "PMIX_MCA_gds": "hash", "PRTE_MCA_prte_if_include": "ib0"}
+    values = [f"environment.variables.{name}={value}" for name, value in wanted.items()]
+    assert load(BASE, *values).job.environment.variables == wanted
+
+
 @pytest.mark.parametrize("link", ["[@]", "{<<: [@]}"], ids=["aliases", "merge keys"])
 def test_a_bomb_of_aliases_is_refused_at_once(load: Load, link: str) -> None:
     """Nothing is expanded before it is known how large it would become."""

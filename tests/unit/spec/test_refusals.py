@@ -108,6 +108,8 @@ def message_of(load: Load, text: str) -> str:
         ("environment: {variables: {RANK: 0}}", f"environment.variables.RANK: {OWN}"),
         ("environment: {variables: {hpml_x: 0}}", f"environment.variables.hpml_x: {OWN}"),
         ("environment: {variables: {SLURM_X: 0}}", f"environment.variables.SLURM_X: {OWN}"),
+        ("environment: {variables: {PMIX_RANK: 0}}", f"environment.variables.PMIX_RANK: {OWN}"),
+        ("environment: {variables: {PRTE_X: 0}}", f"environment.variables.PRTE_X: {OWN}"),
         ("environment: {variables: {IFS: 0}}", f"environment.variables.IFS: {OWN}"),
         (
             "environment: {container: {engine: docker, image: i}}",
