@@ -2,7 +2,8 @@
 
 Each form is given only when it says exactly what the plan says; else the reason why it cannot.
 Slurm refuses masks and maps unless the step has the whole node. The Slurm forms were tried with
-22.05.8, those of Open MPI with 4.1.4.
+22.05.8, those of Open MPI with 4.1.4 and 4.1.8. Versions 5.0.7 to 5.0.11 call a socket a package,
+and take a rankfile by another option: a script chooses by the version that it finds.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ with open("/proc/self/status") as stream:
 with open(f"/proc/{child}/status") as stream:
     of_child = [line.split()[1] for line in stream if line.startswith("Cpus_allowed_list")][0]
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS",
-         "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "HPML_NIC")
+         "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "HPML_NIC", "SLURM_CPUS_PER_TASK")
 record = {name: os.environ.get(name) for name in names}
 record.update(cpus=cpus, of_child=of_child)
 with open(os.path.join(sys.argv[1], record["RANK"] + ".json"), "w") as stream:
@@ -123,6 +123,7 @@ def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
         assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) == ("16", "8")
         assert one["GROUP_RANK"] == str(int(one["RANK"]) // 8)
         assert one["SLURMD_NODENAME"] == f"node{int(one['RANK']) // 8 + 1}"
+        assert one["SLURM_CPUS_PER_TASK"] == ("256" if launcher == "torchrun" else "32")
     found = proofs(desk)
     assert [one["node"] for one in found] == ["node1", "node2"]
     for proof in found:
