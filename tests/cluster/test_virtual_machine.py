@@ -260,6 +260,16 @@ def test_mpirun_binds_to_the_virtual_cores_of_two_nodes(dgx: SlurmCluster, tmp_p
         assert re.search(f"{old}|{new}", output)
 
 
+def test_a_nodes_bus_has_the_machines_cpus_and_domains(dgx: SlurmCluster) -> None:
+    """Some hwlocs, such as those in wheels of Open MPI, read these folders and not the others."""
+    for kind, number in (("cpu", 256), ("node", 8)):
+        folder = f"/sys/bus/{kind}/devices"
+        told = dgx.exec("node1", "bash", "-c", f"cd {folder} && echo */ && ls {kind}7/").stdout
+        names, *inside = told.splitlines()
+        assert sorted(names.split()) == sorted(f"{kind}{one}/" for one in range(number))
+        assert {"cpu": "topology", "node": "cpumap"}[kind] in inside
+
+
 def test_a_job_of_another_user_is_on_the_machine(dgx: SlurmCluster) -> None:
     """A user without rights binds itself, and cannot bind what is not its own."""
     user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
