@@ -333,7 +333,7 @@ def test_the_jobs_own_end_is_noticed_at_once(
 def test_an_end_during_the_question_is_no_old_news(
     world: World, submitted: Submission, wait: Callable[..., State]
 ) -> None:
-    """The job ends just after the scheduler said that it runs: it is asked again within a second."""
+    """The job ends just after the scheduler said that it runs: asked again within a second."""
     attempt = world.starts(submitted, "1")
     world.scheduler.move("1", JobState.RUNNING)
     original, ended = world.scheduler.query, 0.0
