@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from site import ENABLE_USER_SITE, getusersitepackages
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch.check_finding import Finding
-from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobs.check_records import one_machines, unwritable
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ __all__ = ["check_monitor", "check_port"]
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPEN = "everybody who reaches the nodes"
+_READ_SECONDS = 10.0
 _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 
@@ -106,35 +109,46 @@ def _listening(asked: Monitor, on_nodes: bool) -> Iterator[Finding]:
 
 
 def _web_config(path: str, *, alone: bool) -> Iterator[Finding]:
-    """Look into the file with the exporter's own reader, where that is installed.
-
-    Keys and certificates are not looked at: they may be the nodes' own.
-    """
+    """Look into the file, as the exporter will; what its reader cannot say is not spoken of."""
     if not os.access(path, os.R_OK):
         message = "cannot be read by you: the job will not be monitored"
         yield _warning("web_config", "web_config", path, message, "write it, or name another")
         return
-    try:
-        from hpml_exporters.server import web_config  # noqa: PLC0415 - may not be installed
-    except ImportError:
-        return
-    try:
-        config = web_config.read(path)
-    except InputError as error:
-        message = f"{error}: the job will not be monitored"
-        hint = error.hint or "`hpml export node --web-config FILE` reads the same format"
+    said = _read(path)
+    if "error" in said:
+        message = f"{said['error']}: the job will not be monitored"
+        hint = said.get("hint") or "`hpml export node --web-config FILE` reads the same format"
         yield _warning("web_config", "web_config", path, message, hint)
+    elif alone or not said:
         return
-    if alone:
-        return
-    if not config.locked:
+    elif not said["locked"]:
         message = f"asks for neither users nor verified client certificates: {_OPEN} can read all"
         hint = "`basic_auth_users`, or `client_auth_type: RequireAndVerifyClientCert` with TLS"
         yield _warning("open", "web_config", path, message, hint)
-    elif config.tls is None:
+    elif not said["tls"]:
         message = "brings no TLS: passwords and metrics cross the network unencrypted"
         hint = "`tls_server_config` with `cert_file` and `key_file`, which the nodes can read"
         yield _warning("unencrypted", "web_config", path, message, hint)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return what the exporter's reader says of a file; nothing where there is none.
+
+    It is a process, isolated as the job's exporter will be: no room imports the exporters.
+    """
+    command = [sys.executable, "-I", "-m", "hpml_exporters.locks", path]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_READ_SECONDS,
+            check=False,
+        )
+        said = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _targets(directory: str, on_nodes: bool, mounts: str) -> Iterator[Finding]:

@@ -111,11 +111,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert codes(found) == ["monitor.web_config"]
 
 
-def test_without_the_exporter_its_file_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["/no/such/python", "/bin/true", "/bin/false"])
+def test_without_a_reader_nothing_is_said_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Its reader is not there either; that the job will not be monitored is told anyway."""
-    monkeypatch.setitem(sys.modules, "hpml_exporters.server", None)
+    """That the exporter is missing, and so the job will not be monitored, is told anyway."""
+    monkeypatch.setattr(sys, "executable", command)
     config = written(tmp_path, "")
     found = told(tmp_path, missing="hpml_exporters", listen="0.0.0.0:0", web_config=config)
     assert codes(found) == ["monitor.missing"]
