@@ -226,7 +226,7 @@ def test_two_jobs_of_one_port_are_both_monitored(desk: Desk) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     while len(jobs) < 2:
         desk.submit(listen=f"127.0.0.1:{port}")
         jobs.append(desk.job)
