@@ -151,7 +151,7 @@ def test_the_rendered_script_asks_for_the_same_and_runs_the_same(
     assert started * nodes == ranks
     launcher = expected.job.get("launcher", "torchrun")
     assert ("torch.distributed.run" in script) == (launcher == "torchrun")
-    assert re.search(r"^env .*mpirun -np .*ppr:8:node", script, re.MULTILINE) or launcher != "mpirun"
+    assert re.search(r"^env .*mpirun .*ppr:8:node", script, re.MULTILINE) or launcher != "mpirun"
     assert re.search(r"^.*horovodrun -np 4 -H localhost:4", script, re.MULTILINE) or (
         launcher != "horovodrun"
     )
