@@ -6,11 +6,16 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CLUSTER = "tests/cluster/"
+
+# A machine that stands still for a second is no fault of what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
