@@ -45,7 +45,7 @@ def run(script: Path, where: Path, shell: str = "", **values: str) -> None:
         env={**JOB, "HPML_RUN": str(where), "HPML_GPUS": str(where / "gpus"), **values},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -239,7 +239,7 @@ def test_a_command_that_hangs(tmp_path: Path) -> None:
     """It is ended; here `sed` is one that waits for ever."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "sed").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tools / "sed").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tools / "sed").chmod(0o755)
     script = tmp_path / "prolog.sh"
     text = PROLOG.read_text().replace("PATH=/usr/sbin", f"PATH={tools}:/usr/sbin")

@@ -213,7 +213,7 @@ def test_a_pipe_in_the_place_of_a_manifest_holds_nobody_up(place: Path) -> None:
     post(told.jobs, {"41": (UID, [])})
     began = time.monotonic()
     assert job_bytes(sampled(make(told))) == {"41": 0}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # it would wait for ever
 
 
 def test_many_files_are_looked_at_in_pieces(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
