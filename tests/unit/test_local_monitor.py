@@ -71,7 +71,7 @@ class Desk:
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         assert done.returncode == code, done.stderr + done.stdout
@@ -103,7 +103,7 @@ class Desk:
         try:
             (group,) = self.targets()
             with urllib.request.urlopen(
-                f"http://{group['targets'][0]}/metrics", timeout=10
+                f"http://{group['targets'][0]}/metrics", timeout=60
             ) as answer:
                 text = answer.read().decode()
         except (OSError, ValueError):
@@ -138,7 +138,7 @@ class Desk:
         return self.hpml("show", self.job["id"], "--json")
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 240) -> Any:
     """Wait for something to become true."""
     deadline = time.monotonic() + seconds
     while True:
@@ -201,6 +201,7 @@ def test_a_cancelled_job_leaves_no_exporter_and_no_target(desk: Desk) -> None:
     """Both go with the agent; the summary stays."""
     desk.submit()
     eventually(desk.targets)
+    eventually(lambda: [*desk.run.glob("attempts/0/nodes/*.monitor.json")])
     desk.hpml("cancel", desk.job["id"])
     assert desk.hpml("wait", desk.job["id"], "--json", code=6)["state"] == "CANCELLED"
     assert desk.targets() == []
