@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 HPML = Path(sys.executable).parent / "hpml"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-_START_SECONDS = 60.0
-_END_SECONDS = 20.0
+_START_SECONDS = 240.0
+_END_SECONDS = 60.0
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -73,23 +72,24 @@ class Exporter:
         """Its process id: `hpml export node` becomes the lean process."""
         return self.process.pid
 
-    def scrape(self, path: str = "/metrics", *, accept: str = "", seconds: float = 10.0) -> Answer:
+    def scrape(self, path: str = "/metrics", *, accept: str = "", seconds: float = 60.0) -> Answer:
         """Ask it once."""
         return scrape(self.address, path, accept=accept, seconds=seconds)
 
     def wait_for(
-        self, good: Callable[[Answer], object], seconds: float = 30.0, *, accept: str = ""
+        self, good: Callable[[Answer], object], seconds: float = 240.0, *, accept: str = ""
     ) -> Answer:
         """Scrape until the answer is good; fails with the last one."""
         end = time.monotonic() + seconds
+        last = "it never answered"
         while True:
             with contextlib.suppress(OSError):
                 answer = self.scrape(accept=accept)
                 if answer.status == 200 and good(answer):
                     return answer
+                last = answer.text
             if time.monotonic() > end:
-                told = self.log()
-                pytest.fail(f"not so after {seconds:g} s:\n{answer.text[-6000:]}\n{told}")
+                pytest.fail(f"not so after {seconds:g} s:\n{last[-6000:]}\n{self.log()}")
             time.sleep(0.1)
 
     def log(self) -> str:
@@ -140,14 +140,6 @@ def scrape(address: str, path: str = "/metrics", *, accept: str = "", seconds: f
         return Answer(response.status, kind, text, time.perf_counter() - begin)
     finally:
         connection.close()
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def command(folder: Path, *options: str | Path) -> list[str]:
