@@ -125,7 +125,8 @@ class Prometheus:
         """Whether a scrape of a job failed otherwise than by coming too late, within a window."""
         of_job = f'{{job="{job}"}}'
         quick = f"on (job, instance) (scrape_duration_seconds{of_job} < bool 0.9)"
-        return self.value(f"max_over_time(((up{of_job} == bool 0) * {quick})[{window}:1s])") > 0
+        found = self.query(f"max_over_time(((up{of_job} == bool 0) * {quick})[{window}:1s]) > 0")
+        return bool(found)
 
     def wait_for(
         self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 240.0

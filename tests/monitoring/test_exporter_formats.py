@@ -129,10 +129,10 @@ def test_prometheus_takes_both_formats(full: Exporter, prometheus: BootPrometheu
             }
             for job in ("openmetrics", "text")
         }
+        assert not server.was_refused("text", "5m")
+        assert not server.was_refused("openmetrics", "5m")
     # OpenMetrics names a counter's family without _total, and has a type for identities
     assert ("hpml_gpu_energy_joules", "counter") in types["openmetrics"]
     assert ("hpml_gpu", "info") in types["openmetrics"]
     assert ("hpml_gpu_energy_joules_total", "counter") in types["text"]
     assert ("hpml_gpu_info", "gauge") in types["text"]
-    assert not server.was_refused("text", "5m")
-    assert not server.was_refused("openmetrics", "5m")

@@ -88,7 +88,9 @@ def test_gpus_of_the_job_are_summed_up(
     assert idle["busy_seconds"] == 0
     for one in (used, idle):
         assert one["power_watts"] == pytest.approx(WATTS, rel=0.02)
-        assert watched * WATTS * 0.99 <= one["energy_joules"] <= took * WATTS * 1.01
+        # what was before the first reading is told by its power, until that was looked at: a
+        # reading is shown for five seconds at most
+        assert watched * WATTS * 0.99 <= one["energy_joules"] <= (took + 5) * WATTS
     assert used["memory_peak_bytes"] >= 9 * GIB > idle["memory_peak_bytes"]
     assert used["xid_errors"] == {"79": 1}
     (line, *_) = monitor_lines(monitored_nodes(Attempt(attempt)))
