@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from http.client import HTTPConnection
 from pathlib import Path
@@ -142,10 +143,15 @@ def scrape(address: str, path: str = "/metrics", *, accept: str = "", seconds: f
         connection.close()
 
 
-def command(folder: Path, *options: str | Path) -> list[str]:
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """An empty folder for maps and sockets: a socket's path has 107 bytes, a test's folder more."""
+    with tempfile.TemporaryDirectory(prefix="hpml-run-") as folder:
+        yield Path(folder)
+
+
+def command(run: Path, *options: str | Path) -> list[str]:
     """The words that start an exporter, which looks for maps and sockets in a folder only."""
-    run = folder / "run"
-    run.mkdir(parents=True, exist_ok=True)
     words = [HPML, "export", "node", "--root", f"run={run}", *options]
     return [str(word) for word in words]
 
@@ -155,22 +161,26 @@ def running(
     folder: Path, *options: str | Path, environment: Mapping[str, str]
 ) -> Iterator[Exporter]:
     """Run one until the block ends."""
+    folder.mkdir(parents=True)
     address = folder / "address"
-    words = command(folder, "--listen", "127.0.0.1:0", "--address-file", address, *options)
-    with (folder / "exporter.log").open("wb") as log:
-        process = subprocess.Popen(
-            words, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
     told = folder / "exporter.log"
-    try:
-        end = time.monotonic() + _START_SECONDS
-        while not address.exists():
-            if process.poll() is not None or time.monotonic() > end:
-                pytest.fail(f"the exporter does not start:\n{told.read_text('utf-8')}")
-            time.sleep(0.02)
-        yield Exporter(process, address.read_text("utf-8").strip(), told)
-    finally:
-        Exporter(process, "", told).end()
+    with run_folder() as run, told.open("wb") as log:
+        process = subprocess.Popen(
+            command(run, "--listen", "127.0.0.1:0", "--address-file", address, *options),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            end = time.monotonic() + _START_SECONDS
+            while not address.exists():
+                if process.poll() is not None or time.monotonic() > end:
+                    pytest.fail(f"the exporter does not start:\n{told.read_text('utf-8')}")
+                time.sleep(0.02)
+            yield Exporter(process, address.read_text("utf-8").strip(), told)
+        finally:
+            Exporter(process, "", told).end()
 
 
 @pytest.fixture

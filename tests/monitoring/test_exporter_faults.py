@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import bcrypt
 
 from deploy.gpusim.gpusim import XID, Event, Fault, State, a100
-from tests.monitoring.exporter_support import command
+from tests.monitoring.exporter_support import command, run_folder
 from tests.monitoring.hostile_support import (
     HALF_TLS,
     SILENT,
@@ -163,15 +163,15 @@ def test_a_driver_call_that_hangs_takes_nothing_else_down(
 
 
 def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
-    gpusim: Gpusim, prometheus: BootPrometheus, tmp_path: Path
+    gpusim: Gpusim, prometheus: BootPrometheus
 ) -> None:
     """After the grace it ends with 75, and comes back well."""
     state = gpusim.write(two_gpus())
     statuses: list[int] = []
-    with held_port() as port:
+    with held_port() as port, run_folder() as run:
         address = f"127.0.0.1:{port}"
         words = command(
-            *(tmp_path / "exporter", "--listen", address, "--process-interval", "1"),
+            *(run, "--listen", address, "--process-interval", "1"),
             *("--job-interval", "1", "--stuck-seconds", "2", "--exit-seconds", "6"),
         )
         server = prometheus([static("node", address)])
