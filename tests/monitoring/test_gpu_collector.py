@@ -158,7 +158,7 @@ def test_utilization_follows_a_curve(gpu_collector: Start) -> None:
     assert gpu.util is not None
     state = State(gpus=(gpu,))
     running = gpu_collector(state)
-    ratios = []
+    ratios: list[float] = []
     while len(ratios) < 10:
         seen = running.sample()
         at = [value(gpu.util, moment - state.epoch) / 100 for moment in (seen.began, seen.ended)]

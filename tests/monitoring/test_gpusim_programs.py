@@ -156,7 +156,7 @@ def test_nvitops_exporter_shows_the_devices(gpusim: Gpusim, node: State) -> None
     """What our own exporter is compared with runs on the same simulated driver."""
     pytest.importorskip("nvitop_exporter")
     gpusim.write(node)
-    wanted = {node.gpus[0].uuid: 77, node.gpus[1].uuid: 0, node.gpus[2].uuid: 0}
+    wanted = {node.gpus[0].uuid: 77.0, node.gpus[1].uuid: 0.0, node.gpus[2].uuid: 0.0}
     with held_port() as port:
         nvitops_exporter_shows(gpusim, port, wanted)
 
