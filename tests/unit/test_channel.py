@@ -156,6 +156,31 @@ def test_the_warm_up_ends_with_the_first_count(
     assert reader.superseded == 0
 
 
+def test_what_is_told_after_the_last_count_is_sent_with_the_end(reader: ChannelReader) -> None:
+    """The last evaluation comes after the last step, of which each was sent where it takes long."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.count(steps=1)  # the first is sent at once
+        counted = time.time()
+        time.sleep(0.02)
+        channel.gauge(accuracy=0.75)
+        channel.close()
+    last = reader.latest_steps()[0]
+    assert (last.data["steps_total"], last.data["accuracy"]) == (1, 0.75)
+    assert last.time <= counted, "steps per second are not to count the evaluation"
+    assert channel.sent == 2
+
+
+def test_an_end_without_news_sends_nothing(reader: ChannelReader) -> None:
+    """What was sent is not sent again."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.gauge(loss=0.5)
+        channel.count(steps=1)
+        channel.close()
+    assert channel.sent == reader.received == 1
+
+
 def test_warm_ups_do_not_let_every_step_through(reader: ChannelReader) -> None:
     """A rank that says `warm-up` at each step gets no more lines than it may have events."""
     began = time.monotonic()
