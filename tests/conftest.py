@@ -6,11 +6,16 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CLUSTER = "tests/cluster/"
+
+# A machine that stands still for a second is no fault of what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -31,14 +36,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """Let what tests start be interrupted, even where pytest was started with `&` in a script.
+def ignored_signals() -> Iterator[None]:
+    """Let what tests start be interrupted, even where pytest was started with `&` or by nohup.
 
-    Such a shell has SIGINT ignored, and programs inherit that. A handler they do not inherit: they
-    start with the default, and pytest itself goes on as before.
+    Such a shell has SIGINT ignored, nohup SIGHUP, and programs inherit that. A handler they do not
+    inherit: they start with the default, and pytest itself goes on as before.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: None)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGHUP)}
+    for one, handler in before.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(one, lambda *_: None)
     yield
-    signal.signal(signal.SIGINT, before)
+    for one, handler in before.items():
+        signal.signal(one, handler)

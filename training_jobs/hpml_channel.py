@@ -93,7 +93,8 @@ class Channel:
         self._buckets = [0] * (len(STEP_BOUNDS_SECONDS) + 1)
         self._unsent: deque[bytes] = deque()
         self._step_due = 0.0
-        self._counted_at: float | None = None  # the time of the last count that was not sent
+        self._counted_at: float | None = None  # the time of the last count
+        self._news = False  # counters or gauges that were not sent
         self._first = True
         self._stop_file = stop_file
         self._stop_due = 0.0
@@ -144,7 +145,7 @@ class Channel:
                 self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
         except Exception:  # noqa: BLE001 - what is no number is no reason to end a training
             self.dropped += 1
-        self._counted_at = time.time()
+        self._counted_at, self._news = time.time(), True
         now = time.monotonic()
         if self._first or now >= self._step_due:
             self._step_due = now + STEP_EVERY_SECONDS
@@ -160,6 +161,7 @@ class Channel:
         """
         if self._socket is not None:
             self._gauges.update(values)
+            self._news = True
 
     def result(self, **data: Any) -> None:
         """Send the final figures of the training, such as `test_accuracy`; from one rank only."""
@@ -167,10 +169,10 @@ class Channel:
             self._send("result", "evaluation", data, keep=True)
 
     def close(self) -> None:
-        """Send the last counters, with their time, and what is unsent, and close the socket."""
+        """Send the last counters and gauges, with the time of the counters, and what is unsent."""
         if self._socket is None:
             return
-        if self._counted_at is not None:
+        if self._news and self._counted_at is not None:
             self._send_step(keep=True)
         deadline = time.monotonic() + CLOSE_WAIT_SECONDS
         while not self._send_unsent() and time.monotonic() < deadline:
@@ -194,7 +196,7 @@ class Channel:
         return self._stop
 
     def _send_step(self, *, keep: bool) -> None:
-        at, self._counted_at = self._counted_at, None
+        at, self._news = self._counted_at, False
         buckets = {str(number): count for number, count in enumerate(self._buckets) if count}
         more = {"step_buckets": buckets} if buckets else {}
         self._send("event", "step", {**self._totals, **self._gauges}, keep=keep, at=at, **more)

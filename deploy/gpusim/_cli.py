@@ -117,13 +117,24 @@ def _run(arguments: argparse.Namespace) -> int:
         path = arguments.state or Path(scratch) / "state"
         state = None if arguments.state else simulator.write(_node(arguments), path)
         environment = os.environ | simulator.environment(path.resolve())
+        # before the child begins, or a signal in that moment would leave it behind
+        child: subprocess.Popen[bytes] | None = None
+        asked: list[int] = []
+
+        def pass_on(number: int, _: object) -> None:
+            asked.append(number)
+            if child is not None:
+                child.terminate()
+
+        # the terminal sends its signals to both: the child decides what they mean
+        signal.signal(signal.SIGINT, lambda *_: None)  # it would inherit that one is ignored
+        signal.signal(signal.SIGTERM, pass_on)
         try:
             child = subprocess.Popen(arguments.words, env=environment)
         except OSError as error:
             raise GpusimError(f"{arguments.words[0]}: {error.strerror}") from error
-        # the terminal sends its signals to both: the child decides what they mean
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        if asked:
+            child.terminate()
         if state is not None:
             simulator.write(_with_process(state, child.pid), path)
         code = child.wait()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from http.client import HTTPConnection
 from pathlib import Path
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 HPML = Path(sys.executable).parent / "hpml"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-_START_SECONDS = 60.0
-_END_SECONDS = 20.0
+_START_SECONDS = 240.0
+_END_SECONDS = 60.0
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -73,23 +73,24 @@ class Exporter:
         """Its process id: `hpml export node` becomes the lean process."""
         return self.process.pid
 
-    def scrape(self, path: str = "/metrics", *, accept: str = "", seconds: float = 10.0) -> Answer:
+    def scrape(self, path: str = "/metrics", *, accept: str = "", seconds: float = 60.0) -> Answer:
         """Ask it once."""
         return scrape(self.address, path, accept=accept, seconds=seconds)
 
     def wait_for(
-        self, good: Callable[[Answer], object], seconds: float = 30.0, *, accept: str = ""
+        self, good: Callable[[Answer], object], seconds: float = 240.0, *, accept: str = ""
     ) -> Answer:
         """Scrape until the answer is good; fails with the last one."""
         end = time.monotonic() + seconds
+        last = "it never answered"
         while True:
             with contextlib.suppress(OSError):
                 answer = self.scrape(accept=accept)
                 if answer.status == 200 and good(answer):
                     return answer
+                last = answer.text
             if time.monotonic() > end:
-                told = self.log()
-                pytest.fail(f"not so after {seconds:g} s:\n{answer.text[-6000:]}\n{told}")
+                pytest.fail(f"not so after {seconds:g} s:\n{last[-6000:]}\n{self.log()}")
             time.sleep(0.1)
 
     def log(self) -> str:
@@ -142,18 +143,15 @@ def scrape(address: str, path: str = "/metrics", *, accept: str = "", seconds: f
         connection.close()
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """An empty folder for maps and sockets: a socket's path has 107 bytes, a test's folder more."""
+    with tempfile.TemporaryDirectory(prefix="hpml-run-") as folder:
+        yield Path(folder)
 
 
-def command(folder: Path, *options: str | Path) -> list[str]:
+def command(run: Path, *options: str | Path) -> list[str]:
     """The words that start an exporter, which looks for maps and sockets in a folder only."""
-    run = folder / "run"
-    run.mkdir(parents=True, exist_ok=True)
     words = [HPML, "export", "node", "--root", f"run={run}", *options]
     return [str(word) for word in words]
 
@@ -163,22 +161,26 @@ def running(
     folder: Path, *options: str | Path, environment: Mapping[str, str]
 ) -> Iterator[Exporter]:
     """Run one until the block ends."""
+    folder.mkdir(parents=True)
     address = folder / "address"
-    words = command(folder, "--listen", "127.0.0.1:0", "--address-file", address, *options)
-    with (folder / "exporter.log").open("wb") as log:
-        process = subprocess.Popen(
-            words, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
     told = folder / "exporter.log"
-    try:
-        end = time.monotonic() + _START_SECONDS
-        while not address.exists():
-            if process.poll() is not None or time.monotonic() > end:
-                pytest.fail(f"the exporter does not start:\n{told.read_text('utf-8')}")
-            time.sleep(0.02)
-        yield Exporter(process, address.read_text("utf-8").strip(), told)
-    finally:
-        Exporter(process, "", told).end()
+    with run_folder() as run, told.open("wb") as log:
+        process = subprocess.Popen(
+            command(run, "--listen", "127.0.0.1:0", "--address-file", address, *options),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            end = time.monotonic() + _START_SECONDS
+            while not address.exists():
+                if process.poll() is not None or time.monotonic() > end:
+                    pytest.fail(f"the exporter does not start:\n{told.read_text('utf-8')}")
+                time.sleep(0.02)
+            yield Exporter(process, address.read_text("utf-8").strip(), told)
+        finally:
+            Exporter(process, "", told).end()
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ process; so every test of the collector has a process of its own.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobSeen
@@ -92,11 +94,14 @@ class Child:
             "rss": resident(),
         }
 
-    def stuck(self, wait: float) -> dict[str, Any]:
-        """Sample in a thread that hangs, and close meanwhile."""
+    def stuck(self, call: str) -> dict[str, Any]:
+        """Sample in a thread until it is in a call, which hangs, and close meanwhile."""
+        calls = Path(os.environ["HPML_GPUSIM_CALLS"])
+        calls.write_text("")
         self.thread = threading.Thread(target=self.sample, daemon=True)
         self.thread.start()
-        time.sleep(wait)
+        while call not in calls.read_text():
+            time.sleep(0.01)
         hung = self.thread.is_alive()
         return {"hung": hung, **self.close()}
 

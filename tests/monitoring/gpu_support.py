@@ -128,7 +128,7 @@ class Running:
         assert self.process.stderr is not None
         self.process.stdin.close()
         said = self.process.stderr.read()
-        self.process.wait(20)
+        self.process.wait(240)
         return said
 
 

@@ -48,7 +48,7 @@ class Gpusim:
                 "env": self.environment,
                 "capture_output": True,
                 "text": True,
-                "timeout": 60,
+                "timeout": 240,
                 "check": False,
                 "stdin": subprocess.DEVNULL,
                 **options,

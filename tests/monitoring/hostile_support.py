@@ -49,7 +49,7 @@ def crowded(address: str, *crowds: Crowd) -> Iterator[None]:
         while not ended.is_set():
             for crowd in missing:
                 with contextlib.suppress(OSError):
-                    one = socket.create_connection((host, int(port)), timeout=5)
+                    one = socket.create_connection((host, int(port)), timeout=60)
                     one.setblocking(False)
                     one.sendall(crowd.first)
                     there.append((one, crowd))
@@ -64,11 +64,11 @@ def crowded(address: str, *crowds: Crowd) -> Iterator[None]:
     thread = threading.Thread(target=press)
     thread.start()
     try:
-        assert full.wait(30)
+        assert full.wait(240)
         yield
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(240)
         assert not thread.is_alive()
 
 
@@ -87,7 +87,7 @@ def _is_open(one: socket.socket, crowd: Crowd) -> bool:
     return False
 
 
-def answer_to(address: str, request: bytes, seconds: float = 10.0) -> bytes:
+def answer_to(address: str, request: bytes, seconds: float = 60.0) -> bytes:
     """Send raw bytes; returns all that comes until the other side ends the connection."""
     host, _, port = address.rpartition(":")
     answer = b""

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_BOOT_SECONDS = 60.0
-_END_SECONDS = 20.0
+_BOOT_SECONDS = 240.0
+_END_SECONDS = 60.0
+
+_LATE = "(up == 0) and on (job, instance) (scrape_duration_seconds > 0.9)"
+"""Scrapes that ran out of their second: the machine was busy with something else."""
 
 
 class Series(NamedTuple):
@@ -54,15 +57,27 @@ class Prometheus:
         """The data that its HTTP API answers; a refusal fails with Prometheus' own words."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - http of our own
+            with urllib.request.urlopen(url, timeout=120) as answer:  # noqa: S310 - http of our own
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
 
-    def query(self, promql: str, at: float | None = None) -> list[Series]:
-        """Evaluate an expression at a moment (Unix seconds; now if None)."""
-        when = {} if at is None else {"time": repr(at)}
-        data = self.api("query", query=promql, **when)
+    def query(self, promql: str, seconds: float = 240.0) -> list[Series]:
+        """Evaluate an expression now, but not where the last scrape of a target came too late.
+
+        Such a one lets all its series go, of which nothing can be told then.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            now = time.time()
+            found = self._evaluated(promql, now)
+            if time.monotonic() > end or not self._evaluated(_LATE, now):
+                return found
+            time.sleep(0.2)
+
+    def _evaluated(self, promql: str, at: float) -> list[Series]:
+        """Evaluate an expression at a moment, in Unix seconds."""
+        data = self.api("query", query=promql, time=repr(at))
         if data["resultType"] == "scalar":
             return [Series({}, float(data["result"][1]))]
         return [Series(one["metric"], float(one["value"][1])) for one in data["result"]]
@@ -106,8 +121,15 @@ class Prometheus:
             for one in self.query(f"resets({name}{meant}[{window}]) > 0")
         ]
 
+    def was_refused(self, job: str, window: str) -> bool:
+        """Whether a scrape of a job failed otherwise than by coming too late, within a window."""
+        of_job = f'{{job="{job}"}}'
+        quick = f"on (job, instance) (scrape_duration_seconds{of_job} < bool 0.9)"
+        found = self.query(f"max_over_time(((up{of_job} == bool 0) * {quick})[{window}:1s]) > 0")
+        return bool(found)
+
     def wait_for(
-        self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 60.0
+        self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 240.0
     ) -> list[Series]:
         """Ask until the answer is good; fails with the last one."""
         end = time.monotonic() + seconds
@@ -244,7 +266,7 @@ def promtool() -> Promtool:
             [command, *map(str, words)],
             input=b"" if text is None else text,
             capture_output=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         return subprocess.CompletedProcess(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 JOBS = 20
 PROCESSES = 500  # of each job
 WRITTEN = 4096  # bytes by each process
-QUICK_SECONDS = 0.1
+GENEROUS_SECONDS = 1.0  # of a scrape; one takes 5 ms, and a look at all processes some 100
 
 
 def pids_of(number: int) -> range:
@@ -55,7 +55,7 @@ def crowd() -> Iterator[Machine]:
 def test_ten_thousand_processes(
     crowd: Machine, exporter: StartExporter, prometheus: BootPrometheus
 ) -> None:
-    """Each is counted; half of the scrapes take less than 100 ms; what ended stays in the sums."""
+    """Each is counted; scrapes do not wait for it; what ended stays in the sums."""
     roots = [f"{name}={getattr(crowd, name)}" for name in ("proc", "cgroup", "run")]
     rhythm = ("--job-interval", "1", "--process-interval", "1")
     here = exporter(*rhythm, *(word for one in roots for word in ("--root", one)))
@@ -68,7 +68,8 @@ def test_ten_thousand_processes(
     assert [one.value for one in written] == [PROCESSES * WRITTEN] * JOBS
     assert server.value("sum(hpml_job_cpu_seconds_total)") == JOBS * 10
     times = sorted(here.scrape().seconds for _ in range(50))
-    assert times[len(times) // 2] < QUICK_SECONDS, times
+    print(f"10,000 processes: median {times[len(times) // 2] * 1e3:.1f} ms")
+    assert times[len(times) // 2] < GENEROUS_SECONDS, times
 
     # one job ends as a whole, another loses every second process, while they are read
     for number, gone in ((3, list(pids_of(3))), (7, list(pids_of(7))[::2])):
@@ -80,8 +81,8 @@ def test_ten_thousand_processes(
     shutil.rmtree(crowd.cgroup / f"{SCOPE}/job_3")
     server.wait_for(f"sum(hpml_job_processes) == {(JOBS - 1) * PROCESSES - PROCESSES // 2}")
     assert server.value('hpml_job_io_write_bytes_total{jobid="7"}') == PROCESSES * WRITTEN
-    assert server.query('{jobid="3"}') == []
+    server.wait_for('{jobid="3"}', lambda found: not found)
     assert server.query("hpml_exporter_up == 0") == []
     assert server.query("hpml_exporter_errors_total > 0") == []
     assert server.counters_that_fell("5m", "node") == []
-    assert server.value('min_over_time(up{job="node"}[1m])') == 1
+    assert not server.was_refused("node", "5m")

@@ -105,7 +105,7 @@ class Job:
     jobid: str
     folder: Path
 
-    def told(self, name: str, seconds: float = 60.0) -> str:
+    def told(self, name: str, seconds: float = 240.0) -> str:
         """Wait for a file of the job; returns what is in it."""
         end = time.monotonic() + seconds
         while not (self.folder / name).exists():
@@ -148,7 +148,7 @@ class Node:
 
     def gpu_numbers(self, job: Job) -> list[int]:
         """Which GPUs a job has, as Slurm says: the numbers of their device files."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         told, found = "", None
         while found is None:
             assert time.monotonic() < end, told
@@ -251,7 +251,6 @@ def test_two_jobs_share_a_node(
             assert series <= SERIES_OF_A_JOB, server.query(f'{{jobid="{job.jobid}"}}')
     server.wait_for(
         f'hpml_job_info{{jobid=~"{holder.jobid}|{writer.jobid}"}}',
-        seconds=30,
         good=lambda found: not found,
     )
     assert server.value('hpml_exporter_up{collector="jobs"}') == 1
@@ -280,7 +279,7 @@ def training(node: Node, **fields: Any) -> Iterator[tuple[Job, Desk, str]]:
 def training_is_told(server: Prometheus, job: Job) -> None:
     """Samples, steps and times are what the ranks sent."""
     of_job = f'{{jobid="{job.jobid}"}}'
-    server.wait_for(f"hpml_train_samples_total{of_job} >= {SAMPLES}", seconds=25)
+    server.wait_for(f"hpml_train_samples_total{of_job} >= {SAMPLES}")
     assert server.value(f"hpml_train_samples_total{of_job}") == SAMPLES
     assert server.value(f"hpml_train_steps_total{of_job}") == RANKS * 100
     assert server.value(f"hpml_train_data_wait_seconds_total{of_job}") == RANKS * 25
@@ -380,9 +379,10 @@ def gpus_are_told(
         writer.jobid: sum(100 + state.gpus.index(gpu) for gpu in others),
     }
     for gpu in state.gpus:
-        joules = server.value(f'hpml_gpu_energy_joules_total{{uuid="{gpu.uuid}"}}')
-        expected = gpu.total("power", time.time() - state.epoch)
-        assert joules == pytest.approx(expected, abs=4 * 104)  # what is scraped is seconds old
+        by_now = gpu.total("power", time.time() - state.epoch)
+        joules = f'hpml_gpu_energy_joules_total{{uuid="{gpu.uuid}"}}'
+        (told,) = server.wait_for(f"{joules} >= {by_now}")  # what is scraped is seconds old
+        assert told.value <= gpu.total("power", time.time() - state.epoch)
 
 
 def io_outlives_its_process(server: Prometheus, writer: Job) -> None:

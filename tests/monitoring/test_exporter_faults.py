@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import bcrypt
 
 from deploy.gpusim.gpusim import XID, Event, Fault, State, a100
-from tests.monitoring.exporter_support import command, free_port, scrape
+from tests.monitoring.exporter_support import command, run_folder
 from tests.monitoring.hostile_support import (
     HALF_TLS,
     SILENT,
@@ -23,6 +23,7 @@ from tests.monitoring.hostile_support import (
     crowded,
 )
 from tests.monitoring.prometheus_support import static
+from tests.unit.exporters.server.support import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from tests.monitoring.gpusim_support import Gpusim
     from tests.monitoring.prometheus_support import BootPrometheus, Prometheus
 
-QUICK_SECONDS = 0.1
+# Of a scrape: it takes a few ms. Whoever waits for a silent client waits for 5 s, and whoever waits
+# for a driver that hangs waits for ever.
+GENEROUS_SECONDS = 1.0
 EX_TEMPFAIL = 75
 
 
@@ -72,14 +75,14 @@ def test_a_gpu_falls_off_the_bus_and_comes_back(
     assert gone.of("hpml_gpu_up", uuid=uuids[0]) == [0.0]
     assert gone.of("hpml_gpu_up", uuid=uuids[1]) == [1.0]
     assert gone.of("hpml_gpus", state="lost") == [1.0]
-    told = server.wait_for("hpml_gpu_xid_errors_total", seconds=20)
+    told = server.wait_for("hpml_gpu_xid_errors_total")
     assert [(one.labels["uuid"], one.labels["xid"], one.value) for one in told] == [
         (uuids[0], "79", 1.0)
     ]
     assert server.query(f'hpml_gpu_up{{uuid="{uuids[0]}"}} == 0')
     gpusim.write(state.changed(0, lost=0))
     # not every driver brings one back without a new start: it is tried again and again
-    back = here.wait_for(lambda answer: powers(answer) == [200.0, 300.0], seconds=90)
+    back = here.wait_for(lambda answer: powers(answer) == [200.0, 300.0])
     assert back.of("hpml_gpus", state="lost") == [0.0]
     assert here.process.poll() is None
 
@@ -92,13 +95,13 @@ def test_the_driver_goes_and_comes_back(exporter: StartExporter, gpusim: Gpusim)
     gpusim.path.unlink()
     here.wait_for(lambda answer: not powers(answer))
     gpusim.write(replace(state, generation=2).changed(0, power=250))
-    here.wait_for(lambda answer: powers(answer) == [250.0, 300.0], seconds=90)
+    here.wait_for(lambda answer: powers(answer) == [250.0, 300.0])
     assert here.process.poll() is None
 
 
-def wait_until(good: Callable[[], bool], seconds: float) -> None:
+def wait_until(good: Callable[[], object]) -> None:
     """Look until it is so."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 240
     while not good():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -134,42 +137,55 @@ def supervised(
         ending.set()
         if running and running[-1].poll() is None:
             running[-1].terminate()
-        thread.join(30)
+        thread.join(240)
         assert not thread.is_alive()
 
 
-def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
-    gpusim: Gpusim, prometheus: BootPrometheus, tmp_path: Path
+def test_a_driver_call_that_hangs_takes_nothing_else_down(
+    exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus
 ) -> None:
-    """GPU series go and the rest stays; after the grace it ends with 75, and comes back well.
-
-    The calls hang for 60 s. The exporter says after 2 s that they are stuck, and gives up after 6.
-    """
+    """GPU series go and the rest stays and is answered at once; they come back with the call."""
     state = gpusim.write(two_gpus())
-    address = f"127.0.0.1:{free_port()}"
-    words = command(
-        *(tmp_path / "exporter", "--listen", address, "--process-interval", "1"),
-        *("--job-interval", "1", "--stuck-seconds", "2", "--exit-seconds", "6"),
-    )
-    server = prometheus([static("node", address)])
+    rhythm = ("--job-interval", "1", "--process-interval", "1")
+    here = exporter(*rhythm, "--stuck-seconds", "2", "--exit-seconds", "3000", gpus=gpusim)
+    server = prometheus([static("node", here.address)])
+    server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
+    gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 3000, kind="stuck"),)))
+    server.wait_for('hpml_exporter_up{collector="gpu"} == 0')
+    assert server.query("hpml_gpu_power_watts") == []
+    assert server.value('hpml_exporter_up{collector="jobs"}') == 1
+    assert server.value('hpml_exporter_stuck_readings_total{collector="gpu"}') == 1
+    taken = scrape_times(here, 30)
+    assert taken[len(taken) // 2] < GENEROUS_SECONDS, taken
+    gpusim.write(state)
+    here.wait_for(lambda answer: powers(answer) == [200.0, 300.0])
+    assert here.process.poll() is None
+
+
+def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
+    gpusim: Gpusim, prometheus: BootPrometheus
+) -> None:
+    """After the grace it ends with 75, and comes back well."""
+    state = gpusim.write(two_gpus())
     statuses: list[int] = []
-    with supervised(words, gpusim.environment, statuses):
-        server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
-        first = server.value("hpml_exporter_start_timestamp_seconds")
-        gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 60, kind="stuck"),)))
-        server.wait_for('hpml_exporter_up{collector="gpu"} == 0', seconds=20)
-        assert server.query("hpml_gpu_power_watts") == []
-        assert server.value('hpml_exporter_up{collector="jobs"}') == 1
-        assert server.value('hpml_exporter_stuck_readings_total{collector="gpu"}') == 1
-        taken = sorted(scrape(address, seconds=5).seconds for _ in range(30))
-        assert taken[len(taken) // 2] < QUICK_SECONDS, taken
-        wait_until(lambda: bool(statuses), seconds=30)
-        assert statuses == [EX_TEMPFAIL]
-        gpusim.write(state)
-        server.wait_for(
-            f"(hpml_exporter_start_timestamp_seconds > {first}) and on () hpml_gpu_power_watts"
+    with held_port() as port, run_folder() as run:
+        address = f"127.0.0.1:{port}"
+        words = command(
+            *(run, "--listen", address, "--process-interval", "1"),
+            *("--job-interval", "1", "--stuck-seconds", "2", "--exit-seconds", "6"),
         )
-        assert sorted(one.value for one in server.query("hpml_gpu_power_watts")) == [200, 300]
+        server = prometheus([static("node", address)])
+        with supervised(words, gpusim.environment, statuses):
+            server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
+            first = server.value("max_over_time(hpml_exporter_start_timestamp_seconds[5m])")
+            gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 3000, kind="stuck"),)))
+            wait_until(lambda: statuses)
+            gpusim.write(state)
+            later = f"(hpml_exporter_start_timestamp_seconds > {first})"
+            found = server.wait_for(
+                f"hpml_gpu_power_watts and on () {later}", lambda found: len(found) == 2
+            )
+            assert sorted(one.value for one in found) == [200, 300]
     assert statuses[0] == EX_TEMPFAIL
     assert statuses[-1] == 0
 
@@ -200,9 +216,9 @@ def test_hostile_clients_do_not_stop_the_scrapes_of_others(
         huge = answer_to(here.address, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (1 << 20))
         assert huge == b"" or huge.split()[1] == b"431", huge[:200]
         times = scrape_times(here)
+        assert times[len(times) // 2] < GENEROUS_SECONDS, times
         _scrapes_go_on(server, began)
-        assert here.scrape().of("hpml_exporter_open_connections")[0] > 100
-    assert times[len(times) // 2] < QUICK_SECONDS, times
+        here.wait_for(lambda answer: answer.of("hpml_exporter_open_connections")[0] > 100)
     here.wait_for(lambda answer: answer.of("hpml_exporter_open_connections")[0] < 10)
 
 
@@ -239,11 +255,13 @@ def test_hostile_clients_of_tls_do_not_stop_the_scrapes_of_others(
     assert server.query('hpml_gpu_up{job="stranger"}') == []
 
 
-def _scrapes_go_on(server: Prometheus, began: float, seconds: float = 7.0) -> None:
-    """Prometheus' scrapes since a moment all came through, and half of them within 100 ms."""
-    time.sleep(max(0.0, began + seconds - time.time()))
-    window = f"{time.time() - began - 1:.0f}s"
-    assert server.value(f'min_over_time(up{{job="node"}}[{window}])') == 1
-    assert server.value(f'count_over_time(up{{job="node"}}[{window}])') >= seconds - 3
-    middle = f'quantile_over_time(0.5, scrape_duration_seconds{{job="node"}}[{window}])'
-    assert server.value(middle) < QUICK_SECONDS
+def _scrapes_go_on(server: Prometheus, began: float) -> None:
+    """Prometheus' scrapes since a moment come through; none of them was thrown out."""
+
+    def window() -> str:
+        return f"{max(1, int(time.time() - began))}s"
+
+    wait_until(lambda: server.query(f'sum_over_time(up{{job="node"}}[{window()}]) >= 5'))
+    assert not server.was_refused("node", window())
+    middle = f'quantile_over_time(0.5, scrape_duration_seconds{{job="node"}}[{window()}])'
+    assert server.value(middle) < GENEROUS_SECONDS

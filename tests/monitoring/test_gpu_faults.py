@@ -294,11 +294,11 @@ def test_closing_does_not_wait_for_a_stuck_driver(
     running.sample()
     stuck = Fault("nvmlDeviceGetUtilizationRates", 60, kind="stuck")
     gpusim_library.write(replace(state, faults=(stuck,)), running.path)
-    answer = running.do("stuck", wait=0.5)
+    answer = running.do("stuck", call="nvmlDeviceGetUtilizationRates")
     assert answer["hung"]
-    assert answer["seconds"] < 5
+    assert answer["seconds"] < 30
     gpusim_library.write(state, running.path)
-    assert running.do("ended", within=20)["ended"]
+    assert running.do("ended", within=240)["ended"]
     running.do("make")
     assert running.sample().one(UP) == 1
 
@@ -312,4 +312,4 @@ def test_ending_does_not_wait_for_a_stuck_shutdown(
     running.sample()
     stuck = Fault("nvmlShutdown", 60, kind="stuck")
     gpusim_library.write(replace(state, faults=(stuck,)), running.path)
-    assert running.do("close")["seconds"] < 5
+    assert running.do("close")["seconds"] < 30

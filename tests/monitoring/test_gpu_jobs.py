@@ -196,7 +196,7 @@ def test_process_lists_that_grow_while_they_are_read(
 
 def test_processes_that_end_are_gone(gpu_collector: Start) -> None:
     """A real process that is killed is in no list any more."""
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
         gpu = a100(0, processes=(Process(sleeper.pid, GIB),))
         running = gpu_collector(State(gpus=(gpu,)), options={"process_interval": 0.0})
         running.do("jobs", jobs=[{"jobid": "1", "gpus": ["0"], "pids": [sleeper.pid]}])

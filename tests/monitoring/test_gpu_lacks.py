@@ -78,8 +78,9 @@ def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulato
 
 def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start) -> None:
     """GPM is there, its metrics of PCIe are not: the counters of 32 bits are left."""
-    state = State(gpus=(ALL,), faults=(Fault("gpm:2[01]", 3),))
-    running = gpu_collector(state, look=0.0, options={"gpu_interval": 0.2})
+    slow = replace(ALL, pcie_tx=3_000_000, pcie_rx=5_000_000)  # they wrap after 14 minutes
+    state = State(gpus=(slow,), faults=(Fault("gpm:2[01]", 3),))
+    running = gpu_collector(state, look=0.0, options={"gpu_interval": 60.0})
     running.sample()
     for _ in range(3):
         time.sleep(0.2)
@@ -88,7 +89,7 @@ def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start
     after = running.sample()
     assert after.one("hpml_gpu_sm_active_ratio") == 0.44, "the others of GPM go on"
     name = "hpml_gpu_pcie_bytes_total"
-    for direction, rate in (("transmit", 3e9), ("receive", 5e9)):
+    for direction, rate in (("transmit", 3e6), ("receive", 5e6)):
         grown = [one.one(name, direction=direction) for one in (before, after)]
         seconds = [after.began - before.ended, after.ended - before.began]
         assert rate * seconds[0] * 0.99 <= grown[1] - grown[0] <= rate * seconds[1] * 1.01

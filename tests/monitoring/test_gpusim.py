@@ -90,7 +90,8 @@ def test_the_library_has_the_same_curves(gpusim: Gpusim, name: str) -> None:
             least, most = (area(plain, moment - state.epoch) for moment in (before, after))
             assert least - 0.1 <= energy / 1000 <= most + 0.1
             instant, before, after = ask("timed(lambda: fields(h(0), 186)[0])")
-            possible = [plain(before - state.epoch), plain(after - state.epoch)]
+            steps = [before + (after - before) * step / 1000 for step in range(1001)]
+            possible = [plain(moment - state.epoch) for moment in steps]
             assert min(possible) - 0.5 <= instant / 1000 <= max(possible) + 0.5
             time.sleep(0.05)
 
@@ -99,11 +100,13 @@ def test_counters_do_not_jump_when_the_state_changes(gpusim: Gpusim) -> None:
     """A new power after a new epoch: energy goes on from where it was."""
     state = gpusim.write(State(gpus=(a100(0, power=100),), epoch=time.time() - 100))
     with gpusim.probe() as ask:
-        first = ask("nvmlDeviceGetTotalEnergyConsumption(h(0))")
-        assert first == pytest.approx(100 * 100 * 1000, rel=0.01)
+        first, before, after = ask("timed(lambda: nvmlDeviceGetTotalEnergyConsumption(h(0)))")
+        watts = 100 * 1000  # in the driver's mW and mJ
+        assert watts * (before - state.epoch) - 1 <= first <= watts * (after - state.epoch) + 1
         gpusim.write(state.at().changed(0, power=0))
+        changed = time.time()
         second = ask("nvmlDeviceGetTotalEnergyConsumption(h(0))")
-        assert first <= second < first + 100 * 1000
+        assert first <= second <= watts * (changed - state.epoch) + 1
         assert ask("nvmlDeviceGetTotalEnergyConsumption(h(0))") == second
         assert ask("fields(h(0), 83)") == [second]
 
@@ -221,9 +224,10 @@ def test_shares_of_processes_have_a_time(
     processes = (Process(busy, sm=70, mem=20), Process(idle, sm=0, mem=0))
     gpusim.write(State(gpus=(a100(0, processes=processes),)))
     with gpusim.probe() as ask:
+        began = time.time()
         (sample,) = ask("nvmlDeviceGetProcessUtilization(h(0), 0)")
         assert (sample["pid"], sample["smUtil"], sample["memUtil"]) == (busy, 70, 20)
-        assert 0 <= time.time() - sample["timeStamp"] / 1e6 < 5
+        assert began - 1 < sample["timeStamp"] / 1e6 <= time.time()
         future = int((time.time() + 100) * 1e6)
         answer = ask(f"nvmlDeviceGetProcessUtilization(h(0), {future})")
         assert answer == {"error": NOT_FOUND}
@@ -274,9 +278,9 @@ def test_pcie_throughput_takes_its_time(gpusim: Gpusim) -> None:
 
 
 def test_pcie_counters_wrap(gpusim: Gpusim) -> None:
-    """At 32 bits, as those of real GPUs may."""
-    rate = 1 << 30
-    state = gpusim.write(State(gpus=(a100(0, pcie_tx=rate),), epoch=time.time() - 6))
+    """At 32 bits, as those of real GPUs may: after 1,024 s, 2,048 s and so on."""
+    rate = 1 << 22
+    state = gpusim.write(State(gpus=(a100(0, pcie_tx=rate),), epoch=time.time() - 1500))
     with gpusim.probe() as ask:
         (sent,), before, after = ask("timed(lambda: fields(h(0), 197))")
         least, most = (rate * (moment - state.epoch) - (1 << 32) for moment in (before, after))

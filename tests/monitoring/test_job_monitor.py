@@ -35,7 +35,7 @@ def told(attempt: Path) -> dict[str, Any]:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for something to become true."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.1)
@@ -70,10 +70,12 @@ def test_gpus_of_the_job_are_summed_up(
     monitor.start(None)
     try:
         until(lambda: told(attempt).get("gpus"))
+        counted = time.monotonic()
         process = monitor._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         until(lambda: told(attempt)["starts"] == 2)
+        watched = time.monotonic() - counted
         gpusim.write(state.at().changed(0, events=(Event(1, 79),)))
         until(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))
     finally:
@@ -81,14 +83,17 @@ def test_gpus_of_the_job_are_summed_up(
     took = time.monotonic() - began
     used, idle = sorted(told(attempt)["gpus"], key=lambda one: -one["busy_seconds"])
     assert (used["uuid"], idle["uuid"]) == (state.gpus[0].uuid, state.gpus[1].uuid)
-    assert used["utilization_ratio"] == pytest.approx(BUSY / 100, abs=0.04)
+    # of a gap that is longer than 2.5 s, as a machine that stands still makes it, the rest is idle
+    assert 0.7 * BUSY / 100 <= used["utilization_ratio"] <= 1.1 * BUSY / 100
     assert idle["busy_seconds"] == 0
     for one in (used, idle):
         assert one["power_watts"] == pytest.approx(WATTS, rel=0.02)
-        assert one["energy_joules"] == pytest.approx(took * WATTS, rel=0.3)
+        # what was before the first reading is told by its power, until that was looked at: a
+        # reading is shown for five seconds at most
+        assert watched * WATTS * 0.99 <= one["energy_joules"] <= (took + 5) * WATTS
     assert used["memory_peak_bytes"] >= 9 * GIB > idle["memory_peak_bytes"]
     assert used["xid_errors"] == {"79": 1}
     (line, *_) = monitor_lines(monitored_nodes(Attempt(attempt)))
-    assert re.match(r"2 GPUs (19|20|21)% busy, 9\.0 GiB of memory at most on one, ", line)
+    assert re.match(r"2 GPUs (1[4-9]|2[0-2])% busy, 9\.0 GiB of memory at most on one, ", line)
     assert "1 of them never used" in line
     assert "XID 79 (1 x)" in line

@@ -15,6 +15,7 @@ import pytest
 
 from tests.monitoring import prometheus_support
 from tests.monitoring.prometheus_support import files, program, static
+from tests.unit.exporters.server.support import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,27 @@ def test_prometheus_reads_what_an_exporter_tells(
     assert server.value("told * 2") == 83.0
     (line,) = server.query_range("told", began, time.time() + 1)
     assert {value for _, value in line.points} == {41.5}
-    assert [(one["health"], one["lastError"]) for one in server.targets()] == [("up", "")]
+    server.wait_for("up == 1")
+    assert not server.was_refused("node", "5m")
+
+
+def test_a_scrape_that_is_refused_is_told_from_a_late_one(
+    prometheus: BootPrometheus, node_exporter: str
+) -> None:
+    """Nobody listens at the one address, and the other answers."""
+    with held_port() as port:
+        server = prometheus([static("node", node_exporter), static("gone", f"127.0.0.1:{port}")])
+        server.wait_for('up{job="node"} == 1')
+        server.wait_for('up{job="gone"} == 0')
+        server.wait_for("vector(1)", lambda _: server.was_refused("gone", "1m"))
+        assert not server.was_refused("node", "1m")
+
+
+def tell(folder: Path, text: str) -> None:
+    """Have the node exporter tell this from now on: all of it, or what was before."""
+    new = folder / "one.new"
+    new.write_text(text, encoding="utf-8")
+    new.replace(folder / "texts" / "one.prom")
 
 
 def test_a_counter_that_falls_is_found(
@@ -73,12 +94,12 @@ def test_a_counter_that_falls_is_found(
     text = (
         "# TYPE falls_total counter\nfalls_total {}\n# TYPE rises_total counter\nrises_total {}\n"
     )
-    (tmp_path / "texts" / "one.prom").write_text(text.format(9, 1), encoding="utf-8")
+    tell(tmp_path, text.format(9, 1))
     server = prometheus([static("node", node_exporter)])
     server.wait_for("falls_total == 9")
-    (tmp_path / "texts" / "one.prom").write_text(text.format(2, 5), encoding="utf-8")
+    tell(tmp_path, text.format(2, 5))
     server.wait_for("rises_total == 5")
-    fell = server.counters_that_fell("1m", "node")
+    fell = server.counters_that_fell("5m", "node")
     assert [one.labels["__name__"] for one in fell] == ["falls_total"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.unit.exporters.server.support import held_port
 
 pytestmark = pytest.mark.xdist_group("local monitor")
 
@@ -72,7 +73,7 @@ class Desk:
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         assert done.returncode == code, done.stderr + done.stdout
@@ -104,7 +105,7 @@ class Desk:
         try:
             (group,) = self.targets()
             with urllib.request.urlopen(
-                f"http://{group['targets'][0]}/metrics", timeout=10
+                f"http://{group['targets'][0]}/metrics", timeout=60
             ) as answer:
                 text = answer.read().decode()
         except (OSError, ValueError):
@@ -139,7 +140,7 @@ class Desk:
         return self.hpml("show", self.job["id"], "--json")
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 240) -> Any:
     """Wait for something to become true."""
     deadline = time.monotonic() + seconds
     while True:
@@ -202,6 +203,7 @@ def test_a_cancelled_job_leaves_no_exporter_and_no_target(desk: Desk) -> None:
     """Both go with the agent; the summary stays."""
     desk.submit()
     eventually(desk.targets)
+    eventually(lambda: [*desk.run.glob("attempts/0/nodes/*.monitor.json")])
     desk.hpml("cancel", desk.job["id"])
     assert desk.hpml("wait", desk.job["id"], "--json", code=6)["state"] == "CANCELLED"
     assert desk.targets() == []
@@ -223,9 +225,12 @@ def test_an_exporter_that_hangs_does_not_hold_the_job(desk: Desk) -> None:
 
 def test_two_jobs_of_one_port_are_both_monitored(desk: Desk) -> None:
     """The second takes another port and says so; both are found, and both have a summary."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with held_port() as port:
+        both_are_monitored(desk, port)
+
+
+def both_are_monitored(desk: Desk, port: int) -> None:
+    """Two jobs that wish for this port."""
     jobs: list[dict[str, Any]] = []
     while len(jobs) < 2:
         desk.submit(listen=f"127.0.0.1:{port}")

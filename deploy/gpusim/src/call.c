@@ -138,6 +138,16 @@ static void stay_stuck(const char *function, int gpu, double seconds) {
     }
 }
 
+/* Takes the time that a fault makes a call take. */
+static void linger(const struct state *state, const char *function, int gpu) {
+    const struct fault *fault = find_fault(state, FAULT_STUCK, function, gpu);
+    if (fault != NULL)
+        stay_stuck(function, gpu, fault->amount);
+    fault = find_fault(state, FAULT_SLOW, function, gpu);
+    if (fault != NULL)
+        sleep_seconds(fault->amount / 1000);
+}
+
 #define HANDLE_TAG 0x6e766d6cULL /* "nvml" in the upper half of every handle */
 
 handle_t handle_of(const struct state *state, unsigned gpu, unsigned mig) {
@@ -173,13 +183,7 @@ ret_t fault_code(const struct call *call, const char *name) {
 
 static ret_t check(struct call *call, const char *function, handle_t device, enum scope scope) {
     ret_t handled = scope == SYSTEM ? OK : handle_open(call, device);
-    int gpu = call->gpu == NULL ? -1 : (int)call->index;
-    const struct fault *fault = find_fault(call->state, FAULT_STUCK, function, gpu);
-    if (fault != NULL)
-        stay_stuck(function, gpu, fault->amount);
-    fault = find_fault(call->state, FAULT_SLOW, function, gpu);
-    if (fault != NULL)
-        sleep_seconds(fault->amount / 1000);
+    linger(call->state, function, call->gpu == NULL ? -1 : (int)call->index);
     ret_t code = fault_code(call, function);
     if (code != OK)
         return code;
@@ -227,12 +231,7 @@ static ret_t start(const char *function) {
     call.state = state_use();
     if (call.state == NULL)
         return DRIVER_NOT_LOADED;
-    const struct fault *fault = find_fault(call.state, FAULT_STUCK, function, -1);
-    if (fault != NULL)
-        stay_stuck(function, -1, fault->amount);
-    fault = find_fault(call.state, FAULT_SLOW, function, -1);
-    if (fault != NULL)
-        sleep_seconds(fault->amount / 1000);
+    linger(call.state, function, -1);
     ret_t code = fault_code(&call, function);
     if (code != OK)
         return code;
@@ -257,7 +256,11 @@ API ret_t nvmlInitWithFlags(unsigned flags) {
 }
 
 API ret_t nvmlShutdown(void) {
+    struct call call __attribute__((cleanup(call_close))) = {0};
     note("nvmlShutdown");
+    call.state = state_use();
+    if (call.state != NULL)
+        linger(call.state, "nvmlShutdown", -1);
     pthread_mutex_lock(&lock);
     ret_t code = starts > 0 ? OK : UNINITIALIZED;
     if (starts > 0)

@@ -10,7 +10,7 @@ from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.slot import Source
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Probe", "eventually", "family", "figures", "spec_of"]
+__all__ = ["Probe", "Turned", "eventually", "family", "figures", "spec_of"]
 
 
 def spec_of(name: str) -> MetricSpec:
@@ -64,9 +64,29 @@ def figures(body: bytes) -> dict[str, float]:
     }
 
 
-def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
+def eventually(true: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+class Turned:
+    """A clock in the place of the module `time`, which a test puts forward.
+
+    Attributes:
+        ahead: seconds that it goes before the real one.
+        still: the moment at which it stands; none: it goes on.
+    """
+
+    def __init__(self, still: float | None = None) -> None:
+        self.ahead = 0.0
+        self.still = still
+
+    def monotonic(self) -> float:
+        """Seconds of this clock."""
+        return (time.monotonic() if self.still is None else self.still) + self.ahead
+
+    sleep = staticmethod(time.sleep)
+    time = staticmethod(time.time)

@@ -29,7 +29,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
         [program, "verify", "--man=no", unit],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     if "Failed to " in done.stderr:
@@ -58,7 +58,7 @@ def test_prometheus_takes_the_example() -> None:
         [promtool, "check", "config", example],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,7 +90,7 @@ def test_the_rest_of_the_example_is_right_too(tmp_path: Path) -> None:
         [promtool, "check", "config", "--syntax-only", tmp_path / "prometheus.yml"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

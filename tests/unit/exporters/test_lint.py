@@ -120,7 +120,7 @@ def test_promtool_likes_the_whole_catalogue() -> None:
         [promtool, "check", "metrics"],
         input=text(one_of_each()),
         capture_output=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -26,10 +26,13 @@ NOTHING = list(COLLECTORS)
 COMMAND = [sys.executable, "-P", "-m", "hpml_exporters"]
 OWN = """
 import sys, time
+from hpml_exporters import sampler
 from hpml_exporters.node import run
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.slot import Source
 from tests.unit.exporters.collecting import Probe
+
+sampler._JOIN_SECONDS = 60  # a busy machine is not to cost the last reading
 
 def act(turn):
     if {hangs} and turn > 1:
@@ -77,7 +80,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit status and standard error."""
-    err = process.communicate(timeout=30)[1]
+    err = process.communicate(timeout=120)[1]
     return process.returncode, err
 
 
@@ -90,7 +93,7 @@ def address(tmp_path: Path) -> str:
 
 def scraped(tmp_path: Path) -> dict[str, float]:
     """What a scrape gets."""
-    with urllib.request.urlopen(f"http://{address(tmp_path)}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address(tmp_path)}/metrics", timeout=60) as answer:
         return figures(answer.read())
 
 
@@ -169,7 +172,7 @@ def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: P
 def test_wrong_options_are_told(words: list[str], message: str) -> None:
     """Status 2 and what is wrong, as a line and no traceback."""
     done = subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=30, check=False
+        [*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[0]
@@ -201,14 +204,14 @@ def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
 def test_a_stuck_driver_ends_the_process(start: Start, tmp_path: Path) -> None:
     """With 75, although a thread hangs in a call, and with the observers' last words written."""
     script = OWN.format(hangs=True, interval=0.1)
-    options = {"stuck_seconds": 0.4, "exit_seconds": 1.5}
+    options = {"stuck_seconds": 1.0, "exit_seconds": 2.5}
     notes = tmp_path / "notes"
     process = start(options, str(notes), command=[sys.executable, "-c", script])
-    eventually(lambda: scraped(tmp_path).get("hpml_exporter_up{collector=own}") == 0)
     code, err = ended(process)
     assert code == 75
     assert "collector own: stuck for" in err
     told = figures(notes.read_bytes())
+    assert told["hpml_exporter_up{collector=own}"] == 0
     assert told["hpml_exporter_stuck_readings_total{collector=own}"] == 1
     assert "hpml_own_level" not in told
 
@@ -232,7 +235,7 @@ def test_it_ends_with_its_parent(start: Start, tmp_path: Path) -> None:
         "words = [sys.executable, '-P', '-m', 'hpml_exporters', json.dumps(options)]\n"
         "child = subprocess.Popen(words)\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     process = start({"without": NOTHING}, command=[sys.executable, "-c", script])
     assert process.stdout is not None

@@ -46,7 +46,7 @@ def run(script: Path, where: Path, shell: str = "", **values: str) -> None:
         env={**JOB, "HPML_RUN": str(where), "HPML_GPUS": str(where / "gpus"), **values},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -240,14 +240,19 @@ def killed_prolog(tmp_path: Path, where: Path, **values: str) -> Path:
     """The draft of a prolog that was killed in the middle: its `sed` waits for ever."""
     tools = tmp_path / "bin"
     tools.mkdir(exist_ok=True)
-    (tools / "sed").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tools / "sed").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tools / "sed").chmod(0o755)
     script = tmp_path / "prolog.sh"
     text = PROLOG.read_text().replace("PATH=/usr/sbin", f"PATH={tools}:/usr/sbin")
     script.write_text(text.replace("KILL 5", "KILL 0.5"))
     script.chmod(0o755)
-    run(script, where, **values)
-    (draft,) = (where / "jobs").iterdir()
+    drafts: list[Path] = []
+    for _ in range(20):  # on a busy machine its time may be over before it gets there
+        run(script, where, **values)
+        drafts = [*where.glob("jobs/.*")]
+        if drafts:
+            break
+    (draft,) = drafts
     return draft
 
 

@@ -19,7 +19,7 @@ def start() -> Iterator[Start]:
     made: list[subprocess.Popen[bytes]] = []
 
     def run(**variables: str) -> int:
-        made.append(subprocess.Popen(["sleep", "60"], env={"SLURM_JOB_ID": JOBID, **variables}))
+        made.append(subprocess.Popen(["sleep", "600"], env={"SLURM_JOB_ID": JOBID, **variables}))
         return made[-1].pid
 
     yield run
@@ -30,7 +30,7 @@ def start() -> Iterator[Start]:
 
 def pids(own: dict[bytes, bytes], wanted: set[int]) -> set[int]:
     """The processes of the job, once they are all what they were started to be."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         found = BareJobs("/proc", own).jobs(time.monotonic(), JOBID)
         seen = {pid for job in found for step in job.steps.values() for pid in step}

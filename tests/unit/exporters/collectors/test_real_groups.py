@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hpml_exporters.context import Context
 from hpml_exporters.options import NodeOptions
 
 from tests.storage import in_memory, stored_folder
+from tests.unit.exporters.collecting import eventually
 from tests.unit.exporters.collectors.families import values
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -94,8 +94,11 @@ def test_what_a_job_was_told_to_use(job: str) -> None:
             worker.stdin.write("go\n")
             worker.stdin.flush()
             assert worker.stdout.readline() == "done\n"
-            time.sleep(2.5)  # the kernel brings memory.stat up to date every 2 s
-            second = look(10.0)
+            rss = ("hpml_job_memory_bytes", job, "rss")
+            looks = iter(range(10, 5000, 10))
+            # the kernel brings memory.stat up to date every 2 s, or later where it is busy
+            eventually(lambda: look(next(looks))[rss] - first[rss] >= 296 * MIB)
+            second = look(next(looks))
         finally:
             worker.kill()
             worker.communicate()
@@ -118,7 +121,7 @@ def test_what_a_job_was_told_to_use(job: str) -> None:
         stored = grown("hpml_job_io_write_bytes_total") / MIB
         assert in_memory() or stored == pytest.approx(64, abs=0.5)
         assert second["hpml_job_processes", job] == 1
-        third = look(20.0)
+        third = look(next(looks))
         assert (
             third["hpml_job_io_write_bytes_total", job]
             == second["hpml_job_io_write_bytes_total", job]

@@ -440,7 +440,7 @@ def test_an_exporter_that_was_killed_leaves_nothing_in_the_way(run: Path) -> Non
         "import sys, time; sys.path[:0] = sys.argv[2].split(':');"
         "from tests.unit.exporters.collectors.reading import context;"
         "from hpml_exporters.collectors.training import make;"
-        "kept = make(context(run=sys.argv[1])); print('up', flush=True); time.sleep(60)"
+        "kept = make(context(run=sys.argv[1])); print('up', flush=True); time.sleep(600)"
     )
     clock = [0.0]
     feed = Feed([str(run / "exporter.sock")], clock=lambda: clock[0])

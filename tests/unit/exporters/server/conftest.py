@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from hpml_exporters.server import Server
 
-from tests.unit.exporters.server.support import Certificates, StaticPages, make_certificates
+from tests.unit.exporters.server.support import (
+    PATIENT,
+    Certificates,
+    StaticPages,
+    make_certificates,
+)
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +24,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
     """Where a plain server listens."""
-    server = Server("127.0.0.1:0", "", StaticPages())
+    server = Server("127.0.0.1:0", "", StaticPages(), PATIENT)
     yield server.start()
     server.stop()

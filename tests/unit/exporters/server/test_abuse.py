@@ -18,8 +18,10 @@ import pytest
 from hpml_exporters.server import Limits, Server
 from hpml_exporters.server.gate import Gate
 
+from tests.unit.exporters.collecting import eventually
 from tests.unit.exporters.server.support import (
     GET,
+    PATIENT,
     Certificates,
     Process,
     StaticPages,
@@ -31,8 +33,9 @@ from tests.unit.exporters.server.support import (
 )
 
 SCRAPES = 15
-GENEROUS_SECONDS = 1.0  # ten times what is wanted, so that a busy machine fails nothing
-PATIENT = Limits(header_seconds=60.0, handshake_seconds=60.0, write_seconds=60.0)
+ROUNDS = 2
+# Whoever waits for a bad client waits for ten minutes: that is how long the server bears with one.
+GENEROUS_SECONDS = 10.0
 Address = tuple[str, int]
 
 
@@ -144,19 +147,24 @@ def test_bytes_that_trickle(process: Process) -> None:
 
 
 def test_trickling_clients_are_cut_off_in_time() -> None:
-    """A byte a second gains nothing: the time of the whole header counts."""
-    with Process(limits=Limits(header_seconds=1.5)) as made, connect(made.address) as slow:
+    """A byte now and then gains nothing: the time of the whole header counts."""
+    with Process(limits=Limits(header_seconds=1.5)) as made:
         begun = time.monotonic()
-        for letter in b"GET /metrics":
-            slow.sendall(bytes([letter]))
-            slow.settimeout(0.5)
-            try:
-                answer = slow.recv(100)
-            except TimeoutError:
-                continue
-            break
-        assert 1 < time.monotonic() - begun < 6
-        assert status_of(answer) == 408
+        with connect(made.address) as slow:
+            slow.settimeout(0.3)
+            answer = b""
+            for letter in b"GET /" + b"a" * 200:  # a minute of them
+                try:
+                    slow.sendall(bytes([letter]))
+                    answer = slow.recv(100)
+                except TimeoutError:
+                    continue
+                except OSError:  # a byte that came too late has broken the connection
+                    pass
+                break
+        assert time.monotonic() - begun >= 1.5
+        assert status_of(answer) in {408, 0}
+        assert made.counters()["requests"]["408"] == 1
 
 
 def test_silent_tls_clients(secure: Process, certificates: Certificates) -> None:
@@ -225,12 +233,9 @@ def test_slow_readers_are_cut_off_in_time() -> None:
     """What is not taken within the time of writing is given up."""
     with Process(limits=Limits(write_seconds=0.5)) as made, connect(made.address) as client:
         client.sendall(GET * 100)
-        begun = time.monotonic()
-        while made.counters()["timeouts"] == 0 and time.monotonic() - begun < 10:
-            time.sleep(0.05)
-        counters = made.counters()
-        assert counters["timeouts"] == 1
-        assert counters["connections"] == 0
+        eventually(lambda: made.counters()["timeouts"])
+        eventually(lambda: made.counters()["connections"] == 0)
+        assert made.counters()["timeouts"] == 1
 
 
 def test_resets(process: Process) -> None:
@@ -270,33 +275,38 @@ def test_wrong_passwords_do_not_hold_up_the_known_one(certificates: Certificates
     path = certificates.folder / "passwords.yml"
     path.write_text(json.dumps({"basic_auth_users": {"bob": hashed}}))
     number = iter(range(1_000_000))
-    with Process(str(path)) as made:
+    with Process(str(path), PATIENT) as made:
         good = basic("bob", "right")
         assert scrape(made.address, Authorization=good).status == 200
 
+        waits: list[float] = []
+
         def guess() -> None:
+            begun = time.perf_counter()
             with clients(made.address, 60) as guessers:
                 for client in guessers:
                     word = basic("bob", str(next(number)))
                     line = f"GET / HTTP/1.0\r\nAuthorization: {word}\r\n\r\n"
                     client.sendall(line.encode())
                 assert {status_of(read_to_end(client)) for client in guessers} <= {401, 503}
+            waits.append(time.perf_counter() - begun)
 
-        taken = []
+        taken: list[float] = []
         with attack(guess):
-            for _ in range(SCRAPES):
+            while len(taken) < SCRAPES or len(waits) < ROUNDS:
                 answer = scrape(made.address, Authorization=good)
                 assert answer.status == 200
                 taken.append(answer.seconds)
-        print(f"60 guessers: median {statistics.median(taken) * 1e3:.2f} ms")
-        assert statistics.median(taken) < GENEROUS_SECONDS
+        middle, queue = statistics.median(taken), statistics.median(waits)
+        print(f"60 guessers: median {middle * 1e3:.2f} ms, of their own {queue * 1e3:.2f} ms")
+        assert middle < queue / 4
         counters = made.counters()
         assert counters["requests"]["401"] > 0
 
 
 def test_without_descriptors_scrapes_go_on() -> None:
     """With 40 of them and 100 idle clients, the oldest clients make place."""
-    with Process() as made:
+    with Process(limits=PATIENT) as made:
         resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (40, 40))
         with clients(made.address, 100):
             scrapes_go_on(made, "no descriptor left")
@@ -315,7 +325,7 @@ def test_a_fault_of_ours_does_not_end_the_server(
         return []
 
     monkeypatch.setattr(Gate, "verdicts", verdicts)
-    server = Server("127.0.0.1:0", "", StaticPages())
+    server = Server("127.0.0.1:0", "", StaticPages(), PATIENT)
     address = server.start()
     assert [scrape(address).status for _ in range(3)] == [200] * 3
     server.stop()
@@ -340,9 +350,7 @@ def test_many_connections_leave_nothing(
     context = certificates.client_context() if tls else None
 
     def level() -> Level:
-        begun = time.monotonic()
-        while made.counters()["connections"] and time.monotonic() - begun < 10:
-            time.sleep(0.05)
+        eventually(lambda: not made.counters()["connections"])
         return Level(made.memory_kib(), made.descriptors())
 
     for _ in range(200):

@@ -17,6 +17,8 @@ from hpml_exporters.server import Limits, Server
 from tests.unit.exporters.collecting import eventually
 from tests.unit.exporters.server.support import (
     GET,
+    PATIENT,
+    WAIT_SECONDS,
     Certificates,
     StaticPages,
     connect,
@@ -40,7 +42,7 @@ def serving(certificates: Certificates, **tls: Any) -> Iterator[Server]:
     path = certificates.folder / "tls.yml"
     given = {"cert_file": certificates.cert, "key_file": certificates.key, **tls}
     path.write_text(json.dumps({"tls_server_config": given}))
-    server = Server("127.0.0.1:0", str(path), StaticPages())
+    server = Server("127.0.0.1:0", str(path), StaticPages(), PATIENT)
     server.address = server.start()  # type: ignore[attr-defined]
     yield server
     server.stop()
@@ -219,7 +221,6 @@ def test_nothing_is_left_lying_in_openssl(certificates: Certificates) -> None:
     count = Limits().header_bytes // len(one) + 10
     with serving(certificates) as server:
         plain = connect(server.address)  # type: ignore[attr-defined]
-        plain.settimeout(5)
         context = certificates.client_context()
         found = b""
         with context.wrap_socket(plain, server_hostname="localhost") as client:
@@ -272,10 +273,10 @@ def test_a_slow_reader_gets_all_of_it(certificates: Certificates) -> None:
     body = bytes(range(256)) * 20_000
     path = certificates.folder / "slow.yml"
     path.write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}\n")
-    server = Server("127.0.0.1:0", str(path), StaticPages(body))
+    server = Server("127.0.0.1:0", str(path), StaticPages(body), PATIENT)
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    plain.settimeout(20)
+    plain.settimeout(WAIT_SECONDS)
     plain.connect(server.start())
     with certificates.client_context().wrap_socket(plain, server_hostname="localhost") as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -7,16 +7,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import pytest
-from hpml_exporters.server import Limits, Server
+from hpml_exporters.server import Server
 from hpml_exporters.server.settings import load
 
 from hpml_orchestrator.errors import InputError
+from tests.unit.exporters.collecting import eventually as until
 from tests.unit.exporters.server.support import (
+    PATIENT,
     Certificates,
     StaticPages,
     basic,
@@ -264,19 +266,14 @@ def test_the_rate_limit(tmp_path: Path) -> None:
     assert found == [200] * 5
 
 
-def until(condition: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < 10
-        time.sleep(0.02)
-
-
 class Reloading:
     """A server that looks at its files often."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.server = Server("127.0.0.1:0", str(path), StaticPages(), Limits(watch_seconds=0.02))
+        self.server = Server(
+            "127.0.0.1:0", str(path), StaticPages(), replace(PATIENT, watch_seconds=0.02)
+        )
         self.address = self.server.start()
 
     def write(self, text: str) -> None:
@@ -322,11 +319,11 @@ def test_a_broken_change_keeps_what_was_there(
 ) -> None:
     """It is said once; an empty file, caught while it is written, opens no door."""
     with Reloading(written(tmp_path, f"basic_auth_users: {{{user('bob')}}}")) as made:
-        made.path.write_text(broken)
+        made.write(broken)
         until(lambda: made.server.counters.reload_failures > 0)
         assert scrape(made.address, Authorization=basic("bob", "x")).status == 200
         assert scrape(made.address).status == 401
-        time.sleep(0.2)
+        until(lambda: made.server.counters.reload_failures > 1)  # it was tried again
         made.write(f"basic_auth_users: {{{user('eve')}}}")
         until(lambda: scrape(made.address, Authorization=basic("eve", "x")).status == 200)
     assert capfd.readouterr().err.count("the settings before it stay") == 1
