@@ -6,11 +6,18 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CLUSTER = "tests/cluster/"
+
+# An example that takes 200 ms, hypothesis' limit, is one during which the machine was busy.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -27,6 +27,7 @@ from hpml_orchestrator.node.channel import (
 )
 from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.records import events
+from tests.patience import PATIENCE_SECONDS, eventually
 
 CHANNEL_FILE = Path(__file__).parents[2] / "training_jobs" / "hpml_channel.py"
 NOBODY = 65534
@@ -65,10 +66,7 @@ def written(reader: ChannelReader) -> list[events.Event]:
 
 
 def wait_for_line(reader: ChannelReader) -> None:
-    deadline = time.monotonic() + 5
-    while not written(reader):  # the file is there a moment before its first line
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: written(reader))  # the file is there a moment before its first line
 
 
 def test_a_training_is_written_as_events(reader: ChannelReader) -> None:
@@ -168,7 +166,7 @@ def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     began = time.perf_counter()
     for _ in range(100_000):
         channel.count(steps=1, samples=32)
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 20  # 200 us a call, where a tenth of one is usual
     channel.event("rendezvous", anything=object())
     channel.gauge(loss=1)
     channel.result(a=1)
@@ -204,7 +202,7 @@ def test_a_count_that_is_no_number_ends_no_training(counts: dict[str, object]) -
     name = f"hpml-test-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind("\0" + name)
-        listener.settimeout(5)
+        listener.settimeout(PATIENCE_SECONDS)
         channel = hpml_channel.Channel(name)
         channel.count(**counts)
         listener.recv(9000)
@@ -232,7 +230,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
             channel.event("checkpoint")
             channel._step_due = 0.0
             channel.count(steps=1)
-        assert time.perf_counter() - began < 2
+        assert time.perf_counter() - began < PATIENCE_SECONDS  # usually a tenth of a second
         assert len(channel._unsent) == hpml_channel.UNSENT_EVENTS
         channel.close()
         assert channel.sent > 0
@@ -394,7 +392,9 @@ def test_another_user_is_refused(reader: ChannelReader) -> None:
     )
     with reader:
         arguments = [str(NOBODY), reader.name, message(rank=7).decode()]
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=30)
+        subprocess.run(
+            [sys.executable, "-c", code, *arguments], check=True, timeout=PATIENCE_SECONDS
+        )
         send(reader.name, message(rank=1))
     assert [event.rank for event in written(reader)] == [1]
     assert reader.refused == 1
@@ -472,10 +472,7 @@ def test_a_directory_that_cannot_be_written_loses_nothing(reader: ChannelReader)
     reader._file.mkdir()
     with reader:
         send(reader.name, message())
-        deadline = time.monotonic() + 5
-        while not reader.write_errors:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: reader.write_errors)
         reader._file.rmdir()
     assert [event.event for event in written(reader)] == ["checkpoint"]
 
