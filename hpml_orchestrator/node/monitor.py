@@ -192,8 +192,8 @@ class Monitor:
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
             self._tell(f"is not looked after any more: {type(error).__name__}: {error}")
         finally:
+            targets.withdraw(self.target)  # first: nobody waits for the rest beyond its time
             self._reap()
-            targets.withdraw(self.target)
 
     def _keep_alive(self) -> None:
         """Start the exporter, again and again where it dies, until the end."""

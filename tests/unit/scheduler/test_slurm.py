@@ -540,7 +540,7 @@ def test_runner_cannot_execute(tmp_path: Path) -> None:
     """A command that may not be run is no answer either."""
     (tmp_path / "squeue").write_text("")
     with pytest.raises(SchedulerUnavailable, match="cannot start"):
-        SubprocessRunner().run([str(tmp_path / "squeue")], env={}, timeout=5)
+        SubprocessRunner().run([str(tmp_path / "squeue")], env={}, timeout=120)
 
 
 def detached(tmp_path: Path, code: str, timeout: float = PATIENCE_SECONDS) -> int:

@@ -229,7 +229,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def while_reading(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[[], object]], AbstractContextManager[None]]:
-    """Do something once a file is being read: all who read, forked or not, wait until it is done."""
+    """Do something once a file is being read: whoever reads, forked or not, waits for it."""
     reading, done = base / "reading", base / "done"
     for name in ("readv", "preadv"):
         real = getattr(os, name)

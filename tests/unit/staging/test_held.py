@@ -25,7 +25,7 @@ stager = CopyStager(key, bases=Bases(shm=base), job_id="")
 stager.stage(StageRequest("data", source, target="shm"))
 stager.stage(StageRequest("kept", f"{source}/a", target="shm", keep=True))
 print("staged", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
