@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -126,8 +126,12 @@ def test_counters_are_sent_once_a_second(monkeypatch: pytest.MonkeyPatch) -> Non
     assert totals == [1, 257, 513, 640]
 
 
-def test_the_warm_up_ends_with_the_first_count(reader: ChannelReader) -> None:
+def test_the_warm_up_ends_with_the_first_count(
+    reader: ChannelReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is written with its own time however quick the steps are; the last has its own too."""
+    quick = SimpleNamespace(monotonic=lambda: 100.0, time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(hpml_channel, "time", quick)
     with reader:
         channel = hpml_channel.Channel(reader.name)
         channel.count(steps=1)  # counted before: its second is not over when the warm-up begins

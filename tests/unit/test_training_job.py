@@ -1,5 +1,6 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
+import contextlib
 import importlib.util
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from hpml_orchestrator.jobs.summary import phases
 from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.node.rendezvous import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
 from tests.unit.training_runs import DIGITS, JOBS, finish, result_of, run, start
 
@@ -47,9 +49,12 @@ def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free, and that the kernel gives to nobody's connections meanwhile."""
+    for port in candidate_ports(uuid.uuid4().hex, ephemeral_range()):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.topology.recognise import read_topology
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, eventually
 
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
@@ -353,10 +353,16 @@ def test_a_monitor_that_cannot_start_fails_no_job(
         lambda self: refuse(self) if self.name == "hpml-monitor" else start(self),
     )
     (Path(out.strip()) / "over").unlink(missing_ok=True)
-    timer = threading.Timer(2.0, lambda: agent.on_signal(signal.SIGUSR1, None))
-    timer.start()
+    ready = Path(out.strip()) / "nodes" / "n1.ready.json"
+
+    def end() -> None:
+        eventually(ready.exists)
+        agent.on_signal(signal.SIGUSR1, None)
+
+    ender = threading.Thread(target=end)
+    ender.start()
     assert agent.run() == 0
-    timer.join()
-    assert (Path(out.strip()) / "nodes" / "n1.ready.json").exists()
+    ender.join()
+    assert ready.exists()
     told = f"hpml: n1: the job is not monitored: {error}: can't start new thread\n"
     assert capsys.readouterr().err == told
