@@ -175,7 +175,7 @@ def test_it_keeps_off_the_ranks_cpus(watch: Watch, until: Until) -> None:
         watched = watch("good")
         watched.monitor.start(prepared(*((cpu,) for cpu in ranks)))
         until(watched.found)
-        assert sorted(os.sched_getaffinity(watched.starts()[-1]["pid"])) == cpus
+        assert watched.starts()[-1]["cpus"] == cpus, "from its first moment"
         watched.monitor.stop()
         until(partial(is_empty, watched.targets))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpml_orchestrator
+from hpml_orchestrator.node import srun as local_srun
 from hpml_orchestrator.node.srun import OptionError, parse
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -93,6 +94,24 @@ def test_labels_a_lot_of_output() -> None:
     for rank in "01":
         lines = [line[3:] for line in done.stdout.splitlines() if line.startswith(f"{rank}: ")]
         assert lines == [str(number) for number in range(1, 20001)]
+
+
+def test_what_tasks_wrote_is_copied_though_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """This process was stopped (a fake clock), and somebody who escaped holds the pipe open."""
+    step = local_srun._Step(parse(["--label", "true"]), 1)
+    read, write = os.pipe()
+    os.write(write, b"a\nb\n")
+    step.lines[read] = (1, b"0: ", bytearray())
+    step.poll.register(read)
+    times = iter([0.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(local_srun.time, "monotonic", lambda: next(times, 1000.0))
+        step._drain()
+    assert capfd.readouterr().out == "0: a\n0: b\n"
+    os.close(read)
+    os.close(write)
 
 
 def test_standard_input_goes_to_task_0() -> None:
