@@ -107,7 +107,7 @@ def test_what_tasks_wrote_is_copied_though_the_time_is_over(
     step.poll.register(read)
     times = iter([0.0])
     with monkeypatch.context() as patch:
-        patch.setattr(local_srun.time, "monotonic", lambda: next(times, 1000.0))
+        patch.setattr("hpml_orchestrator.node.srun.time.monotonic", lambda: next(times, 1000.0))
         step._drain()
     assert capfd.readouterr().out == "0: a\n0: b\n"
     os.close(read)

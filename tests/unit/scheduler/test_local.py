@@ -21,7 +21,13 @@ from hpml_orchestrator.errors import RecordError, SchedulerError, SchedulerUnava
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.scheduler import local_jobs
 from hpml_orchestrator.scheduler.local import LocalScheduler
-from hpml_orchestrator.scheduler.local_processes import Identity, is_alive, processes, send
+from hpml_orchestrator.scheduler.local_processes import (
+    Identity,
+    is_alive,
+    kill_until_gone,
+    processes,
+    send,
+)
 from hpml_orchestrator.scheduler.local_resources import gpu_ids, without_slurm
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler, SubmitRequest
 from tests.patience import PATIENCE_SECONDS, eventually
@@ -434,6 +440,23 @@ def test_submitting_is_true_while_a_process_submits(bench: Bench) -> None:
     scheduler.submit(request)
     assert seen == [True] * 5
     assert not scheduler.submitting(request.directory)
+
+
+def test_what_died_while_this_process_was_stopped_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was stopped (a fake clock) for longer than its patience, right after its first look."""
+    now = [0.0]
+    gone = Identity(2**22 + 1, 1)  # no kernel gives that number
+
+    def find() -> list[Identity]:
+        looked, now[0] = now[0], 100.0
+        return [] if looked else [gone]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpml_orchestrator.scheduler.local_processes.time.monotonic", lambda: now[0])
+        assert kill_until_gone(find, patience_seconds=5) == []
+        assert kill_until_gone(lambda: [gone], patience_seconds=-1) == [gone.pid]
 
 
 def test_a_dead_supervisor_is_a_node_failure(bench: Bench) -> None:
