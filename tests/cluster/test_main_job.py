@@ -313,7 +313,7 @@ def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> Non
     (listed,) = desk.json("list")
     assert (listed["state"], listed["job_id"]) == ("REFUSED", "")
     after = sorted(desk.slurm("squeue", "--noheader", "--states=all", "--format=%A").split())
-    assert after == before
+    assert set(after) <= set(before)  # Slurm forgets old ones after five minutes
 
 
 def test_gpus_are_asked_for_and_seen_by_every_rank(desk: Desk) -> None:
