@@ -49,9 +49,15 @@ def tmpfs(root: Path) -> Iterator[Callable[[Path, int], None]]:
 def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
     """Return what says whether files have come to a node."""
     area = nodes.data(index).parent
-    return lambda: any(
-        path.is_file() and path.stat().st_size for path in area.glob(".data.partial-*/*")
-    )
+
+    def some() -> bool:
+        try:
+            found = list(area.glob(".data.partial-*/*"))
+            return any(path.is_file() and path.stat().st_size for path in found)
+        except FileNotFoundError:  # published, or given up, in the midst of the look
+            return False
+
+    return some
 
 
 def assert_nothing_is_there(nodes: Nodes, *indices: int) -> None:
