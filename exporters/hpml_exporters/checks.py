@@ -16,8 +16,11 @@ SECONDS_MIN = 0.1
 SECONDS_MAX = 3600.0
 
 _INTERVALS = ("gpu_interval", "job_interval", "process_interval", "node_interval")
-_TEXTS = ("listen", "web_config", "address_file", "summary_file")
-_NUMBERS = ("feed_fd", "parent_pid")
+_TYPES: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (str, "must be a text", ("listen", "web_config", "address_file", "summary_file")),
+    (int, "must be a whole number", ("feed_fd", "parent_pid")),
+    (bool, "must be true or false", ("any_port",)),
+)
 
 
 def check(options: NodeOptions) -> None:
@@ -26,10 +29,9 @@ def check(options: NodeOptions) -> None:
     Raises:
         InputError: one of them is wrong; its field is the option's name.
     """
-    for name in _TEXTS:
-        _refuse_other_type(options, name, str, "must be a text")
-    for name in _NUMBERS:
-        _refuse_other_type(options, name, int, "must be a whole number")
+    for kind, message, names in _TYPES:
+        for name in names:
+            _refuse_other_type(options, name, kind, message)
     for one in fields(Roots):
         if not isinstance(getattr(options.roots, one.name), str):
             raise InputError("must be a directory", field=f"roots.{one.name}")
@@ -80,5 +82,5 @@ def _check_seconds(options: NodeOptions, name: str, least: float, most: float) -
 
 def _refuse_other_type(options: NodeOptions, name: str, kind: type, message: str) -> None:
     value = getattr(options, name)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise InputError(message, field=name, value=value)

@@ -156,7 +156,7 @@ def run(
         exit_seconds=options.exit_seconds,
         give_up=give_up,
     )
-    server = Server(options.listen, options.web_config, sampler)
+    server = Server(options.listen, options.web_config, sampler, any_port=options.any_port)
     sampler.show_server(server.counters)
     group = _Observers(watching, sampler.snapshot, observe_seconds(options))
     host, port = server.start()

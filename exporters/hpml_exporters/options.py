@@ -23,6 +23,8 @@ class NodeOptions:
 
     Attributes:
         listen: ADDRESS:PORT; port 0 takes a free one.
+        any_port: take a free port where that of `listen` is another's, as several jobs of a node
+            may want one port.
         web_config: file in Prometheus' web-config format (TLS, users); empty: none.
         without: names of collectors that are off.
         gpu_interval: seconds between two readings of GPUs.
@@ -40,6 +42,7 @@ class NodeOptions:
     """
 
     listen: str = "127.0.0.1:9445"
+    any_port: bool = False
     web_config: str = ""
     without: tuple[str, ...] = ()
     gpu_interval: float = 1.0

@@ -245,5 +245,4 @@ def _locks(path: str) -> tuple[bool, bool]:
     from hpml_exporters.server import web_config  # noqa: PLC0415 - for those who have a file
 
     config = web_config.read(path)
-    named = config.tls and config.tls.client_auth_type == "RequireAndVerifyClientCert"
-    return bool(config.users or named), config.tls is not None
+    return config.locked, config.tls is not None

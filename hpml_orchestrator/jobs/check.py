@@ -20,13 +20,13 @@ from hpml_orchestrator.batch.check_binding import (
 from hpml_orchestrator.batch.check_finding import Finding, errors_of
 from hpml_orchestrator.batch.check_stage import check_staging_room, target_notes
 from hpml_orchestrator.batch.check_topology import check_topology
-from hpml_orchestrator.batch.site_rules import as_asked, without_time
+from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes, without_time
 from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
 from hpml_orchestrator.jobs.check_local import check_local, this_machine
 from hpml_orchestrator.jobs.check_modules import check_modules
-from hpml_orchestrator.jobs.check_monitor import check_monitor
+from hpml_orchestrator.jobs.check_monitor import check_monitor, check_port
 from hpml_orchestrator.jobs.check_records import check_records, one_machine
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 
@@ -148,6 +148,7 @@ def check_job(
         found += modules_answer.result()
         if cluster_answer is None:
             found += check_local(job, this_machine())
+            found += check_port(job, whole=False)
             found += check_binding(job)
             return Report(_sorted(found), notes=notes)
         cluster, not_asked = cluster_answer.result()
@@ -272,24 +273,21 @@ def _bound(
     """Compare the binding with the nodes, as the site profile or else Slurm tells of them."""
     asked = as_asked(job, site.directives) if site else job
     wanted = asked.resources.partition
-    whole = asked.resources.exclusive or "--exclusive" in asked.resources.extra
     kinds = site.kinds_of(wanted) if site else {}
-    if site is not None:
-        names = site.partitions_of(wanted)
-        known = [site.partitions[name] for name in names if name in site.partitions]
-        whole = whole or (bool(known) and all(one.exclusive for one in known))
+    whole = whole_nodes(asked, site)
     shapes: list[Shape] = [
         shape_of_kind(name, kind, topologies.get(name)) for name, kind in kinds.items()
     ]
     if cluster is not None:
         chosen = [cluster.partition(name) for name in wanted.split(",")] if wanted else []
         partitions = [one for one in chosen or [cluster.default_partition] if one is not None]
+        whole = whole or cluster.limits.whole_nodes
         whole = whole or (bool(partitions) and all(one.exclusive for one in partitions))
         if not shapes:
             nodes = [node for one in partitions for node in cluster.nodes_of(one)]
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
-    return check_binding(asked, shapes, whole=whole)
+    return check_binding(asked, shapes, whole=whole) + check_port(asked, whole=whole)
 
 
 def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:

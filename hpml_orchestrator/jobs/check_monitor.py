@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from site import ENABLE_USER_SITE, getusersitepackages
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.batch.check_finding import Finding
 from hpml_orchestrator.jobs.check_records import one_machines, unwritable
@@ -17,9 +20,11 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.monitor import Monitor
 
-__all__ = ["check_monitor"]
+__all__ = ["check_monitor", "check_port"]
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
+_OPEN = "everybody who reaches the nodes"
+_READ_SECONDS = 10.0
 _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 
@@ -44,6 +49,27 @@ def check_monitor(
     if job.monitor.targets is not None:  # else they lie beside the records, which are looked at
         found += _targets(job.monitor.targets, on_nodes, mounts)
     return found
+
+
+def check_port(job: Job, *, whole: bool) -> list[Finding]:
+    """Return a warning where another job of the same node may have the port that this one wants.
+
+    Args:
+        job: a complete job, as the scheduler will see it.
+        whole: whether it gets its nodes for itself.
+    """
+    listen = job.monitor.listen
+    if not job.monitor.enabled or whole or not int(listen.rpartition(":")[2]):
+        return []
+    message = (
+        "one process of a node can have this port: beside another monitored job this one takes "
+        "any free port"
+    )
+    hint = (
+        f"`listen: {listen.rpartition(':')[0]}:0`: Prometheus learns each job's port from its "
+        "target's file"
+    )
+    return [_warning("port", "listen", listen, message, hint)]
 
 
 def _installed(name: str) -> bool:
@@ -74,14 +100,55 @@ def _listening(asked: Monitor, on_nodes: bool) -> Iterator[Finding]:
         message = "is reached from the node itself only: no Prometheus elsewhere will find it"
         hint = "`listen: 0.0.0.0:0` with a `web_config`; the summary in the record needs neither"
         yield _warning("alone", "listen", asked.listen, message, hint)
-    if not alone and asked.web_config is None:
-        message = "everybody who reaches the nodes can read the job's metrics"
+    if asked.web_config is not None:
+        yield from _web_config(asked.web_config, alone=alone)
+    elif not alone:
+        message = f"{_OPEN} can read the job's metrics"
         hint = "name a `web_config` with TLS and users, or a loopback address"
         yield _warning("open", "listen", asked.listen, message, hint)
-    if asked.web_config is not None and not os.access(asked.web_config, os.R_OK):
+
+
+def _web_config(path: str, *, alone: bool) -> Iterator[Finding]:
+    """Look into the file, as the exporter will; what its reader cannot say is not spoken of."""
+    if not os.access(path, os.R_OK):
         message = "cannot be read by you: the job will not be monitored"
-        hint = "write it, or name another"
-        yield _warning("web_config", "web_config", asked.web_config, message, hint)
+        yield _warning("web_config", "web_config", path, message, "write it, or name another")
+        return
+    said = _read(path)
+    if "error" in said:
+        message = f"{said['error']}: the job will not be monitored"
+        hint = said.get("hint") or "`hpml export node --web-config FILE` reads the same format"
+        yield _warning("web_config", "web_config", path, message, hint)
+    elif alone or not said:
+        return
+    elif not said["locked"]:
+        message = f"asks for neither users nor verified client certificates: {_OPEN} can read all"
+        hint = "`basic_auth_users`, or `client_auth_type: RequireAndVerifyClientCert` with TLS"
+        yield _warning("open", "web_config", path, message, hint)
+    elif not said["tls"]:
+        message = "brings no TLS: passwords and metrics cross the network unencrypted"
+        hint = "`tls_server_config` with `cert_file` and `key_file`, which the nodes can read"
+        yield _warning("unencrypted", "web_config", path, message, hint)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return what the exporter's reader says of a file; nothing where there is none.
+
+    It is a process, isolated as the job's exporter will be: no room imports the exporters.
+    """
+    command = [sys.executable, "-I", "-m", "hpml_exporters.locks", path]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_READ_SECONDS,
+            check=False,
+        )
+        said = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _targets(directory: str, on_nodes: bool, mounts: str) -> Iterator[Finding]:

@@ -184,6 +184,7 @@ def wait_until_over(
     pauses = pauses or PollSchedule()
     began = now()
     lost = 0
+    said_end = False  # before the scheduler was asked: what is written meanwhile is news
     backends = _opened_once(_opener(store))
     while True:
         state = states(store, [submission], backends=backends, now=now)[0]
@@ -194,15 +195,17 @@ def wait_until_over(
         if state.over or lost >= _LOST_ANSWERS:
             return state
         watched = _watched(state)
-        seen_end, here = _all_said_end(watched), state.backend == "local"
+        said_end = said_end and _all_said_end(watched)
+        here = state.backend == "local"
         pause = next(pauses)
-        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if seen_end and here else pause)
+        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if said_end and here else pause)
         while now() < deadline:
             each(state)
             often = here or now() - began < _OFTEN_SECONDS
             look = _LOOK_SECONDS if often else _RARE_LOOK_SECONDS
             sleep(min(look, max(0.0, deadline - now())))
-            if not seen_end and _all_said_end(watched):
+            if not said_end and _all_said_end(watched):
+                said_end = True
                 pauses.reset()
                 break
 

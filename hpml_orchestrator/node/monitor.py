@@ -235,7 +235,7 @@ class Monitor:
         patience = time.monotonic() + self.timing.until_address
         while process.poll() is None and not self._ending.is_set():
             if not self._address:
-                self._find_address()
+                self._find_address(listen)
             now = time.monotonic()
             if not self._address and now >= patience:
                 self._tell(f"does not answer after {self.timing.until_address:g} s")
@@ -268,6 +268,7 @@ class Monitor:
         interval = float(self.wish.interval)
         return {
             "listen": listen,
+            "any_port": True,  # other jobs of this node may want the same one
             "web_config": self.wish.web_config,
             "without": ["gpu"] if self._facts["gpus"] == [] else [],
             "gpu_interval": interval,
@@ -281,8 +282,8 @@ class Monitor:
             "parent_pid": os.getpid(),
         }
 
-    def _find_address(self) -> None:
-        """Look whether the exporter listens."""
+    def _find_address(self, listen: str) -> None:
+        """Look whether the exporter listens, and say where if that is not where it was to."""
         try:
             with open(self._own("address"), encoding="utf-8") as stream:
                 text = stream.readline()
@@ -291,6 +292,9 @@ class Monitor:
         if text.endswith("\n") or ":" in text:
             self._address = text.strip()
             self._renew_at = 0.0
+            wanted, port = (int(one.rpartition(":")[2]) for one in (listen, self._address))
+            if wanted not in (0, port):
+                self._tell(f"listens at {self._address}: port {wanted} is another's on this node")
 
     def _show(self) -> None:
         """Let Prometheus find the exporter, or go on to do so."""

@@ -35,7 +35,7 @@ class Monitor(BaseModel):
     listen: Annotated[str, AfterValidator(_listen)] = Field(
         default="127.0.0.1:0",
         description="ADDRESS:PORT that metrics are served at on each node; port 0 takes a free "
-        "one, 0.0.0.0 is reached from other machines.",
+        "one, and so does a port that another process has; 0.0.0.0 is reached from other machines.",
     )
     web_config: text.PathText | None = Field(
         default=None,

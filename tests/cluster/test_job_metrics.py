@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -188,11 +189,24 @@ def test_two_jobs_share_a_node(grouped: Site) -> None:
 
 
 def test_the_map_of_a_running_job(grouped: Site) -> None:
-    """The real prolog's file says what Slurm knows, and hides nothing of a job without GPUs."""
+    """The real prolog's file says what Slurm knows, and hides nothing of a job without GPUs.
+
+    The real epilog removes it, and an old draft with it.
+    """
     jobid = grouped.submit(1, 0.0, 0, "-wnode2", "-n1")
     grouped.wait(f"{jobid}.done")
-    value = json.loads((grouped.where / "run" / "jobs" / f"{jobid}.json").read_text())
+    jobs = grouped.where / "run" / "jobs"
+    value = json.loads((jobs / f"{jobid}.json").read_text())
+    old, new = jobs / ".1.2", jobs / ".3.4"  # as prologs that were killed leave them
+    for draft in (old, new):
+        draft.touch()
+    os.utime(old, (time.time() - 720,) * 2)
     grouped.cancel(jobid)
+    deadline = time.monotonic() + 60
+    while old.exists() or (jobs / f"{jobid}.json").exists():
+        assert time.monotonic() < deadline, "the real epilog removes both"
+        time.sleep(0.1)
+    new.unlink()  # raises where that was swept as well
     assert value == {
         "schema_version": 1,
         "jobid": jobid,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 
 from deploy.gpusim.gpusim import Fault, Process, State, a100, divided, h100
@@ -38,6 +39,17 @@ def test_series_per_gpu_and_per_job(gpu_collector: Start) -> None:
         "uuid", "name", "pci_bus_id", "minor", "mig", "state", "type", "reason", "error",
         "counter", "direction", "owner", "xid", "jobid",
     }  # fmt: skip
+
+
+def test_series_of_a_gpu_that_is_split(gpu_collector: Start) -> None:
+    """As docs/monitoring.md says: 37 of its own and 9 of each instance, so 800 of eight."""
+    running = gpu_collector(State(gpus=(h100(0), divided(h100(1), *[1] * 7))))
+    running.do("jobs", jobs=[])
+    running.sample()
+    time.sleep(0.1)
+    each = Counter(labels["uuid"] for _, labels, _ in running.sample().series if "uuid" in labels)
+    assert sorted(each.values()) == [9] * 7 + [37, 42]
+    assert sum(count for uuid, count in each.items() if uuid.startswith("MIG-")) == 7 * 9
 
 
 def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> None:

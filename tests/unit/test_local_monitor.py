@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -223,6 +224,33 @@ def test_an_exporter_that_hangs_does_not_hold_the_job(desk: Desk) -> None:
     assert desk.exporter() == 0
     assert desk.targets() == []
     assert desk.show()["state"] == "COMPLETED"
+
+
+def test_two_jobs_of_one_port_are_both_monitored(desk: Desk) -> None:
+    """The second takes another port and says so; both are found, and both have a summary."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs: list[dict[str, Any]] = []
+    while len(jobs) < 2:
+        desk.submit(listen=f"127.0.0.1:{port}")
+        jobs.append(desk.job)
+        eventually(lambda: len(desk.targets()) == len(jobs))
+    ports = {
+        group["labels"]["run"]: int(group["targets"][0].rpartition(":")[2])
+        for group in desk.targets()
+    }
+    first, second = (ports[job["id"]] for job in jobs)
+    assert first == port != second
+    for job in jobs:
+        (Path(job["directory"]) / "go").touch()
+        desk.hpml("wait", job["id"])
+    told = [(Path(job["directory"]) / "output.log").read_text() for job in jobs]
+    assert "the job's monitor" not in told[0]
+    assert f"monitor listens at 127.0.0.1:{second}: port {port} is another's" in told[1]
+    for job in jobs:
+        shown = desk.hpml("show", job["id"], "--json")
+        assert shown["summary"]["monitor"]["training"]["samples"] >= SAMPLES
 
 
 def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Desk) -> None:

@@ -96,9 +96,7 @@ def _samples(jobid: str, of: Figures) -> Iterator[tuple[MetricSpec, Sample]]:
         yield train.COMM_SECONDS, Sample((jobid, method), seconds)
     if of.buckets is not None:
         yield train.STEP_DURATION, Sample(job, _histogram(of.buckets, of.bucket_seconds))
-    if of.step_seconds is not None:
-        for rank, seconds in zip(("fastest", "slowest"), of.step_seconds, strict=True):
-            yield train.RANK_STEP_SECONDS, Sample((jobid, rank), seconds)
+    yield from _spread(jobid, of)
     for spec, value in (
         (train.LOSS, of.loss),
         (train.ACCURACY, of.accuracy),
@@ -109,6 +107,18 @@ def _samples(jobid: str, of: Figures) -> Iterator[tuple[MetricSpec, Sample]]:
     if of.binding is not None:
         yield train.BINDING_OK, Sample(job, float(of.binding[1] == 0))
         yield train.BINDING_WRONG, Sample(job, of.binding[1])
+
+
+def _spread(jobid: str, of: Figures) -> Iterator[tuple[MetricSpec, Sample]]:
+    """Yield what tells ranks apart, in as many series whatever their number."""
+    for spec, names, figures in (
+        (train.RANK_STEP_SECONDS, ("fastest", "slowest"), of.step_seconds),
+        (train.RANK_DATA_WAIT_SECONDS, ("shortest", "longest"), of.data_wait),
+    ):
+        for name, seconds in zip(names, figures or (), strict=False):
+            yield spec, Sample((jobid, name), seconds)
+    if of.longest_wait is not None:
+        yield train.LONGEST_DATA_WAIT, Sample((jobid, str(of.longest_wait)), 1.0)
 
 
 def _histogram(buckets: tuple[int, ...], seconds: float) -> Histogram:

@@ -23,7 +23,7 @@ _WINDOW_SECONDS = 60.0
 _MAX_AGENTS = 64  # nodes that one machine plays, and the job's earlier attempts
 _MAX_RANKS = 4096
 _MAX_METHODS = 4
-_STEPS, _STEP_SECONDS, _COMM_SECONDS = 1, 3, 4
+_STEPS, _WAIT_SECONDS, _STEP_SECONDS, _COMM_SECONDS = 1, 2, 3, 4
 
 
 @dataclass
@@ -32,19 +32,19 @@ class _Said:
 
     last: Rank
     heard: float  # when it spoke, not when its agent did
-    steps: deque[tuple[float, float, float]] = field(default_factory=deque)
+    steps: deque[tuple[float, tuple[float, ...]]] = field(default_factory=deque)
 
     def note(self, now: float) -> None:
         """Keep where its steps are now, and forget what is older than needed."""
-        self.steps.append((now, self.last.totals[_STEPS], self.last.totals[_STEP_SECONDS]))
+        self.steps.append((now, self.last.totals))
         while len(self.steps) > 1 and self.steps[1][0] <= now - _WINDOW_SECONDS:
             self.steps.popleft()
 
-    def step_seconds(self) -> float | None:
-        """Return the mean duration of its steps of the last minute; None without any."""
-        _, steps, seconds = self.steps[0]
-        done = self.last.totals[_STEPS] - steps
-        return (self.last.totals[_STEP_SECONDS] - seconds) / done if done > 0 else None
+    def per_step(self, counter: int) -> float | None:
+        """Return by how much a counter grew per step of the last minute; None without a step."""
+        before, now = self.steps[0][1], self.last.totals
+        done = now[_STEPS] - before[_STEPS]
+        return (now[counter] - before[counter]) / done if done > 0 else None
 
 
 @dataclass
@@ -64,6 +64,9 @@ class Figures:
         buckets: steps by duration, not cumulative; None where no rank tells.
         bucket_seconds: duration of those steps.
         step_seconds: mean duration of a step of the fastest and of the slowest rank.
+        data_wait: mean wait for data in a step, of the rank that waits shortest and of the one
+            that waits longest; None where none has ever told a wait.
+        longest_wait: which rank that is.
         ranks: that have spoken in the last minute.
         loss: mean over the ranks that tell it; so are the next two.
         accuracy: 0 to 1.
@@ -76,6 +79,8 @@ class Figures:
     buckets: tuple[int, ...] | None
     bucket_seconds: float
     step_seconds: tuple[float, float] | None
+    data_wait: tuple[float, float] | None
+    longest_wait: int | None
     ranks: int
     loss: float | None
     accuracy: float | None
@@ -145,7 +150,8 @@ class JobTotals:
             return None
         said = [one for agent in agents for one in agent.ranks.values()]
         fresh = [one for one in said if now - one.heard <= _RANK_SILENT_SECONDS]
-        means = [mean for one in fresh if (mean := one.step_seconds()) is not None]
+        means = [mean for one in fresh if (mean := one.per_step(_STEP_SECONDS)) is not None]
+        waits = self._waits(fresh)
         news = [one.last for one in said if now - one.heard <= _STALE_SECONDS]
         judged = [one.binding for one in agents if one.binding is not None]
         return Figures(
@@ -154,12 +160,24 @@ class JobTotals:
             None if self._buckets is None else tuple(self._buckets),
             self._bucket_seconds,
             (min(means), max(means)) if means else None,
+            (min(waits)[0], max(waits)[0]) if waits else None,
+            -max(waits)[1] if waits else None,
             len(fresh),
             _mean(one.loss for one in news),
             _mean(one.accuracy for one in news),
             _mean(one.mfu for one in news),
             (sum(one[0] for one in judged), sum(one[1] for one in judged)) if judged else None,
         )
+
+    def _waits(self, ranks: list[_Said]) -> list[tuple[float, int]]:
+        """Return the mean wait for data in a step of each rank, and its number, negative.
+
+        So of those that wait alike, the lowest rank counts as the longest.
+        """
+        if not self._totals[_WAIT_SECONDS]:  # the training does not measure it
+            return []
+        each = [(one.per_step(_WAIT_SECONDS), -one.last.rank) for one in ranks]
+        return [(wait, rank) for wait, rank in each if wait is not None]
 
 
 def _mean(values: Iterator[float | None]) -> float | None:

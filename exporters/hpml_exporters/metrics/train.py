@@ -11,9 +11,11 @@ __all__ = [
     "COMM_SECONDS",
     "DATA_WAIT_SECONDS",
     "FEED_REFUSED",
+    "LONGEST_DATA_WAIT",
     "LOSS",
     "MFU",
     "RANKS",
+    "RANK_DATA_WAIT_SECONDS",
     "RANK_STEP_SECONDS",
     "SAMPLES",
     "SPECS",
@@ -65,10 +67,27 @@ STEP_DURATION = MetricSpec(
 RANK_STEP_SECONDS = MetricSpec(
     "hpml_train_rank_step_duration_seconds",
     "gauge",
-    "Mean duration of a step over the last minute, of the fastest and the slowest rank here.",
+    "Mean duration of a step over the last minute, of the fastest and the slowest rank here; "
+    "alike where ranks wait for each other in every step.",
     ("jobid", "rank"),
     "seconds",
     _CHANNEL,
+)
+RANK_DATA_WAIT_SECONDS = MetricSpec(
+    "hpml_train_rank_data_wait_seconds",
+    "gauge",
+    "Mean wait for data in a step over the last minute, of the rank here that waits shortest and "
+    "of the one that waits longest.",
+    ("jobid", "rank"),
+    "seconds",
+    f"{_CHANNEL}; only when the training measures it",
+)
+LONGEST_DATA_WAIT = MetricSpec(
+    "hpml_train_longest_data_wait_info",
+    "info",
+    "The global rank here that waited longest for data in a step of the last minute.",
+    ("jobid", "rank"),
+    source=f"{_CHANNEL}; only when the training measures it",
 )
 RANKS = MetricSpec(
     "hpml_train_ranks",
@@ -129,6 +148,8 @@ SPECS: tuple[MetricSpec, ...] = (
     COMM_SECONDS,
     STEP_DURATION,
     RANK_STEP_SECONDS,
+    RANK_DATA_WAIT_SECONDS,
+    LONGEST_DATA_WAIT,
     RANKS,
     LOSS,
     ACCURACY,

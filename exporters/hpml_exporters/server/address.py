@@ -42,8 +42,13 @@ def split(listen: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen_on(listen: str, limits: Limits) -> socket.socket:
+def listen_on(listen: str, limits: Limits, *, any_port: bool = False) -> socket.socket:
     """Return a socket that listens, non-blocking.
+
+    Args:
+        listen: ADDRESS:PORT.
+        limits: how much clients may take.
+        any_port: take a free port of that address where the given one is another's.
 
     Raises:
         InputError: the address is none, not of this machine, taken, or not allowed.
@@ -55,6 +60,8 @@ def listen_on(listen: str, limits: Limits) -> socket.socket:
             return _bound(family, address, limits, every=not host)
         except OSError as error:
             failure = failure or error
+    if any_port and failure is not None and failure.errno == errno.EADDRINUSE and port:
+        return listen_on(f"{listen.rpartition(':')[0]}:0", limits)
     raise _refusal(failure, listen, port)
 
 

@@ -24,7 +24,13 @@ class Server:
     """
 
     def __init__(
-        self, listen: str, web_config: str, pages: Pages, limits: Limits | None = None
+        self,
+        listen: str,
+        web_config: str,
+        pages: Pages,
+        limits: Limits | None = None,
+        *,
+        any_port: bool = False,
     ) -> None:
         """Prepare; nothing is opened or read.
 
@@ -33,9 +39,11 @@ class Server:
             web_config: file in Prometheus' web-config format; empty: plain HTTP for everybody.
             pages: what is served.
             limits: how much clients may take.
+            any_port: take a free port where that of `listen` is another's.
         """
         self.counters = Counters()
         self._listen = listen
+        self._any_port = any_port
         self._pages = pages
         self._limits = limits or Limits()
         self._web_config = web_config
@@ -57,7 +65,7 @@ class Server:
             )
             settings = self._watch.first()
         self._scheme = "https" if settings.context else "http"
-        listener = listen_on(self._listen, self._limits)
+        listener = listen_on(self._listen, self._limits, any_port=self._any_port)
         try:
             self._loop = Loop(listener, settings, self._pages, self._limits, self.counters)
         except BaseException:

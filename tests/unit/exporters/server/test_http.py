@@ -272,6 +272,31 @@ def test_a_busy_port_is_said(address: Address) -> None:
     assert str(address[1]) in caught.value.hint
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", ""])  # noqa: S104 - asked for
+def test_a_busy_port_gives_way_where_any_will_do(host: str) -> None:
+    """A job's exporter, beside that of another job with the same wish: the same address."""
+    first = Server(f"{host}:0", "", StaticPages(), any_port=True)
+    second: Server | None = None
+    try:
+        told = first.start()
+        second = Server(f"{host}:{told[1]}", "", StaticPages(), any_port=True)
+        other = second.start()
+        assert other[0] == told[0]
+        assert other[1] not in {0, told[1]}
+        assert scrape(("127.0.0.1", other[1]), "/healthz").status == 200
+    finally:
+        first.stop()
+        if second is not None:
+            second.stop()
+
+
+def test_any_port_is_not_any_address() -> None:
+    """Another address would be reached by others than the one that was named."""
+    with pytest.raises(InputError) as caught:
+        Server("192.0.2.1:9", "", StaticPages(), any_port=True).start()
+    assert "no such address" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "listen",
     [
