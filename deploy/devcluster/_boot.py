@@ -188,7 +188,7 @@ class _Boot:
     def _works(self, *command: str) -> Callable[[], bool]:
         return lambda: self._command(*command).returncode == 0
 
-    def _must(self, name: str, *command: str, seconds: float = 60) -> str:
+    def _must(self, name: str, *command: str, seconds: float = 180) -> str:
         result = self._command(*command, seconds=seconds)
         if result.returncode != 0:
             text = (result.stderr or result.stdout).strip()
@@ -217,7 +217,7 @@ class _Boot:
             f"--seed-file={run}/munged.seed",
             f"--log-file={self.layout.log('munged')}",
         )
-        self._wait("munged", self._works("munge", "-n", "-S", str(self.layout.munge_socket)), 20)
+        self._wait("munged", self._works("munge", "-n", "-S", str(self.layout.munge_socket)), 180)
         self._report("munged answers")
 
     def _mariadbd(self) -> None:
@@ -259,7 +259,7 @@ class _Boot:
             "--skip-log-bin",
         )
         client = ("--no-defaults", f"--socket={socket}")
-        self._wait("mariadbd", self._works("mariadb-admin", *client, "ping"), 60)
+        self._wait("mariadbd", self._works("mariadb-admin", *client, "ping"), 180)
         password = self.files.database_password
         # By standard input, as the words of a command are for all users to see.
         sql = (
@@ -275,7 +275,7 @@ class _Boot:
             env=self.commands,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
         if result.returncode != 0:
@@ -287,7 +287,7 @@ class _Boot:
 
     def _slurmdbd(self) -> None:
         self._start("slurmdbd", "slurmdbd", "-D", spec=self._controller_spec())
-        self._wait("slurmdbd", self._works("sacctmgr", "-n", "-P", "show", "cluster"), 60)
+        self._wait("slurmdbd", self._works("sacctmgr", "-n", "-P", "show", "cluster"), 180)
         add = ("sacctmgr", "-i", "add")
         self._must("slurmdbd", *add, "cluster", "devcluster")
         self._must("slurmdbd", *add, "account", "dev", "Description=dev", "Organization=dev")
@@ -297,7 +297,7 @@ class _Boot:
     def _slurmctld(self) -> None:
         conf = ("-f", str(self.layout.slurm_conf))
         self._start("slurmctld", "slurmctld", "-D", *conf, spec=self._controller_spec())
-        self._wait("slurmctld", self._works("scontrol", "ping"), 60)
+        self._wait("slurmctld", self._works("scontrol", "ping"), 180)
         self._report("slurmctld answers")
 
     def _slurmds(self) -> None:
@@ -318,14 +318,14 @@ class _Boot:
             self._start(name, "slurmd", "-D", "-N", name, *conf, spec=spec)
         wanted = dict.fromkeys(self.settings.node_names, "idle")
         first = self.settings.node_names[0]
-        self._wait(first, lambda: node_states(self.settings.box) == wanted, 60)
+        self._wait(first, lambda: node_states(self.settings.box) == wanted, 180)
         self.files.open_for_commands()
         self._report(f"{self.settings.nodes} nodes are idle")
 
     def _first_job(self) -> None:
         count = str(self.settings.nodes)
         output = self._must(
-            "slurmctld", "srun", "-N", count, "-n", count, "-t", "1", "hostname", seconds=40
+            "slurmctld", "srun", "-N", count, "-n", count, "-t", "1", "hostname", seconds=180
         )
         if sorted(output.split()) != sorted(self.settings.node_names):
             raise self._failure("slurmctld", f"ran the first job elsewhere: {output.split()}")

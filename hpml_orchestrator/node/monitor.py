@@ -173,16 +173,27 @@ class Monitor:
             one.close()
         self._feed = None
 
+    def _step_back(self) -> None:
+        """Give this thread, and with it what it starts, low priority and the CPUs beside the ranks.
+
+        Set from outside, both would reach only those threads that an exporter has made by then.
+        """
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)  # on Linux, of this thread alone
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)
+
     def _supervise(self) -> None:
         try:
+            self._step_back()
             if self.environment.get("SLURM_NODEID", "0") == "0":  # one node's look is enough
                 targets.sweep(self._directory)
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
             self._tell(f"is not looked after any more: {type(error).__name__}: {error}")
         finally:
+            targets.withdraw(self.target)  # first: nobody waits for the rest beyond its time
             self._reap()
-            targets.withdraw(self.target)
 
     def _keep_alive(self) -> None:
         """Start the exporter, again and again where it dies, until the end."""
@@ -242,7 +253,7 @@ class Monitor:
         theirs = self._feed[1].fileno()
         options = json.dumps(self._options(listen, theirs))
         with open(self._own("log"), "ab") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [*self.command, options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -251,11 +262,6 @@ class Monitor:
                 cwd="/",
                 env={**self.environment},
             )
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
-            if self._cpus:
-                os.sched_setaffinity(process.pid, self._cpus)
-        return process
 
     def _options(self, listen: str, feed: int) -> dict[str, Any]:
         """Return the exporter's options, as `hpml_exporters.options` reads them."""

@@ -450,7 +450,9 @@ class _Step:
     def _drain(self) -> None:
         """Copy what is left; a process that escaped its group cannot hold the step open."""
         until = time.monotonic() + _DRAIN_SECONDS
-        while self.lines and time.monotonic() < until:
+        late = False
+        while self.lines and not late:
+            late = time.monotonic() > until  # before the look: what is there by now is not lost
             self._copy(_LABEL_POLL_SECONDS)
 
 

@@ -159,13 +159,14 @@ def kill_until_gone(
     """SIGKILL what `find` returns until it returns nothing; return the pids that stay."""
     until = time.monotonic() + patience_seconds
     while True:
+        late = time.monotonic() > until  # before the look: this process may be stopped after it
         left = list(find())
         if not left:
             return []
         for who in left:
             send(who, signal.SIGKILL)
         reap()
-        if time.monotonic() > until:
+        if late:
             return sorted(who.pid for who in left)
         time.sleep(_PAUSE_SECONDS)
 

@@ -22,7 +22,7 @@ DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
 # The programs a cluster needs, as they are found with the system folders on the path.
 _PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "srun", "sacct", "munged", "mariadbd", "nsenter")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_COMMAND_SECONDS = 60
+_COMMAND_SECONDS = 240
 
 
 def clean_environment() -> dict[str, str]:
@@ -31,7 +31,7 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
-def devcluster(*arguments: str | Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def devcluster(*arguments: str | Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
     """Runs the devcluster program."""
     return subprocess.run(
         [sys.executable, str(DEVCLUSTER), *map(str, arguments)],

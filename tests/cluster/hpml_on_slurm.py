@@ -93,7 +93,7 @@ class Desk:
         ]
 
 
-def eventually(check: Callable[[], Any], seconds: float = 60, what: str = "") -> Any:
+def eventually(check: Callable[[], Any], seconds: float = 120, what: str = "") -> Any:
     """Return the first true answer."""
     deadline = time.monotonic() + seconds
     while True:

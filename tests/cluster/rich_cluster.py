@@ -115,7 +115,7 @@ def as_user(
         extra_groups=[],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
         **options,
     )

@@ -57,7 +57,7 @@ def seen(
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     output = (directory / "out.txt").read_text() if (directory / "out.txt").exists() else ""

@@ -227,7 +227,7 @@ def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[int, str
         "job.sh",
         cwd=directory,
         check=False,
-        timeout=200,
+        timeout=600,
         env=desk.environment,
     )
     return done.returncode, (directory / "job.out").read_text()

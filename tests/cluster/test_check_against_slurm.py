@@ -114,7 +114,7 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
         return all(not job_id or now[job_id][0] != "PENDING" for job_id in good)
 
     with contextlib.suppress(AssertionError):  # told below, job by job
-        eventually(all_started, seconds=30)
+        eventually(all_started)
     now = states(site)
     wrong = []
     outcomes: Counter[str] = Counter()

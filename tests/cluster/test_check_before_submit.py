@@ -82,7 +82,7 @@ def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still
     file = desk.job("late", command=["true"], resources=SHORT)
     began = time.monotonic()
     told = desk.hpml("check", file, code=5)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert "the cluster could not be asked: scontrol gave no answer in " in told.stdout
     began = time.monotonic()
     with subprocess.Popen(
@@ -96,7 +96,7 @@ def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still
     ) as process:
         assert process.stderr is not None
         warning = process.stderr.readline()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         os.kill(standing_still, signal.SIGCONT)
         assert warning.startswith("hpml: warning: not checked against the cluster: scontrol gave")
         out, _ = process.communicate(timeout=120)

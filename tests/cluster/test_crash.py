@@ -287,7 +287,7 @@ def test_one_job_comes_of_a_submission_killed_together_with_its_sbatch(desk: Des
         for pid in children_of(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=120)
         made |= submissions(desk) - before
     for submission in sorted(made):
         assert len(desk.jobs_of(submission)) <= 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -174,7 +174,7 @@ def test_a_job_on_one_node_reaches_a_server_on_the_other_by_name(
         encoding="utf-8",
     )
     result = slurm_cluster.run(
-        "srun", "-N2", "-n2", "-t1", "python3", program, tmp_path / "port", timeout=30
+        "srun", "-N2", "-n2", "-t1", "python3", program, tmp_path / "port", timeout=120
     )
     assert result.stdout == "node2\n"
 
@@ -226,7 +226,7 @@ def test_scancel_ends_a_job_and_its_processes(slurm_cluster: SlurmCluster, tmp_p
     slurm_cluster.run("scancel", str(number))
     assert eventually(lambda: ended(pid))
     assert eventually(lambda: state(slurm_cluster, number) == "CANCELLED")
-    assert "ended" in (tmp_path / "out.txt").read_text().split()
+    assert eventually(lambda: "ended" in (tmp_path / "out.txt").read_text().split())
 
 
 def test_a_requeued_job_runs_again_soon(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_requeued_job_runs_again_soon(slurm_cluster: SlurmCluster, tmp_path: P
     output = tmp_path / "out.txt"
     assert eventually(lambda: output.exists() and "run 0" in output.read_text())
     slurm_cluster.run("scontrol", "requeue", str(number))
-    assert eventually(lambda: state(slurm_cluster, number) == "COMPLETED", 40)
+    assert eventually(lambda: state(slurm_cluster, number) == "COMPLETED")
     assert [line for line in output.read_text().splitlines() if line.startswith("run")] == [
         "run 0",
         "run 1",
@@ -250,10 +250,10 @@ def test_a_job_of_main_takes_the_nodes_from_a_job_of_low(
     low = submit(slurm_cluster, tmp_path, "sleep 600", "-p", "low", "-N2", "--exclusive", "-t5")
     assert eventually(lambda: state(slurm_cluster, low) == "RUNNING")
     names = slurm_cluster.run("srun", "-p", "main", "-N2", "-n8", "-t1", "hostname").stdout.split()
-    waiting = state(slurm_cluster, low)
+    requeued = job(slurm_cluster, low)["restart_cnt"]  # it may run again by now
     slurm_cluster.run("scancel", str(low))
     assert sorted(set(names)) == ["node1", "node2"]
-    assert waiting == "PENDING"
+    assert requeued == 1
 
 
 def test_a_second_up_on_the_same_box_is_refused(slurm_cluster: SlurmCluster) -> None:

@@ -65,7 +65,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["gcc", "-shared", "-fPIC", "-O2", "-x", "c", "-", "-o", made],
         input=code.encode(),
         check=True,
-        timeout=60,
+        timeout=120,
     )
     return made
 

@@ -99,7 +99,7 @@ def jobs(
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=120,
         )
         submitted.append(done.stdout.strip())
         desk.more["RECORDS_OF"] = str(desk.directory / "job")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.hpml_on_slurm import Desk
+from tests.cluster.hpml_on_slurm import Desk, eventually
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
@@ -89,7 +89,7 @@ def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
     kind = profile(desk, "site.toml")["node_types"]["a100x2"]  # type: ignore[index]
     assert kind["topology"] == "topology/a100x2.xml"
     assert (desk.directory / kind["topology"]).read_text().endswith("</topology>\n")
-    assert desk.slurm("squeue", "--noheader", "--states=PD,R").strip() == ""
+    eventually(lambda: desk.slurm("squeue", "--noheader", "--states=PD,R").strip() == "")
 
 
 def test_a_look_is_refused_where_slurm_refuses_it(desk: Desk) -> None:

@@ -19,6 +19,7 @@ from hpml_exporters.options import NodeOptions
 from hpml_exporters.roots import Roots
 
 from tests.cluster.conftest import SlurmCluster, booted
+from tests.cluster.hpml_on_slurm import eventually
 from tests.cluster.prolog import install_prolog
 from tests.storage import in_memory, stored_folder
 
@@ -65,7 +66,7 @@ class Site:
 
     def wait(self, *paths: str) -> None:
         """Wait until the work says that it is done."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not all((self.where / path).exists() for path in paths):
             assert time.monotonic() < deadline, list(self.where.iterdir())
             time.sleep(0.05)
@@ -73,7 +74,7 @@ class Site:
     def cancel(self, *jobids: str) -> None:
         """End jobs, and wait until their epilogs have run."""
         self.cluster.run("scancel", *jobids)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while True:
             states = self.cluster.run("squeue", "-h", "-o", "%A").stdout.split()
             if not set(states) & set(jobids):
@@ -156,14 +157,18 @@ def test_two_jobs_share_a_node(grouped: Site) -> None:
     exporter = Exporter(grouped.options)
     exporter.sample()
     grouped.wait(f"{first}.done", f"{second}.done")
-    time.sleep(2.5)  # the kernel brings memory.stat up to date every 2 s
-    found = exporter.sample()
-    heavy, light = of(found, first), of(found, second)
     rss = ("hpml_job_memory_bytes", "rss")
-    assert heavy[rss] / MIB == pytest.approx(300, abs=20)
-    assert light[rss] / MIB == pytest.approx(50, abs=20)
-    assert 0.95 <= burnt(heavy) <= 3
-    assert burnt(light) <= 0.8
+
+    def both() -> list[dict[tuple[str, ...], float]]:
+        found = exporter.sample()
+        heavy, light = of(found, first), of(found, second)
+        right = heavy[rss] / MIB == pytest.approx(300, abs=20)
+        return [heavy, light] if right and light[rss] / MIB == pytest.approx(50, abs=20) else []
+
+    # The kernel brings memory.stat up to date every 2 s.
+    heavy, light = eventually(both, what="300 and 50 MiB")
+    assert 0.95 <= burnt(heavy) <= 10
+    assert burnt(heavy) - burnt(light) >= 0.7  # both have a Python and Slurm's own processes
     written = ("hpml_job_io_write_bytes_total",)
     if not in_memory():
         assert heavy[written] / MIB == pytest.approx(64, abs=1)
@@ -220,7 +225,7 @@ def test_a_job_on_two_slurmd_of_one_machine(grouped: Site) -> None:
     command = ("sbatch", "--parsable", "-N2", "-n2", "-o/dev/null", f"--wrap={script}")
     jobid = grouped.cluster.run(*command).stdout.strip()
     exporter = Exporter(grouped.options)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     rss = 0.0
     while rss < 200 * MIB:
         assert time.monotonic() < deadline
@@ -236,10 +241,10 @@ def test_a_job_on_two_slurmd_of_one_machine(grouped: Site) -> None:
 
 def test_array_tasks_are_jobs_of_their_own(grouped: Site) -> None:
     """By the number that Slurm gave each of them."""
-    command = ("sbatch", "--parsable", "--array=1-3", "-o/dev/null", "--wrap=sleep 60")
+    command = ("sbatch", "--parsable", "--array=1-3", "-o/dev/null", "--wrap=sleep 600")
     array = grouped.cluster.run(*command).stdout.strip()
     exporter = Exporter(grouped.options)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         output = grouped.cluster.run("squeue", "-h", "-tR", "-o", "%A %F").stdout
         ids = {line.split()[0] for line in output.splitlines() if line.split()[1] == array}
@@ -282,7 +287,7 @@ def test_without_control_groups(bare: Site) -> None:
     assert found["hpml_job_info", "root", "", "main", "bare"] == 1
     assert exporter.context.jobs.now.by_id[jobid].facts.gpus is None  # numbers alone
     assert found["hpml_job_memory_bytes", "rss"] / MIB == pytest.approx(300, abs=20)
-    assert 0.95 <= burnt(found) <= 3
+    assert 0.95 <= burnt(found) <= 10
     if not in_memory():
         assert found["hpml_job_io_write_bytes_total",] / MIB == pytest.approx(64, abs=1)
     bare.cancel(jobid)

@@ -83,7 +83,7 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
         env=desk.environment,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=120,
     ).stdout
 
     ran = desk.json("run", *sets, "digits.yaml")
@@ -115,7 +115,7 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
         env=slurm_cluster.environment,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=120,
     ).stdout
     assert rendered == stored == held
     shown = desk.json("show", ran["id"])
@@ -178,7 +178,7 @@ def test_a_cancelled_job_leaves_no_data_on_its_nodes(desk: Desk, data: Path) -> 
     assert "cancelled job" in desk.hpml("cancel", submitted["id"]).stdout
     done = desk.json("wait", submitted["id"], code=6)
     assert done["state"] == "CANCELLED"
-    assert own_staged(desk, submitted["job_id"]) == []
+    eventually(lambda: own_staged(desk, submitted["job_id"]) == [])
 
 
 def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_requeued_job_makes_a_second_attempt_of_the_same_run(desk: Desk, data:
     assert done["state"] == "COMPLETED"
     assert done["attempts"] == 2
     assert done["job_id"] == submitted["job_id"]
-    assert own_staged(desk, submitted["job_id"]) == []
+    eventually(lambda: own_staged(desk, submitted["job_id"]) == [])
 
 
 def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
@@ -313,7 +313,7 @@ def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> Non
     (listed,) = desk.json("list")
     assert (listed["state"], listed["job_id"]) == ("REFUSED", "")
     after = sorted(desk.slurm("squeue", "--noheader", "--states=all", "--format=%A").split())
-    assert after == before
+    assert set(after) <= set(before)  # Slurm forgets old ones after five minutes
 
 
 def test_gpus_are_asked_for_and_seen_by_every_rank(desk: Desk) -> None:

@@ -89,7 +89,7 @@ def played(slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
         # one, three tasks, two components, two starts
         return jobs if ended == len(jobs) == 8 and whole else ()
 
-    accounted = eventually(all_over, 60, "accounting of all jobs")
+    accounted = eventually(all_over, what="accounting of all jobs")
     slurm_cluster.run("scancel", ids["held"])
     return Played(ids, accounted, details)
 
@@ -120,7 +120,7 @@ def test_steps_and_what_they_used(played: Played) -> None:
     assert burn.max_rss_node in {"node1", "node2"}
     assert burn.usage_total["mem"] > 400 * MIB
     assert burn.cpu_seconds is not None
-    assert 5 <= burn.cpu_seconds < 8
+    assert 5 <= burn.cpu_seconds < 10
     assert burn.elapsed_seconds is not None
     assert burn.elapsed_seconds >= 2
     assert (failed.state, failed.exit_code, failed.tasks) == (JobState.FAILED, 3, 1)

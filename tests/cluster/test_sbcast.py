@@ -51,7 +51,7 @@ def staged(
         "attempt": str(attempt),
         "method": method,
         "kind": "auto",
-        "timeout": 10.0,
+        "timeout": 60.0,
         "join_seconds": 60.0,
         "options": {},
         "rates": {},

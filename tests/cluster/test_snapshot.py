@@ -17,7 +17,7 @@ IDENTITY = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
 
 def git(top: Path, *words: str) -> None:
     """Call git in a repository."""
-    subprocess.run(["git", *IDENTITY, "-C", top, *words], check=True, timeout=60)
+    subprocess.run(["git", *IDENTITY, "-C", top, *words], check=True, timeout=120)
 
 
 def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: 
         cwd=tmp_path,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=120,
     ).stdout
     submitted = desk.json("submit", job)
     submission = Path(submitted["submission"])
@@ -59,7 +59,7 @@ def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: 
         env=slurm_cluster.environment,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=120,
     ).stdout
     assert rendered == (submission / "job.sh").read_bytes() == held
     assert desk.json("status", submitted["id"])[0]["state"] == "PENDING"

@@ -73,7 +73,7 @@ def python(code: str, environment: dict[str, str]) -> list[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -193,7 +193,7 @@ def test_a_job_gets_cores_on_the_socket_of_its_gpu(dgx: SlurmCluster) -> None:
     part = ("-N1", "-n1", "--nodelist=node1", "--mem=100", "--gres-flags=enforce-binding")
     first = dgx.run(
         *("sbatch", "--parsable", "--output=/dev/null", "--gres=gpu:4", *part),
-        *("--wrap", "sleep 60"),
+        *("--wrap", "sleep 600"),
     ).stdout.strip()
     told = f"echo $CUDA_VISIBLE_DEVICES $({ALLOWED})"
     try:
@@ -220,7 +220,7 @@ def test_a_mask_set_inside_a_task_is_seen_from_outside(dgx: SlurmCluster, tmp_pa
     script = (
         f"srun --ntasks=1 --nodes=1 --nodelist=node2 bash -c "
         f"'taskset -pc 96-127 $$ >/dev/null; echo $$ >{pid_file}.new; "
-        f"mv {pid_file}.new {pid_file}; exec sleep 60'"
+        f"mv {pid_file}.new {pid_file}; exec sleep 600'"
     )
     path = tmp_path / "job.sh"
     path.write_text(f"#!/bin/bash\n{script}\n", encoding="utf-8")
@@ -228,7 +228,7 @@ def test_a_mask_set_inside_a_task_is_seen_from_outside(dgx: SlurmCluster, tmp_pa
         "sbatch", "--parsable", "-N2", "--exclusive", "--mem=0", "--output=/dev/null", path
     )
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not pid_file.exists() and time.monotonic() < end:
             time.sleep(0.05)
         status = f"/proc/{pid_file.read_text(encoding='utf-8').strip()}/status"

@@ -28,6 +28,7 @@ from hpml_orchestrator.node.channel import (
 )
 from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.records import events
+from tests.patience import PATIENCE_SECONDS, eventually
 
 CHANNEL_FILE = Path(__file__).parents[2] / "training_jobs" / "hpml_channel.py"
 NOBODY = 65534
@@ -65,15 +66,8 @@ def written(reader: ChannelReader) -> list[events.Event]:
     return events.read(reader._file) if reader._file.exists() else []
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def wait_for_line(reader: ChannelReader) -> None:
-    wait_until(lambda: written(reader))  # the file is there a moment before its first line
+    eventually(lambda: written(reader))  # the file is there a moment before its first line
 
 
 def test_a_training_is_written_as_events(reader: ChannelReader) -> None:
@@ -137,8 +131,8 @@ def test_the_warm_up_ends_with_the_first_count(
     reader: ChannelReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written with its own time however quick the steps are; the last has its own too."""
-    still = SimpleNamespace(monotonic=lambda: 100.0, time=time.time, sleep=time.sleep)
-    monkeypatch.setattr(hpml_channel, "time", still)  # all steps are within one second
+    quick = SimpleNamespace(monotonic=lambda: 100.0, time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(hpml_channel, "time", quick)
     with reader:
         channel = hpml_channel.Channel(reader.name)
         channel.count(steps=1)  # counted before: its second is not over when the warm-up begins
@@ -202,7 +196,7 @@ def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     began = time.thread_time()
     for _ in range(100_000):
         channel.count(steps=1, samples=32)
-    assert time.thread_time() - began < 2
+    assert time.perf_counter() - began < 20  # 200 us a call, where a tenth of one is usual
     channel.event("rendezvous", anything=object())
     channel.gauge(loss=1)
     channel.result(a=1)
@@ -238,7 +232,7 @@ def test_a_count_that_is_no_number_ends_no_training(counts: dict[str, object]) -
     name = f"hpml-test-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind("\0" + name)
-        listener.settimeout(60)
+        listener.settimeout(PATIENCE_SECONDS)
         channel = hpml_channel.Channel(name)
         channel.count(**counts)
         listener.recv(9000)
@@ -266,7 +260,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
             channel.event("checkpoint")
             channel._step_due = 0.0
             channel.count(steps=1)
-        assert time.perf_counter() - began < 60  # a call that blocks would do so for ever
+        assert time.perf_counter() - began < PATIENCE_SECONDS  # usually a tenth of a second
         assert len(channel._unsent) == hpml_channel.UNSENT_EVENTS
         channel.close()
         assert channel.sent > 0
@@ -428,7 +422,9 @@ def test_another_user_is_refused(reader: ChannelReader) -> None:
     )
     with reader:
         arguments = [str(NOBODY), reader.name, message(rank=7).decode()]
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
+        subprocess.run(
+            [sys.executable, "-c", code, *arguments], check=True, timeout=PATIENCE_SECONDS
+        )
         send(reader.name, message(rank=1))
     assert [event.rank for event in written(reader)] == [1]
     assert reader.refused == 1
@@ -506,7 +502,7 @@ def test_a_directory_that_cannot_be_written_loses_nothing(reader: ChannelReader)
     reader._file.mkdir()
     with reader:
         send(reader.name, message())
-        wait_until(lambda: reader.write_errors)
+        eventually(lambda: reader.write_errors)
         reader._file.rmdir()
     assert [event.event for event in written(reader)] == ["checkpoint"]
 

@@ -47,7 +47,7 @@ PAGES = [
 ]
 SLURM_COMMANDS = "sbatch srun salloc squeue sacct sacctmgr scancel scontrol sinfo".split()
 ANYTHING = "…"
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 300
 
 
 @dataclass(frozen=True)

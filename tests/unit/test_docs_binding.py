@@ -82,5 +82,5 @@ def test_the_picture_is_current(tmp_path: Path) -> None:
     target = tmp_path / "binding.svg"
     hpml = Path(sys.executable).parent / "hpml"
     command = [str(hpml), "topo", str(DGX), "--ranks", "8", "--svg", str(target)]
-    subprocess.run(command, env={**os.environ, "COLUMNS": "100"}, check=True, timeout=60)
+    subprocess.run(command, env={**os.environ, "COLUMNS": "100"}, check=True, timeout=120)
     assert target.read_text("utf-8") == (DOCS / "binding.svg").read_text("utf-8")

@@ -13,7 +13,7 @@ from tests.stuck import told_of
 
 def test_the_stack_of_a_process_that_waits_is_told(tmp_path: Path) -> None:
     """Found by its directory; where py-spy may look, its function is named."""
-    code = "import time\ndef in_vain():\n    print(flush=True)\n    time.sleep(60)\nin_vain()"
+    code = "import time\ndef in_vain():\n    print(flush=True)\n    time.sleep(600)\nin_vain()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,12 +1,12 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
+import contextlib
 import importlib.util
 import shutil
 import signal
 import socket
 import subprocess
 import tarfile
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,9 @@ import pytest
 
 from hpml_orchestrator.jobs.summary import phases
 from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.node.rendezvous import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
-from tests.unit.training_runs import DIGITS, JOBS, LIMIT_SECONDS, finish, result_of, run, start
+from tests.unit.training_runs import DIGITS, JOBS, finish, result_of, run, start
 
 TRAIN = JOBS / "ddp_images.py"
 
@@ -48,9 +49,12 @@ def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free, and that the kernel gives to nobody's connections meanwhile."""
+    for port in candidate_ports(uuid.uuid4().hex, ephemeral_range()):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +127,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     in_phases = took["warm-up"] + took["training"]
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"] <= in_phases + 0.05
     parts = sum(result[f"{part}_seconds"] for part in ("step", "evaluation", "checkpoint"))
-    assert 0.8 * result["train_seconds"] < parts <= result["train_seconds"]
+    assert 0.5 * result["train_seconds"] < parts <= result["train_seconds"]
 
 
 def test_one_rank_needs_no_launcher_and_no_channel(few: Path, tmp_path: Path) -> None:
@@ -142,6 +146,20 @@ def test_one_rank_needs_no_launcher_and_no_channel(few: Path, tmp_path: Path) ->
     assert seen[0] == seen[1]
 
 
+# It is killed with its first checkpoint on the disk: from outside, a quick one would be over.
+DYING = """
+import os, runpy, sys
+real = os.replace
+def dying(*words):
+    real(*words)
+    os.kill(os.getpid(), 9)
+os.replace = dying
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_killed_training_goes_on_to_the_same_end(
     job: ModuleType, few: Path, tmp_path: Path
 ) -> None:
@@ -150,13 +168,9 @@ def test_a_killed_training_goes_on_to_the_same_end(
     whole = start([*command, "--output", tmp_path / "whole"])
     checkpoint = tmp_path / "c.pt"
     command += ["--checkpoint", checkpoint, "--resume", "--output", tmp_path / "resumed"]
-    victim = start(command)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not checkpoint.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    victim.send_signal(signal.SIGKILL)
+    victim = start(["-c", DYING, *command])
     assert finish(victim).returncode == -signal.SIGKILL
+    assert checkpoint.exists()
     unkilled, done = finish(whole), run(command)
     assert unkilled.returncode == 0, unkilled.stderr
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 JOBS = Path(__file__).parents[2] / "training_jobs"
 DIGITS = JOBS / "make_digits.py"
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 400
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -88,7 +88,7 @@ class Link:
         self._in = bytearray()
         self._clock = clock
         self._timeout = timeout
-        self._heard_at = self._beat_at = clock()
+        self._heard_at = self._beat_at = self._ticked_at = clock()
         self.watched = False
         self._closed = ""
 
@@ -104,7 +104,7 @@ class Link:
     def watch(self) -> None:
         """From now on silence counts: the neighbour is known to call `tick` all the time."""
         self.watched = True
-        self._heard_at = self._clock()
+        self._heard_at = self._ticked_at = self._clock()
 
     def send(self, kind: int, payload: bytes = b"") -> None:
         """Send a message, later if need be; waits only for a neighbour that is far behind.
@@ -134,6 +134,10 @@ class Link:
                 all that it said before was returned.
         """
         now = self._clock()
+        if now - self._ticked_at > self._timeout / 2:
+            # This process was stopped, and perhaps the whole job: nobody listened to the silence.
+            self._heard_at += now - self._ticked_at
+        self._ticked_at = now
         if not self._closed:
             self._read()
         messages = self._parse()

@@ -46,6 +46,7 @@ class Pulse:
         """
         notices, place = self._notices, self._place
         patience, since = place.come_seconds, notices.clock()
+        looked = since
         seen: dict[str, Any] | None = None
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -57,7 +58,11 @@ class Pulse:
             beat = notices.read(f"{index}.alive")
             if beat != seen:
                 seen, since, patience = beat, notices.clock(), 2 * place.timeout
-            if notices.clock() - since > patience:
+            now = notices.clock()
+            if now - looked > place.timeout:  # this process was stopped, and perhaps the whole job
+                since += now - looked
+            looked = now
+            if now - since > patience:
                 gone = "was lost: no sign of life" if seen else "did not come"
                 raise StagingError(f"{place.called(index)} {gone} within {patience:.0f} s")
             time.sleep(pause)

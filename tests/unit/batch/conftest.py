@@ -59,7 +59,7 @@ class Sandbox:
         self.count += 1
         text = self.submission / "job.sh"
         text.write_text(script, encoding="utf-8")
-        subprocess.run(["bash", "-n", str(text)], check=True, timeout=30)
+        subprocess.run(["bash", "-n", str(text)], check=True, timeout=120)
         record = self.root / "record.json"
         record.unlink(missing_ok=True)
         done = subprocess.run(
@@ -77,7 +77,7 @@ class Sandbox:
                 "LC_ALL": "C.UTF-8",
             },
             capture_output=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         canaries = [str(path) for path in self.root.rglob(CANARY)]

@@ -45,7 +45,7 @@ def run(python: Path | str, pyz: Path, *arguments: str) -> subprocess.CompletedP
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -59,7 +59,7 @@ def test_equal_sources_give_equal_bytes() -> None:
         env={**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"},
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.stdout == archive.build()
 
@@ -85,7 +85,7 @@ def binder(python: Path, pyz: Path, *arguments: str) -> subprocess.CompletedProc
         env={"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "n1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -147,7 +147,7 @@ def test_a_bare_python_runs_it(python: Path, pyz: Path, tmp_path: Path) -> None:
         [python, "-I", "-S", "-W", "error", "-c", code, pyz],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -77,7 +77,7 @@ def test_a_wrong_binding_is_the_jobs_exit_status(tmp_path: Path, finish: int, en
     fake.chmod(0o755)
     start = f"set -euo pipefail; hpml_python=({fake}) hpml_attempt={tmp_path}\n"
     code = f"{start}{block[0]} TERM\nexit 3\n"
-    done = subprocess.run(["bash", "-c", code], check=False, timeout=30)
+    done = subprocess.run(["bash", "-c", code], check=False, timeout=120)
     assert done.returncode == ends
 
 
@@ -188,6 +188,6 @@ def test_a_launcher_that_is_not_there_ends_the_job(launcher: str, says: str) -> 
             capture_output=True,
             text=True,
             check=False,
-            timeout=30,
+            timeout=120,
         )
         assert (done.returncode, says in done.stderr) == (78, True)

@@ -211,13 +211,13 @@ def no_code(script: str, workdir: Path) -> bool:
     )
     (scratch / "hpml-node.pyz").write_bytes(b"")
     (scratch / "job.sh").write_text(text, encoding="utf-8")
-    subprocess.run(["bash", "-n", "job.sh"], cwd=scratch, check=True, timeout=30)
+    subprocess.run(["bash", "-n", "job.sh"], cwd=scratch, check=True, timeout=120)
     subprocess.run(
         ["/bin/bash", "job.sh"],
         cwd=scratch,
         env={"PATH": str(touch), "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"},
         capture_output=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     return not any(scratch.rglob(CANARY)) and not any(workdir.rglob(CANARY))

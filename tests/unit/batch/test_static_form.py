@@ -166,7 +166,7 @@ def test_the_rankfile_is_the_same_on_every_node(tmp_path: Path) -> None:
         ["bash", "-euc", loop[0]],
         env={"SLURM_NNODES": "2", "hpml_attempt": str(tmp_path)},
         check=True,
-        timeout=30,
+        timeout=120,
     )
     slots = ("48-63", "32-47", "16-31", "0-15")
     wanted = [f"rank {rank}=+n{rank // 4} slot={slots[rank % 4]}" for rank in range(8)]

@@ -15,7 +15,7 @@ from hpml_orchestrator.records.store import Store
 
 HPML = Path(sys.executable).parent / "hpml"
 GOOD = "name: good\nlauncher: srun\ncommand: ['true']\n"
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 120
 OLD = ("probe-20240101-000000-aaaaaa", "probe-20240102-000000-bbbbbb")
 MARK = "sbatch-was-called"
 

@@ -47,7 +47,7 @@ def scraped(shell: Shell) -> dict[str, float]:
     """What a scrape gets from the exporter that was started last."""
     path = shell.root / "address"
     eventually(path.exists)
-    with urllib.request.urlopen(f"http://{path.read_text().strip()}/metrics", timeout=10) as got:
+    with urllib.request.urlopen(f"http://{path.read_text().strip()}/metrics", timeout=120) as got:
         return figures(got.read())
 
 
@@ -210,7 +210,7 @@ def test_a_node_is_exported(exporter: Callable[..., subprocess.Popen[str]], shel
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
     assert b"hpml_exporters" in command
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "")
     assert re.fullmatch(r"hpml: http://127\.0\.0\.1:\d+/metrics\n", err)
 

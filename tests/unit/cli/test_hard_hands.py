@@ -208,7 +208,7 @@ def test_what_is_cancelled_while_it_waits_has_no_exit_status(shell: Shell) -> No
     second = shell.hpml(
         "submit", "--local", "--json", shell.job("second", resources={"cpus_per_rank": cpus()})
     ).json()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while shell.hpml("status", "--json", first["id"]).json()[0]["state"] != "RUNNING":
         assert time.monotonic() < deadline
     assert shell.hpml("cancel", second["id"]).code == 0

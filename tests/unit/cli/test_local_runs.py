@@ -90,7 +90,7 @@ def test_the_reason_of_an_end_is_told_once(shell: Shell, failed: tuple[Result, s
 def test_a_strict_binding_failure_is_told_once(shell: Shell) -> None:
     """Rank by rank in the job's output; the summary and the error say that it was this."""
     first = min(os.sched_getaffinity(0))
-    command = ["bash", "-c", f"exec taskset -c {first} sleep 60"]
+    command = ["bash", "-c", f"exec taskset -c {first} sleep 600"]
     path = shell.job(
         "elsewhere",
         command=command,
@@ -189,12 +189,13 @@ def test_run_json_is_the_only_output(shell: Shell) -> None:
 
 def test_submit_returns_at_once(shell: Shell, hpml: Hpml) -> None:
     """It prints id and job; `wait` then waits for the end."""
-    began = time.monotonic()
-    told = hpml("submit", "--local", "--json", shell.job("later", command=["sleep", "2"]))
+    go = shell.root / "go"
+    waits = ["bash", "-c", f"until [[ -e '{go}' ]]; do sleep 0.1; done"]
+    told = hpml("submit", "--local", "--json", shell.job("later", command=waits))
     made = told.json()
     assert set(made) == {"id", "job_id", "submission", "directory", "tasks"}
     assert made["tasks"] == []  # it is no array
-    assert time.monotonic() - began < 10
+    go.touch()
     assert hpml("wait", made["job_id"]).code == 0
     told = hpml("submit", "--local", shell.job("now"))
     sid = told.out.split()[0] if told.out.split()[0] != "submitted" else told.out.split()[1]
@@ -225,7 +226,7 @@ def test_the_environment_travels_but_for_the_sessions(shell: Shell, hpml: Hpml) 
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
@@ -241,7 +242,7 @@ def test_ctrl_c_detaches_and_the_job_goes_on(shell: Shell, hpml: Hpml) -> None:
         if line == "begun\n":
             break
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     (sid,) = re.findall(r"hpml cancel (\S+)`", err)
     assert "the job goes on" in err
@@ -335,5 +336,5 @@ def test_a_broken_pipe_is_no_error(shell: Shell, completed: tuple[Result, str]) 
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(30) in (0, 1)
+    assert process.wait(120) in (0, 1)
     process.stderr.close()

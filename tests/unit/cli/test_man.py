@@ -167,7 +167,7 @@ def test_pages_are_correct_roff(linter: str, tmp_path: Path) -> None:
             stdout=subprocess.DEVNULL if linter == "man" else subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert (done.returncode, done.stdout or "", done.stderr) == (0, "", ""), name
@@ -215,7 +215,7 @@ def test_odd_texts_are_printed_as_they_are(tmp_path: Path) -> None:
         env={**os.environ, "LC_ALL": "C.UTF-8", "MANWIDTH": "200", "MANROFFOPT": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert done.stderr == ""
@@ -288,7 +288,7 @@ def test_the_command_reference_is_current() -> None:
         [sys.executable, "-m", "hpml_orchestrator.cli.manualtext"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert done.stdout == kept

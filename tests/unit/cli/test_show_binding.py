@@ -141,7 +141,7 @@ def test_damaged_records_are_no_failure(hpml: Hpml, attempt: Path) -> None:
 
 def test_a_run_that_goes_on_is_shown(shell: Shell, hpml: Hpml) -> None:
     """The proofs of ranks that run are there to be read, and an array's task has its own."""
-    job = shell.job("going", command=["sleep", "60"], array="0-1")
+    job = shell.job("going", command=["sleep", "600"], array="0-1")
     made = hpml("submit", "--local", "--json", job).json()
     try:
         task = made["tasks"][1]

@@ -32,7 +32,7 @@ def repository(top: Path) -> Path:
 
 def git(top: Path, *words: str) -> None:
     identity = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
-    subprocess.run(["git", *identity, "-C", top, *words], check=True, timeout=60)
+    subprocess.run(["git", *identity, "-C", top, *words], check=True, timeout=120)
 
 
 def test_the_old_code_runs(shell: Shell) -> None:

@@ -84,7 +84,7 @@ def test_a_shell_script_gets_one_word(node: Node, tree: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     lines = done.stdout.splitlines()
     assert lines[1] == "yes"

@@ -132,7 +132,7 @@ def test_a_process_that_is_bound_is_told(shell: Shell) -> None:
         env=shell.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     online = os.sysconf("SC_NPROCESSORS_ONLN")
@@ -148,7 +148,7 @@ def test_a_pipe_is_read(shell: Shell) -> None:
         input=H100.read_bytes(),
         env=shell.environment(),
         capture_output=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert b'"nvidia-smi topo -m"' in done.stdout

@@ -207,7 +207,7 @@ def in_terminal(command: list[str | Path], environment: dict[str, str]) -> str:
             if not data:
                 break
             told += data
-        process.wait(30)
+        process.wait(120)
     os.close(leader)
     return told.decode()
 
@@ -235,7 +235,7 @@ def complete(shell: Shell, kind: str, line: str) -> str:
         "COMP_CWORD": str(len(shell_words) - 1),
     }
     done = subprocess.run(
-        [HPML], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [HPML], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -249,12 +249,12 @@ def test_completion_scripts(shell: Shell, kind: str) -> None:
         env={**shell.environment(), "_HPML_COMPLETE": f"source_{kind}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert f"_HPML_COMPLETE=complete_{kind}" in done.stdout
     if shutil.which(kind):
-        subprocess.run([kind, "-n"], input=done.stdout, text=True, check=True, timeout=60)
+        subprocess.run([kind, "-n"], input=done.stdout, text=True, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
@@ -288,7 +288,7 @@ def test_nothing_heavy_is_imported(shell: Shell, words: list[str]) -> None:
         env=shell.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     loaded = json.loads(done.stderr.splitlines()[-1].removeprefix("no runs"))

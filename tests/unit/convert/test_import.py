@@ -447,7 +447,7 @@ def test_hostile_texts_take_bounded_time(text: str) -> None:
     began = time.monotonic()
     with pytest.raises(InputError):
         import_script(f"#!/bin/bash\n{body}\n", name="job.sh", place=PLACE)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
 def test_loops_in_loops_end() -> None:

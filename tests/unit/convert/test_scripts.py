@@ -121,7 +121,7 @@ def argv(script: str, directory: Path) -> list[str]:
         cwd=directory,
         capture_output=True,
         check=True,
-        timeout=30,
+        timeout=120,
     )
     return done.stdout.decode().split("\0")[:-1]
 

@@ -18,7 +18,7 @@ class Repository:
     def git(self, *words: str | Path) -> str:
         """Call git in it."""
         command = ["git", "-C", self.top, *words]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -156,8 +156,8 @@ def test_a_configuration_that_is_not_there_is_told_at_once(
     out = tmp_path / "out"
     with pytest.raises(ConfigurationMissing):
         runner.run_detached(
-            ["sbatch"], env=dict(os.environ), timeout=5, cwd=tmp_path, stdout=out, stderr=out
+            ["sbatch"], env=dict(os.environ), timeout=120, cwd=tmp_path, stdout=out, stderr=out
         )
     assert not out.exists(), "nothing was started"
     (tmp_path / "nowhere.conf").write_text("")
-    assert runner.run(["sbatch"], env=dict(os.environ), timeout=5).stdout == "slurm 24.11.0\n"
+    assert runner.run(["sbatch"], env=dict(os.environ), timeout=120).stdout == "slurm 24.11.0\n"

@@ -322,7 +322,7 @@ def test_a_killed_hpml_leaves_no_submission(world: World, repository: Repository
         "../job.yaml", "name: x\ncommand: ['true']\nworkdir: code\nsnapshot: true"
     )
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, world.store.root, path], check=False, timeout=60
+        [sys.executable, "-c", KILLED, world.store.root, path], check=False, timeout=120
     )
     assert done.returncode == -9
     assert list(world.store.submissions()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 import hpml_orchestrator
 from hpml_orchestrator.records.store import Store
+from tests.patience import PATIENCE_SECONDS, eventually
 
 ROOT = str(Path(hpml_orchestrator.__file__).parents[1])
 CODE = (
@@ -58,7 +58,7 @@ class Node:
     def call(self, *words: str, job_id: str = "1", **more: str) -> tuple[int, str, str]:
         """Run a command and return its status, output and errors."""
         with self.start(*words, job_id=job_id, **more) as process:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=PATIENCE_SECONDS)
         return process.returncode, out, err
 
     def claim(self, job_id: str, **more: str) -> tuple[int, str, str]:
@@ -73,13 +73,6 @@ def node(tmp_path: Path) -> Node:
 
 
 @pytest.fixture
-def until() -> Callable[[Callable[[], object]], None]:
+def until() -> Callable[[Callable[[], object]], object]:
     """Wait for something to become true."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline, "it never became true"
-            time.sleep(0.01)
-
-    return wait
+    return eventually

@@ -23,11 +23,12 @@ from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.topology.recognise import read_topology
+from tests.patience import PATIENCE_SECONDS, eventually
 
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
 
-Until = Callable[[Callable[[], object]], None]
+Until = Callable[[Callable[[], object]], object]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ class Running:
 
     def end(self) -> tuple[int, str]:
         """Wait for the agent's end; returns its status and what it said."""
-        _, err = self.process.communicate(timeout=30)
+        _, err = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode, err
 
     def events(self) -> list[dict[str, Any]]:
@@ -187,11 +188,12 @@ def test_told_to_end_while_it_stages(
     """SIGTERM in the middle of a copy ends it: no marker, no data."""
     source = tmp_path / "large"
     source.mkdir()
-    for number in range(4000):
+    for number in range(1000):
         (source / str(number)).touch()
     target = tmp_path / "target"
     target.mkdir()
-    running = start("--stage", "data", "tree", str(source), str(target))
+    slowly = ("--opens-per-second", "1")
+    running = start("--stage", "data", "tree", str(source), str(target), *slowly)
     until(lambda: list(target.glob("*/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
@@ -254,7 +256,7 @@ def test_it_watches_the_ranks(
     proof = running.attempt / "binding" / "n1.proof.json"
     until(lambda: proof.exists() and "alone, not on its own" in proof.read_text("utf-8"))
     if verify == "strict":
-        assert rank.wait(20) == -signal.SIGTERM
+        assert rank.wait(PATIENCE_SECONDS) == -signal.SIGTERM
     running.process.send_signal(signal.SIGUSR1)
     status, err = running.end()
     assert status == 0
@@ -351,10 +353,16 @@ def test_a_monitor_that_cannot_start_fails_no_job(
         lambda self: refuse(self) if self.name == "hpml-monitor" else start(self),
     )
     (Path(out.strip()) / "over").unlink(missing_ok=True)
-    timer = threading.Timer(2.0, lambda: agent.on_signal(signal.SIGUSR1, None))
-    timer.start()
+    ready = Path(out.strip()) / "nodes" / "n1.ready.json"
+
+    def end() -> None:
+        eventually(ready.exists)
+        agent.on_signal(signal.SIGUSR1, None)
+
+    ender = threading.Thread(target=end)
+    ender.start()
     assert agent.run() == 0
-    timer.join()
-    assert (Path(out.strip()) / "nodes" / "n1.ready.json").exists()
+    ender.join()
+    assert ready.exists()
     told = f"hpml: n1: the job is not monitored: {error}: can't start new thread\n"
     assert capsys.readouterr().err == told

@@ -14,6 +14,7 @@ import pytest
 
 from hpml_orchestrator.node.kernel import memory_policy, prefer_memory
 from hpml_orchestrator.placement.model import RankPlan
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.conftest import CODE, ROOT
 from tests.unit.node.plans import MINE, one_each, put_plan, records
 
@@ -72,7 +73,8 @@ def test_cpus_that_the_job_does_not_have(
     rank = {"RANK": "5", "LOCAL_RANK": "1"}
     status, said, record = strictly(node, attempt, **rank)
     assert status == (79 if verify == "strict" else 0)
-    assert (time.monotonic() - began > 1.9) == (verify == "strict")  # the others record first
+    if verify == "strict":  # the others record first
+        assert time.monotonic() - began > 1.9
     inherited = record["inherited"]
     assert said.startswith(
         f"hpml-bind: rank 5 (local rank 1) on n1: the plan wishes CPUs {wished}, {told}; it was "
@@ -182,7 +184,7 @@ def test_a_containers_filter_refuses_the_memory_policy(
         env=node.environment("1"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     if "no seccomp here" in done.stderr:
@@ -221,7 +223,9 @@ def test_a_container_without_sys(node: Node, attempt: str) -> None:
     put_plan(attempt, *one_each(), verify="strict")
     bind = [sys.executable, "-I", "-S", "-c", CODE, ROOT, "bind", attempt, "--", "ls", "/sys"]
     hide = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /sys && exec "$@"', "sh"]
-    may = subprocess.run([*hide, "true"], capture_output=True, timeout=60, check=False)
+    may = subprocess.run(
+        [*hide, "true"], capture_output=True, timeout=PATIENCE_SECONDS, check=False
+    )
     if may.returncode:
         pytest.skip("no mount namespace of its own may be made here: not tested")
     done = subprocess.run(
@@ -229,7 +233,7 @@ def test_a_container_without_sys(node: Node, attempt: str) -> None:
         env=node.environment("1"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

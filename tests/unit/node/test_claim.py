@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json, write_text
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
@@ -79,7 +79,9 @@ def test_of_two_jobs_at_once_one_wins(node: Node) -> None:
             path.rename(node.store.root / f"old-{number}")
         words = ("claim", str(node.submission.directory))
         racers = {job_id: node.start(*words, job_id=job_id) for job_id in ("21", "22")}
-        told = {job_id: racer.communicate(timeout=60) for job_id, racer in racers.items()}
+        told = {
+            job_id: racer.communicate(timeout=PATIENCE_SECONDS) for job_id, racer in racers.items()
+        }
         statuses = {job_id: racer.returncode for job_id, racer in racers.items()}
         assert sorted(statuses.values()) == [0, EXIT_DUPLICATE]
         winner = next(job_id for job_id, status in statuses.items() if status == 0)
@@ -96,11 +98,10 @@ def test_a_claim_that_is_being_written_is_waited_for(node: Node, restart: str) -
     late = node.start(*words, job_id="22", SLURM_RESTART_COUNT=restart)
     timer = threading.Timer(0.7, write_text, (node.attempt / "started" / "job_id", "21\n"))
     timer.start()
-    began = time.monotonic()
-    _, err = late.communicate(timeout=60)
+    _, err = late.communicate(timeout=PATIENCE_SECONDS)
     timer.join()
-    assert (late.returncode, time.monotonic() - began > 0.4) == (EXIT_DUPLICATE, True)
-    assert "belongs to job 21" in err
+    assert late.returncode == EXIT_DUPLICATE
+    assert "belongs to job 21" in err  # which it can only know from what came later
 
 
 def test_by_hand_there_is_no_table(node: Node, tmp_path: Path) -> None:

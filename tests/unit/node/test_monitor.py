@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from hpml_orchestrator.node.planning import Prepared
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.verify import Circumstances
 from hpml_orchestrator.records import targets
+from tests.patience import PATIENCE_SECONDS
 
-Until = Callable[[Callable[[], object]], None]
+Until = Callable[[Callable[[], object]], object]
 
 # A fake exporter for faults that the real one cannot make on demand. It tells what it was given.
 FAKE = """
@@ -32,7 +36,7 @@ import json, os, signal, sys, time
 behaviour, told = sys.argv[1], json.loads(sys.argv[2])
 starts = told["summary_file"] + ".starts"
 with open(starts, "a") as stream:
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)  # its own look: what it starts with
     own = {**told, "pid": os.getpid(), "nice": nice, "cpus": sorted(os.sched_getaffinity(0))}
     stream.write(json.dumps(own) + "\\n")
 count = len(open(starts).readlines())
@@ -47,20 +51,19 @@ if behaviour == "deaf":
 if behaviour == "good" or (behaviour == "twice" and count > 2):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     listen()
-    time.sleep(0.2)
 if behaviour.isdecimal():
     print("hpml: error: cannot do this\\nhpml: hint: do another thing")
     sys.exit(int(behaviour))
 if behaviour == "twice" and count <= 2:
     listen()
-    time.sleep(0.3)
+    while not os.path.exists(told["summary_file"] + f".found{count}"):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
     time.sleep(60)
 """
 LOCAL = MonitorWish("127.0.0.1:0")
-AT_MOST_SECONDS = 15  # two on an idle machine; an exporter that is waited for never ends
-QUICK = Timing(first_pause=0.1, longest_pause=0.2, until_address=1.0, restarts=3, look=0.05)
+QUICK = Timing(first_pause=0.1, longest_pause=0.2, until_address=600.0, restarts=3, look=0.05)
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
     "SLURM_JOB_ID": "17",
@@ -94,10 +97,17 @@ class Watched:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
+    def lives(self, count: int) -> bool:
+        """Whether Prometheus finds the exporter that was started as the first, second, ...."""
+        return len(self.starts()) == count and bool(self.found())
+
     def found(self) -> list[str]:
         """The addresses that Prometheus finds."""
-        files = sorted(self.targets.glob("*.json"))
-        return [address for one in files for address in json.loads(one.read_text())[0]["targets"]]
+        found: list[str] = []
+        for one in sorted(self.targets.glob("*.json")):
+            with contextlib.suppress(FileNotFoundError):  # withdrawn since it was listed
+                found += json.loads(one.read_text())[0]["targets"]
+        return found
 
 
 Watch = Callable[..., Watched]
@@ -127,6 +137,11 @@ def alive(pid: int) -> bool:
         return False
 
 
+def is_empty(directory: Path) -> bool:
+    """Whether nothing lies there."""
+    return not list(directory.iterdir())
+
+
 def prepared(*cpus: tuple[int, ...]) -> Prepared:
     """A plan whose ranks have these CPUs."""
     ranks = tuple(RankPlan(rank, cpus=own) for rank, own in enumerate(cpus))
@@ -148,9 +163,7 @@ def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until) -> None:
     )
     assert (start["gpu_interval"], start["job_interval"], start["process_interval"]) == (3, 15, 15)
     assert (start["web_config"], start["parent_pid"]) == ("/w.yml", os.getpid())
-    began = time.monotonic()
     watched.monitor.stop()
-    assert time.monotonic() - began < AT_MOST_SECONDS
     until(lambda: not list(watched.targets.iterdir()))
 
 
@@ -163,8 +176,9 @@ def test_it_keeps_off_the_ranks_cpus(watch: Watch, until: Until) -> None:
         watched = watch("good")
         watched.monitor.start(prepared(*((cpu,) for cpu in ranks)))
         until(watched.found)
-        assert sorted(os.sched_getaffinity(watched.starts()[-1]["pid"])) == cpus
+        assert watched.starts()[-1]["cpus"] == cpus, "from its first moment"
         watched.monitor.stop()
+        until(partial(is_empty, watched.targets))
 
 
 def test_one_that_dies_is_started_again(
@@ -173,6 +187,10 @@ def test_one_that_dies_is_started_again(
     """At the same port, so that Prometheus goes on; each end is a line."""
     watched = watch("twice")
     watched.monitor.start(None)
+    for count in (1, 2):
+        until(partial(watched.lives, count))
+        time.sleep(0.3)  # one that dies sooner than the first pause may not have its port again
+        (watched.attempt / "nodes" / f"n1.monitor.json.found{count}").touch()
     until(lambda: len(watched.starts()) == 3)
     until(watched.found)
     watched.monitor.stop()
@@ -244,9 +262,9 @@ def test_one_that_never_listens_is_ended(
     watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It hangs at its start: ended, and tried again."""
-    watched = watch("hangs")
+    watched = watch("hangs", replace(QUICK, until_address=1.0, restarts=100))
     watched.monitor.start(None)
-    until(lambda: len(watched.starts()) == 2)
+    until(lambda: len(watched.starts()) >= 2)
     watched.monitor.stop()
     assert "does not answer after 1 s\n" in capsys.readouterr().err
 
@@ -258,7 +276,7 @@ def test_one_that_does_not_end_is_killed_in_time(watch: Watch, until: Until) -> 
     until(watched.found)
     began = time.monotonic()
     watched.monitor.stop()
-    assert time.monotonic() - began < AT_MOST_SECONDS
+    assert time.monotonic() - began < PATIENCE_SECONDS  # without SIGKILL it would never end
     until(lambda: not alive(watched.starts()[0]["pid"]))
     until(lambda: not watched.found())
 
@@ -274,19 +292,18 @@ def test_an_exporter_whose_start_hangs_holds_nobody(
     def hang(self: Monitor, listen: str) -> subprocess.Popen[bytes]:
         process = launch(self, listen)
         reached.set()
-        assert answer.wait(60)
+        answer.wait()
         return process
 
     monkeypatch.setattr(Monitor, "_launch", hang)
     watched.monitor.start(None)
-    assert reached.wait(20)
-    began = time.monotonic()
+    assert reached.wait(PATIENCE_SECONDS)
     ended = threading.Thread(target=watched.monitor.stop, daemon=True)
     ended.start()
-    ended.join(AT_MOST_SECONDS)
-    took = time.monotonic() - began
+    ended.join(PATIENCE_SECONDS)
+    held = ended.is_alive()
     answer.set()
-    assert took < AT_MOST_SECONDS
+    assert not held
     until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
 
 
@@ -340,13 +357,16 @@ def test_the_real_exporter_answers(tmp_path: Path, until: Until) -> None:
     """Started as an agent starts it: isolated, with options of a job; its summary is left."""
     attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
     (attempt / "nodes").mkdir(parents=True)
-    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT)
+    patient = Timing(terminate=PATIENCE_SECONDS)
+    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT, patient)
     monitor.start(None, no_gpus=True)
     try:
         until(lambda: list((tmp_path / "targets").glob("*.json")))
         (path,) = (tmp_path / "targets").glob("*.json")
         (group,) = json.loads(path.read_text())
-        with urllib.request.urlopen(f"http://{group['targets'][0]}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://{group['targets'][0]}/metrics", timeout=PATIENCE_SECONDS
+        ) as answer:
             assert b"hpml_exporter_" in answer.read()
         assert group["labels"]["jobid"] == "17"
     finally:
@@ -391,12 +411,13 @@ def test_the_agents_signal_does_not_end_it(tmp_path: Path, until: Until) -> None
     """Slurm sends a step's signal to all of its processes: SIGUSR1 ends with a summary at worst."""
     attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
     (attempt / "nodes").mkdir(parents=True)
-    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT)
+    patient = Timing(terminate=PATIENCE_SECONDS)
+    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT, patient)
     monitor.start(None, no_gpus=True)
     until(lambda: monitor._process is not None)
     process = monitor._process
     assert process is not None
     process.send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
+    until(lambda: monitor._address or process.poll() is not None)
     monitor.stop()
     assert process.returncode in (0, -signal.SIGUSR1)

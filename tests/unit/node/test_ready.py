@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -117,12 +116,10 @@ def test_agents_that_die_end_the_waiting(attempt: Path) -> None:
     """When their step is gone and a node is still missing, it will never come."""
     agent = subprocess.Popen(["sleep", "0.2"])
     mark(attempt, "n1", "ready")
-    began = time.monotonic()
     with pytest.raises(HpmlError, match=r"ended before all nodes were ready \(1 of 2 are\)"):
         wait_ready(str(attempt), "2", str(agent.pid))
     # nobody has waited for the agent yet: a zombie counts as gone
     assert Path(f"/proc/{agent.pid}/stat").read_text().split()[2] == "Z"
-    assert time.monotonic() - began < 10
     assert agent.wait() == 0
 
 

@@ -21,14 +21,15 @@ from hpml_orchestrator.node.processes import THREADS_MAX, Look
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
+from tests.patience import PATIENCE_SECONDS, eventually
 
-Until = Callable[[Callable[[], object]], None]
+Until = Callable[[Callable[[], object]], object]
 CPUS = sorted(os.sched_getaffinity(0))
 FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
 BOTH = cpu_list(CPUS)
 TICKS = os.sysconf("SC_CLK_TCK")
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-BUSY = "import time; began = time.time()\nwhile time.time() - began < 60: pass"
+BUSY = "import time; began = time.time()\nwhile time.time() - began < 600: pass"
 THREADS = """
 import os, sys, threading
 begun = threading.Barrier(int(sys.argv[1]) + 1)
@@ -50,7 +51,7 @@ if os.fork() == 0:
     began = time.process_time()
     while time.process_time() - began < 0.2: pass
     print("begun", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 sys.stdin.read()
 """
 DEAF = "import signal, sys\nfor n in (15, 1, 2): signal.signal(n, signal.SIG_IGN)\n"
@@ -62,11 +63,16 @@ def start_ticks(pid: int) -> int:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def lives(pid: int) -> bool:
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does; nothing of one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def lives(pid: int) -> bool:
+    return state(pid) not in ("", "Z")
 
 
 class Ranks:
@@ -97,10 +103,7 @@ class Ranks:
             start_new_session=True,
         )
         self.started.append(process)
-        deadline = time.monotonic() + 20
-        while process.poll() is None and not self._began(process.pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        eventually(lambda: process.poll() is not None or self._began(process.pid))
         if ready:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == ready
@@ -264,13 +267,12 @@ def test_a_shell_whose_program_is_narrowed(attempt: Path, ranks: Ranks) -> None:
 
 def busy_child(pid: int) -> None:
     """Wait until a child of a process has used more CPU time than that itself."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+
+    def busy() -> bool:
         family = Look().family(pid)
-        if len(family) > 1 and family[1].busy_ticks > family[0].busy_ticks:
-            return
-        time.sleep(0.02)
-    raise AssertionError("no busy child")
+        return len(family) > 1 and family[1].busy_ticks > family[0].busy_ticks
+
+    eventually(busy, "a busy child")
 
 
 @needs_two
@@ -290,11 +292,10 @@ def test_workers_of_two_loaders_that_take_turns_on_a_core(attempt: Path, ranks: 
     program = "import os, sys, time\nfor _ in (0, 1):\n if os.fork() == 0:\n  break\nelse:\n"
     program += " print('begun', flush=True); sys.stdin.read(); sys.exit()\n"
     program += f"os.sched_setaffinity(0, {{{FIRST}}})\nwhile time.process_time() < 1.1: pass\n"
-    process = ranks.start(0, BOTH, sys.executable, "-c", f"{program}time.sleep(60)", ready="begun")
-    deadline = time.monotonic() + 30
-    while min(one.busy_ticks for one in Look().family(process.pid)[1:]) < TICKS:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = ranks.start(0, BOTH, sys.executable, "-c", f"{program}time.sleep(600)", ready="begun")
+    workers = [one.pid for one in Look().family(process.pid)[1:]]
+    eventually(lambda: {state(pid) for pid in workers} == {"S"})
+    assert min(one.busy_ticks for one in Look().family(process.pid)[1:]) >= TICKS
     watching.turn(30)
     assert watching.proof().right
 
@@ -477,21 +478,18 @@ def test_strict_ends_the_ranks_with_all_they_started(attempt: Path, ranks: Ranks
     deaf = ranks.start(1, FIRST, sys.executable, "-c", DEAF, ready="begun")
     watching.turn(6)
     assert "n1: binding.verify is strict: its ranks are ended" in watching.said
-    shell.wait(20)
+    shell.wait(PATIENCE_SECONDS)
     gone(child)
     assert lives(deaf.pid)
     watching.turn(5)
     assert lives(deaf.pid)
     watching.turn(5)
-    deaf.wait(20)
+    deaf.wait(PATIENCE_SECONDS)
     assert deaf.returncode == -signal.SIGKILL
 
 
 def gone(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: not lives(pid))
 
 
 def test_a_rank_that_starts_again(attempt: Path, ranks: Ranks) -> None:
@@ -543,7 +541,7 @@ def test_a_proof_that_cannot_be_written_is_told_once(attempt: Path, ranks: Ranks
 
 def test_ranks_of_others_are_not_in_the_family(attempt: Path, ranks: Ranks) -> None:
     """A rank that another started, as a launcher on the node does, is judged by itself."""
-    shell = ranks.process(BOTH, "bash", "-c", "sleep 60 & echo $!; wait")
+    shell = ranks.process(BOTH, "bash", "-c", "sleep 600 & echo $!; wait")
     assert shell.stdout is not None
     child = int(shell.stdout.readline())
     look = Look()

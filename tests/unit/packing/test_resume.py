@@ -58,7 +58,7 @@ def test_a_killed_pack_goes_on(tmp_path: Path, kills: int) -> None:
     killed = 0
     while killed < kills:
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not (dest / ".packing.json").exists() and process.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
@@ -355,7 +355,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     code += f"pack(PackRequest({str(tree)!r}, {str(tmp_path / 'pack')!r}, 1 << 24, 2))"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(pids := children.read_text().split()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -15,7 +15,7 @@ from hpml_orchestrator.records import provenance
 
 def git(directory: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(directory), *arguments], check=True, capture_output=True, timeout=60
+        ["git", "-C", str(directory), *arguments], check=True, capture_output=True, timeout=120
     )
     return done.stdout.decode()
 

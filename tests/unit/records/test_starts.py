@@ -36,7 +36,7 @@ def test_one_of_several_processes_gets_each_start(tmp_path: Path) -> None:
         )
         for _ in range(4)
     ]
-    won = [racer.communicate(timeout=60)[0].strip() for racer in racers]
+    won = [racer.communicate(timeout=120)[0].strip() for racer in racers]
     assert [column.count("1") for column in map("".join, zip(*won, strict=True))] == [1] * 40
     newest = newest_start(tmp_path)
     assert newest is not None

@@ -93,7 +93,7 @@ def prepare_elsewhere(root: Path, uid: int) -> str:
         [sys.executable, "-c", FAILING, str(root), str(uid)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 7, done.stderr
@@ -227,7 +227,7 @@ def test_the_submitter_is_known(store: Store) -> None:
         "from hpml_orchestrator.records.store import Submission\n"
         "Submission(Path(sys.argv[1])).mark_started(now=18.5)"
     )
-    subprocess.run([sys.executable, "-c", code, str(submission.directory)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(submission.directory)], check=True, timeout=120)
     assert submission.started_at() == 18.5
     assert submission.submitter_is_gone()
 

@@ -16,6 +16,7 @@ import pytest
 from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.scheduler.local_processes import send
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.scheduler.test_local import ROOT, Bench, bench
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def test_no_more_tasks_at_once_than_asked_for(bench: Bench) -> None:
 
 def test_one_task_or_all_are_cancelled(bench: Bench) -> None:
     """By the task's id only that one ends, by the array's all of them."""
-    job_id = bench.scheduler().submit(request(bench, "0-3", "exec sleep 60"))
+    job_id = bench.scheduler().submit(request(bench, "0-3", "exec sleep 600"))
     bench.until(f"{job_id}_1", lambda status: status.state is JobState.RUNNING)
     bench.scheduler().cancel([f"{job_id}_1", f"{job_id}_3"])
     assert bench.over(f"{job_id}_1").state is JobState.CANCELLED
@@ -106,11 +107,14 @@ def test_one_task_that_fails_is_the_arrays_end(bench: Bench) -> None:
 
 def test_a_task_whose_supervisor_died_is_alone_in_that(bench: Bench) -> None:
     """Its end is a node failure; the other tasks are not touched."""
-    job_id = bench.scheduler().submit(request(bench, "0-1", "sleep 1"))
+    release = bench.path / "release"
+    asked = request(bench, "0-1", f"while [ ! -e {release} ]; do sleep 0.02; done")
+    job_id = bench.scheduler().submit(asked)
     second = str(int(job_id) + 1)
     bench.until(f"{job_id}_1", lambda status: status.state is JobState.RUNNING)
     send(bench.supervisor(second), signal.SIGKILL)
     assert bench.over(f"{job_id}_1").state is JobState.NODE_FAIL
+    release.touch()
     assert bench.over(f"{job_id}_0").state is JobState.COMPLETED
 
 
@@ -146,7 +150,7 @@ def test_a_submission_that_dies_half_way_has_made_no_job(bench: Bench, published
         env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 9, done.stderr

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,10 @@ from hpml_orchestrator.scheduler.command import CommandMissing, Completed, Subpr
 from hpml_orchestrator.scheduler.model import JobState, Scheduler, SubmitRequest
 from hpml_orchestrator.scheduler.slurm import PollSchedule, SlurmScheduler
 from hpml_orchestrator.testing import FakeClock, FakeRunner
+from tests.patience import PATIENCE_SECONDS, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 DATA = Path(__file__).parent / "data" / "22.05.8"
 SQUEUE = Completed(0, (DATA / "squeue.txt").read_text())
@@ -472,23 +472,14 @@ def test_submitting_without_proc(tmp_path: Path) -> None:
     assert not slurm(FakeRunner({}), proc_root=str(tmp_path / "none")).submitting(tmp_path)
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_submitting_sees_a_real_process(tmp_path: Path) -> None:
     """A running process called sbatch is seen in this machine's /proc, and then no more."""
     fake = tmp_path / "sbatch"
     fake.symlink_to("/bin/sleep")
-    child = subprocess.Popen([str(fake), "60"], cwd=tmp_path)
+    child = subprocess.Popen([str(fake), "600"], cwd=tmp_path)
     try:
         # The kernel lets the parent go on a moment before the child has its new name.
-        assert wait_until(lambda: SlurmScheduler().submitting(tmp_path))
+        assert eventually(lambda: SlurmScheduler().submitting(tmp_path))
     finally:
         child.kill()
         child.wait()
@@ -535,7 +526,7 @@ def test_poll_schedule_jitters() -> None:
 def test_runner_reads_output() -> None:
     """Output is captured, also what is no UTF-8; standard input is empty."""
     code = r"import sys; sys.stdout.buffer.write(b'\xff' + sys.stdin.buffer.read()); sys.exit(3)"
-    done = SubprocessRunner().run([sys.executable, "-c", code], env={}, timeout=20)
+    done = SubprocessRunner().run([sys.executable, "-c", code], env={}, timeout=PATIENCE_SECONDS)
     assert done == Completed(3, "\udcff", "")
 
 
@@ -549,10 +540,10 @@ def test_runner_cannot_execute(tmp_path: Path) -> None:
     """A command that may not be run is no answer either."""
     (tmp_path / "squeue").write_text("")
     with pytest.raises(SchedulerUnavailable, match="cannot start"):
-        SubprocessRunner().run([str(tmp_path / "squeue")], env={}, timeout=5)
+        SubprocessRunner().run([str(tmp_path / "squeue")], env={}, timeout=120)
 
 
-def detached(tmp_path: Path, code: str, timeout: float = 20) -> int:
+def detached(tmp_path: Path, code: str, timeout: float = PATIENCE_SECONDS) -> int:
     return SubprocessRunner().run_detached(
         ["sh", "-c", code],
         env={"PATH": os.environ["PATH"], "X": "1"},
@@ -583,7 +574,7 @@ def test_detached_has_its_own_session(tmp_path: Path) -> None:
 
 
 def wait_for_text(path: Path) -> str:
-    wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+    eventually(lambda: path.exists() and path.read_text().endswith("\n"))
     return path.read_text()
 
 
@@ -591,7 +582,9 @@ def wait_for_text(path: Path) -> str:
 def test_detached_is_left_alone_past_its_time(tmp_path: Path) -> None:
     """A slow sbatch is never killed: its answer still arrives."""
     with pytest.raises(SchedulerUnavailable, match="still works"):
-        detached(tmp_path, "sleep 0.4; echo 7", timeout=0.05)
+        detached(tmp_path, "until [ -e go ]; do sleep 0.02; done; echo 7", timeout=0.05)
+    assert (tmp_path / "sbatch.out").read_text() == ""
+    (tmp_path / "go").touch()
     assert wait_for_text(tmp_path / "sbatch.out") == "7\n"
 
 
@@ -605,7 +598,9 @@ def test_answer_outlives_a_killed_hpml(tmp_path: Path) -> None:
     """When hpml is killed while sbatch works, sbatch's answer is still written."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
-    (bin_dir / "sbatch").write_text("#!/bin/sh\ntouch began\nsleep 0.5\necho 42\n")
+    (bin_dir / "sbatch").write_text(
+        "#!/bin/sh\ntouch began\nuntil [ -e go ]; do sleep 0.02; done\necho 42\n"
+    )
     (bin_dir / "sbatch").chmod(0o755)
     code = (
         "import pathlib, sys\n"
@@ -616,9 +611,10 @@ def test_answer_outlives_a_killed_hpml(tmp_path: Path) -> None:
         "SlurmScheduler().submit(SubmitRequest(d, d / 'o', 'n', 'c', env))\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
-    assert wait_until((tmp_path / "began").exists)
+    assert eventually((tmp_path / "began").exists)
     assert SlurmScheduler().submitting(tmp_path)
     os.killpg(child.pid, signal.SIGINT)
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    (tmp_path / "go").touch()
     assert wait_for_text(tmp_path / "sbatch.out") == "42\n"

@@ -141,7 +141,7 @@ from hpml_orchestrator.staging import StagingArea
 area = StagingArea(sys.argv[1], sys.argv[2])
 area.open()
 print("open", flush=True)
-sys.stdin.read() if len(sys.argv) > 3 else __import__("time").sleep(60)
+sys.stdin.read() if len(sys.argv) > 3 else __import__("time").sleep(600)
 """
 
 
@@ -229,7 +229,7 @@ def test_jobs_that_begin_and_end_at_once_do_not_disturb_each_other(
 ) -> None:
     """Four jobs make and remove the common root 60 times each; none loses its directory."""
     processes = [child(CHURN, base, name) for name in "abcd"]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0, 0]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0, 0]
     assert os.listdir(base) == []
 
 

@@ -100,7 +100,7 @@ def test_eight_jobs_copy_the_same_data_once(
     """One of them copies, seven wait and use its copy; it outlives them all."""
     barrier, told = FORK.Barrier(8), FORK.Queue()
     jobs = [start(stage_at_once, f"{n}.0", base, source, barrier, told) for n in range(8)]
-    said = [told.get(timeout=60) for _ in jobs]
+    said = [told.get(timeout=120) for _ in jobs]
     for job in jobs:
         job.join()
     assert sorted(reused for _, reused, _, _ in said) == [False] + [True] * 7
@@ -121,7 +121,7 @@ def test_eight_jobs_copy_different_data_at_once(
         tree = shutil.copytree(source, tmp_path / f"tree{number}")
         (tree / "own").write_text(str(number))
         jobs.append(start(stage_at_once, f"{number}.0", base, tree, barrier, told))
-    said = [told.get(timeout=60) for _ in jobs]
+    said = [told.get(timeout=120) for _ in jobs]
     for job in jobs:
         job.join()
     assert all(is_right and not reused for _, reused, _, is_right in said)
@@ -132,8 +132,9 @@ def test_eight_jobs_copy_different_data_at_once(
 class Slow:
     """A copier that takes its time; the real one is over before a test can act."""
 
-    def __init__(self, seconds: float, fault: str = "") -> None:
+    def __init__(self, seconds: float, fault: str = "", doomed: int = 0) -> None:
         self.seconds = seconds
+        self.doomed = doomed  # so many copiers go on until they are killed
         self.fault = fault
         self.begun = FORK.Value("i", 0)
         self.pid = FORK.Value("i", 0)
@@ -148,6 +149,8 @@ class Slow:
             (Path(partial) / str(number)).write_text(str(number))
             lock.tell(number, number, FILES, FILES)
             time.sleep(self.seconds / FILES)
+        while self.begun.value <= self.doomed:
+            time.sleep(0.01)
         if self.fault == "stopped":
             raise StagingStopped
         if self.fault:
@@ -174,14 +177,14 @@ def obtain(key: str, base: Path, fill: Slow, told: Any) -> None:
         got = cache(base, key).obtain(KEY, whole, fill)
         assert got is not None
         told.put((key, "reused" if got.reused else "copied", sorted(os.listdir(got.entry.data))))
-        time.sleep(60)
+        time.sleep(600)
     except StagingError as error:
         told.put((key, "error", str(error)))
 
 
 def begun(fill: Slow, times: int = 1) -> int:
     """Wait until a copy began; returns the process that copies."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while fill.begun.value < times:
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -190,7 +193,7 @@ def begun(fill: Slow, times: int = 1) -> int:
 
 def kill_copiers(base: Path, start: Callable[..., ForkProcess], kills: int) -> None:
     """Kill whoever copies while eight wait, then let the last one through."""
-    fill, told = Slow(0.3), FORK.Queue()
+    fill, told = Slow(0.3, doomed=kills), FORK.Queue()
     jobs = {}
     for number in range(9):
         process = start(obtain, f"{number}.0", base, fill, told)
@@ -202,7 +205,7 @@ def kill_copiers(base: Path, start: Callable[..., ForkProcess], kills: int) -> N
         jobs.pop(pid).join()
         replacement = start(obtain, f"{number + 9}.0", base, fill, told)
         jobs[replacement.pid] = replacement
-    said = [told.get(timeout=60) for _ in jobs]
+    said = [told.get(timeout=120) for _ in jobs]
     assert sorted(how for _, how, _ in said) == ["copied"] + ["reused"] * (len(jobs) - 1)
     assert {tuple(names) for _, _, names in said} == {tuple(sorted(map(str, range(FILES))))}
     assert leftovers(base) == []
@@ -227,15 +230,15 @@ def test_waiters_take_over_from_a_hundred_killed_copiers(
 def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
     """A job that stages with the real engine, slowed by its own limit, then goes on."""
     mine = stager(base, key)
-    mine.options = EngineOptions(opens_per_second=4000)
+    mine.options = EngineOptions(opens_per_second=1000)
     result = mine.stage(kept(source))
     told.put((key, result.reused, contents(result.path) == contents(source)))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def copier(base: Path, alive: Iterable[int]) -> int:
     """The process that copies now, by the name of the directory that it fills; 0: it is done."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(base.glob("hpml-*/.cache/*/data")):
         for path in base.glob("hpml-*/.cache/*/.data.partial-*"):
             if int(path.name.split("-")[1]) in alive:
@@ -313,7 +316,7 @@ def test_a_failed_copy_is_told_to_all_who_waited(
     jobs = [start(obtain, "0.0", base, fill, told)]
     begun(fill)
     jobs += [start(obtain, f"{number}.0", base, fill, told) for number in range(1, 5)]
-    said = sorted(told.get(timeout=60) for _ in jobs)
+    said = sorted(told.get(timeout=120) for _ in jobs)
     for job in jobs:
         job.join()
     assert said[0] == ("0.0", "error", "cannot read x: Input/output error")
@@ -335,7 +338,7 @@ def test_a_stopped_copy_is_taken_over(base: Path, start: Callable[..., ForkProce
     start(obtain, "0.0", base, stopped, told)
     begun(stopped)
     start(obtain, "1.0", base, Slow(0), told)
-    said = sorted(told.get(timeout=60)[:2] for _ in range(2))
+    said = sorted(told.get(timeout=120)[:2] for _ in range(2))
     assert said == [("0.0", "error"), ("1.0", "copied")]
 
 

@@ -21,7 +21,7 @@ def asked(script: str, shell: str = "bash") -> list[int]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     return [int(line) for line in done.stdout.split()]
 

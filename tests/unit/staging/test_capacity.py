@@ -304,7 +304,7 @@ def test_a_real_memory_limit_counts(
         (tmp_path / name).mkdir()
         (tmp_path / name / "data").write_bytes(os.urandom(MIB) * size)
     process = child(IN_A_CGROUP, limited, base, tmp_path / "large", tmp_path / "small")
-    said = process.communicate(timeout=60)[0].splitlines()
+    said = process.communicate(timeout=120)[0].splitlines()
     assert process.returncode == 0
     told, found = map(float, said[0].split())
     assert 0.7 * told < found < 1.1 * told, "what the kernel takes for a directory"

@@ -344,7 +344,7 @@ def test_several_may_remove_the_same_tree(tmp_path: Path) -> None:
     for one in crew:
         one.stdin.write("\n")
         one.stdin.flush()
-    assert [one.wait(timeout=60) for one in crew] == [0] * 4
+    assert [one.wait(timeout=120) for one in crew] == [0] * 4
     for one in crew:
         one.communicate()
     assert not top.exists()

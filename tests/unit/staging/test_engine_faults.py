@@ -15,6 +15,7 @@ import pytest
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +24,8 @@ STAGE = """
 import os, sys, time
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
 real = os.readv
-def slow(*arguments):  # so that there is a middle on any machine: 1200 files take 0.6 s at least
-    time.sleep(0.001)
+def slow(*arguments):  # so that there is a middle on any machine: 1200 files take 1.8 s at least
+    time.sleep(0.003)
     return real(*arguments)
 os.readv = slow
 options = EngineOptions(processes=2, threads=1)
@@ -71,10 +72,7 @@ def kill_once(
     """Kill a stager after a delay, then stage anew; say whether it was in the middle."""
     process = child(STAGE, base, crowd)
     root = base / f"hpml-{os.getuid()}" / "7.0"
-    end = time.monotonic() + 30
-    while not list(root.glob(".data.partial-*")):
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    eventually(lambda: list(root.glob(".data.partial-*")))
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -82,10 +80,7 @@ def kill_once(
     published = (root / "data").exists()
     if published:
         assert same(root / "data", crowd)
-    end = time.monotonic() + 5
-    while alive(str(base)):  # the workers go with their parent
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    eventually(lambda: not alive(str(base)), "the workers go with their parent")
     stager = CopyStager("7.0", bases=Bases(shm=str(base)))
     result = stager.stage(StageRequest("data", str(crowd), target="shm"))
     assert result.reused == published
@@ -112,17 +107,11 @@ def test_workers_end_with_a_stager_that_is_killed(
     base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """At once, with most of the work before them: nobody writes where the next one cleans up."""
-    process = child(STAGE.replace("0.001", "0.05"), base, crowd)
-    end = time.monotonic() + 30
-    while len(alive(str(base))) < 3:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    process = child(STAGE.replace("0.003", "0.5"), base, crowd)
+    eventually(lambda: len(alive(str(base))) >= 3)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    end = time.monotonic() + 2  # they would have half a minute's work
-    while alive(str(base)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    eventually(lambda: not alive(str(base)), seconds=60)  # they would have five minutes' work
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
 from hpml_orchestrator.staging.root import Root
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -252,9 +253,10 @@ def test_eviction_races_with_readers(
         assert evictor.stdout is not None
         assert evictor.stdout.readline() == "ready\n"
     users = [child(USE, base, source, name) for name in "abc"]
-    assert [user.wait(timeout=60) for user in users] == [0, 0, 0]
+    assert [user.wait(timeout=120) for user in users] == [0, 0, 0]
+    eventually(lambda: not list(base.glob("hpml-*/.cache/*/data")), "nobody uses it any more")
     stop.touch()
-    removed = [int(evictor.communicate(timeout=60)[0]) for evictor in evictors]
+    removed = [int(evictor.communicate(timeout=120)[0]) for evictor in evictors]
     assert sum(removed) > 0
     assert list(base.glob("hpml-*/.trash-*")) == []
 

@@ -13,6 +13,7 @@ import pytest
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingStopped
 from hpml_orchestrator.staging.namelock import NameLock
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     import subprocess
@@ -22,18 +23,29 @@ STAGE = """
 import os, signal, sys, time
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
-base, source, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
+base, source, pause = sys.argv[1], sys.argv[2], sys.argv[3]
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 real = os.readv
 def slow(*arguments):
     print("copying", flush=True)
-    time.sleep(pause)
+    if pause == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+    elif not pause.startswith("/"):
+        time.sleep(float(pause))
+    else:
+        while not (os.path.exists(pause) or stop):
+            time.sleep(0.01)
     return real(*arguments)
+def wait(seconds):
+    print("waiting", flush=True)
+    time.sleep(seconds)
 os.readv = slow
 options = EngineOptions(threads=1)
 stager = CopyStager(
-    "7.0", bases=Bases(shm=base), should_stop=lambda: bool(stop), options=options
+    "7.0", bases=Bases(shm=base), should_stop=lambda: bool(stop), options=options,
+    sleep=wait,
 )
 try:
     result = stager.stage(StageRequest("data", source, target="shm"))
@@ -41,7 +53,7 @@ try:
 except StagingError as error:
     print("error:", error, flush=True)
 if len(sys.argv) > 4:
-    time.sleep(60)
+    time.sleep(600)
 stager.cleanup()
 """
 
@@ -56,11 +68,11 @@ def many(tmp_path: Path) -> Path:
     return root
 
 
-def line(process: subprocess.Popen[str], skip: str = "") -> str:
-    """Return the next line of a child that is not the one to skip."""
+def line(process: subprocess.Popen[str], *skip: str) -> str:
+    """Return the next line of a child that is not one to skip."""
     assert process.stdout is not None
     for text in process.stdout:
-        if text.strip() != skip:
+        if text.strip() not in skip:
             return text.strip()
     return ""
 
@@ -93,13 +105,12 @@ def test_sigterm_stops_promptly_and_cleans_up(
     base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """The agent's stop leads to "stopped" within a file or a chunk; nothing is left."""
-    process = child(STAGE, base, many, 0.05)
-    assert line(process) == "copying"
-    start = time.monotonic()
-    process.terminate()
-    assert line(process, skip="copying") == "error: stopped"
-    assert time.monotonic() - start < 0.5
-    assert process.wait(timeout=10) == 0
+    process = child(STAGE, base, many, "stop")
+    assert process.stdout is not None
+    said = [text.strip() for text in process.stdout]
+    assert said.pop() == "error: stopped"
+    assert 1 <= len(said) <= 10, "of twenty files"
+    assert process.wait(timeout=PATIENCE_SECONDS) == 0
     assert os.listdir(base) == []
 
 
@@ -123,7 +134,7 @@ def test_two_processes_copy_once(
 ) -> None:
     """Two racing for one name end with the same data: one copied, the other waited."""
     processes = [child(STAGE, base, many, 0.02, "stay") for _ in range(2)]
-    said = sorted(line(process, skip="copying") for process in processes)
+    said = sorted(line(process, "copying", "waiting") for process in processes)
     assert said == ["copied 20000 20", "reused 20000 20"]
     assert len(os.listdir(base / f"hpml-{os.getuid()}" / "7.0" / "data")) == 20
 
@@ -132,26 +143,27 @@ def test_waiters_take_over_from_a_killed_stager(
     base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """The lock of a killed stager is free at once, and the next one copies."""
-    first = child(STAGE, base, many, 0.2)
+    first = child(STAGE, base, many, base / "never")
     assert line(first) == "copying"
     second = child(STAGE, base, many, 0)
-    time.sleep(0.5)
+    assert line(second) == "waiting"
     first.kill()
     first.wait()
-    assert line(second, skip="copying") == "copied 20000 20"
-    assert second.wait(timeout=10) == 0
+    assert line(second, "copying", "waiting") == "copied 20000 20"
+    assert second.wait(timeout=PATIENCE_SECONDS) == 0
 
 
 def test_waiters_learn_why_the_other_failed(
     base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Who waited for a stager that failed stops with its reason instead of trying the same."""
-    first = child(STAGE, base, many, 0.1)
+    first = child(STAGE, base, many, base / "go")
     assert line(first) == "copying"
     second = child(STAGE, base, many, 0)
-    time.sleep(0.5)
+    assert line(second) == "waiting"
     (many / "new").touch()
-    reasons = [line(process, skip="copying") for process in (first, second)]
+    (base / "go").touch()
+    reasons = [line(process, "copying", "waiting") for process in (first, second)]
     assert reasons[0].startswith("error: cannot stage")
     assert reasons[1].startswith("error: another process of this job failed: cannot stage")
 
@@ -160,13 +172,13 @@ def test_waiters_take_over_from_a_stopped_stager(
     base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Who ends one of two equal commands does not end the other."""
-    first = child(STAGE, base, many, 0.1)
+    first = child(STAGE, base, many, base / "never")
     assert line(first) == "copying"
     second = child(STAGE, base, many, 0)
-    time.sleep(0.5)
+    assert line(second) == "waiting"
     first.send_signal(signal.SIGTERM)
-    assert line(first, skip="copying") == "error: stopped"
-    assert line(second, skip="copying") == "copied 20000 20"
+    assert line(first, "copying") == "error: stopped"
+    assert line(second, "copying", "waiting") == "copied 20000 20"
 
 
 def test_a_failure_is_not_remembered(stager: CopyStager, source: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_script_is_plain_sh_and_takes_odd_names(shell: str, tmp_path: Path) 
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.stderr == ""
     look = parse(done.stdout)
@@ -157,7 +157,7 @@ def test_topology_is_taken_from_lstopo_of_hwloc_2(version: str, kept: bool, tmp_
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     look = parse(done.stdout)
     assert look is not None

@@ -106,8 +106,8 @@ class Nodes:
                 "attempt": str(attempt),
                 "method": "chain",
                 "kind": "auto",
-                "timeout": 5.0,
-                "join_seconds": 20.0,
+                "timeout": 60.0,
+                "join_seconds": 60.0,
                 "options": {"processes": 2},
                 "rates": {},
                 "interfaces": ["lo"],
@@ -128,7 +128,7 @@ class Nodes:
                 text=True,
             )
 
-    def ends(self, *indices: int, seconds: float = 60) -> list[dict[str, Any]]:
+    def ends(self, *indices: int, seconds: float = 120) -> list[dict[str, Any]]:
         """What nodes say at their end, in order; `status` is how they ended."""
         found = []
         for index in indices or sorted(self.started):
@@ -176,7 +176,7 @@ def children_of(root: Path) -> list[str]:
     return found
 
 
-def until(condition: Any, seconds: float = 20) -> None:
+def until(condition: Any, seconds: float = 120) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not condition():

@@ -213,7 +213,7 @@ def test_a_node_without_room_stops_the_broadcast(
     nodes = job(file, 3, method="sbcast", before=ONE_PATH)
     nodes.start(0, 1)
     nodes.start(2, room=1000)
-    ends = nodes.ends(seconds=20)
+    ends = nodes.ends()
     assert [end["status"] for end in ends] == [8, 8, 2], ends
     assert "n2: data: needs 293.0 KiB" in ends[1]["error"]
 
@@ -227,7 +227,7 @@ def test_a_broadcast_can_be_stopped(
     nodes.start()
     until((root / "attempt" / "chain" / "data.1.room").exists)
     nodes.signal(0, signal.SIGTERM)
-    ends = nodes.ends(seconds=20)
+    ends = nodes.ends()
     assert "stopped" in ends[0]["error"]
     assert "n0: was told to stop" in ends[1]["error"]
     assert nodes.leftovers() == []
@@ -242,5 +242,5 @@ def test_a_dead_first_node_is_noticed(
     nodes.start()
     until((root / "attempt" / "chain" / "data.1.room").exists)
     nodes.signal(0, signal.SIGKILL)
-    end = nodes.ends(1, seconds=20)[0]
+    end = nodes.ends(1)[0]
     assert "node 0 of 2 was lost: no sign of life within 2 s" in end["error"]

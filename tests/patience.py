@@ -1,0 +1,34 @@
+"""Waiting for a condition as long as the slowest machine may take, in place of sleeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["PATIENCE_SECONDS", "eventually"]
+
+# No test waits so long for what does happen; one that waits in vain fails before pytest's timeout.
+PATIENCE_SECONDS = 120
+
+Found = TypeVar("Found")
+
+
+def eventually(
+    check: Callable[[], Found], what: str = "", seconds: float = PATIENCE_SECONDS
+) -> Found:
+    """Wait until a check is true, and return what it found.
+
+    Args:
+        check: looked at again and again; the last look is made after the time is over.
+        what: told when it never becomes true.
+        seconds: for how long.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        late = time.monotonic() > deadline
+        found = check()
+        if found:
+            return found
+        assert not late, f"not within {seconds} s: {what or check}"
+        time.sleep(0.01)
