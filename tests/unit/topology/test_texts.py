@@ -126,13 +126,17 @@ def test_comments_and_a_byte_order_mark_in_front() -> None:
     [
         ("N/A", "N/A", None),
         ("", "", None),
-        ("0-3", "", None),
-        ("0-3", "0-1", None),
+        ("0-3", "", 0),
+        ("0-3", "0-1", 0),
+        ("0-7", "0-1", None),
         ("0-3", "0", 0),
     ],
 )
 def test_affinities_that_are_not_told(cpu: str, numa: str, domain: int | None) -> None:
-    """N/A, a blank, and several domains are no domain, in tabs as in spaces."""
+    """Where no domain is named, or several are, the CPUs decide, in tabs as in spaces.
+
+    CPUs that no other GPU has are a domain, those of a domain and more are none.
+    """
     header = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
     rows = [f"GPU0\t X \tSYS\t{cpu}\t{numa}\t\tN/A", "GPU1\tSYS\t X \t4-7\t1\t\tN/A"]
     for text in ("\n".join([header, *rows]), "\n".join([header, *rows]).expandtabs(8)):
@@ -140,6 +144,72 @@ def test_affinities_that_are_not_told(cpu: str, numa: str, domain: int | None) -
         assert got.gpus[0].domain == domain
         assert got.gpus[1].domain == 1
         assert bool([one for one in got.warnings if "GPU0" in one]) == (domain is None)
+
+
+def test_domains_of_gpu_memory_behind_that_of_the_cpus() -> None:
+    """A GB200 names the CPUs' domain and those of its memory; a container sees one GPU of it."""
+    header, row = (
+        "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "\t X \t72-143\t1,18-33\t\tN/A",
+    )
+    got = smi(header, f"GPU0{row}")
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [(1, 72)]
+    assert got.gpus[0].domain == 1
+    assert "next to the NUMA domains 1,18-33" in got.warnings[0]
+
+
+def test_cpus_that_no_domain_is_told_of_are_kept() -> None:
+    """A GPU next to CPUs of a told domain and of others: the others are there, and used."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        "GPU0\t X \tSYS\t0-3\t0",
+        "GPU1\tSYS\t X \t0-7\tN/A",
+    )
+    assert [(one.number, one.cpus) for one in got.domains] == [(0, (0, 1, 2, 3)), (1, (4, 5, 6, 7))]
+    assert [gpu.domain for gpu in got.gpus] == [0, None]
+    assert any("CPUs 4-7 is not told" in one for one in got.warnings)
+
+
+def test_a_short_list_of_cpus_is_padded_by_a_tab() -> None:
+    """`0-7` is followed by two tabs where `0-23,48-71` is by one: the domain is the next text."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "GPU0\t X \tSYS\t0-7\t\t3\t\tN/A",
+        "GPU1\tSYS\t X \t8-15\t\t1\t\tN/A",
+    )
+    assert [gpu.domain for gpu in got.gpus] == [3, 1]
+
+
+def test_a_blank_domain_between_spaces_is_not_the_gpus_memory() -> None:
+    """What stands far behind the CPUs is the last column's."""
+    got = smi(
+        "        GPU0    CPU Affinity    NUMA Affinity   GPU NUMA ID",
+        "GPU0     X      0-31                            2",
+    )
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 32), (2, 0)]
+
+
+@pytest.mark.parametrize("card", ["ionic_0", "erdma_0", "mana_0", "ibs785", "hns_1", "usnic_0"])
+def test_a_card_may_have_any_name(card: str) -> None:
+    """Its driver, or a rule of the system, names it."""
+    got = smi(f"\tGPU0\t{card}\tCPU Affinity\tNUMA Affinity", "GPU0\t X \tPIX\t0-3\t0")
+    assert [nic.name for nic in got.nics] == [card]
+    assert got.links == (("GPU0", card, "PIX"),)
+
+
+def test_prose_that_begins_with_a_gpu_is_no_matrix() -> None:
+    """A sentence is not taken for the header of a matrix that lost its rows."""
+    with pytest.raises(InputError, match="no machine in a format"):
+        topology_of_text("GPU0 fell off the bus\n")
+
+
+def test_cells_that_a_terminal_glued() -> None:
+    """Rows longer than a terminal lose the blanks where they were wrapped."""
+    got = smi(
+        "        GPU0    NIC0    NIC1    NIC2    CPU Affinity    NUMA Affinity",
+        "GPU0     X      NODEPIX     SYS     0-3     0",
+    )
+    assert [level for _, _, level in got.links] == ["NODE", "PIX", "SYS"]
 
 
 def test_a_blank_cpu_affinity_between_spaces() -> None:
