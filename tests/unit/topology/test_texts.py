@@ -95,7 +95,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing one, a directory, and one that is no text; each is named."""
     with pytest.raises(NotFoundError, match="no such file: .*none.xml"):
         read_topology(tmp_path / "none.xml")
-    with pytest.raises(InputError, match="Is a directory"):
+    with pytest.raises(InputError, match="is a directory without devices"):
         read_topology(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="bytes: is no text in UTF-8"):
@@ -290,6 +290,19 @@ def test_hwloc_memory_that_is_not_main_memory() -> None:
     )
     got = topology_of_text(text)
     assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 8), (1, 8), (7, 0)]
+
+
+def test_hwloc_cpus_that_were_not_allowed() -> None:
+    """`lstopo --disallowed` in a cgroup tells CPUs that nobody there may use: they are left out."""
+    whole = topology_of_text(hwloc_xml(MACHINE))
+    first = min(whole.cpus)
+    allowed = sum(1 << cpu for cpu in whole.cpus if cpu != first)
+    text = hwloc_xml(MACHINE).replace(
+        'type="Machine"', f'type="Machine" allowed_cpuset="0x{allowed:x}"', 1
+    )
+    got = topology_of_text(text)
+    assert got.cpus == whole.cpus - {first}
+    assert f"The CPUs {first} were not allowed" in got.warnings[0]
 
 
 def test_hwloc_devices_at_the_machine() -> None:
