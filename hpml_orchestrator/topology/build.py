@@ -45,7 +45,8 @@ def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...],
     The CPUs of a domain as two equal runs with a gap between, the same distance apart in every
     domain (`0-23,96-119` and `24-47,120-143`), are first and second hardware threads: Linux numbers
     so on x86. Any other shape proves nothing, and each CPU counts as a core. Interleaved numbers
-    (`0,2,4` and `1,3,5`) look alike with and without second threads. A domain stands for a socket.
+    (`0,2,4` and `1,3,5`, or `1,3`) look alike with and without second threads. A domain stands for
+    a socket.
     """
     homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
     step = _sibling_step([domain.cpus for domain in domains if domain.cpus])
@@ -68,7 +69,7 @@ def _sibling_step(sets: Sequence[Sequence[int]]) -> int:
         if len(runs) != _RUNS_WITH_SIBLINGS:
             return 0
         (first, last), (second, end) = ((int(run[0]), int(run[-1])) for run in runs)
-        if last - first != end - second:
+        if last == first or last - first != end - second:
             return 0
         steps.add(second - first)
         highest = max(highest, last)

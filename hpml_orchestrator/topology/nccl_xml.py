@@ -74,7 +74,7 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
             bridges = (f"domain {part.get('numaid')}", *(one.get("busid", "") for one in above))
             paths[address] = PciPath(bridges, own, hops=0, root=True)
             told = device.find("gpu")
-            if told is not None or is_gpu(vendor, kind) or _is_display(kind):
+            if told is not None or is_gpu(vendor, kind) or (not vendor and _is_display(kind)):
                 index = _number(told.get("dev", "")) if told is not None else _UNNUMBERED
                 gpus.append((index, Gpu(index, "", address, domain=home, cpus=cpus)))
             names = [one.get("name", "") for one in device.findall("nic/net")]
@@ -118,6 +118,10 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
             warnings.append(f"The CPUs {both} are told for two domains: the first has them.")
         cpus_of[number] = tuple(cpu for cpu in cpus if cpu not in taken)
         taken.update(cpus)
+        if not cpus:
+            warnings.append(
+                f"The file tells no CPUs of domain {number}: what is there runs elsewhere."
+            )
     if not taken:
         warnings.append("The file tells no CPUs.")
     missing = sorted(set(range(max(cpus_of, default=0))) - set(cpus_of))

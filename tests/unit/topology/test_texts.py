@@ -267,6 +267,12 @@ def test_interleaved_cpus_are_no_proof_of_threads() -> None:
         "GPU1\tSYS\t X \t1,3,5,7\t1",
     )
     assert [core.cpus for core in got.cores] == [(n,) for n in range(8)]
+    two = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        "GPU0\t X \tPHB\t1,3\t1",
+        "GPU1\tPHB\t X \t1,3\t1",
+    )
+    assert [core.cpus for core in two.cores] == [(1,), (3,)]
 
 
 def test_nccl_in_a_virtual_machine_without_domains() -> None:
@@ -278,6 +284,18 @@ def test_nccl_in_a_virtual_machine_without_domains() -> None:
     assert (got.gpus[0].domain, got.gpus[0].cpus) == (None, ())
     assert [(one.number, one.cpus) for one in got.domains] == [(0, tuple(range(8)))]
     assert "numaid -1" in got.warnings[0]
+
+
+def test_nccl_tells_of_a_domain_without_cpus_and_of_what_is_no_gpu() -> None:
+    """A domain whose mask is empty is a warning; a server's graphics chip is no GPU."""
+    gpu = '<pci busid="0000:{}:00.0" class="0x030200" vendor="0x10de"><gpu dev="{}"/></pci>'
+    chip = '<pci busid="0000:03:00.0" class="0x030000" vendor="0x1a03"/>'
+    got = topology_of_text(
+        f'<system version="1"><cpu numaid="0" affinity="0">{gpu.format("01", 0)}{chip}</cpu>'
+        f'<cpu numaid="1" affinity="ff00">{gpu.format("81", 1)}</cpu></system>'
+    )
+    assert [one.address for one in got.gpus] == ["0000:01:00.0", "0000:81:00.0"]
+    assert "The file tells no CPUs of domain 0: what is there runs elsewhere." in got.warnings
 
 
 def test_hwloc_memory_that_is_not_main_memory() -> None:
