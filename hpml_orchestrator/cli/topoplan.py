@@ -210,6 +210,7 @@ def tell_plan(
     )
 
     allowed = _allowed(topology, wanted.allowed_cpus)
+    beside = _beside_its_gpus(topology, wanted)
     devices = topology.devices
     few = wanted.gpus is not None and wanted.gpus < len(devices)
     made = plan(
@@ -217,7 +218,7 @@ def tell_plan(
         wanted.ranks,
         policy=wanted.policy,
         ranks_per_gpu=wanted.ranks_per_gpu,
-        allowed_cpus=allowed,
+        allowed_cpus=beside or allowed,
         visible_gpus=[one.index for one in devices[: wanted.gpus]] if few else None,
         loader_workers=wanted.loader_workers,
         smt=wanted.hardware_threads,
@@ -227,7 +228,7 @@ def tell_plan(
         warnings.append(
             f"the job asks for {counted(wanted.gpus, 'GPU')}, and this node has {len(devices)}"
         )
-    note = _note(topology, wanted)
+    note = _note(topology, wanted, part=bool(beside))
     if svg is not None:
         from hpml_orchestrator.cli.rankpicture import of_plan  # noqa: PLC0415
         from hpml_orchestrator.cli.topo import write_picture  # noqa: PLC0415
@@ -263,11 +264,34 @@ def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
     return allowed
 
 
-def _note(topology: Topology, wanted: Wanted) -> str:
-    """Say which part of the node a job asks for, where it is not all of it."""
+def _beside_its_gpus(topology: Topology, wanted: Wanted) -> tuple[int, ...]:
+    """Return the CPUs of a job that asks for a part of a node: none of other GPUs' domains.
+
+    Empty where there is nothing to leave out: the job has the node or all of its GPUs, names its
+    CPUs, or asks for more than would be left.
+    """
+    if not wanted.gpus or wanted.cpus is None or wanted.allowed_cpus:
+        return ()
+    devices = topology.devices
+    own = {one.domain for one in devices[: wanted.gpus]}
+    others = {one.domain for one in devices[wanted.gpus :]} - own
+    if None in own or not others:
+        return ()
+    left = [cpu for one in topology.domains if one.number not in others for cpu in one.cpus]
+    return tuple(left) if wanted.cpus <= len(left) else ()
+
+
+def _note(topology: Topology, wanted: Wanted, *, part: bool) -> str:
+    """Say which part of the node a job asks for, where it is not all of it.
+
+    Args:
+        topology: the node.
+        wanted: what the job asks for.
+        part: whether the plan leaves the CPUs next to other GPUs out.
+    """
     parts, taken = [], []
     if not wanted.allowed_cpus:
-        taken.append("all CPUs")
+        taken.append("the CPUs that are next to no other GPU" if part else "all CPUs")
         if wanted.cpus is not None and wanted.cpus < len(topology.cpus):
             parts.append(f"{wanted.cpus} of {len(topology.cpus)} CPUs")
     if wanted.gpus is not None and 0 < wanted.gpus < len(topology.devices):
