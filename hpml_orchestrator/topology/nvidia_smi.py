@@ -29,6 +29,7 @@ _LEVELS = frozenset({"PIX", "PXB", "PHB", "NODE", "SYS"})
 _WITHIN = _LEVELS - {"SYS"}
 _DOMAINS_MAX = 10_000
 _OLD_LEVELS = {"SOC": "SYS"}  # so in drivers before 387
+_CUT = re.compile(r"[0-9]+(?:,[0-9]+){5}")  # so on 2-socket servers that number in turns
 _HALF_COLUMN = 4
 _BLANK_COLUMN = 13  # a short cell padded to the 16 columns of its header leaves 12 blanks
 
@@ -163,6 +164,12 @@ def _topology(
 ) -> Topology:
     warnings: list[str] = []
     affinities = {name: _list(rows[name].tails.get("CPU Affinity", ""), name) for name in names}
+    cut = [name for name in names if _CUT.fullmatch(rows[name].tails.get("CPU Affinity", ""))]
+    if cut:
+        warnings.append(
+            f"The CPU affinity of {', '.join(cut)} has six numbers: nvidia-smi cuts longer lists "
+            "off there, so that CPUs may be missing; `lstopo` tells them all."
+        )
     cells = {name: rows[name].tails.get("NUMA Affinity", "") for name in names}
     named = {name: _list_of(cell) for name, cell in cells.items()}
     memories = {one for name in names for one in _list_of(rows[name].tails.get("GPU NUMA ID", ""))}

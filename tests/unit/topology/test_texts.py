@@ -197,6 +197,14 @@ def test_a_card_may_have_any_name(card: str) -> None:
     assert got.links == (("GPU0", card, "PIX"),)
 
 
+def test_a_list_of_cpus_that_may_be_cut_off_is_told() -> None:
+    """nvidia-smi prints six numbers at most: servers that number CPUs in turns have more."""
+    header = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
+    got = smi(header, "GPU0\t X \t0,2,4,6,8,10\t0\t\tN/A")
+    assert "CPU affinity of GPU0 has six numbers" in got.warnings[0]
+    assert "six" not in " ".join(smi(header, "GPU0\t X \t0,2,4,6\t0\t\tN/A").warnings)
+
+
 def test_prose_that_begins_with_a_gpu_is_no_matrix() -> None:
     """A sentence is not taken for the header of a matrix that lost its rows."""
     with pytest.raises(InputError, match="no machine in a format"):
@@ -296,6 +304,23 @@ def test_nccl_tells_of_a_domain_without_cpus_and_of_what_is_no_gpu() -> None:
     )
     assert [one.address for one in got.gpus] == ["0000:01:00.0", "0000:81:00.0"]
     assert "The file tells no CPUs of domain 0: what is there runs elsewhere." in got.warnings
+
+
+def test_nccl_files_written_by_hand() -> None:
+    """Guides show lists of CPUs, cards without <nic> or <net>, and devices of a bridge's class."""
+    got = topology_of_text(
+        """<system version="1"><cpu numaid="0" affinity="0-3,8">
+        <pci busid="0000:01:00.0" class="0x060400"><gpu dev="0" sm="90"/></pci>
+        <pci busid="0000:02:00.0" class="0x020000"><net name="mlx5_0" port="1"/></pci>
+        <pci busid="0000:03:00.0" class="0x020700"><nic name="mlx5_1" dev="1"/></pci>
+        </cpu></system>"""
+    )
+    assert got.domains[0].cpus == (0, 1, 2, 3, 8)
+    assert [gpu.address for gpu in got.gpus] == ["0000:01:00.0"]
+    assert [(nic.name, nic.address) for nic in got.nics] == [
+        ("mlx5_0", "0000:02:00.0"),
+        ("mlx5_1", "0000:03:00.0"),
+    ]
 
 
 def test_hwloc_memory_that_is_not_main_memory() -> None:
