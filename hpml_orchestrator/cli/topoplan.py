@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -209,6 +209,8 @@ def tell_plan(
         plan_rows,
     )
 
+    if wanted.allowed_cpus and not topology.cores:
+        topology = _of_allowed(topology, wanted.allowed_cpus)
     allowed = _allowed(topology, wanted.allowed_cpus)
     beside = _beside_its_gpus(topology, wanted)
     devices = topology.devices
@@ -248,17 +250,35 @@ def tell_plan(
         typer.echo(f"note: {note}", err=True)
 
 
-def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+def _of_allowed(topology: Topology, text: str) -> Topology:
+    """Return a node of which no CPUs are told, with those that are allowed."""
+    from hpml_orchestrator.topology import Core, Domain  # noqa: PLC0415
+
+    cpus = _cpus(text)
+    note = "No NUMA domain is told: the allowed CPUs count as domain 0, and each as a core."
+    return replace(
+        topology,
+        cores=tuple(Core(number, 0, 0, (cpu,)) for number, cpu in enumerate(cpus)),
+        domains=(Domain(0, cpus),),
+        warnings=(*topology.warnings, note),
+    )
+
+
+def _cpus(text: str) -> tuple[int, ...]:
     from hpml_orchestrator.topology import parse_list  # noqa: PLC0415
 
-    if not text:
-        return None
     try:
-        allowed = parse_list(text)
+        return parse_list(text)
     except ValueError:
         raise InputError(
             "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=text
         ) from None
+
+
+def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    allowed = _cpus(text)
     if not set(allowed) & topology.cpus:
         raise InputError("names none of the node's CPUs", field="--allowed-cpus", value=text)
     return allowed

@@ -42,6 +42,18 @@ def test_a_part_of_the_node_is_planned_alone(hpml: Hpml) -> None:
     assert given == [4, 5, 6, 7]
 
 
+def test_allowed_cpus_stand_in_where_a_file_tells_none(shell: Shell, hpml: Hpml) -> None:
+    """A virtual machine's matrix without affinities: the CPUs of the command line are shared."""
+    rows = "GPU0\t X \tPHB\tN/A\t\tN/A\nGPU1\tPHB\t X \tN/A\t\tN/A\n"
+    (shell.root / "vm.txt").write_text(f"\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n{rows}")
+    told = hpml("topo", "vm.txt", "--ranks", "2", "--allowed-cpus", "4-9", "--json").json()
+    assert [(one["gpu"], one["cpus"]) for one in told["ranks"]] == [
+        ("GPU0", "4-6"),
+        ("GPU1", "7-9"),
+    ]
+    assert any("the allowed CPUs count as domain 0" in one for one in told["warnings"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
