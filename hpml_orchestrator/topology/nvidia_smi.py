@@ -29,6 +29,7 @@ _LEVELS = frozenset({"PIX", "PXB", "PHB", "NODE", "SYS"})
 _WITHIN = _LEVELS - {"SYS"}
 _DOMAINS_MAX = 10_000
 _OLD_LEVELS = {"SOC": "SYS"}  # so in drivers before 387
+_COVERED = re.compile(r"([A-Z]{1,3})([0-9]+-[0-9,-]+)")
 _CUT = re.compile(r"[0-9]+(?:,[0-9]+){5}")  # so on 2-socket servers that number in turns
 _HALF_COLUMN = 4
 _BLANK_COLUMN = 13  # a short cell padded to the 16 columns of its header leaves 12 blanks
@@ -110,6 +111,7 @@ def _row(line: str, header: _Header, number: int) -> _Row:
     by_tab = len(cells) > count
     if not by_tab:
         cells = [cell for word in line.split() for cell in _unglued(word)]
+    cells[count : count + 1] = _uncovered(cells[count]) if len(cells) > count else []
     matrix = cells[1 : count + 1]
     wrong = [cell for cell in matrix if not _CELL.fullmatch(cell)]
     if len(matrix) < count or wrong:
@@ -139,6 +141,18 @@ def _row(line: str, header: _Header, number: int) -> _Row:
 def _unglued(word: str) -> list[str]:
     """Return the cells of a word; terminals that wrap long rows glue two of them (`NODENODE`)."""
     return _CELL.findall(word) if _CELLS.fullmatch(word) else [word]
+
+
+def _uncovered(cell: str) -> list[str]:
+    """Return the last level of a row and the CPUs, where these have been written over its end.
+
+    Some drivers do so to rows with many columns: `PH0-115` is `PHB` and `0-115`.
+    """
+    match = _COVERED.fullmatch(cell)
+    if match is None or _CELL.fullmatch(cell):
+        return [cell]
+    levels = [one for one in _LEVELS if one.startswith(match[1])]
+    return [levels[0] if len(levels) == 1 else "N/A", match[2]] if levels else [cell]
 
 
 def _aligned(line: str, header: _Header, tails: list[str]) -> list[str]:

@@ -197,6 +197,16 @@ def test_a_card_may_have_any_name(card: str) -> None:
     assert got.links == (("GPU0", card, "PIX"),)
 
 
+def test_cpus_that_are_written_over_the_last_level() -> None:
+    """A virtual machine with eight cards printed `PH0-115` for `PHB` and `0-115`."""
+    got = smi(
+        "\tGPU0\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "GPU0\t X \tPHB\tPH0-115\t0-3\t\tN/A",
+        "NIC0\tPHB\t X \tPHB",
+    )
+    assert (got.gpus[0].cpus, got.links[1][2]) == (tuple(range(116)), "PHB")
+
+
 def test_a_list_of_cpus_that_may_be_cut_off_is_told() -> None:
     """nvidia-smi prints six numbers at most: servers that number CPUs in turns have more."""
     header = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
