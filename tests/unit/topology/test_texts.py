@@ -293,6 +293,24 @@ def test_interleaved_cpus_are_no_proof_of_threads() -> None:
     assert [core.cpus for core in two.cores] == [(1,), (3,)]
 
 
+@pytest.mark.parametrize(
+    ("cpus", "cores"),
+    [
+        ("0-3,8-10", [(0, 8), (1, 9), (2, 10), (3,)]),
+        ("0,2-3,8-11", [(0, 8), (2, 10), (3, 11), (9,)]),
+        ("0-3", [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_offline_cpus_hide_no_hardware_threads(cpus: str, cores: list[tuple[int, ...]]) -> None:
+    """The whole domain beside it says how far siblings are apart; little proves nothing."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        f"GPU0\t X \tSYS\t{cpus}\t0",
+        "GPU1\tSYS\t X \t4-7,12-15\t1",
+    )
+    assert [core.cpus for core in got.cores if core.domain == 0] == cores
+
+
 def test_nccl_in_a_virtual_machine_without_domains() -> None:
     """A numaid of -1 leaves GPUs without domain and CPUs in domain 0."""
     got = topology_of_text(
