@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,7 +42,7 @@ def topo(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="Topology file of any known format, or - for standard input.",
+            help="Topology file of any known format, a copy of /sys, or - for standard input.",
             show_default="this node",
         ),
     ] = None,
@@ -153,14 +154,17 @@ def topo(
         wanted = topoplan.wanted_by_job(job, given)
     source, topology = known or (file, read_node(file))
     title = _title(source, topology)
+    restriction = _restriction(topology) if source is None else ""
     if job_file or ranks is not None:
         if ranks is not None:
             wanted = topoplan.wanted_by_words(ranks, given)
+        if not allowed_cpus:
+            wanted = replace(wanted, allowed_cpus=restriction)
         topoplan.tell_plan(topology, wanted, svg=svg, title=title, as_json=as_json)
-        return
-    _tell_node(topology, title, svg=svg, as_json=as_json)
-    if file is None:
-        _tell_restriction(topology)
+    else:
+        _tell_node(topology, title, svg=svg, as_json=as_json)
+    if restriction and not allowed_cpus:
+        typer.echo(f"note: this process may use the CPUs {restriction} alone", err=True)
 
 
 def _tell_node(topology: Topology, title: str, *, svg: str | None, as_json: bool) -> None:
@@ -177,15 +181,14 @@ def _tell_node(topology: Topology, title: str, *, svg: str | None, as_json: bool
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _tell_restriction(topology: Topology) -> None:
-    """Say which of the node's CPUs this process may use, where these are not all."""
+def _restriction(topology: Topology) -> str:
+    """Return which of this node's CPUs this process may use; empty where these are all."""
     import os  # noqa: PLC0415
 
     from hpml_orchestrator.topology import format_list  # noqa: PLC0415
 
     allowed = os.sched_getaffinity(0)
-    if topology.cpus - allowed:
-        typer.echo(f"note: this process may use the CPUs {format_list(allowed)} alone", err=True)
+    return format_list(allowed) if topology.cpus - allowed else ""
 
 
 def read_node(file: str | None) -> Topology:
@@ -238,7 +241,8 @@ def _title(file: str | None, topology: Topology) -> str:
     import os  # noqa: PLC0415
 
     if file:
-        return f"{'standard input' if file == '-' else os.path.basename(file)} ({topology.source})"
+        name = "standard input" if file == "-" else os.path.basename(os.path.abspath(file)) or file
+        return f"{name} ({topology.source})"
     return f"{os.uname().nodename} ({topology.source})"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -209,7 +209,10 @@ def tell_plan(
         plan_rows,
     )
 
+    if wanted.allowed_cpus and not topology.cores:
+        topology = _of_allowed(topology, wanted.allowed_cpus)
     allowed = _allowed(topology, wanted.allowed_cpus)
+    beside = _beside_its_gpus(topology, wanted)
     devices = topology.devices
     few = wanted.gpus is not None and wanted.gpus < len(devices)
     made = plan(
@@ -217,7 +220,7 @@ def tell_plan(
         wanted.ranks,
         policy=wanted.policy,
         ranks_per_gpu=wanted.ranks_per_gpu,
-        allowed_cpus=allowed,
+        allowed_cpus=beside or allowed,
         visible_gpus=[one.index for one in devices[: wanted.gpus]] if few else None,
         loader_workers=wanted.loader_workers,
         smt=wanted.hardware_threads,
@@ -227,7 +230,7 @@ def tell_plan(
         warnings.append(
             f"the job asks for {counted(wanted.gpus, 'GPU')}, and this node has {len(devices)}"
         )
-    note = _note(topology, wanted)
+    note = _note(topology, wanted, part=bool(beside))
     if svg is not None:
         from hpml_orchestrator.cli.rankpicture import of_plan  # noqa: PLC0415
         from hpml_orchestrator.cli.topo import write_picture  # noqa: PLC0415
@@ -247,27 +250,68 @@ def tell_plan(
         typer.echo(f"note: {note}", err=True)
 
 
-def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+def _of_allowed(topology: Topology, text: str) -> Topology:
+    """Return a node of which no CPUs are told, with those that are allowed."""
+    from hpml_orchestrator.topology import Core, Domain  # noqa: PLC0415
+
+    cpus = _cpus(text)
+    note = "No NUMA domain is told: the allowed CPUs count as domain 0, and each as a core."
+    return replace(
+        topology,
+        cores=tuple(Core(number, 0, 0, (cpu,)) for number, cpu in enumerate(cpus)),
+        domains=(Domain(0, cpus),),
+        warnings=(*topology.warnings, note),
+    )
+
+
+def _cpus(text: str) -> tuple[int, ...]:
     from hpml_orchestrator.topology import parse_list  # noqa: PLC0415
 
-    if not text:
-        return None
     try:
-        allowed = parse_list(text)
+        return parse_list(text)
     except ValueError:
         raise InputError(
             "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=text
         ) from None
+
+
+def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    allowed = _cpus(text)
     if not set(allowed) & topology.cpus:
         raise InputError("names none of the node's CPUs", field="--allowed-cpus", value=text)
     return allowed
 
 
-def _note(topology: Topology, wanted: Wanted) -> str:
-    """Say which part of the node a job asks for, where it is not all of it."""
+def _beside_its_gpus(topology: Topology, wanted: Wanted) -> tuple[int, ...]:
+    """Return the CPUs of a job that asks for a part of a node: none of other GPUs' domains.
+
+    Empty where there is nothing to leave out: the job has the node or all of its GPUs, names its
+    CPUs, or asks for more than would be left.
+    """
+    if not wanted.gpus or wanted.cpus is None or wanted.allowed_cpus:
+        return ()
+    devices = topology.devices
+    own = {one.domain for one in devices[: wanted.gpus]}
+    others = {one.domain for one in devices[wanted.gpus :]} - own
+    if None in own or not others:
+        return ()
+    left = [cpu for one in topology.domains if one.number not in others for cpu in one.cpus]
+    return tuple(left) if wanted.cpus <= len(left) else ()
+
+
+def _note(topology: Topology, wanted: Wanted, *, part: bool) -> str:
+    """Say which part of the node a job asks for, where it is not all of it.
+
+    Args:
+        topology: the node.
+        wanted: what the job asks for.
+        part: whether the plan leaves the CPUs next to other GPUs out.
+    """
     parts, taken = [], []
     if not wanted.allowed_cpus:
-        taken.append("all CPUs")
+        taken.append("the CPUs that are next to no other GPU" if part else "all CPUs")
         if wanted.cpus is not None and wanted.cpus < len(topology.cpus):
             parts.append(f"{wanted.cpus} of {len(topology.cpus)} CPUs")
     if wanted.gpus is not None and 0 < wanted.gpus < len(topology.devices):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.machine import Machine
     from hpml_orchestrator.topology.model import Gpu, Topology
 
-__all__ = ["Seat", "gpu_name", "local_domains", "seats", "visible"]
+__all__ = ["Seat", "domains_of_idle", "gpu_name", "local_domains", "seats", "visible"]
 
 _ADDRESS_PARTS = 3  # domain, bus, device.function
 
@@ -55,6 +55,25 @@ def seats(
     return [
         Seat(rank, devices[rank % len(devices)], near[rank % len(devices)]) for rank in range(ranks)
     ]
+
+
+def domains_of_idle(
+    topology: Topology, machine: Machine, ranks: int, chosen: Iterable[object] | None
+) -> frozenset[int]:
+    """Return the domains next to visible GPUs that no rank has.
+
+    Args:
+        topology: the node.
+        machine: the same, for its distances.
+        ranks: how many ranks there are.
+        chosen: the visible GPUs, as in `visible`.
+    """
+    return frozenset(
+        domain
+        for gpu in visible(topology, chosen, [])[ranks:]
+        if gpu is not None
+        for domain in local_domains(topology, machine, gpu)
+    )
 
 
 def visible(

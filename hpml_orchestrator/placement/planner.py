@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.cpulist import cpu_list
-from hpml_orchestrator.placement.gpus import Seat, gpu_name, seats
+from hpml_orchestrator.placement.gpus import Seat, domains_of_idle, gpu_name, seats
 from hpml_orchestrator.placement.machine import Machine
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.nics import choose_nics
@@ -26,14 +26,14 @@ from hpml_orchestrator.placement.share import (
 from hpml_orchestrator.placement.told import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["POLICIES", "plan"]
 
 POLICIES = {
-    "gpu-local": "cores of the GPU's NUMA domain, then those of domains that no rank is next to",
+    "gpu-local": "cores of the GPU's NUMA domain, then those of the nearest domains without a GPU",
     "numa": "cores of the GPU's NUMA domain alone; without GPUs one rank per domain",
     "socket": "cores of the GPU's socket alone; without GPUs one rank per socket",
     "spread": "equal parts of all cores in order, wherever the GPU is",
@@ -56,7 +56,8 @@ def plan(
 
     No core belongs to two ranks unless there are fewer cores than ranks (and with policy `none`).
     Ranks next to the same domain get equal numbers of cores, give or take one, those of the domain
-    first. What cannot be done is done as nearly as can be, and told in the plan's warnings.
+    first. With `gpu-local` domains without a visible GPU lend their cores to the nearest ranks.
+    What cannot be done is done as nearly as can be, and told in the plan's warnings.
 
     Args:
         topology: the node.
@@ -84,8 +85,10 @@ def plan(
             hint=f"The node has {cpu_list(topology.cpus)}.",
         )
     warnings: list[str] = []
-    places = seats(topology, machine, ranks, ranks_per_gpu, visible_gpus, warnings)
-    given = _share(machine, places, policy, warnings)
+    chosen = None if visible_gpus is None else tuple(visible_gpus)
+    places = seats(topology, machine, ranks, ranks_per_gpu, chosen, warnings)
+    idle = domains_of_idle(topology, machine, ranks, chosen)
+    given = _share(machine, places, policy, warnings, idle)
     by_home = [tuple({machine.domain_of[core]: 0 for core in cores}) for cores in given]
     bound = policy != "none"
     nics = choose_nics(topology, machine, places, by_home) if bound else [None] * ranks
@@ -113,9 +116,13 @@ def _check(policy: str, ranks: int, ranks_per_gpu: int, loader_workers: int) -> 
 
 
 def _share(
-    machine: Machine, places: Sequence[Seat], policy: str, warnings: list[str]
+    machine: Machine,
+    places: Sequence[Seat],
+    policy: str,
+    warnings: list[str],
+    idle_gpus: Collection[int],
 ) -> list[list[int]]:
-    """Return each rank's cores."""
+    """Return each rank's cores; the domains of GPUs without a rank lend none."""
     if not machine.cores:
         warnings.append("the topology tells of no CPUs: no rank can be bound")
         return [[] for _ in places]
@@ -135,8 +142,10 @@ def _share(
     homes = _homes(machine, places, warnings)
     if scarce:
         return share_short(machine, homes)
-    groups = _groups(machine, homes, policy)
+    groups = _groups(machine, homes, policy, idle_gpus)
     merge(machine, groups)
+    if policy == "gpu-local":
+        _warn_of_idle(machine, [one for one in groups if not one.homes], warnings)
     given: dict[int, list[int]] = {}
     for group in groups:
         if group.homes:
@@ -173,15 +182,18 @@ def _homes(machine: Machine, places: Sequence[Seat], warnings: list[str]) -> lis
     return homes
 
 
-def _groups(machine: Machine, homes: Sequence[int], policy: str) -> list[Group]:
+def _groups(
+    machine: Machine, homes: Sequence[int], policy: str, idle_gpus: Collection[int]
+) -> list[Group]:
     """Return the groups of ranks that share cores, and idle ones whose cores nobody has yet."""
     ranks: dict[int, list[int]] = {}
     for rank, home in enumerate(homes):
         ranks.setdefault(home, []).append(rank)
     if policy == "gpu-local":
         groups = {domain: Group([domain], {domain: ranks[domain]}) for domain in sorted(ranks)}
-        lend(machine, groups)
-        return list(groups.values())
+        idle = [one for one in machine.pool if one in idle_gpus and one not in groups]
+        lend(machine, groups, idle)
+        return [*groups.values(), *(Group([one], {}) for one in idle)]
     pieces: dict[int, list[int]] = {}
     for domain, cores in machine.pool.items():
         key = machine.socket_of[cores[0]] if policy == "socket" else domain
@@ -264,6 +276,17 @@ def _warn_of_crowded(
                 f"NUMA {_domains([domain])} has too few allowed cores for {ranks_text(ranks)}: "
                 f"{ranks_text(out)} on {_domains(others)}"
             )
+
+
+def _warn_of_idle(machine: Machine, groups: Sequence[Group], warnings: list[str]) -> None:
+    """Tell of cores that stay idle, since the GPUs next to them have no rank."""
+    domains = [domain for group in groups for domain in group.domains]
+    if domains:
+        cores = sum(group.cores(machine) for group in groups)
+        warnings.append(
+            f"no rank has a GPU next to NUMA {_domains(domains)}: {counted(cores, 'core')} there "
+            f"{'stays' if cores == 1 else 'stay'} idle, which the policy spread would use"
+        )
 
 
 def _warn_of_few_cores(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from hpml_orchestrator.placement.machine import Machine
 
@@ -97,16 +97,17 @@ def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
     return homes
 
 
-def lend(machine: Machine, groups: dict[int, Group]) -> None:
+def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ()) -> None:
     """Give the cores of domains without ranks to the nearest groups, whoever has fewest per rank.
 
     Args:
         machine: the node.
         groups: a domain with ranks to its group, which gets the cores.
+        kept: domains that lend nothing.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for idle in machine.pool:
-        if idle not in groups:
+        if idle not in groups and idle not in kept:
             alike.setdefault(machine.nearest(idle, groups), []).append(idle)
     holds = {domain: group.cores(machine) for domain, group in groups.items()}
     heads = {domain: len(group.ranks) for domain, group in groups.items()}

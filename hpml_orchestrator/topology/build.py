@@ -44,14 +44,20 @@ def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...],
 
     The CPUs of a domain as two equal runs with a gap between, the same distance apart in every
     domain (`0-23,96-119` and `24-47,120-143`), are first and second hardware threads: Linux numbers
-    so on x86. Any other shape proves nothing, and each CPU counts as a core. Interleaved numbers
-    (`0,2,4` and `1,3,5`) look alike with and without second threads. A domain stands for a socket.
+    so on x86. A domain that lacks some CPUs is understood by the whole ones beside it. Any other
+    shape proves nothing, and each CPU counts as a core. Interleaved numbers
+    (`0,2,4` and `1,3,5`, or `1,3`) look alike with and without second threads. A domain stands for
+    a socket.
     """
     homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
     step = _sibling_step([domain.cpus for domain in domains if domain.cpus])
     groups: list[tuple[int, ...]]
     if step:
-        groups = [(cpu, cpu + step) for cpu in homes if cpu + step in homes and cpu < step]
+        groups = [
+            tuple(one for one in (cpu, cpu + step) if homes.get(one) == homes[cpu])
+            for cpu in homes
+            if cpu < step or cpu - step not in homes
+        ]
         note = f"CPUs n and n+{step} were taken as one core, by the shape of the domains"
     else:
         groups = [(cpu,) for cpu in homes]
@@ -61,19 +67,29 @@ def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...],
 
 
 def _sibling_step(sets: Sequence[Sequence[int]]) -> int:
-    """Return the distance of sibling CPUs that all sets agree on; 0 where nothing proves one."""
-    steps, highest = set(), 0
+    """Return the distance of sibling CPUs that all sets agree on; 0 where nothing proves one.
+
+    Whole sets prove it. Another may lack CPUs, which are offline or in nobody's reach, if most of
+    it are siblings at that distance, and none is one of a CPU in another set.
+    """
+    steps = set()
     for cpus in sets:
         runs = [part.split("-") for part in format_list(cpus).split(",")]
-        if len(runs) != _RUNS_WITH_SIBLINGS:
+        if len(runs) == _RUNS_WITH_SIBLINGS:
+            (first, last), (second, end) = ((int(run[0]), int(run[-1])) for run in runs)
+            if last > first and last - first == end - second:
+                steps.add(second - first)
+    if len(steps) != 1:
+        return 0
+    step = steps.pop()
+    for cpus in sets:
+        first_threads = {cpu for cpu in cpus if cpu < step}
+        partners = {cpu - step for cpu in cpus if cpu >= step}
+        others = {cpu for other in sets if other is not cpus for cpu in other}
+        paired = len(first_threads & partners)
+        if max(partners, default=0) >= step or partners & others or 4 * paired < len(cpus):
             return 0
-        (first, last), (second, end) = ((int(run[0]), int(run[-1])) for run in runs)
-        if last - first != end - second:
-            return 0
-        steps.add(second - first)
-        highest = max(highest, last)
-    step = steps.pop() if len(steps) == 1 else 0
-    return step if step > highest else 0
+    return step
 
 
 def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> Optional[int]:  # noqa: UP045

@@ -12,7 +12,7 @@ from hpml_orchestrator.topology.build import (
     name_key,
     nearest_with_cpus,
 )
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, parse_mask
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_mask
 from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 from hpml_orchestrator.topology.pci import (
     PciPath,
@@ -136,10 +136,19 @@ class _Reader:
         return tuple(domains), homes
 
     def _online(self) -> frozenset[int]:
-        """Return the CPUs that are there and online."""
+        """Return the CPUs that are there, online, and allowed to whoever exported the file."""
         told = frozenset(_number(one) for one in self._of_type("PU"))
         online = self.machine.get("online_cpuset")  # hwloc 1 alone
-        return told & frozenset(parse_mask(online)) if online else told
+        told = told & frozenset(parse_mask(online)) if online else told
+        allowed = frozenset(_mask(self.machine, "allowed_cpuset")) & told
+        if not allowed or allowed == told:
+            return told
+        # `lstopo` leaves these out by itself, but not with --disallowed.
+        self.warnings.append(
+            f"The CPUs {format_list(told - allowed)} were not allowed to the process that exported "
+            "the file: they are left out."
+        )
+        return allowed
 
     def _distances(self, nodes: Sequence[ET.Element]) -> Mapping[int, Mapping[int, int]]:
         """Return domain -> domain -> distance."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import cores_without_siblings, name_key
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_mask
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
 from hpml_orchestrator.topology.pci import (
     PciPath,
@@ -60,7 +60,7 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
     paths: dict[str, PciPath] = {}
     for part in parts:
         number = _domain_number(part)
-        cpus = parse_mask(part.get("affinity") or "0") if number is not None else ()
+        cpus = _cpus(part) if number is not None else ()
         home = number if cpus else None
         for device, above in _pci_devices(part):
             address = full_address(device.get("busid", "")) or device.get("busid", "")
@@ -74,13 +74,10 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
             bridges = (f"domain {part.get('numaid')}", *(one.get("busid", "") for one in above))
             paths[address] = PciPath(bridges, own, hops=0, root=True)
             told = device.find("gpu")
-            if told is not None or is_gpu(vendor, kind) or _is_display(kind):
+            if told is not None or is_gpu(vendor, kind) or (not vendor and _is_display(kind)):
                 index = _number(told.get("dev", "")) if told is not None else _UNNUMBERED
                 gpus.append((index, Gpu(index, "", address, domain=home, cpus=cpus)))
-            names = [one.get("name", "") for one in device.findall("nic/net")]
-            if not names and device.find("nic") is None and is_nic(kind):
-                names = [address]
-            for name in names:
+            for name in _nic_names(device) or [address] * (is_nic(kind) and _has_no_card(device)):
                 nics[name] = Nic(name, address, home, cpus)
         for net in part.findall("nic/net"):
             # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
@@ -103,7 +100,7 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
     taken: set[int] = set()
     for part in parts:
         number = _domain_number(part)
-        cpus = parse_mask(part.get("affinity") or "0")
+        cpus = _cpus(part)
         if number is None:
             warnings.append(
                 "NCCL knew no NUMA domain (numaid -1): the domain of the devices there is not told."
@@ -118,6 +115,10 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
             warnings.append(f"The CPUs {both} are told for two domains: the first has them.")
         cpus_of[number] = tuple(cpu for cpu in cpus if cpu not in taken)
         taken.update(cpus)
+        if not cpus:
+            warnings.append(
+                f"The file tells no CPUs of domain {number}: what is there runs elsewhere."
+            )
     if not taken:
         warnings.append("The file tells no CPUs.")
     missing = sorted(set(range(max(cpus_of, default=0))) - set(cpus_of))
@@ -128,6 +129,12 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
     return tuple(Domain(number, cpus_of[number]) for number in sorted(cpus_of))
 
 
+def _cpus(part: ET.Element) -> tuple[int, ...]:
+    """Return the CPUs of a domain: NCCL writes a mask, and files by hand may have a list."""
+    text = part.get("affinity") or "0"
+    return parse_list(text) if "-" in text else parse_mask(text)
+
+
 def _pci_devices(part: ET.Element) -> Iterator[tuple[ET.Element, tuple[ET.Element, ...]]]:
     """Yield the devices behind a CPU, in order, each with the bridges above it."""
     pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [
@@ -136,9 +143,23 @@ def _pci_devices(part: ET.Element) -> Iterator[tuple[ET.Element, tuple[ET.Elemen
     while pending:
         device, above = pending.pop()
         children = device.findall("pci")
-        if not children and _hex(device, "class") >> 8 != _BRIDGE:
+        is_end = not children and _hex(device, "class") >> 8 != _BRIDGE
+        # Files by hand give devices the class of the bridge that they copied.
+        if is_end or any(device.find(tag) is not None for tag in ("gpu", "nic", "net")):
             yield device, above
         pending.extend((child, (*above, device)) for child in reversed(children))
+
+
+def _nic_names(device: ET.Element) -> list[str]:
+    """Return the names of a card's ports; files by hand name the card, or leave <nic> out."""
+    nets = [*device.findall("nic/net"), *device.findall("net")]
+    found = [one.get("name", "") for one in nets or device.findall("nic")]
+    return [name for name in found if name]
+
+
+def _has_no_card(device: ET.Element) -> bool:
+    """Tell whether a file tells devices alone, and not what NCCL made of them."""
+    return device.find("nic") is None and device.find("net") is None
 
 
 def _in_order(gpus: list[tuple[int, Gpu]], warnings: list[str]) -> tuple[Gpu, ...]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import cores_without_siblings, name_key
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
+from hpml_orchestrator.topology.smi_domains import domains_of_affinities
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,12 +21,18 @@ _SOURCE = "nvidia-smi topo -m"
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TAILS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 _DEVICE = re.compile(r"(?:GPU|NIC|mlx|hfi|qib|bnxt|irdma|efa|rdmap|roce|ibp)\w*")
+_ANY_CARD = re.compile(r"[A-Za-z][\w.-]*")  # a card's driver names it: ionic_0, erdma_0, ibs785
 _LEGEND = re.compile(r"\s*(NIC[0-9]+):\s*(\S+)\s*")
 _CELL = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|C2C|N/?A|OK|SOC|(?:NV|XGMI)[0-9]*")
+_CELLS = re.compile(rf"(?:{_CELL.pattern}){{2,}}")
 _LEVELS = frozenset({"PIX", "PXB", "PHB", "NODE", "SYS"})
 _WITHIN = _LEVELS - {"SYS"}
+_DOMAINS_MAX = 10_000
 _OLD_LEVELS = {"SOC": "SYS"}  # so in drivers before 387
+_COVERED = re.compile(r"([A-Z]{1,3})([0-9]+-[0-9,-]+)")
+_CUT = re.compile(r"[0-9]+(?:,[0-9]+){5}")  # so on 2-socket servers that number in turns
 _HALF_COLUMN = 4
+_BLANK_COLUMN = 13  # a short cell padded to the 16 columns of its header leaves 12 blanks
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,8 @@ def _header(line: str) -> Optional[_Header]:  # noqa: UP045
     tails = tuple(name for name in _TAILS if name in expanded)
     start = min((expanded.index(name) for name in tails), default=len(expanded))
     devices = tuple(expanded[:start].split())
-    if len(set(devices)) < len(devices) or not all(_DEVICE.fullmatch(one) for one in devices):
+    named = _ANY_CARD if tails else _DEVICE  # prose may begin with GPU0, too
+    if len(set(devices)) < len(devices) or not all(named.fullmatch(one) for one in devices):
         return None
     return _Header(devices, tails, tuple(expanded.index(name) for name in tails))
 
@@ -102,7 +110,8 @@ def _row(line: str, header: _Header, number: int) -> _Row:
     cells = [cell.strip() for cell in line.split("\t")]
     by_tab = len(cells) > count
     if not by_tab:
-        cells = line.split()
+        cells = [cell for word in line.split() for cell in _unglued(word)]
+    cells[count : count + 1] = _uncovered(cells[count]) if len(cells) > count else []
     matrix = cells[1 : count + 1]
     wrong = [cell for cell in matrix if not _CELL.fullmatch(cell)]
     if len(matrix) < count or wrong:
@@ -117,21 +126,50 @@ def _row(line: str, header: _Header, number: int) -> _Row:
     }
     tails = cells[count + 1 :]
     if by_tab:
-        # The columns are one or two tabs wide: an empty cell before the last column is padding.
-        if len(tails) > len(header.tails) and "GPU NUMA ID" in header.tails:
+        # The columns are one or two tabs wide: where all are filled, empty cells are padding;
+        # else one before the last column is.
+        filled = [cell for cell in tails if cell]
+        if len(filled) == len(header.tails):
+            tails = filled
+        elif len(tails) > len(header.tails) and "GPU NUMA ID" in header.tails:
             tails = [*tails[:2], tails[-1]]
     else:
         tails = _aligned(line, header, tails)
     return _Row(levels, dict(zip(header.tails, tails)))
 
 
+def _unglued(word: str) -> list[str]:
+    """Return the cells of a word; terminals that wrap long rows glue two of them (`NODENODE`)."""
+    return _CELL.findall(word) if _CELLS.fullmatch(word) else [word]
+
+
+def _uncovered(cell: str) -> list[str]:
+    """Return the last level of a row and the CPUs, where these have been written over its end.
+
+    Some drivers do so to rows with many columns: `PH0-115` is `PHB` and `0-115`.
+    """
+    match = _COVERED.fullmatch(cell)
+    if match is None or _CELL.fullmatch(cell):
+        return [cell]
+    levels = [one for one in _LEVELS if one.startswith(match[1])]
+    return [levels[0] if len(levels) == 1 else "N/A", match[2]] if levels else [cell]
+
+
 def _aligned(line: str, header: _Header, tails: list[str]) -> list[str]:
-    """Put an empty cell in front where the first text behind the matrix stands too far right."""
-    if len(tails) < len(header.tails) and tails and header.tails[0] == "CPU Affinity":
-        expanded = line.expandtabs(8)
-        offset = len(expanded) - len(expanded.split(maxsplit=len(header.devices) + 1)[-1])
-        if offset >= header.offsets[0] + _HALF_COLUMN:
-            return ["", *tails]
+    """Put an empty cell where there are too few behind the matrix, and blanks in one's place.
+
+    That is in front where the first text stands too far right, or behind the CPUs where the next
+    text stands too far from them.
+    """
+    if len(tails) >= len(header.tails) or not tails or header.tails[0] != "CPU Affinity":
+        return tails
+    expanded = line.expandtabs(8)
+    behind = expanded.split(maxsplit=len(header.devices) + 1)[-1]
+    if len(expanded) - len(behind) >= header.offsets[0] + _HALF_COLUMN:
+        return ["", *tails]
+    gap = re.match(r"\S+(\s+)", behind)
+    if gap and len(gap[1]) >= _BLANK_COLUMN:
+        return [tails[0], "", *tails[1:]]
     return tails
 
 
@@ -140,27 +178,25 @@ def _topology(
 ) -> Topology:
     warnings: list[str] = []
     affinities = {name: _list(rows[name].tails.get("CPU Affinity", ""), name) for name in names}
-    numbers = {name: _number(rows[name].tails.get("NUMA Affinity", "")) for name in names}
-    if not any(number is not None for number in numbers.values()):
-        numbers = _counted(affinities, warnings)
-    domains = _domains(affinities, numbers, warnings)
-    memories = {_number(rows[name].tails.get("GPU NUMA ID", "")) for name in names}
-    told = {one.number for one in domains}
-    domains += [Domain(one, ()) for one in memories if one is not None and one not in told]
+    cut = [name for name in names if _CUT.fullmatch(rows[name].tails.get("CPU Affinity", ""))]
+    if cut:
+        warnings.append(
+            f"The CPU affinity of {', '.join(cut)} has six numbers: nvidia-smi cuts longer lists "
+            "off there, so that CPUs may be missing; `lstopo` tells them all."
+        )
+    cells = {name: rows[name].tails.get("NUMA Affinity", "") for name in names}
+    named = {name: _list_of(cell) for name, cell in cells.items()}
+    memories = {one for name in names for one in _list_of(rows[name].tails.get("GPU NUMA ID", ""))}
+    numbers, domains = domains_of_affinities(affinities, named, warnings, memories=memories)
+    domains += [Domain(one, ()) for one in memories - {domain.number for domain in domains}]
     domains.sort(key=lambda one: one.number)
     cores, note = cores_without_siblings(domains)
     if cores:
         warnings += [note, "CPUs and NUMA domains without a GPU are not told."]
     else:
         warnings.append("CPUs are not told: the affinity of every GPU is blank or N/A.")
-    with_cpus = {one.number for one in domains if one.cpus}
     gpus = tuple(
-        Gpu(
-            index,
-            name,
-            domain=numbers[name] if numbers[name] in with_cpus else None,
-            cpus=affinities[name],
-        )
+        Gpu(index, name, domain=numbers[name], cpus=affinities[name])
         for index, name in enumerate(names)
     )
     warnings += [
@@ -194,44 +230,6 @@ def _topology(
     )
 
 
-def _counted(
-    affinities: Mapping[str, tuple[int, ...]], warnings: list[str]
-) -> dict[str, Optional[int]]:  # noqa: UP045
-    """Return the domain of each GPU where none is told: sets of CPUs, counted by the lowest."""
-    sets = sorted({cpus for cpus in affinities.values() if cpus})
-    if not sets or sum(map(len, sets)) > len(set().union(*sets)):  # they overlap
-        return dict.fromkeys(affinities)
-    warnings.append("NUMA domains have no numbers: they are counted by their lowest CPU.")
-    return {name: sets.index(cpus) if cpus else None for name, cpus in affinities.items()}
-
-
-def _domains(
-    affinities: Mapping[str, tuple[int, ...]],
-    numbers: Mapping[str, Optional[int]],  # noqa: UP045
-    warnings: list[str],
-) -> list[Domain]:
-    """Return the domains that GPUs are near to; where no GPU's is told, one of all CPUs."""
-    cpus_of: dict[int, set[int]] = {}
-    taken: set[int] = set()
-    for name, number in numbers.items():
-        mine = set(affinities[name]) - cpus_of.get(number, set()) if number is not None else set()
-        if number is None or not affinities[name]:
-            continue
-        if mine & taken:
-            warnings.append(
-                f"The CPUs {format_list(mine & taken)} are told for two domains: "
-                "the first has them."
-            )
-        cpus_of.setdefault(number, set()).update(mine - taken)
-        taken |= mine
-    if not taken:
-        everything = {cpu for cpus in affinities.values() for cpu in cpus}
-        if everything:
-            warnings.append("No NUMA domain is told: all CPUs count as domain 0.")
-            cpus_of = {0: everything}
-    return [Domain(number, tuple(sorted(cpus))) for number, cpus in sorted(cpus_of.items())]
-
-
 def _list(text: str, name: str) -> tuple[int, ...]:
     if text.strip().upper() in {"", "N/A"}:
         return ()
@@ -241,6 +239,9 @@ def _list(text: str, name: str) -> tuple[int, ...]:
         raise InputError(f"CPU Affinity of {name}: {error}") from None
 
 
-def _number(text: str) -> Optional[int]:  # noqa: UP045
-    """Return the one domain that a cell names; None for N/A, a blank, or several (`0-1`)."""
-    return int(text) if re.fullmatch(r"[0-9]{1,4}", text.strip()) else None
+def _list_of(text: str) -> tuple[int, ...]:
+    """Return the domains that a cell names, in order; none for N/A, a blank and what is no list."""
+    try:
+        return tuple(one for one in parse_list(text) if one < _DOMAINS_MAX)
+    except ValueError:
+        return ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from typing import Union
 
 from hpml_orchestrator.errors import InputError, NotFoundError
@@ -14,13 +13,14 @@ from hpml_orchestrator.topology.model import Topology
 from hpml_orchestrator.topology.nccl_xml import read_nccl_xml
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
 from hpml_orchestrator.topology.record import topology_of_json
+from hpml_orchestrator.topology.sysfs import read_sysfs
 from hpml_orchestrator.topology.xml_guard import BYTES_MAX, parse_xml
 
 __all__ = ["read_topology", "topology_of_text"]
 
 _HINT = (
     "known are: hwloc's XML (`lstopo machine.xml`), NCCL's topology file (NCCL_TOPO_DUMP_FILE), "
-    "the output of `nvidia-smi topo -m`, and of `hpml topo --json`"
+    "the output of `nvidia-smi topo -m`, of `hpml topo --json`, and a copy of /sys"
 )
 _FIRST_TAG = re.compile(r"<([A-Za-z_][\w.-]*)")
 _COMMENTS = re.compile(r"<!--.*?-->|<\?.*?\?>|<!DOCTYPE[^>\[]*>", re.DOTALL)
@@ -29,6 +29,8 @@ _COMMENTS = re.compile(r"<!--.*?-->|<\?.*?\?>|<!DOCTYPE[^>\[]*>", re.DOTALL)
 def read_topology(source: Union[str, os.PathLike[str]]) -> Topology:
     """Return the topology in a file, or in a text: one that has line ends or begins with `<`.
 
+    A directory is a copy of a node's /sys, or has `sys` and `proc` of it side by side.
+
     Raises:
         InputError: the format is none that is known, or the file is damaged; names the file.
         NotFoundError: there is no such file.
@@ -36,6 +38,8 @@ def read_topology(source: Union[str, os.PathLike[str]]) -> Topology:
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("<")):
         return topology_of_text(source)
     path = os.fspath(source)
+    if os.path.isdir(path):
+        return _read_tree(path)
     return topology_of_text(_read(path), name=path)
 
 
@@ -82,12 +86,23 @@ def _read_json(body: str) -> Topology:
         raise InputError(f"is no JSON: {error}", hint=_HINT) from None
 
 
+def _read_tree(path: str) -> Topology:
+    """Return the topology that a copy of /sys tells; /proc counts where it was copied, too."""
+    for sys_root, proc_root in (
+        (os.path.join(path, "sys"), os.path.join(path, "proc")),
+        (path, os.path.join(path, os.pardir, "proc")),
+    ):
+        if os.path.isdir(os.path.join(sys_root, "devices", "system", "cpu")):
+            return read_sysfs(sys_root, proc_root)
+    raise InputError(
+        f"{path}: is a directory without devices/system/cpu, as a copy of /sys has it", hint=_HINT
+    )
+
+
 def _read(path: str) -> str:
     """Return the text of a file or pipe of bounded size."""
     try:
         with open(path, "rb") as stream:
-            if stat.S_ISDIR(os.fstat(stream.fileno()).st_mode):
-                raise IsADirectoryError(21, "Is a directory", path)
             data = stream.read(BYTES_MAX + 1)
     except FileNotFoundError:
         raise NotFoundError(f"no such file: {path}", hint=_HINT) from None

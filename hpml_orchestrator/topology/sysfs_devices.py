@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["read_devices"]
 
 _NVIDIA = 0x10DE
+_VGA = 0x0300
 _AMD_VENDORS = frozenset({0x1002, 0x1022})
 _UUID = re.compile(r"GPU-[0-9a-fA-F-]{8,64}")
 _LISTED_GPU = re.compile(r"GPU ([0-9]{1,4}): .*\(UUID: (GPU-[0-9a-fA-F-]+)\)")
@@ -149,12 +150,22 @@ def _gpus(machine: _Machine, proc_root: str, warnings: list[str]) -> list[Gpu]:
     driver = os.path.join(proc_root, "driver", "nvidia", "gpus")
     told = {full_address(name): name for name in _list(driver) if full_address(name)}
     found = dict.fromkeys(told)
+    kinds = {}
     for address in machine.addresses:
         vendor, kind = machine.number(address, "vendor"), machine.number(address, "class") >> 8
         virtual = os.path.lexists(os.path.join(machine.bus, address, "physfn"))
         # NVIDIA's driver lists the cards that it drives; others are given to virtual machines.
         if is_gpu(vendor, kind) and not virtual and not (told and vendor == _NVIDIA):
-            found[full_address(address)] = None
+            kinds[full_address(address)] = (vendor, kind)
+    # Beside NVIDIA's cards, a VGA device of another maker is what the processor draws with.
+    nvidia = bool(told) or any(vendor == _NVIDIA for vendor, _ in kinds.values())
+    found.update(
+        dict.fromkeys(
+            address
+            for address, (vendor, kind) in kinds.items()
+            if not (nvidia and vendor != _NVIDIA and kind == _VGA)
+        )
+    )
     gpus = []
     for index, address in enumerate(sorted(found, key=address_key)):
         place = machine.place(address)

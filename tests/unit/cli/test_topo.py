@@ -18,10 +18,12 @@ from hpml_orchestrator.cli.topo import names
 from hpml_orchestrator.cli.topopicture import picture
 from hpml_orchestrator.jobs.bound import Place
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology, format_list
+from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology, format_list, parse_list
 from hpml_orchestrator.topology.recognise import read_topology
 from hpml_orchestrator.topology.xml_guard import parse_xml
 from tests.unit.cli.test_words import HPML
+from tests.unit.topology.machines import write_sysfs
+from tests.unit.topology.test_formats_agree import MACHINE
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
@@ -141,6 +143,34 @@ def test_a_process_that_is_bound_is_told(shell: Shell) -> None:
     assert len(json.loads(done.stdout)["cores"]) >= 1
 
 
+def test_a_process_that_is_bound_is_planned_on_its_cpus(shell: Shell) -> None:
+    """A plan for this node has no CPU that this process may not use, and a note tells so."""
+    mine = sorted(os.sched_getaffinity(0))
+    words = ["topo", "--ranks", "2", "--policy", "spread", "--json"]
+    done = subprocess.run(
+        ["taskset", "--cpu-list", str(mine[-1]), HPML, *words],
+        env=shell.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert [one["cpus"] for one in json.loads(done.stdout)["ranks"]] == [str(mine[-1])] * 2
+    note = f"note: this process may use the CPUs {mine[-1]} alone\n"
+    assert (note in done.stderr) == (os.sysconf("SC_NPROCESSORS_ONLN") > 1)
+
+
+@pytest.mark.parametrize("part", [".", "sys"])
+def test_a_copy_of_sys_is_read(hpml: Hpml, tmp_path: Path, part: str) -> None:
+    """A directory that has /sys and /proc, as hwloc-gather-topology packs them, or /sys alone."""
+    write_sysfs(tmp_path, MACHINE)
+    told = hpml("topo", str(tmp_path / part), "--ranks", "3", "--json").json()
+    assert [one["gpu"] for one in told["ranks"]] == [one.address for one in MACHINE.gpus]
+    for one, gpu in zip(told["ranks"], MACHINE.gpus, strict=True):
+        assert set(parse_list(one["cpus"])) <= set(MACHINE.cpus(gpu.domain))
+        assert one["gpu_uuid"] == gpu.uuid
+
+
 def test_a_pipe_is_read(shell: Shell) -> None:
     """`nvidia-smi topo -m | hpml topo -` needs no file."""
     done = subprocess.run(
@@ -160,7 +190,7 @@ def test_a_pipe_is_read(shell: Shell) -> None:
         (["none.xml"], 3, "no such file: none.xml"),
         ([""], 2, "FILE: must name a file (got '')"),
         ([str(H100), "--svg", ""], 2, "--svg: cannot be written"),
-        (["."], 2, ".: cannot be read: Is a directory"),
+        (["."], 2, ".: is a directory without devices/system/cpu"),
         (["notes.txt"], 2, "notes.txt: describes no machine in a format that hpml knows"),
         (["cut.xml"], 2, "cut.xml: the XML is cut off"),
         ([str(H100), "--svg", "notes.txt/x.svg"], 2, "--svg: cannot be written"),

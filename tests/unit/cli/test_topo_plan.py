@@ -42,6 +42,18 @@ def test_a_part_of_the_node_is_planned_alone(hpml: Hpml) -> None:
     assert given == [4, 5, 6, 7]
 
 
+def test_allowed_cpus_stand_in_where_a_file_tells_none(shell: Shell, hpml: Hpml) -> None:
+    """A virtual machine's matrix without affinities: the CPUs of the command line are shared."""
+    rows = "GPU0\t X \tPHB\tN/A\t\tN/A\nGPU1\tPHB\t X \tN/A\t\tN/A\n"
+    (shell.root / "vm.txt").write_text(f"\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n{rows}")
+    told = hpml("topo", "vm.txt", "--ranks", "2", "--allowed-cpus", "4-9", "--json").json()
+    assert [(one["gpu"], one["cpus"]) for one in told["ranks"]] == [
+        ("GPU0", "4-6"),
+        ("GPU1", "7-9"),
+    ]
+    assert any("the allowed CPUs count as domain 0" in one for one in told["warnings"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -113,17 +125,26 @@ def test_a_jobs_plan(shell: Shell, hpml: Hpml, quad: str) -> None:
 
 
 def test_a_job_of_a_part_of_the_node(shell: Shell, hpml: Hpml, quad: str) -> None:
-    """A note says which part the plan takes, since Slurm decides which the job gets."""
+    """A note says which part the plan takes, since Slurm decides which the job gets.
+
+    CPUs next to GPUs of other jobs are not taken, unless the job asks for that many.
+    """
     job = shell.job("part", resources={"gpus": 2, "cpus_per_rank": 4})
     told = hpml("topo", quad, "--plan", job)
     assert [line.split("\t")[1:3] for line in told.out.splitlines()[1:]] == [
-        ["GPU0", "8-15,24-31"],
-        ["GPU1", "0-7,16-23"],
+        ["GPU0", "24-31"],
+        ["GPU1", "16-23"],
     ]
     assert told.err.endswith(
         "note: the job asks for 8 of 32 CPUs and 2 of 4 GPUs: Slurm decides which; "
-        "this plan takes all CPUs and the first 2 GPUs\n"
+        "this plan takes the CPUs that are next to no other GPU and the first 2 GPUs\n"
     )
+    told = hpml("topo", quad, "--plan", job, "--set", "resources.cpus_per_rank=12")
+    assert [line.split("\t")[2] for line in told.out.splitlines()[1:]] == [
+        "8-15,24-31",
+        "0-7,16-23",
+    ]
+    assert "this plan takes all CPUs and the first 2 GPUs\n" in told.err
     told = hpml("topo", quad, "--plan", job, "--allowed-cpus", "20-27", "--json").json()
     assert [one["cpus"] for one in told["ranks"]] == ["24-27", "20-23"]
     assert told["notes"] == [
@@ -183,7 +204,7 @@ def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str)
     told = hpml("--site", str(profile), "topo", "--plan", job, "--json").json()
     assert [one["cpus"] for one in told["ranks"]] == ["24-31", "16-23", "8-15", "0-7"]
     told = hpml("--site", str(profile), "topo", str(V100), "--plan", job, "--json").json()
-    assert told["ranks"][0]["cpus"] == "0-5,24-29,48-53,72-77"  # the other socket lends its half
+    assert told["ranks"][0]["cpus"] == "0-5,48-53"  # the other GPUs' socket lends none
     shell.job("both", resources={"gpus": 4, "partition": "both"})
     told = hpml("--site", str(profile), "topo", "--plan", "both.yaml")
     assert told.code == 2

@@ -94,10 +94,34 @@ def test_no_visible_gpu_is_a_cpu_only_job() -> None:
 
 
 def test_fewer_ranks_than_gpus() -> None:
-    """Domains whose GPUs have no rank lend their cores to the nearest that has one."""
+    """Domains whose GPUs have no rank lend nothing: a rank has cores next to its own GPU."""
     made = plan(quad((3, 2, 1, 0)), 2)
+    assert lists(made) == ["24-31", "16-23"]
+    told = "no rank has a GPU next to NUMA domain 0, 1: 16 cores there stay idle, which the policy"
+    assert made.warnings == (f"{told} spread would use",)
+
+
+def test_fewer_ranks_than_gpus_beside_a_domain_without_any() -> None:
+    """Domain 1 has no GPU and lends, to the nearest; domain 3 has one without a rank, and keeps."""
+    made = plan(quad((0, 2, 3)), 2)
+    assert lists(made) == ["0-15", "16-23"]
+    assert "NUMA domain 3: 8 cores there" in made.warnings[0]
+
+
+def test_gpus_that_the_job_does_not_see_keep_nothing() -> None:
+    """What the job was given is its own, whoever has the GPUs next to it."""
+    made = plan(quad((3, 2, 1, 0)), 2, visible_gpus=[0, 1])
     # Both idle domains are equally far from both ranks, and a whole one is better than two halves.
     assert lists(made) == ["8-15,24-31", "0-7,16-23"]
+    assert made.warnings == ()
+
+
+def test_a_domain_without_a_rank_gives_a_core_where_one_is_missing() -> None:
+    """Two ranks next to one allowed core: the second has one of the domain whose GPU is idle."""
+    made = plan(quad((0, 0, 1)), 2, allowed_cpus=[0, 8, 9])
+    assert [len(one.cores) for one in made.ranks] == [2, 1]
+    assert sorted(cpu for one in made.ranks for cpu in one.cpus) == [0, 8, 9]
+    assert "has too few allowed cores for ranks 0-1" in made.warnings[0]
 
 
 def test_idle_domains_lend_to_their_own_socket() -> None:

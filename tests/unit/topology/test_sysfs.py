@@ -186,6 +186,18 @@ def test_what_is_no_gpu_is_none(tree: Tree) -> None:
     assert len(tree.read().gpus) == 3
 
 
+@pytest.mark.parametrize("driver", [True, False])
+def test_a_processors_own_graphics_count_only_alone(tree: Tree, *, driver: bool) -> None:
+    """AMD's at a lower address than NVIDIA's card would have taken the index 0 from it."""
+    if not driver:
+        shutil.rmtree(tree.proc / "driver")
+    before = [gpu.address for gpu in tree.read().gpus]
+    pci(tree.sys, tree.sys / "devices/pci0000:00/0000:00:04.0", 0x030000, AMD)
+    assert [gpu.address for gpu in tree.read().gpus] == before
+    pci(tree.sys, tree.sys / "devices/pci0000:00/0000:00:05.0", 0x120000, AMD)
+    assert len(tree.read().gpus) == len(before) + 1
+
+
 def test_several_pci_domains_sort_as_numbers(tmp_path: Path) -> None:
     """Addresses such as 000a:… and 10000:… are kept whole, and counted in their order."""
     gpus = [

@@ -95,7 +95,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing one, a directory, and one that is no text; each is named."""
     with pytest.raises(NotFoundError, match="no such file: .*none.xml"):
         read_topology(tmp_path / "none.xml")
-    with pytest.raises(InputError, match="Is a directory"):
+    with pytest.raises(InputError, match="is a directory without devices"):
         read_topology(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="bytes: is no text in UTF-8"):
@@ -126,13 +126,17 @@ def test_comments_and_a_byte_order_mark_in_front() -> None:
     [
         ("N/A", "N/A", None),
         ("", "", None),
-        ("0-3", "", None),
-        ("0-3", "0-1", None),
+        ("0-3", "", 0),
+        ("0-3", "0-1", 0),
+        ("0-7", "0-1", None),
         ("0-3", "0", 0),
     ],
 )
 def test_affinities_that_are_not_told(cpu: str, numa: str, domain: int | None) -> None:
-    """N/A, a blank, and several domains are no domain, in tabs as in spaces."""
+    """Where no domain is named, or several are, the CPUs decide, in tabs as in spaces.
+
+    CPUs that no other GPU has are a domain, those of a domain and more are none.
+    """
     header = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
     rows = [f"GPU0\t X \tSYS\t{cpu}\t{numa}\t\tN/A", "GPU1\tSYS\t X \t4-7\t1\t\tN/A"]
     for text in ("\n".join([header, *rows]), "\n".join([header, *rows]).expandtabs(8)):
@@ -140,6 +144,90 @@ def test_affinities_that_are_not_told(cpu: str, numa: str, domain: int | None) -
         assert got.gpus[0].domain == domain
         assert got.gpus[1].domain == 1
         assert bool([one for one in got.warnings if "GPU0" in one]) == (domain is None)
+
+
+def test_domains_of_gpu_memory_behind_that_of_the_cpus() -> None:
+    """A GB200 names the CPUs' domain and those of its memory; a container sees one GPU of it."""
+    header, row = (
+        "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "\t X \t72-143\t1,18-33\t\tN/A",
+    )
+    got = smi(header, f"GPU0{row}")
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [(1, 72)]
+    assert got.gpus[0].domain == 1
+    assert "next to the NUMA domains 1,18-33" in got.warnings[0]
+
+
+def test_cpus_that_no_domain_is_told_of_are_kept() -> None:
+    """A GPU next to CPUs of a told domain and of others: the others are there, and used."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        "GPU0\t X \tSYS\t0-3\t0",
+        "GPU1\tSYS\t X \t0-7\tN/A",
+    )
+    assert [(one.number, one.cpus) for one in got.domains] == [(0, (0, 1, 2, 3)), (1, (4, 5, 6, 7))]
+    assert [gpu.domain for gpu in got.gpus] == [0, None]
+    assert any("CPUs 4-7 is not told" in one for one in got.warnings)
+
+
+def test_a_short_list_of_cpus_is_padded_by_a_tab() -> None:
+    """`0-7` is followed by two tabs where `0-23,48-71` is by one: the domain is the next text."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "GPU0\t X \tSYS\t0-7\t\t3\t\tN/A",
+        "GPU1\tSYS\t X \t8-15\t\t1\t\tN/A",
+    )
+    assert [gpu.domain for gpu in got.gpus] == [3, 1]
+
+
+def test_a_blank_domain_between_spaces_is_not_the_gpus_memory() -> None:
+    """What stands far behind the CPUs is the last column's."""
+    got = smi(
+        "        GPU0    CPU Affinity    NUMA Affinity   GPU NUMA ID",
+        "GPU0     X      0-31                            2",
+    )
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 32), (2, 0)]
+
+
+@pytest.mark.parametrize("card", ["ionic_0", "erdma_0", "mana_0", "ibs785", "hns_1", "usnic_0"])
+def test_a_card_may_have_any_name(card: str) -> None:
+    """Its driver, or a rule of the system, names it."""
+    got = smi(f"\tGPU0\t{card}\tCPU Affinity\tNUMA Affinity", "GPU0\t X \tPIX\t0-3\t0")
+    assert [nic.name for nic in got.nics] == [card]
+    assert got.links == (("GPU0", card, "PIX"),)
+
+
+def test_cpus_that_are_written_over_the_last_level() -> None:
+    """A virtual machine with eight cards printed `PH0-115` for `PHB` and `0-115`."""
+    got = smi(
+        "\tGPU0\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "GPU0\t X \tPHB\tPH0-115\t0-3\t\tN/A",
+        "NIC0\tPHB\t X \tPHB",
+    )
+    assert (got.gpus[0].cpus, got.links[1][2]) == (tuple(range(116)), "PHB")
+
+
+def test_a_list_of_cpus_that_may_be_cut_off_is_told() -> None:
+    """nvidia-smi prints six numbers at most: servers that number CPUs in turns have more."""
+    header = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
+    got = smi(header, "GPU0\t X \t0,2,4,6,8,10\t0\t\tN/A")
+    assert "CPU affinity of GPU0 has six numbers" in got.warnings[0]
+    assert "six" not in " ".join(smi(header, "GPU0\t X \t0,2,4,6\t0\t\tN/A").warnings)
+
+
+def test_prose_that_begins_with_a_gpu_is_no_matrix() -> None:
+    """A sentence is not taken for the header of a matrix that lost its rows."""
+    with pytest.raises(InputError, match="no machine in a format"):
+        topology_of_text("GPU0 fell off the bus\n")
+
+
+def test_cells_that_a_terminal_glued() -> None:
+    """Rows longer than a terminal lose the blanks where they were wrapped."""
+    got = smi(
+        "        GPU0    NIC0    NIC1    NIC2    CPU Affinity    NUMA Affinity",
+        "GPU0     X      NODEPIX     SYS     0-3     0",
+    )
+    assert [level for _, _, level in got.links] == ["NODE", "PIX", "SYS"]
 
 
 def test_a_blank_cpu_affinity_between_spaces() -> None:
@@ -197,6 +285,30 @@ def test_interleaved_cpus_are_no_proof_of_threads() -> None:
         "GPU1\tSYS\t X \t1,3,5,7\t1",
     )
     assert [core.cpus for core in got.cores] == [(n,) for n in range(8)]
+    two = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        "GPU0\t X \tPHB\t1,3\t1",
+        "GPU1\tPHB\t X \t1,3\t1",
+    )
+    assert [core.cpus for core in two.cores] == [(1,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores"),
+    [
+        ("0-3,8-10", [(0, 8), (1, 9), (2, 10), (3,)]),
+        ("0,2-3,8-11", [(0, 8), (2, 10), (3, 11), (9,)]),
+        ("0-3", [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_offline_cpus_hide_no_hardware_threads(cpus: str, cores: list[tuple[int, ...]]) -> None:
+    """The whole domain beside it says how far siblings are apart; little proves nothing."""
+    got = smi(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
+        f"GPU0\t X \tSYS\t{cpus}\t0",
+        "GPU1\tSYS\t X \t4-7,12-15\t1",
+    )
+    assert [core.cpus for core in got.cores if core.domain == 0] == cores
 
 
 def test_nccl_in_a_virtual_machine_without_domains() -> None:
@@ -210,6 +322,35 @@ def test_nccl_in_a_virtual_machine_without_domains() -> None:
     assert "numaid -1" in got.warnings[0]
 
 
+def test_nccl_tells_of_a_domain_without_cpus_and_of_what_is_no_gpu() -> None:
+    """A domain whose mask is empty is a warning; a server's graphics chip is no GPU."""
+    gpu = '<pci busid="0000:{}:00.0" class="0x030200" vendor="0x10de"><gpu dev="{}"/></pci>'
+    chip = '<pci busid="0000:03:00.0" class="0x030000" vendor="0x1a03"/>'
+    got = topology_of_text(
+        f'<system version="1"><cpu numaid="0" affinity="0">{gpu.format("01", 0)}{chip}</cpu>'
+        f'<cpu numaid="1" affinity="ff00">{gpu.format("81", 1)}</cpu></system>'
+    )
+    assert [one.address for one in got.gpus] == ["0000:01:00.0", "0000:81:00.0"]
+    assert "The file tells no CPUs of domain 0: what is there runs elsewhere." in got.warnings
+
+
+def test_nccl_files_written_by_hand() -> None:
+    """Guides show lists of CPUs, cards without <nic> or <net>, and devices of a bridge's class."""
+    got = topology_of_text(
+        """<system version="1"><cpu numaid="0" affinity="0-3,8">
+        <pci busid="0000:01:00.0" class="0x060400"><gpu dev="0" sm="90"/></pci>
+        <pci busid="0000:02:00.0" class="0x020000"><net name="mlx5_0" port="1"/></pci>
+        <pci busid="0000:03:00.0" class="0x020700"><nic name="mlx5_1" dev="1"/></pci>
+        </cpu></system>"""
+    )
+    assert got.domains[0].cpus == (0, 1, 2, 3, 8)
+    assert [gpu.address for gpu in got.gpus] == ["0000:01:00.0"]
+    assert [(nic.name, nic.address) for nic in got.nics] == [
+        ("mlx5_0", "0000:02:00.0"),
+        ("mlx5_1", "0000:03:00.0"),
+    ]
+
+
 def test_hwloc_memory_that_is_not_main_memory() -> None:
     """HBM and GPU memory have no CPUs, though hwloc shows them near to some."""
     text = hwloc_xml(MACHINE).replace(
@@ -220,6 +361,19 @@ def test_hwloc_memory_that_is_not_main_memory() -> None:
     )
     got = topology_of_text(text)
     assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 8), (1, 8), (7, 0)]
+
+
+def test_hwloc_cpus_that_were_not_allowed() -> None:
+    """`lstopo --disallowed` in a cgroup tells CPUs that nobody there may use: they are left out."""
+    whole = topology_of_text(hwloc_xml(MACHINE))
+    first = min(whole.cpus)
+    allowed = sum(1 << cpu for cpu in whole.cpus if cpu != first)
+    text = hwloc_xml(MACHINE).replace(
+        'type="Machine"', f'type="Machine" allowed_cpuset="0x{allowed:x}"', 1
+    )
+    got = topology_of_text(text)
+    assert got.cpus == whole.cpus - {first}
+    assert f"The CPUs {first} were not allowed" in got.warnings[0]
 
 
 def test_hwloc_devices_at_the_machine() -> None:
