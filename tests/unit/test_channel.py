@@ -195,7 +195,7 @@ def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     began = time.thread_time()
     for _ in range(100_000):
         channel.count(steps=1, samples=32)
-    assert time.perf_counter() - began < 20  # 200 us a call, where a tenth of one is usual
+    assert time.thread_time() - began < 20  # 200 us a call, where a tenth of one is usual
     channel.event("rendezvous", anything=object())
     channel.gauge(loss=1)
     channel.result(a=1)
