@@ -323,7 +323,8 @@ class Cache:
     def most_room(self, room: Room) -> Room:
         """Return the room that there would be without the entries that nothing uses."""
         found = [published_head(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
-        more = sum(int(head.get("bytes", 0)) for head in found)
+        told = [head.get("bytes") for head in found]
+        more = sum(size for size in told if isinstance(size, int) and size > 0)
         return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room_to_begin(self, measure: Callable[[], Room]) -> list[str]:
