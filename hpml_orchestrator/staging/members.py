@@ -281,4 +281,4 @@ def plain_name(name: str) -> str:
 
 
 def _time(mtime_ns: int) -> int:
-    return mtime_ns if 0 <= mtime_ns < _LATEST_NS else 0
+    return mtime_ns if -_LATEST_NS < mtime_ns < _LATEST_NS else 0

@@ -305,7 +305,8 @@ def _nothing(digits: bytes) -> int:
 
 def _nanoseconds(text: bytes) -> int:
     """Return a time of a pax header, decimal seconds, in nanoseconds; 0 for none we know."""
-    whole, _, part = text.partition(b".")
+    sign = -1 if text[:1] == b"-" else 1  # before 1970
+    whole, _, part = text[sign < 0 :].partition(b".")
     if not whole.isdigit() or len(whole) > _MOST_DIGITS or (part and not part.isdigit()):
         return 0
-    return int(whole) * _NANO + int(part[:_NANO_DIGITS].ljust(_NANO_DIGITS, b"0"))
+    return sign * (int(whole) * _NANO + int(part[:_NANO_DIGITS].ljust(_NANO_DIGITS, b"0")))

@@ -63,6 +63,17 @@ def test_a_hard_link_to_a_symbolic_link_arrives(stager: CopyStager, tmp_path: Pa
         stage(stager, path, name="again")
 
 
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_times_before_1970_arrive(stager: CopyStager, tmp_path: Path, form: str) -> None:
+    """GNU tar tells them in base 256, or with a sign before decimal digits."""
+    (tmp_path / "old").write_text("old")
+    os.utime(tmp_path / "old", ns=(0, -1_000_500_000_000))
+    path = tmp_path / "x.tar"
+    subprocess.run(["tar", f"--format={form}", "-cf", path, "-C", tmp_path, "old"], check=True)
+    found = (Path(stage(stager, path).path) / "old").stat().st_mtime_ns
+    assert found == (-1_000_500_000_000 if form == "posix" else -1_001_000_000_000)
+
+
 def test_a_zip_written_into_a_pipe_may_tell_its_end_twice(
     stager: CopyStager, tmp_path: Path
 ) -> None:
