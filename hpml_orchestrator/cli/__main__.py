@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 __all__ = ["run"]
 
@@ -10,12 +16,22 @@ EXIT_INTERRUPTED = 130
 
 
 def run() -> None:
-    """Entry point; Ctrl-C while modules are still being loaded ends without a traceback."""
+    """Entry point; Ctrl-C that no command holds back ends without a traceback."""
+    held = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if held:  # an exception can be lost in the midst of an import; nothing has begun by then
+        signal.signal(signal.SIGINT, _leave)
+    from hpml_orchestrator.cli.main import main  # noqa: PLC0415
+
     try:
-        from hpml_orchestrator.cli.main import main  # noqa: PLC0415
+        if held:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        main()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    main()
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def _tell_packed(request: PackRequest, *, as_json: bool) -> None:
     from dataclasses import asdict  # noqa: PLC0415
 
     from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
+    from hpml_orchestrator.errors import counted  # noqa: PLC0415
     from hpml_orchestrator.packing import pack as make_pack  # noqa: PLC0415
     from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
 
@@ -156,9 +157,9 @@ def _tell_packed(request: PackRequest, *, as_json: bool) -> None:
         typer.echo(f"note: {result.note}", err=True)
     kept = f", {result.kept_shards} of them kept" if result.kept_shards else ""
     typer.echo(
-        f"packed {result.files} files, {exact_bytes(result.bytes)} in "
-        f"{result.seconds:.2f} s, {human_bytes(int(rate))}/s: {result.shards} archives{kept} in "
-        f"{_shown(result.pack)}"
+        f"packed {counted(result.files, 'file')}, {exact_bytes(result.bytes)} in "
+        f"{result.seconds:.2f} s, {human_bytes(int(rate))}/s: "
+        f"{counted(result.shards, 'archive')}{kept} in {_shown(result.pack)}"
     )
 
 
@@ -166,7 +167,7 @@ def _tell_verified(directory: str, workers: int, *, as_json: bool) -> None:
     from dataclasses import asdict  # noqa: PLC0415
 
     from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
-    from hpml_orchestrator.errors import StagingError  # noqa: PLC0415
+    from hpml_orchestrator.errors import StagingError, counted  # noqa: PLC0415
     from hpml_orchestrator.packing import verify as check  # noqa: PLC0415
     from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
 
@@ -182,7 +183,7 @@ def _tell_verified(directory: str, workers: int, *, as_json: bool) -> None:
         more = len(found.damaged) - len(told)
         if more:
             told.append(f"and {more} more; --json tells all")
-        places = "1 place" if len(found.damaged) == 1 else f"{len(found.damaged)} places"
+        places = counted(len(found.damaged), "place")
         raise StagingError(
             "\n".join([f"{_shown(directory)} is damaged in {places}", *told]),
             hint="pack the tree again into a new directory",
@@ -190,7 +191,8 @@ def _tell_verified(directory: str, workers: int, *, as_json: bool) -> None:
     if not as_json:
         rate = found.bytes / found.seconds if found.seconds else 0.0
         typer.echo(
-            f"{_shown(directory)} is whole: {found.files} files in {found.shards} archives, "
+            f"{_shown(directory)} is whole: {counted(found.files, 'file')} in "
+            f"{counted(found.shards, 'archive')}, "
             f"{exact_bytes(found.bytes)} read in {found.seconds:.2f} s, "
             f"{human_bytes(int(rate))}/s"
         )

@@ -105,7 +105,7 @@ def run_bench(
             continue
         usable.append(place)
     with ExitStack() as stack:
-        made = stack.enter_context(bench_directory(os.path.abspath(origin)))
+        made = stack.enter_context(bench_directory(os.path.abspath(origin), field="--from"))
         say(f"making files in {shown(made)}")
         try:
             data = make_data(made, sizes, should_stop)

@@ -14,10 +14,12 @@ The root that it lies in, and what else lies there, is told in root.py.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.owner import Owner, this_owner
 from hpml_orchestrator.staging.files import unlock
 from hpml_orchestrator.staging.request import check_job_key, target_path
@@ -85,13 +87,21 @@ class StagingArea:
         if self._lease >= 0:
             return
         self.place.check_base()
-        with self.place.hold(create=True), as_staging_error(self.job_dir):
-            if not os.path.lexists(self.job_dir):
-                new_directory(self.place, self.job_dir, self.owner())
-            elif not self._owned():
-                self.owner().write(f"{self.job_dir}/{OWNER}")
-            self._lease = os.open(f"{self.job_dir}/{LEASE}", FILE, 0o600)
-            fcntl.flock(self._lease, fcntl.LOCK_SH)
+        try:
+            with self.place.hold(create=True), as_staging_error(self.job_dir):
+                self._enter()
+        except BaseException:
+            with contextlib.suppress(HpmlError):  # a root that was made for nothing goes again
+                self.place.sweep([])
+            raise
+
+    def _enter(self) -> None:
+        if not os.path.lexists(self.job_dir):
+            new_directory(self.place, self.job_dir, self.owner())
+        elif not self._owned():
+            self.owner().write(f"{self.job_dir}/{OWNER}")
+        self._lease = os.open(f"{self.job_dir}/{LEASE}", FILE, 0o600)
+        fcntl.flock(self._lease, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Give up the lease but leave the data."""

@@ -301,7 +301,7 @@ class Cache:
         with self._root.hold(create=False) as there, as_staging_error(self._root.cache):
             for key in self._root.cache_keys() if there else []:
                 path = f"{self._root.cache}/{key}"
-                if not self._root.user_of(path) and not self._users(key):
+                if not self._root.user_of(path) and not entry_users(self._root, key):
                     found.append((last_used(path), key))
         return sorted(found)
 
@@ -313,7 +313,7 @@ class Cache:
         """
         path = f"{self._root.cache}/{key}"
         with self._root.hold(create=False) as there, as_staging_error(path):
-            if not there or key not in self._root.cache_keys() or self._users(key):
+            if not there or key not in self._root.cache_keys() or entry_users(self._root, key):
                 return False
             trash = self._root.retire(path)
         if trash:
@@ -323,7 +323,8 @@ class Cache:
     def most_room(self, room: Room) -> Room:
         """Return the room that there would be without the entries that nothing uses."""
         found = [published_head(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
-        more = sum(int(head.get("bytes", 0)) for head in found)
+        told = [head.get("bytes") for head in found]
+        more = sum(size for size in told if isinstance(size, int) and size > 0)
         return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room_to_begin(self, measure: Callable[[], Room]) -> list[str]:
@@ -360,13 +361,11 @@ class Cache:
                 break
         return removed
 
-    def _users(self, key: str) -> list[str]:
-        return entry_users(self._root, key, besides=self._owner.job_key)
-
     def _take_away(self, entry: Entry) -> bool:
         """Remove an entry's damaged data; False when another job uses it."""
         with self._root.hold(create=False):
-            alone = not self._users(entry.key) and try_lock(entry.lease, exclusive=True)
+            others = entry_users(self._root, entry.key, besides=self._owner.job_key)
+            alone = not others and try_lock(entry.lease, exclusive=True)
             if alone:
                 trash = f"{self._root.path}/{TRASH}{entry.key}-{secrets.token_hex(4)}"
                 os.rename(entry.data, trash)

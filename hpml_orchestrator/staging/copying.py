@@ -143,8 +143,7 @@ class Copying(ABC):
                 tally.bytes = before
                 if error.errno in FULL:
                     raise StagingError(
-                        f"cannot write {shown(entry.path)} of "
-                        f"{shown(self._task.plan.source_root)}: {why(error)}",
+                        f"cannot write {shown(entry.path)} of {self._task.plan.name}: {why(error)}",
                         hint="something else took the room that was free before; "
                         "choose another target",
                     ) from error

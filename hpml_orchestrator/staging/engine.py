@@ -22,7 +22,7 @@ from hpml_orchestrator.staging.capacity import file_system_type
 from hpml_orchestrator.staging.copying import CREATE, Copying, Task
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.drain import Drain
-from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
+from hpml_orchestrator.staging.faults import Problems, SourceChangedError, why
 from hpml_orchestrator.staging.fstypes import is_served_type
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
 from hpml_orchestrator.staging.manners import TokenBucket
@@ -138,7 +138,7 @@ class _Copy:
         self._told = (0, 0)
         self._threads = 1
         self._tree = source.kind in _TREES
-        self._problems = Problems(f"cannot stage {shown(plan.source_root)}")
+        self._problems = Problems(f"cannot stage {plan.name}")
         self._processes = self._process_count()
         shares = share_out(
             plan,

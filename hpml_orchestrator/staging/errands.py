@@ -120,7 +120,7 @@ def run_errand(
         HpmlError: as `Stager.stage`.
     """
     request = errand.request
-    if not os.path.lexists(request.source):
+    if not _is_there(request.source):
         raise NotFoundError(
             f"no such file or directory: {_brief(request.source)}",
             hint=_meant(os.path.basename(request.source)),
@@ -167,6 +167,21 @@ def _meant(word: str) -> str:
     if near:
         return f"did you mean `hpml stage {near}`? its options stand behind it"
     return f"`hpml stage` also has the commands {', '.join(_COMMANDS)}"
+
+
+def _is_there(path: str) -> bool:
+    """Say whether there is something at a path.
+
+    Raises:
+        StagingError: nobody could say, because a directory on the way is closed to this user.
+    """
+    try:
+        os.lstat(path)
+    except PermissionError as error:
+        raise StagingError(f"cannot look at {_brief(path)}: {why(error)}") from error
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _brief(path: str) -> str:

@@ -138,7 +138,7 @@ class Latency(NamedTuple):
 
 
 @contextlib.contextmanager
-def bench_directory(place: str) -> Iterator[str]:
+def bench_directory(place: str, *, field: str = "DIR") -> Iterator[str]:
     """Make a directory of the benchmark's own; it is gone afterwards, whatever happened.
 
     Raises:
@@ -148,7 +148,7 @@ def bench_directory(place: str) -> Iterator[str]:
         made = tempfile.mkdtemp(prefix=".hpml-bench-", dir=place)
     except OSError as error:
         raise InputError(
-            f"nothing can be written there: {why(error)}", field="DIR", value=place
+            f"nothing can be written there: {why(error)}", field=field, value=place
         ) from error
     try:
         yield made

@@ -154,7 +154,7 @@ class Manifest:
                 options=dict(head["options"]),
                 listing=_listing(body, head["counts"]),
             )
-        except (OSError, KeyError, TypeError, ValueError, IndexError):
+        except (OSError, KeyError, TypeError, ValueError, IndexError, RecursionError):
             return None
 
 
@@ -304,7 +304,7 @@ def published_head(data: str) -> dict[str, Any]:
     try:
         with open(manifest_path(os.path.realpath(data)), "rb") as stream:
             head = json.loads(stream.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return head if isinstance(head, dict) else {}
 

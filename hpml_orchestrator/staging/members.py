@@ -11,15 +11,27 @@ import os
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
 from hpml_orchestrator.staging.faults import Problems, shown
 from hpml_orchestrator.staging.plan import DEEPEST, Entry, HardLink, Plan, Symlink, link_fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MOST_MEMBERS", "UNKNOWN", "Members", "RefusedError", "plain_name"]
+__all__ = [
+    "MOST_MEMBERS",
+    "UNKNOWN",
+    "Members",
+    "RefusedError",
+    "honest_bytes",
+    "plain_name",
+]
 
 MOST_MEMBERS = 10_000_000
+_HARMLESS_BYTES = 512 << 20
+_HONEST_RATIO = 250
+"""Text becomes a tenth, masks of labels a hundredth; gzip makes 1/1030 of zeros, zstd 1/30000."""
+
 _LATEST_NS = (1 << 34) * 1_000_000_000
 _FILE, _DIRECTORY, _LINK = 1, 2, 3
 _ODD = ("//", "/.", "/\0", "\0/", "\0.", "\0\0")
@@ -49,6 +61,7 @@ class Members:
         self._outside_links = outside_links
         self._kinds = {"": _DIRECTORY}
         self._at: dict[str, int] = {}
+        self._links: dict[str, Symlink] = {}
         self._parent = ""  # the last one that was found to be a directory
 
     def check_count(self, count: int) -> None:
@@ -59,6 +72,23 @@ class Members:
         """
         if count > MOST_MEMBERS:
             raise StagingError(f"{shown(self._source)}: holds more than {MOST_MEMBERS} members")
+
+    def check_bytes(self, packed: int) -> None:
+        """Refuse an archive that unpacks to absurdly more than it has.
+
+        Args:
+            packed: the archive's own bytes.
+
+        Raises:
+            StagingError: it does.
+        """
+        if self.total_bytes > honest_bytes(packed):
+            raise StagingError(
+                f"{shown(self._source)}: {exact_bytes(packed)} would become "
+                f"{human_bytes(self.total_bytes)} or more: that is how an archive is made that is "
+                "to fill a disk",
+                hint="if it is honest, unpack it and stage the directory",
+            )
 
     def file(self, name: str, mode: int, mtime_ns: int, size: int) -> bool:
         """Plan a regular file; False when it is refused, which is noted."""
@@ -145,13 +175,20 @@ class Members:
             self.problems.add(name, str(error))
             return
         self._kinds[path] = _LINK
-        self.plan.symlinks.append(Symlink(path, target, _time(mtime_ns)))
+        self._links[path] = Symlink(path, target, _time(mtime_ns))
+        self.plan.symlinks.append(self._links[path])
 
     def hard_link(self, name: str, target: str) -> None:
-        """Plan a further name of a file that came before."""
+        """Plan a further name of a file or symbolic link that came before.
+
+        tar writes those of a symbolic link so too; a link of the same text is made, as of a tree.
+        """
         try:
             path = self._new(name)
             first = plain_name(target)
+            if first in self._links:
+                self.symlink(name, *self._links[first][1:])
+                return
             if self._kinds.get(first) != _FILE:
                 raise RefusedError(f"hard link to {shown(first)}, which is no file before it")
         except RefusedError as error:
@@ -207,6 +244,11 @@ class Members:
         self.plan.directories.append(entry)
 
 
+def honest_bytes(packed: int) -> int:
+    """Return how many bytes a compressed archive of so many may hold."""
+    return max(_HARMLESS_BYTES, _HONEST_RATIO * packed)
+
+
 def is_plain(name: str) -> bool:
     """Say whether a name surely needs no cleaning; hidden files count as doubtful."""
     return (
@@ -239,4 +281,4 @@ def plain_name(name: str) -> str:
 
 
 def _time(mtime_ns: int) -> int:
-    return mtime_ns if 0 <= mtime_ns < _LATEST_NS else 0
+    return mtime_ns if -_LATEST_NS < mtime_ns < _LATEST_NS else 0

@@ -67,6 +67,7 @@ class Plan:
         expected: XXH3-128 of each of the files, b"" where the source does not tell it; empty when
             it tells none.
         at_least: scanning stopped early because it cannot fit.
+        told: what the source is called in messages, where that is not `source_root`.
     """
 
     source_root: str
@@ -78,6 +79,12 @@ class Plan:
     origins: dict[str, str] = field(default_factory=dict)
     expected: list[bytes] = field(default_factory=list)
     at_least: bool = False
+    told: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the source is called in messages."""
+        return shown(self.told or self.source_root)
 
     @property
     def bytes(self) -> int:
@@ -91,9 +98,10 @@ class Plan:
 
     @functools.cached_property
     def fingerprint(self) -> builtins.bytes:
-        """BLAKE2b over names, sizes, times, modes and links of a complete plan, 16 bytes.
+        """BLAKE2b over names, sizes, times, modes, links and known digests of a plan, 16 bytes.
 
-        Not XXH3, which not every interpreter has: whoever looks finds the same.
+        Not XXH3, which not every interpreter has: whoever looks finds the same. A pack tells times
+        in whole seconds, so that only its digests tell a file that was written anew at once.
         """
         digest = hashlib.blake2b(digest_size=_KEY_BYTES)
         digest.update(b"%d:" % self.top.mode)
@@ -101,6 +109,8 @@ class Plan:
             _add_many(digest, entries, 4)  # without what only the file system knows
         for links in (self.hard_links, self.symlinks):
             _add_many(digest, links, 2)
+        if self.expected:
+            digest.update(b"".join(self.expected))
         return digest.digest()
 
     def need(self, block_bytes: int, inode_bytes: int = 0) -> Need:
@@ -150,7 +160,12 @@ def scan_file(source: str, retry: Retry) -> Plan:
 
 
 def scan_tree(
-    source: str, retry: Retry, *, verb: str = "stage", outside_links: bool = False
+    source: str,
+    retry: Retry,
+    *,
+    verb: str = "stage",
+    outside_links: bool = False,
+    told: str = "",
 ) -> Plan:
     """Plan a copy of everything below a directory.
 
@@ -159,6 +174,7 @@ def scan_tree(
         retry: calls again after faults that pass.
         verb: what is to be done with the tree, for the error.
         outside_links: take symbolic links that leave the tree as they are.
+        told: what the source is called in messages; its path when left out.
 
     Raises:
         StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
@@ -167,8 +183,8 @@ def scan_tree(
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
-    plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns))
-    problems = Problems(f"cannot {verb} {shown(source)}")
+    plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns), told=told)
+    problems = Problems(f"cannot {verb} {shown(told or source)}")
     first_names: dict[tuple[int, int], str] = {}
     lister = Lister(real, retry)
     todo = [""]

@@ -237,9 +237,14 @@ def new_directory(root: Root, path: str, owner: Owner) -> None:
     """Make a directory with its owner's record in one step; the root is held."""
     new = f"{root.path}/{NEW}{os.path.basename(path)}-{secrets.token_hex(4)}"
     os.mkdir(new, 0o700)
-    os.chmod(new, 0o700)  # whatever the umask
-    owner.write(f"{new}/{OWNER}")
-    os.rename(new, path)
+    try:
+        os.chmod(new, 0o700)  # whatever the umask
+        owner.write(f"{new}/{OWNER}")
+        os.rename(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_tree(new)
+        raise
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
     path, outside_links = request.source, request.outside_links
 
     def tree(directory: str) -> TreeSource:
-        return TreeSource(directory, retry, outside_links=outside_links)
+        told = "" if directory == path else path  # a mount point means nothing to anybody
+        return TreeSource(directory, retry, outside_links=outside_links, told=told)
 
     if kind == "tree":
         return tree(path)
@@ -66,14 +67,19 @@ class TreeSource:
     kind = "tree"
     ordered = False
 
-    def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
+    def __init__(
+        self, path: str, retry: Retry, *, outside_links: bool = False, told: str = ""
+    ) -> None:
         self._path = path
         self._retry = retry
         self._outside_links = outside_links
+        self._told = told
 
     def plan(self) -> Plan:
         """Look at the tree."""
-        return scan_tree(self._path, self._retry, outside_links=self._outside_links)
+        return scan_tree(
+            self._path, self._retry, outside_links=self._outside_links, told=self._told
+        )
 
     def reader(self, plan: Plan) -> Reader:
         """Open the tree for reading."""

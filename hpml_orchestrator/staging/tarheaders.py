@@ -90,7 +90,13 @@ def header_fields(block: bytes) -> Fields:
 
 
 def scan_members(
-    source: str, data: Bytes, members: Members, starts: array[int], *, most_bytes: int
+    source: str,
+    data: Bytes,
+    members: Members,
+    starts: array[int],
+    *,
+    most_bytes: int,
+    skips: bool = True,
 ) -> None:
     """Plan all members, and note where the data of each planned file begin.
 
@@ -102,12 +108,14 @@ def scan_members(
         members: takes the members.
         starts: one is appended for each file of the plan.
         most_bytes: what there is room for.
+        skips: data can be passed over; else no member is read that is too much, if what its header
+            says is true.
 
     Raises:
         StagingError: it is no tar archive, is cut short or damaged.
         OSError: it cannot be read.
     """
-    scan = _Scan(source, data, members, starts)
+    scan = _Scan(source, data, members, starts, -1 if skips else most_bytes)
     at = 0
     while True:
         block = data.at(at, BLOCK)
@@ -123,11 +131,14 @@ def scan_members(
 class _Scan:
     """Goes from header to header."""
 
-    def __init__(self, source: str, data: Bytes, members: Members, starts: array[int]) -> None:
+    def __init__(
+        self, source: str, data: Bytes, members: Members, starts: array[int], most: int
+    ) -> None:
         self._source = source
         self._data = data
         self._members = members
         self._starts = starts
+        self._most = most
         self._count = 0
         self._global: dict[str, bytes] = {}
         self._next: dict[str, bytes] = {}
@@ -190,10 +201,11 @@ class _Scan:
             self._members.hard_link(name, link.decode("utf-8", "surrogateescape"))
 
     def _file(self, name: str, mode: int, mtime_ns: int, size: int, at: int) -> int:
-        following = self._behind(size, at)
         if self._members.file(name, mode, mtime_ns, size):
             self._starts.append(at)
-        return following
+            if 0 <= self._most < self._members.total_bytes:
+                return at  # it is given up here
+        return self._behind(size, at)
 
     def _behind(self, size: int, at: int) -> int:
         following = at + size + -size % BLOCK
@@ -293,7 +305,8 @@ def _nothing(digits: bytes) -> int:
 
 def _nanoseconds(text: bytes) -> int:
     """Return a time of a pax header, decimal seconds, in nanoseconds; 0 for none we know."""
-    whole, _, part = text.partition(b".")
+    sign = -1 if text[:1] == b"-" else 1  # before 1970
+    whole, _, part = text[sign < 0 :].partition(b".")
     if not whole.isdigit() or len(whole) > _MOST_DIGITS or (part and not part.isdigit()):
         return 0
-    return int(whole) * _NANO + int(part[:_NANO_DIGITS].ljust(_NANO_DIGITS, b"0"))
+    return sign * (int(whole) * _NANO + int(part[:_NANO_DIGITS].ljust(_NANO_DIGITS, b"0")))

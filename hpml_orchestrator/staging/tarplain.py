@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.extents import ExtentReader, Stamp, open_archive, stamp_of
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
-from hpml_orchestrator.staging.members import Members
+from hpml_orchestrator.staging.members import Members, honest_bytes
 from hpml_orchestrator.staging.streams import FileBytes, Stream, compression_of
 from hpml_orchestrator.staging.tarheaders import scan_members
 
@@ -82,8 +82,10 @@ class TarSource:
             finally:
                 data.close()
             return
+        most = min(most, honest_bytes(self._stamp.size))
         with Stream(self._path, self._retry, self._stamp) as stream:
-            scan_members(self._path, stream, members, starts, most_bytes=most)
+            scan_members(self._path, stream, members, starts, most_bytes=most, skips=False)
+            members.check_bytes(self._stamp.size)
             if not members.plan.at_least:
                 stream.drain()
 

@@ -105,7 +105,8 @@ class _Directory:
             raise self._damaged("it has no end of a central directory")
         _, disk, first_disk, here, count, length, start, _ = _END.unpack(end)
         end_at = begin + at
-        if _UNSET_16 in {disk, count} or _UNSET_32 in {length, start}:
+        # who writes into a pipe tells in 64 bits what would fit into 32 as well
+        if _UNSET_16 in {disk, count} or _UNSET_32 in {length, start} or start + length != end_at:
             long = self._place64(end_at)
             if long is not None:
                 return long
@@ -172,7 +173,7 @@ class _Directory:
             fault = f"is compressed by method {method}; only stored and deflated ones are read"
         elif (method == STORED and size != packed) or size > _LARGEST_RATIO * (packed + 1):
             fault = f"says that {packed} bytes become {size}, which cannot be"
-        if not stat.S_IMODE(mode):
+        if not mode & 0xFFFF:  # 0 with a type is what somebody chose
             mode |= 0o755 if is_dir else 0o644
         mtime_ns = _time(extras.get(_EXTRA_TIME, b""), dos_date, dos_time)
         return Member(name, mode, mtime_ns, size, packed, offset, method, crc, is_dir, fault)

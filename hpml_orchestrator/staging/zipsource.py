@@ -102,6 +102,7 @@ class ZipSource:
             elif members.file(member.name, member.mode & 0o7777, member.mtime_ns, member.size):
                 self._members.append(member)
         members.problems.raise_any("repack the archive with plain relative names")
+        members.check_bytes(self._stamp.size)
         return members.plan
 
     def reader(self, plan: Plan) -> Reader:  # noqa: ARG002 - the members are known since `plan`

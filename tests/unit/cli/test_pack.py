@@ -61,6 +61,15 @@ def test_pack_and_ask(hpml: Hpml, tree: Path, tmp_path: Path) -> None:
     assert hpml("pack", "--verify", str(dest), "--json").json()["damaged"] == []
 
 
+def test_one_is_told_as_one(hpml: Hpml, tmp_path: Path) -> None:
+    """Of one empty directory comes the archive of directories alone."""
+    (tmp_path / "tree").mkdir()
+    told = hpml("pack", str(tmp_path / "tree"), str(tmp_path / "pack"))
+    assert re.match(r"packed 0 files, 0 bytes in .*: 1 archive in ", told.out), told
+    told = hpml("pack", "--verify", str(tmp_path / "pack"))
+    assert "is whole: 0 files in 1 archive, " in told.out
+
+
 def test_damage_has_a_status(hpml: Hpml, tree: Path, tmp_path: Path) -> None:
     """8, and the files by name; 3 where there is no pack."""
     dest = tmp_path / "pack"

@@ -429,6 +429,9 @@ def test_a_user_without_rights(node: Node, tree: Path, tmp_path: Path) -> None:
         one.chmod(0o000)
     with nobody():
         told = node.stage(str(tree), "--to", "shm")
+        closed = node.stage(str(tree / "2" / "any"), "--to", "shm")
+    assert (closed.code, closed.out) == (8, "")
+    assert f"cannot look at {tree / '2' / 'any'}: Permission denied" in closed.err
     assert (told.code, told.out) == (8, ""), told
     assert "Permission denied" in told.err
     assert "2/.: Permission denied" in told.err

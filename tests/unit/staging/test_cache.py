@@ -467,6 +467,23 @@ def test_a_damaged_entry_is_replaced(base: Path, source: Path, how: str) -> None
     second.cleanup()
 
 
+@pytest.mark.parametrize(
+    "head", ['{"bytes": "many"}', '{"bytes": null, "source": 5}', "[" * 100_000, "[]", ""]
+)
+def test_a_spoilt_manifest_holds_nobody_up(base: Path, source: Path, head: str) -> None:
+    """What it says counts for nothing: its entry is brought anew, and others beside it."""
+    first = stager(base, "1.0")
+    path = Path(first.stage(kept(source)).path)
+    manifest = path.resolve().parent / ".data.manifest"
+    first.cleanup()
+    manifest.write_text(head)
+    (source.parent / "other").mkdir()
+    second = stager(base, "2.0")
+    assert not second.stage(kept(source.parent / "other", name="other")).reused
+    assert not second.stage(kept(source)).reused
+    second.cleanup()
+
+
 def test_a_damaged_entry_in_use_stays_with_its_users(base: Path, source: Path) -> None:
     """A job that finds it damaged stages its own copy, and takes nothing from the others."""
     first, second = stager(base, "1.0"), stager(base, "2.0")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, this_owner
 from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.capacity import room_at
@@ -114,6 +114,45 @@ def test_what_is_leased_stays(small_tmpfs: Callable[[str], Path], trees: list[Pa
     assert held(base) == {0, 2, 3}
     for one in (*users, job):
         one.cleanup()
+
+
+def test_what_the_same_shell_was_given_stays(
+    small_tmpfs: Callable[[str], Path], trees: list[Path]
+) -> None:
+    """Each `hpml stage` of a script is a process of its own, and holds no lease when it is over."""
+    base = small_tmpfs("size=8m")
+    keep(base, trees[0], "1.0", 1000.0)
+    shell = subprocess.Popen(["sleep", "600"])
+    try:
+        given = []
+        for number in (1, 2):
+            first = stager(base, "shell-1", owner_pid=shell.pid)
+            given.append(Path(first.stage(request(trees[number])).path))
+            first.leave()
+        later = stager(base, "shell-1", owner_pid=shell.pid)
+        assert later.stage(request(trees[3])).evicted == (str(trees[0]),)
+        with pytest.raises(CapacityError, match="needs"):
+            later.stage(request(trees[4]))
+        later.leave()
+        assert [(path / "data").stat().st_size for path in given] == [2 * MIB, 2 * MIB]
+    finally:
+        shell.kill()
+        shell.wait()
+
+
+def test_a_disk_that_is_full_to_the_last_byte_keeps_no_trace(
+    small_tmpfs: Callable[[str], Path], trees: list[Path]
+) -> None:
+    """Not even the directory of the job can be made: nothing of hpml is there afterwards."""
+    base = small_tmpfs("size=64k")
+    with contextlib.suppress(OSError), open(base / "filler", "wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    job = stager(base, "1.0")
+    with pytest.raises(StagingError, match="No space left"):
+        job.stage(request(trees[0]))
+    job.leave()
+    assert os.listdir(base) == ["filler"]
 
 
 def test_nothing_goes_in_vain(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
+from hpml_orchestrator.packing.bench import run_bench
 from hpml_orchestrator.staging import ladder as module
 from hpml_orchestrator.staging.capacity import Room
 from hpml_orchestrator.staging.ladder import (
@@ -25,6 +27,9 @@ from hpml_orchestrator.staging.ladder import (
 )
 from hpml_orchestrator.staging.peers import peers, run_program
 from hpml_orchestrator.staging.request import StagingStopped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DATA = Data("/small", 10, 1000, "/large", 5000)
 
@@ -166,3 +171,12 @@ def test_a_place_that_is_none(tmp_path: Path) -> None:
         bench_directory(f"{tmp_path}/none"),
     ):
         raise AssertionError
+
+
+def test_a_place_to_copy_from_is_told_as_such(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It is the current directory where it is not given: DIR would be another one."""
+    origin = small_tmpfs("size=8m,ro")
+    with pytest.raises(InputError, match="--from: nothing can be written there: Read-only"):
+        run_bench(str(origin), [("DIR", str(tmp_path))], Sizes(1, 1, 1, 1), never)

@@ -21,7 +21,7 @@ import pytest
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.packing import PackRequest, pack, ustar
 from hpml_orchestrator.packing.index import Archive, Row, write_index
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, members
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.tarplain import TarSource
 from hpml_orchestrator.staging.zipsource import ZipReader, ZipSource
@@ -287,6 +287,36 @@ def test_members_that_share_bytes_are_refused(stager: CopyStager, tmp_path: Path
     second = data.index(CENTRAL, data.index(CENTRAL) + 4)
     path.write_bytes(data[: second + 42] + bytes(4) + data[second + 46 :])
     refused(stager, path, "lies in another member")
+
+
+@pytest.mark.parametrize("kind", ["gz", "zip"])
+def test_absurd_ratios_are_refused(
+    stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """An archive of zeros is given up though there is room for all of it; a small one is not."""
+    monkeypatch.setattr(members, "_HARMLESS_BYTES", 4 << 20)
+    for size, fine in ((4 << 20, True), ((4 << 20) + 1, False)):
+        path = tmp_path / f"{size}.{'tar.gz' if fine or kind == 'gz' else 'zip'}"
+        if kind == "gz":
+            with tarfile.open(path, "w:gz") as tar:
+                info = tarfile.TarInfo("zeros")
+                info.size = size
+                tar.addfile(info, io.BytesIO(bytes(size)))
+        else:
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+                target.writestr("zeros", bytes(size))
+        if fine:
+            assert stager.stage(StageRequest("fine", str(path), target="shm")).bytes == size
+        else:
+            refused(stager, path, "bytes.? would become 4.0 MiB or more")
+
+
+def test_a_bomb_of_one_member_is_not_read(tmp_path: Path) -> None:
+    """Its header says enough: what follows need not even be there."""
+    path = tmp_path / "x.tar.gz"
+    path.write_bytes(gzip.compress(member(b"x", size=b"77777777777\0")))
+    with pytest.raises(StagingError, match=r"would become 8.0 GiB or more"):
+        TarSource(str(path), RETRY, most_bytes=1 << 50).plan()
 
 
 def test_a_zip_cut_anywhere_is_refused(stager: CopyStager, tmp_path: Path) -> None:

@@ -103,7 +103,9 @@ def test_the_choice_is_never_much_worse_than_reading(
 def test_a_chain_wins_in_the_end(size: int, files: int, known: Rates) -> None:
     """Where the file system is the limit, reading grows with the nodes, the chain hardly."""
     slowest = min(getattr(known, name) for name in RATE_NAMES[:4])
-    known = replace(known, shared_rate=slowest)
+    one_node = known.parallel / known.open_seconds
+    opens = min(known.metadata_rate, one_node)  # or the one that reads would be the limit
+    known = replace(known, shared_rate=slowest, metadata_rate=opens)
     assert choose(size=size, files=files, nodes=1024, rates=known).method == "chain"
 
 

@@ -1,0 +1,119 @@
+"""Archives as other tools write them, seldom but rightly, and packs that were made anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.packing import PackRequest, pack
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StageResult
+from tests.cluster.conftest import skip_or_fail
+
+
+def stage(stager: CopyStager, path: Path, name: str = "data") -> StageResult:
+    """Stage into RAM."""
+    return stager.stage(StageRequest(name, str(path), target="shm"))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pack_made_anew_is_staged_anew(base: Path, tmp_path: Path, keep: bool) -> None:
+    """Of the same size within the same second: it tells no finer times, only digests."""
+    tree, packed = tmp_path / "tree", tmp_path / "packed"
+    for text in ("first", "later"):
+        tree.mkdir()
+        (tree / "x").write_text(text)
+        os.utime(tree / "x", (1e9, 1e9))
+        pack(PackRequest(str(tree), str(packed), workers=1))
+        stager = CopyStager("1.0", bases=Bases(shm=str(base)), checks_source=True, job_id="")
+        result = stager.stage(StageRequest("data", str(packed), target="shm", keep=keep))
+        assert (Path(result.path) / "x").read_text() == text
+        assert not result.reused
+        stager.leave()
+        shutil.rmtree(tree)
+        shutil.rmtree(packed)
+    CopyStager("1.0", bases=Bases(shm=str(base))).area("shm").cleanup()
+
+
+def test_a_hard_link_to_a_symbolic_link_arrives(stager: CopyStager, tmp_path: Path) -> None:
+    """So tar writes further names of a symbolic link; one that would lead outside is refused."""
+    tree = tmp_path / "tree"
+    (tree / "below").mkdir(parents=True)
+    (tree / "file").write_text("file")
+    (tree / "1").symlink_to("file")
+    os.link(tree / "1", tree / "below" / "2", follow_symlinks=False)
+    os.link(tree / "1", tree / "3", follow_symlinks=False)
+    path = tmp_path / "x.tar"
+    names = ["file", "1", "3", "below/2"]
+    subprocess.run(["tar", "-cf", path, "-C", tree, *names], check=True)
+    result = Path(stage(stager, path).path)
+    assert [os.readlink(result / name) for name in names[1:]] == ["file"] * 3
+    (tree / "below" / "up").symlink_to("../file")
+    os.link(tree / "below" / "up", tree / "up", follow_symlinks=False)
+    subprocess.run(["tar", "-cf", path, "-C", tree, "file", "below/up", "up"], check=True)
+    with pytest.raises(StagingError, match="up: symbolic link that leaves the tree"):
+        stage(stager, path, name="again")
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_times_before_1970_arrive(stager: CopyStager, tmp_path: Path, form: str) -> None:
+    """GNU tar tells them in base 256, or with a sign before decimal digits."""
+    (tmp_path / "old").write_text("old")
+    os.utime(tmp_path / "old", ns=(0, -1_000_500_000_000))
+    path = tmp_path / "x.tar"
+    subprocess.run(["tar", f"--format={form}", "-cf", path, "-C", tmp_path, "old"], check=True)
+    found = (Path(stage(stager, path).path) / "old").stat().st_mtime_ns
+    assert found == (-1_000_500_000_000 if form == "posix" else -1_001_000_000_000)
+
+
+def test_a_zip_written_into_a_pipe_may_tell_its_end_twice(
+    stager: CopyStager, tmp_path: Path
+) -> None:
+    """Info-ZIP then adds an end in 64 bits, and the one in 32 bits tells the same."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as target:
+        target.writestr("a", "text")
+    data = path.read_bytes()
+    at = data.rindex(b"PK\x05\x06")
+    count, length, start = struct.unpack_from("<HLL", data, at + 10)
+    numbers = (44, 45, 45, 0, 0, count, count, length, start)
+    end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", *numbers)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, at, 1)
+    path.write_bytes(data[:at] + end + locator + data[at:])
+    subprocess.run([sys.executable, "-m", "zipfile", "-t", path], check=True, capture_output=True)
+    assert (Path(stage(stager, path).path) / "a").read_text() == "text"
+
+
+def test_a_file_that_a_zip_closes_to_all_stays_closed(stager: CopyStager, tmp_path: Path) -> None:
+    """Mode 0 with a type is a mode; without one it is none, and then files are for all to read."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as target:
+        for name, mode in (("closed", stat.S_IFREG), ("unsaid", 0)):
+            info = zipfile.ZipInfo(name)
+            info.create_system = 3 if mode else 0
+            info.external_attr = mode << 16
+            target.writestr(info, "x")
+    result = Path(stage(stager, path).path)
+    modes = {one.name: stat.S_IMODE(one.stat().st_mode) for one in result.iterdir()}
+    assert modes == {"closed": 0o600, "unsaid": 0o644}
+
+
+def test_an_image_is_called_by_its_own_name(stager: CopyStager, tmp_path: Path) -> None:
+    """In an error too, where the mount point would mean nothing to anybody."""
+    if shutil.which("mksquashfs") is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        skip_or_fail("NOT TESTED: mksquashfs or /dev/fuse is missing")
+    (tmp_path / "tree").mkdir()
+    os.mkfifo(tmp_path / "tree" / "fifo")
+    image = tmp_path / "x.sqfs"
+    subprocess.run(["mksquashfs", tmp_path / "tree", image, "-quiet", "-no-progress"], check=True)
+    with pytest.raises(StagingError) as told:
+        stage(stager, image)
+    assert str(told.value) == (f"cannot stage {image}: 1 path\n  fifo: is a device, fifo or socket")
