@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.packing.layout import Layout, Shard
+    from hpml_orchestrator.packing.workers import Tell
     from hpml_orchestrator.staging.plan import Entry
-    from hpml_orchestrator.staging.pool import Tell
 
 __all__ = ["DONE", "Part", "ShardWriter", "read_part"]
 
@@ -72,19 +72,17 @@ class ShardWriter:
         self._layout = layout
         self._check = check
         self._directory = directory
-        self._root = os.open(layout.tree.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._root = -1  # each worker opens its own
         self._retry = Retry(time.sleep, lambda: False)
-
-    def close(self) -> None:
-        """Close the source."""
-        os.close(self._root)
 
     def __call__(self, number: int, tell: Tell) -> Part:
         """Write an archive unless it is there.
 
         Raises:
-            StagingError: it cannot be written.
+            StagingError: it cannot be written, or the source cannot be opened.
         """
+        if self._root < 0:
+            self._root = _open_root(self._layout.tree.source_root)
         shard = self._layout.shards[number]
         try:
             return self._kept(number, shard, tell) or self._write(number, shard, tell)
@@ -264,6 +262,13 @@ def _write_part(directory: str, shard: Shard, part: Part) -> None:
     # Whoever resumes believes it only where the archive has the digest that it tells.
     with publish(directory, f".{shard.file}{DONE}", durable=False) as fd:
         write_all(fd, json.dumps(asdict(part)).encode())
+
+
+def _open_root(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StagingError(f"cannot read {shown(path)}: {why(error)}") from error
 
 
 def _data_bytes(layout: Layout, shard: Shard) -> int:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpml_orchestrator.staging import CopyStager, StageRequest, StageResult
-from hpml_orchestrator.staging import reread as reread_module
 from hpml_orchestrator.staging.payback import Payback, break_even, payback_of
 from hpml_orchestrator.staging.reread import sample_staged
 from hpml_orchestrator.staging.sample import Sample
@@ -122,7 +121,12 @@ def test_who_did_not_read_the_source_says_nothing(changes: dict[str, object]) ->
 @pytest.mark.parametrize("read", [Sample(3, 0.1, 0, 0.1), Sample(0, 0, 0, 0)])
 def test_a_sample_that_read_nothing_says_nothing(read: Sample) -> None:
     """Such as of a tree of empty files, or of one that is gone."""
-    assert payback_of(RESULT, reread=lambda _path, **_: read) is None
+
+    def reread(path: str, *, readers: int, seconds: float) -> Sample:
+        assert (path, readers, seconds) == ("/d", 4, 0.5)
+        return read
+
+    assert payback_of(RESULT, reread=reread) is None
 
 
 @pytest.mark.parametrize("readers", [1, 8])
@@ -149,7 +153,7 @@ def test_all_readers_are_at_work_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     for number in range(12):
         (tmp_path / f"{number}").write_bytes(b"x" * 10)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(reread_module.os, "open", open_together)
+    monkeypatch.setattr(os, "open", open_together)
     read = sample_staged(str(tmp_path), readers=12, seconds=60)
     assert (read.files, read.bytes) == (12, 120)
 
