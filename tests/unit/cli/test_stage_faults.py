@@ -110,7 +110,7 @@ def test_a_source_that_changes_midway(node: Node, tree: Path, fault: str, said: 
     assert re.search(said, failed(started))
     assert os.listdir(node.ram) == []
     again()
-    told = process(node, tree, "--to", "shm", "--print", "path")
+    told = node.stage(str(tree), "--to", "shm", "--print", "path")
     assert told.code == 0, told
     assert same(tree, told.out.strip())
 
@@ -138,10 +138,10 @@ def test_a_disk_that_fills_midway(node: Node, tree: Path, disk: Path) -> None:
     assert "hint: " in told
     assert os.listdir(disk) == ["filler"]
     filler.unlink()
-    done = process(node, tree, "--to", disk, "--print", "path")
+    done = node.stage(str(tree), "--to", str(disk), "--print", "path")
     assert done.code == 0, done
     assert same(tree, done.out.strip())
-    assert process(node, "clean", "--mine", disk).code == 0
+    assert node.stage("clean", "--mine", str(disk)).code == 0
 
 
 def archive(path: Path, *members: tuple[str, dict[str, Any]], mode: Any = "w:") -> None:
@@ -188,7 +188,7 @@ def test_a_hostile_archive(
     assert not list(tmp_path.rglob("hpml-escaped"))
     assert not os.path.exists("/tmp/hpml-escaped")
     archive(path, FINE)
-    told = process(node, path, "--to", "shm", "--print", "path")
+    told = node.stage(str(path), "--to", "shm", "--print", "path")
     assert Path(told.out.strip(), "fine").read_bytes() == b"1" * 5000
 
 
@@ -203,8 +203,8 @@ def test_a_bomb(node: Node, disk: Path, tmp_path: Path, mode: str) -> None:
     assert re.search(r"needs at least [89]\.\d MiB", told.err)
     assert os.listdir(disk) == []
     archive(path, FINE, mode=mode)
-    assert process(node, path, "--kind", "tar", "--to", disk).code == 0
-    assert process(node, "clean", "--mine", disk).code == 0
+    assert node.stage(str(path), "--kind", "tar", "--to", str(disk)).code == 0
+    assert node.stage("clean", "--mine", str(disk)).code == 0
 
 
 @pytest.mark.parametrize("form", ["tar", "gztar", "zip"])
@@ -220,5 +220,5 @@ def test_an_archive_that_was_cut(node: Node, tmp_path: Path, form: str) -> None:
     assert "Traceback" not in told.err
     assert os.listdir(node.ram) == []
     whole.replace(path)
-    told = process(node, path, "--to", "shm", "--print", "files")
+    told = node.stage(str(path), "--to", "shm", "--print", "files")
     assert (told.code, told.out) == (0, "50\n"), told
