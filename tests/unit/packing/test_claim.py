@@ -25,20 +25,29 @@ from hpml_orchestrator.staging.plan import scan_tree
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 # FAKE: the host's name. All else of the other hpml is real: a process of its own, that packs and is
-# held in the middle of it until a file appears.
+# held with its worker behind the first archive until a file appears.
 OTHER_HOST = """\
 import os, socket, sys, time
 socket.gethostname = lambda: "other-node"
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing import PackRequest, pack
-go_on = sys.argv[3]
+from hpml_orchestrator.packing import PackRequest, pack, shards
+_, tree, dest, go_on = sys.argv
+def wait():
+    while not os.path.exists(go_on):
+        time.sleep(0.02)
+real, begun = shards.ShardWriter._write, []
+def write(*arguments):
+    if begun:
+        wait()
+    begun.append(1)
+    return real(*arguments)
+shards.ShardWriter._write = write
 def hold(*figures):
-    if figures[0]:
+    if any(name.startswith("data-") for name in os.listdir(dest)):
         print("packing", flush=True)
-        while not os.path.exists(go_on):
-            time.sleep(0.02)
+        wait()
 try:
-    pack(PackRequest(sys.argv[1], sys.argv[2], 1 << 18, workers=1), hold)
+    pack(PackRequest(tree, dest, 1 << 18, workers=1), hold)
 except StagingError as error:
     print(error)
     sys.exit(8)
