@@ -9,6 +9,7 @@ import typer
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table
 from hpml_orchestrator.cli.conflicts import refuse_with
+from hpml_orchestrator.cli.dataoptions import count_option, outside_links_option, parse_size
 from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
@@ -48,25 +49,12 @@ def pack(
         ),
     ] = "",
     workers: Annotated[
-        int,
-        typer.Option(
-            "--workers",
-            metavar="N",
-            min=0,
-            max=1024,
-            help="Processes, each at an archive of its own.",
-            show_default="one for each CPU",
-        ),
+        int, count_option("--workers", "Processes, each at an archive of its own.", least=0)
     ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Complete a pack that was not finished.")
     ] = False,
-    outside_links: Annotated[
-        bool,
-        typer.Option(
-            "--outside-links", help="Pack symbolic links that leave the tree, as they are."
-        ),
-    ] = False,
+    outside_links: Annotated[bool, outside_links_option("Pack")] = False,
     verify: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +95,7 @@ def pack(
     request = PackRequest(
         _given("SOURCE", source),
         _given("DEST", dest),
-        _size(shard_size or _DEFAULT_SHARD_SIZE),
+        parse_size("--shard-size", shard_size or _DEFAULT_SHARD_SIZE),
         workers,
         resume,
         outside_links,
@@ -123,16 +111,6 @@ def _given(field: str, path: str | None) -> str:
     if not path or "\0" in path:
         raise InputError("must name a directory", field=field, value=path)
     return path
-
-
-def _size(text: str) -> int:
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.spec.units import parse_bytes  # noqa: PLC0415
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise InputError(str(error), field="--shard-size", value=text) from None
 
 
 def _tell_packed(request: PackRequest, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ import typer
 from hpml_orchestrator.cli import stagebench, stageheld
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json
 from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
+from hpml_orchestrator.cli.dataoptions import count_option, outside_links_option
 from hpml_orchestrator.cli.grouped import OwnArguments
 
 if TYPE_CHECKING:
@@ -112,12 +113,7 @@ def stage(
     no_hash: Annotated[
         bool, typer.Option("--no-hash", help="No digests: faster, and nothing to verify by.")
     ] = False,
-    outside_links: Annotated[
-        bool,
-        typer.Option(
-            "--outside-links", help="Take symbolic links that leave the tree, as they are."
-        ),
-    ] = False,
+    outside_links: Annotated[bool, outside_links_option("Take")] = False,
     local_dir: Annotated[
         str | None,
         typer.Option(
@@ -127,26 +123,11 @@ def stage(
             show_default="the site profile's, else $SLURM_TMPDIR, $TMPDIR or /tmp",
         ),
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            metavar="N",
-            min=1,
-            max=1024,
-            help="Processes that copy.",
-            show_default="one for each CPU",
-        ),
-    ] = None,
+    processes: Annotated[int | None, count_option("--processes", "Processes that copy.")] = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            "--threads",
-            metavar="N",
-            min=1,
-            max=1024,
-            help="Threads of each of them.",
-            show_default="as many as the source's latency asks for",
+        count_option(
+            "--threads", "Threads of each of them.", "as many as the source's latency asks for"
         ),
     ] = None,
     opens_per_second: Annotated[

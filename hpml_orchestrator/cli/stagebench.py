@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
+from hpml_orchestrator.cli.dataoptions import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +72,7 @@ def bench(
     from hpml_orchestrator.packing.bench import Sizes, run_bench  # noqa: PLC0415
 
     refuse_gone_directory()
-    sizes = Sizes(files, _size("--size", size), _size("--large", large), runs)
+    sizes = Sizes(files, parse_size("--size", size), parse_size("--large", large), runs)
     targets = [("DIR", one) for one in directories or []]
     if not targets:
         from hpml_orchestrator.cli.stageheld import bases_of, paths_here  # noqa: PLC0415
@@ -91,16 +92,6 @@ def _say(text: str) -> None:
 
     if sys.stderr.isatty():
         typer.echo(f"hpml: {text}", err=True)
-
-
-def _size(option: str, text: str) -> int:
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.spec.units import parse_bytes  # noqa: PLC0415
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise InputError(str(error), field=option, value=text) from None
 
 
 def _tell(found: Bench, sizes: Sizes) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
 from hpml_orchestrator.cli.conflicts import refuse_with
+from hpml_orchestrator.cli.dataoptions import count_option
 
 if TYPE_CHECKING:
     from typing import Any
@@ -99,17 +100,7 @@ def verify(
         list[str],
         typer.Argument(metavar="PATH…", help="What `hpml stage` printed.", show_default=False),
     ],
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            metavar="N",
-            min=1,
-            max=1024,
-            help="Processes that read.",
-            show_default="one for each CPU",
-        ),
-    ] = None,
+    processes: Annotated[int | None, count_option("--processes", "Processes that read.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare staged data with the digests that were made when it came.

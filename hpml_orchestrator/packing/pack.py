@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
 from hpml_orchestrator.packing.index import Archive, Row, write_index
@@ -16,15 +15,16 @@ from hpml_orchestrator.packing.order import place
 from hpml_orchestrator.packing.place import Place
 from hpml_orchestrator.packing.shards import Part, ShardWriter, read_part
 from hpml_orchestrator.packing.stripe import stripe
+from hpml_orchestrator.packing.workers import default_workers, in_parallel
 from hpml_orchestrator.staging.capacity import Need, check_room, room_at
 from hpml_orchestrator.staging.faults import Problems, Retry, shown, why
 from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.pool import default_workers, in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.packing.layout import Layout
+    from hpml_orchestrator.packing.workers import Tell
     from hpml_orchestrator.staging.plan import Plan
 
 __all__ = ["OnPack", "PackRequest", "PackResult", "pack"]
@@ -182,21 +182,21 @@ def _write(layout: Layout, place_: Place, workers: int, on_pack: OnPack) -> list
     problems = Problems(f"cannot pack {shown(layout.tree.source_root)}")
     parts: list[Part | None] = [None] * len(numbers)
     writer = ShardWriter(layout, place_.path, place_.check)
-    try:
-        found = in_parallel(numbers, writer, workers=workers, progress=progress)
-        with contextlib.closing(found):
-            for part in found:
-                for path, reason in part.problems:
-                    problems.add(path, reason)
-                if problems:
-                    break
-                parts[part.number] = part
-    finally:
-        writer.close()
-    problems.raise_any(
-        "if the tree is being written, wait until it is complete; --resume goes on, and packs "
-        "again what changed"
-    )
+
+    def work(number: int, tell: Tell) -> tuple[Any, ...]:
+        return astuple(writer(number, tell))
+
+    def finished(*values: Any) -> None:
+        part = Part(*values)
+        for path, reason in part.problems:
+            problems.add(path, reason)
+        problems.raise_any(
+            "if the tree is being written, wait until it is complete; --resume goes on, and packs "
+            "again what changed"
+        )
+        parts[part.number] = part
+
+    in_parallel(numbers, work, workers=workers, progress=progress, done=finished)
     return [part for part in parts if part is not None]
 
 

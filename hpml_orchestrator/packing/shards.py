@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -16,14 +15,22 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import ustar
 from hpml_orchestrator.packing.files import publish, write_all
 from hpml_orchestrator.packing.layout import TREE_FILE, file_header
-from hpml_orchestrator.staging.faults import FULL, TRANSIENT, Retry, shown, why
+from hpml_orchestrator.staging.copying import check_same
+from hpml_orchestrator.staging.faults import (
+    FULL,
+    TRANSIENT,
+    Retry,
+    SourceChangedError,
+    shown,
+    why,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.packing.layout import Layout, Shard
+    from hpml_orchestrator.packing.workers import Tell
     from hpml_orchestrator.staging.plan import Entry
-    from hpml_orchestrator.staging.pool import Tell
 
 __all__ = ["DONE", "Part", "ShardWriter", "read_part"]
 
@@ -72,23 +79,23 @@ class ShardWriter:
         self._layout = layout
         self._check = check
         self._directory = directory
-        self._root = os.open(layout.tree.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._root = -1  # each worker opens its own
         self._retry = Retry(time.sleep, lambda: False)
-
-    def close(self) -> None:
-        """Close the source."""
-        os.close(self._root)
 
     def __call__(self, number: int, tell: Tell) -> Part:
         """Write an archive unless it is there.
 
         Raises:
-            StagingError: it cannot be written.
+            StagingError: it cannot be written, or the source cannot be opened.
         """
+        if self._root < 0:
+            self._root = _open_root(self._layout.tree.source_root)
         shard = self._layout.shards[number]
         try:
             return self._kept(number, shard, tell) or self._write(number, shard, tell)
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                self._check()  # whoever takes over removes what others were writing
             hint = ""
             if error.errno in FULL:
                 hint = "finished shards are kept: make room, then go on with --resume"
@@ -120,7 +127,7 @@ class ShardWriter:
             for entry in self._layout.files[shard.first : shard.end]:
                 try:
                     digests.append(self._add(entry, out, tell, only_look=bool(part.problems)))
-                except _ChangedError:
+                except SourceChangedError:
                     part.problems.append((entry.path, _CHANGED))
                 except _SourceError as error:
                     part.problems.append((entry.path, str(error)))
@@ -144,12 +151,12 @@ class ShardWriter:
         try:
             if not only_look and entry.size <= _CHUNK_BYTES:
                 return self._add_small(entry, fd, out, tell)
-            _check_same(entry, fd)
+            check_same(entry, os.fstat(fd))
             if only_look:
                 return b""
             out.add(file_header(entry))
             digest = self._copy(fd, entry.size, out, tell)
-            _check_same(entry, fd)
+            check_same(entry, os.fstat(fd))
         finally:
             os.close(fd)
         tell.add(0, 1)
@@ -161,9 +168,9 @@ class ShardWriter:
         try:
             data = self._read(fd, entry.size, 0)
         finally:
-            _check_same(entry, fd)
+            check_same(entry, os.fstat(fd))
         if len(data) != entry.size:
-            raise _ChangedError
+            raise SourceChangedError
         out.add(header, data, _ZEROS[: -entry.size % ustar.BLOCK_BYTES])
         tell.add(entry.size, 1)
         return xxh3_128_digest(data)
@@ -185,7 +192,7 @@ class ShardWriter:
         while done < size:
             data = self._read(fd, min(_CHUNK_BYTES, size - done), done)
             if not data:
-                raise _ChangedError
+                raise SourceChangedError
             digest.update(data)
             out.add(data)
             done += len(data)
@@ -230,10 +237,6 @@ class _Out:
         write_all(self._fd, data)
 
 
-class _ChangedError(Exception):
-    """A file is not what it was when the tree was read."""
-
-
 class _SourceError(Exception):
     """A file cannot be read; an OSError would be taken for one of the archive."""
 
@@ -266,16 +269,12 @@ def _write_part(directory: str, shard: Shard, part: Part) -> None:
         write_all(fd, json.dumps(asdict(part)).encode())
 
 
+def _open_root(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StagingError(f"cannot read {shown(path)}: {why(error)}") from error
+
+
 def _data_bytes(layout: Layout, shard: Shard) -> int:
     return sum(entry.size for entry in layout.files[shard.first : shard.end])
-
-
-def _check_same(entry: Entry, fd: int) -> None:
-    info = os.fstat(fd)
-    if (
-        info.st_mtime_ns != entry.mtime_ns
-        or info.st_size != entry.size
-        or info.st_ino != entry.inode
-        or not stat.S_ISREG(info.st_mode)
-    ):
-        raise _ChangedError

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128
 
 from hpml_orchestrator.packing.index import read_index
+from hpml_orchestrator.packing.workers import default_workers, in_parallel
 from hpml_orchestrator.staging.faults import shown, why
-from hpml_orchestrator.staging.pool import default_workers, in_parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hpml_orchestrator.packing.index import Index, Row
-    from hpml_orchestrator.staging.pool import Tell
+    from hpml_orchestrator.packing.workers import Tell
 
 __all__ = ["Damage", "Verified", "verify"]
 
@@ -75,15 +75,21 @@ def verify(
         done[1] += more_files
         on_verify(done[0], done[1], *total)
 
-    def work(number: int, tell: Tell) -> list[Damage]:
-        return _Reader(index, number, tell).check(rows[number])
+    def work(number: int, tell: Tell) -> list[tuple[str, ...]]:
+        return [astuple(one) for one in _Reader(index, number, tell).check(rows[number])]
 
     damaged: list[Damage] = []
-    numbers = range(len(index.archives))
-    for found in in_parallel(
-        numbers, work, workers=workers or default_workers(), progress=progress
-    ):
-        damaged += found
+
+    def found(*some: Iterable[str]) -> None:
+        damaged.extend(Damage(*one) for one in some)
+
+    in_parallel(
+        range(len(index.archives)),
+        work,
+        workers=workers or default_workers(),
+        progress=progress,
+        done=found,
+    )
     damaged.sort(key=lambda one: (one.shard, one.name))
     seconds = time.monotonic() - begin
     return Verified(len(index.archives), total[1], total[0], seconds, tuple(damaged))

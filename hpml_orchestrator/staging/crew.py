@@ -46,6 +46,7 @@ def run_crew(
     *,
     told: Callable[..., None],
     heartbeat: Callable[[], None],
+    died: str = "was the memory of the job short?",
 ) -> None:
     """Let forked workers work on numbers until there are no more.
 
@@ -58,11 +59,12 @@ def run_crew(
         numbers: the queue.
         told: called with what a worker tells, several plain values.
         heartbeat: called about ten times a second; may raise.
+        died: the hint where a worker was killed.
 
     Raises:
         StagingError: a worker died, or raised an HpmlError; or what `told` or `heartbeat` raise.
     """
-    crew = _Crew(numbers)
+    crew = _Crew(numbers, died)
     try:
         gc.freeze()  # collecting would copy pages that the workers share with this process
         try:
@@ -76,8 +78,9 @@ def run_crew(
 
 
 class _Crew:
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], died: str) -> None:
         self._left = numbers
+        self._died = died
         self._given = 0
         self._queue, self._feed = os.pipe()
         os.set_blocking(self._feed, False)
@@ -164,9 +167,7 @@ class _Crew:
             status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if line not in self._ended:
             end = f"signal {-status}" if status < 0 else f"status {status}"
-            raise StagingError(
-                f"a worker process died ({end})", hint="was the memory of the job short?"
-            )
+            raise StagingError(f"a worker process died ({end})", hint=self._died)
         return False
 
     def dismiss(self) -> None:

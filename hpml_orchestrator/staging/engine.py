@@ -77,8 +77,8 @@ class Copied:
     Attributes:
         digests: of each of the plan's files; empty when they were not hashed.
         seconds: wall time.
-        read_seconds: of reading and hashing, summed over the workers.
-        write_seconds: of writing, summed over the workers.
+        read_seconds: of reading, summed over the workers.
+        write_seconds: of hashing and writing, summed over the workers.
         workers: processes times threads.
     """
 

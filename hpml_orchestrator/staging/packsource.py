@@ -34,15 +34,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.source import Reader
 
-__all__ = ["PackSource", "is_pack"]
+__all__ = ["PackSource"]
 
 _ALIGNED = BLOCK - 1
 _VERIFY = "`hpml pack --verify` tells all that is damaged; pack the tree again"
-
-
-def is_pack(path: str) -> bool:
-    """Say whether a directory is a finished pack."""
-    return os.path.isfile(os.path.join(path, INDEX_FILE))
 
 
 class PackSource:

@@ -79,6 +79,7 @@ class ReaderCopying(Copying):
     ) -> None:
         """Write a file that came whole, with as few steps as small files deserve."""
         task, size = self._task, entry.size
+        middle = _clock()
         if task.how is not None:
             made = task.how.new()
             made.update(data)
@@ -87,7 +88,6 @@ class ReaderCopying(Copying):
             if expected and task.how.name == "xxh3_128" and value != (expected[number] or value):
                 raise DamagedSourceError
             self._board.put(number, value)
-        middle = _clock()
         self._put(entry, data, rest)
         tally.read_seconds += middle - begin
         tally.write_seconds += _clock() - middle
@@ -122,9 +122,9 @@ class ReaderCopying(Copying):
         at = part[0]  # of a sparse file zeros are left out: its holes stay, as was counted
         begin = _clock()
         for data in pieces:
+            middle = _clock()
             if digest is not None:
                 digest.update(data)
-            middle = _clock()
             count = len(data)
             wrote = count if sparse and data == _ZEROS[:count] else os.pwrite(target, data, at)
             while wrote < count:

@@ -116,7 +116,7 @@ class StageResult:
         kept: it stays in the node's cache after the job.
         private: later jobs cannot find it, because the base is this job's own; says why.
         read_seconds: time that the workers spent reading the source, summed over all of them.
-        write_seconds: likewise writing.
+        write_seconds: likewise hashing and writing.
         workers: processes times threads that copied.
         evicted: sources of kept data that had to go to make room.
     """

@@ -1,4 +1,4 @@
-"""How long reading everything once takes, from a sample: of the source, and of a place to go to."""
+"""How long reading everything once will take, from a sample: of the source, and of a target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Sample(NamedTuple):
-    """What one reader took: the opens, and the bytes.
+    """What reading took: the opens, and the bytes.
 
     Attributes:
         files: how many were opened.
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 def epoch_seconds(sample: Sample, files: int, size: int) -> float | None:
-    """Return the time that one reader takes for so many files and bytes; None without a sample.
+    """Return the time of so many files and bytes, one after the other; None without a sample.
 
     files * (time of an open) + bytes * (time of a byte): the sample need not have files as large as
     those that it stands for.

@@ -1,39 +1,15 @@
-"""Make what a plan holds beside files, and new files, in a directory that is being filled."""
+"""Make what a plan holds beside files in a directory that is being filled."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.faults import SourceChangedError
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.plan import Plan
 
-__all__ = ["CHUNK_BYTES", "SourceChangedError", "make_directories", "make_links", "new_file"]
-
-CHUNK_BYTES = 1 << 20
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-@contextlib.contextmanager
-def new_file(entry: Entry, dir_fd: int, name: str = "") -> Iterator[int]:
-    """Create a file with the entry's mode (& ~umask, owner rw) and time; gone after an error."""
-    path = name or entry.path
-    fd = os.open(path, _CREATE, (entry.mode & 0o777) | 0o600, dir_fd=dir_fd)
-    try:
-        try:
-            yield fd
-            os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
-        finally:
-            os.close(fd)
-    except BaseException:
-        os.unlink(path, dir_fd=dir_fd)
-        raise
+__all__ = ["make_directories", "make_links"]
 
 
 def make_directories(plan: Plan, dir_fd: int, retry: Retry) -> None:

@@ -104,11 +104,11 @@ class TreeCopying(Copying):
                 os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(source)
+        middle = _clock()
         if how is not None:
             digest = how.new()
             digest.update(view)
             self._board.put(number, digest.digest())
-        middle = _clock()
         self._put(entry, view)
         tally.read_seconds += middle - begin
         tally.write_seconds += _clock() - middle
@@ -191,9 +191,9 @@ class TreeCopying(Copying):
             count = os.preadv(source, (buffer[: min(BLOCK_BYTES, end - at)],), at)
             if not count:
                 raise SourceChangedError
+            middle = _clock()
             view = buffer[:count]
             digest.update(view)
-            middle = _clock()
             wrote = 0
             while wrote < count:
                 wrote += os.pwrite(target, view[wrote:], at + wrote)

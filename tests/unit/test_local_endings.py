@@ -40,16 +40,24 @@ class Machine:
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout)
 
-    def submit(self, *command: str, limit: str = "10:00", launcher: str = "srun") -> Any:
+    def submit(
+        self,
+        *command: str,
+        limit: str = "10:00",
+        launcher: str = "srun",
+        ranks: int = 1,
+        opens: int = 10**6,
+    ) -> Any:
         job = {
             "name": "ending",
             "launcher": launcher,
             "command": [*command],
-            "resources": {"time": limit},
+            "resources": {"time": limit, "ranks_per_node": ranks},
             "stage": [{"name": "data", "source": "source", "target": str(self.target)}],
         }
         (self.root / "job.yaml").write_text(json.dumps(job))
-        return self.hpml("submit", "--local", "job.yaml")
+        (self.root / "site.toml").write_text(f"[staging]\nopens_per_second = {opens}\n")
+        return self.hpml("--site=site.toml", "submit", "--local", "job.yaml")
 
     def wait_for_rank(self, job: dict[str, str]) -> None:
         deadline = time.monotonic() + 120
@@ -105,6 +113,25 @@ def test_what_a_killed_job_left_goes_with_the_next(machine: Machine) -> None:
     machine.hpml("cancel", job["id"])
     machine.hpml("wait", job["id"], code=6)
     assert len(list(machine.target.rglob("*.bin"))) == 50
+    following = machine.submit("true")
+    assert machine.hpml("wait", following["id"])["state"] == "COMPLETED"
+    assert list(machine.target.iterdir()) == []
+
+
+def test_ranks_do_not_wait_for_an_agent_that_was_killed(machine: Machine) -> None:
+    """Killed while it stages: no rank runs, the job fails long before its limit and says why."""
+    ranks = min(8, len(os.sched_getaffinity(0)))
+    job = machine.submit("sh", "-c", "echo RANK RAN", ranks=ranks, opens=2)
+    deadline = time.monotonic() + 60
+    while not (found := list(machine.target.rglob(".data.partial-*"))):
+        assert time.monotonic() < deadline, Path(job["directory"], "output.log").read_text()
+        time.sleep(0.02)
+    os.kill(int(found[0].name.split("-")[1]), 9)
+    done = machine.hpml("wait", job["id"], code=6)
+    assert done["state"] == "FAILED"
+    output = Path(done["output"]).read_text("utf-8")
+    assert "RANK RAN" not in output
+    assert "the node agents ended before all nodes were ready (0 of 1 are)" in output
     following = machine.submit("true")
     assert machine.hpml("wait", following["id"])["state"] == "COMPLETED"
     assert list(machine.target.iterdir()) == []

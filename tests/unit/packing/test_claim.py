@@ -17,24 +17,38 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.packing import PackRequest, claim, pack
+from hpml_orchestrator.packing.layout import lay_out
 from hpml_orchestrator.packing.place import Place
+from hpml_orchestrator.packing.shards import ShardWriter
+from hpml_orchestrator.packing.workers import Tell
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.plan import scan_tree
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 # FAKE: the host's name. All else of the other hpml is real: a process of its own, that packs and is
-# held in the middle of it until a file appears.
+# held with its worker behind the first archive until a file appears.
 OTHER_HOST = """\
 import os, socket, sys, time
 socket.gethostname = lambda: "other-node"
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing import PackRequest, pack
-go_on = sys.argv[3]
+from hpml_orchestrator.packing import PackRequest, pack, shards
+_, tree, dest, go_on = sys.argv
+def wait():
+    while not os.path.exists(go_on):
+        time.sleep(0.02)
+real, begun = shards.ShardWriter._write, []
+def write(*arguments):
+    if begun:
+        wait()
+    begun.append(1)
+    return real(*arguments)
+shards.ShardWriter._write = write
 def hold(*figures):
-    if figures[0]:
+    if any(name.startswith("data-") for name in os.listdir(dest)):
         print("packing", flush=True)
-        while not os.path.exists(go_on):
-            time.sleep(0.02)
+        wait()
 try:
-    pack(PackRequest(sys.argv[1], sys.argv[2], 1 << 18, workers=1), hold)
+    pack(PackRequest(tree, dest, 1 << 18, workers=1), hold)
 except StagingError as error:
     print(error)
     sys.exit(8)
@@ -92,11 +106,32 @@ def test_a_silent_host_has_lost_its_pack(tmp_path: Path, other_host: subprocess.
     packed(tmp_path)
     (tmp_path / "go").touch()
     assert other_host.stdout is not None
-    assert "another hpml has taken over" in other_host.stdout.read()
+    assert "has taken over" in other_host.stdout.read()
     assert other_host.wait(120) == 8
     assert finished(tmp_path / "pack")
     untar(tmp_path / "pack", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "tree")
+
+
+def test_a_file_that_another_took_away_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    """Whoever takes over removes what was being written: that is told, and not a missing file."""
+    tree = grow(tmp_path / "tree", 10)
+    dest = tmp_path / "pack"
+    dest.mkdir()
+    looks: list[int] = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            raise StagingError("another hpml has taken over")
+        for name in dest.iterdir():
+            name.unlink()
+
+    plan = scan_tree(str(tree), Retry(time.sleep, lambda: False), verb="pack")
+    writer = ShardWriter(lay_out(plan, 1 << 18), str(dest), check)
+    with pytest.raises(StagingError, match="has taken over"):
+        writer(0, Tell(lambda *_: None))
+    assert len(looks) == 2
 
 
 def test_who_packs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

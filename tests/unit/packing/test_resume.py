@@ -24,7 +24,7 @@ from hpml_orchestrator.packing import layout as layout_module
 from hpml_orchestrator.packing import pack as pack_function
 from hpml_orchestrator.packing import shards as shards_module
 from hpml_orchestrator.packing.stripe import stripe
-from hpml_orchestrator.staging.pool import Tell, in_parallel
+from hpml_orchestrator.packing.workers import Tell, in_parallel
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 pack_module = sys.modules[pack_function.__module__]
@@ -314,36 +314,39 @@ def test_a_quota_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert left(tmp_path / "pack") == {".packing.json"}
 
 
-def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_told() -> None:
     """As the kernel does when memory is short: an error, not a wait for ever."""
 
-    def work(number: int, _tell: Tell) -> int:
+    def work(number: int, _tell: Tell) -> list[int]:
         if number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.2)
-        return number
+        return [number]
 
-    with pytest.raises(StagingError, match="a worker process died \\(signal 9\\)"):
-        list(in_parallel([0, 1, 2, 3], work, workers=2, progress=lambda *_: None))
+    with pytest.raises(StagingError, match="a worker process died \\(signal 9\\)") as told:
+        in_parallel([0, 1, 2, 3], work, workers=2, progress=nothing, done=nothing)
+    assert "--resume" in told.value.hint
 
 
-def test_a_worker_that_is_killed_while_it_waits_is_told() -> None:
-    """Between two shards as well: never taken for a reader of the output who left."""
+def test_a_worker_that_is_killed_while_others_work_is_told() -> None:
+    """After it has told of something as well: never taken for one that has come to its end."""
     pids: list[int] = []
 
-    def work(_number: int, _tell: Tell) -> int:
-        return os.getpid()
+    def work(_number: int, _tell: Tell) -> list[int]:
+        time.sleep(0.05)
+        return [os.getpid()]
 
-    def kill_at_the_third() -> None:
-        for pid in in_parallel(range(20), work, workers=1, progress=lambda *_: None):
-            pids.append(pid)
-            if len(pids) == 3:
-                os.kill(pid, signal.SIGKILL)
-                while running(str(pid)):
-                    time.sleep(0.01)
+    def done(pid: int) -> None:
+        pids.append(pid)
+        if len(pids) == 3:
+            os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(StagingError, match="a worker process died"):
-        kill_at_the_third()
+        in_parallel(range(200), work, workers=2, progress=nothing, done=done)
+
+
+def nothing(*_: object) -> None:
+    pass
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from tests.cluster.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,6 +138,18 @@ def test_devices_fifos_and_sockets_are_refused(stager: CopyStager, source: Path)
         server.bind(str(source / "sock"))
     with pytest.raises(StagingError, match=r"2 paths\n  fifo: is a device.*\n  sock: "):
         stager.stage(shm(source))
+
+
+def test_device_nodes_are_refused(stager: CopyStager, source: Path) -> None:
+    """Those of characters and of blocks; nothing is published."""
+    try:
+        os.mknod(source / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        os.mknod(source / "loop", 0o660 | stat.S_IFBLK, os.makedev(7, 0))
+    except PermissionError:
+        skip_or_fail("NOT TESTED: making devices needs root")
+    with pytest.raises(StagingError, match=r"2 paths\n  loop: is a device.*\n  null: is a device"):
+        stager.stage(shm(source))
+    assert nothing_published(stager)
 
 
 def test_twenty_paths_are_told_and_the_rest_counted(stager: CopyStager, source: Path) -> None:

@@ -33,9 +33,9 @@ from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.engine import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.payback import sample_read
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.reread import sample_staged
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
 from hpml_orchestrator.staging.tarplain import TarSource
 from hpml_orchestrator.staging.verify import verify
@@ -92,7 +92,7 @@ def test_a_job_that_may_have_no_more_threads_copies_all(
     options = EngineOptions(processes=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
     result = stager.stage(StageRequest("data", str(source), target="shm"))
-    assert sample_read(result.path, readers=4).files > 0
+    assert sample_staged(result.path, readers=4).files > 0
     monkeypatch.undo()
     assert asked
     assert same(source, result.path)

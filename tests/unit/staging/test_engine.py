@@ -203,7 +203,7 @@ def test_a_single_large_file_is_shared_by_workers(base: Path, tmp_path: Path) ->
     progress.finish()
     assert sums(base / "to") == {"file": sums(tmp_path)["file"]}
     assert told[-1][:2] == (9 * MIB + 1, 1)
-    assert done.workers == 2
+    assert done.workers >= 2, "more where a busy machine makes reading wait: threads are added"
     assert done.read_seconds > 0
     assert done.write_seconds > 0
 

@@ -1,0 +1,207 @@
+"""One job's ranks on a node: one stages, the others wait, and the kernel sees the locks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RANK = """
+import os, sys
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+real = os.readv
+def slow(*arguments):  # so that there is a middle on any machine: 300 files take 0.6 s at least
+    import time
+    time.sleep(0.004)
+    return real(*arguments)
+os.readv = slow
+def told(done, files, all_bytes, all_files):
+    print("heard", files, all_files, flush=True)
+stager = CopyStager(
+    "7.0",
+    bases=Bases(shm=sys.argv[1]),
+    on_progress=told,
+    options=EngineOptions(processes=2, threads=1),
+)
+result = stager.stage(StageRequest("data", sys.argv[2], target="shm"))
+print("reused" if result.reused else "copied", flush=True)
+sys.stdin.read()
+"""
+FILES = 300
+RANKS = 9
+ENDS = ("copied", "reused")
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Give a tree of FILES files."""
+    top = tmp_path / "many"
+    top.mkdir()
+    for number in range(FILES):
+        (top / str(number)).write_bytes(b"%d" % number * 700)
+    return top
+
+
+@pytest.fixture
+def rank(base: Path, many: Path, tmp_path: Path) -> Iterator[Callable[[], Rank]]:
+    """Start ranks of one job; they are killed when the test ends."""
+    started: list[Rank] = []
+
+    def start() -> Rank:
+        log = tmp_path / f"rank{len(started)}"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", RANK, str(base), str(many)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+            )
+        started.append((process, log))
+        return process, log
+
+    yield start
+    for process, _ in started:
+        process.kill()
+        process.communicate()
+
+
+Rank = tuple[subprocess.Popen[bytes], Path]
+
+
+def end_of(one: Rank) -> str:
+    """Wait until a rank has the data; returns how it got them."""
+    process, log = one
+    deadline = time.monotonic() + 120
+    while not (said := [line for line in log.read_text().splitlines() if line in ENDS]):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    return said[0]
+
+
+def copier(base: Path, ranks: dict[int, Rank]) -> int:
+    """Return the rank that copies now, by the name of the directory that it fills."""
+    deadline = time.monotonic() + 60
+    while True:
+        for path in base.glob("hpml-*/7.0/.data.partial-*"):
+            pid = int(path.name.split("-")[1])
+            if pid in ranks:
+                return pid
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def same(left: Path, right: Path) -> bool:
+    """Compare two trees with diff."""
+    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
+
+
+def kill_stagers(base: Path, many: Path, rank: Callable[[], Rank], kills: int) -> None:
+    """Kill whoever stages at random moments while eight ranks wait, then let one through."""
+    chance = random.Random(3)
+    root = base / f"hpml-{os.getuid()}" / "7.0"
+    ranks = {one[0].pid: one for one in (rank() for _ in range(RANKS))}
+    midway = 0
+    for _ in range(kills):
+        pid = copier(base, ranks)
+        time.sleep(chance.uniform(0, 0.6))
+        whole = (root / "data").exists()
+        os.kill(pid, signal.SIGKILL)
+        ranks.pop(pid)[0].wait()
+        if whole:
+            break
+        midway += 1
+        another = rank()
+        ranks[another[0].pid] = another
+    assert midway
+    said = sorted(end_of(one) for one in ranks.values())
+    assert said[1:] == ["reused"] * (len(ranks) - 1)
+    assert same(root / "data", many)
+    assert not list(root.glob(".data.partial-*"))
+    for process, _ in ranks.values():
+        process.kill()
+        process.wait()
+    stager = CopyStager("7.0", bases=Bases(shm=str(base)))
+    assert stager.stage(StageRequest("data", str(many), target="shm")).reused
+    stager.cleanup()
+    assert os.listdir(base) == []
+
+
+def test_ranks_wait_while_the_one_that_stages_is_killed(
+    base: Path, many: Path, rank: Callable[[], Rank]
+) -> None:
+    """Five times in the middle: one of those that wait takes over, and all have whole data."""
+    kill_stagers(base, many, rank, 5)
+
+
+@pytest.mark.slow
+def test_ranks_wait_while_a_hundred_are_killed(
+    base: Path, many: Path, rank: Callable[[], Rank]
+) -> None:
+    """The same a hundred times over."""
+    kill_stagers(base, many, rank, 100)
+
+
+def test_ranks_that_wait_hear_how_far_it_is(
+    base: Path, many: Path, rank: Callable[[], Rank]
+) -> None:
+    """Each that waits hears the figures of the one that copies: it is at work, not dead."""
+    for number in range(700):
+        (many / f"more{number}").write_bytes(b"x")
+    first = rank()
+    copier(base, {first[0].pid: first})
+    waiting = [rank() for _ in range(3)]
+    assert end_of(first) == "copied"
+    for one in waiting:
+        assert end_of(one) == "reused"
+        heard = [line.split() for line in one[1].read_text().splitlines() if "heard" in line]
+        assert heard, "nothing was heard in seconds of waiting"
+        assert all(0 < int(done) <= int(total) == FILES + 700 for _, done, total in heard)
+
+
+def held_locks(pids: set[int]) -> set[tuple[int, int, int]]:
+    """Return (major, minor, inode) of the files on which the kernel says processes hold locks."""
+    found = set()
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if "->" not in fields and int(fields[4]) in pids:
+            major, minor, inode = fields[5].split(":")
+            found.add((int(major, 16), int(minor, 16), int(inode)))
+    return found
+
+
+def test_no_lock_is_on_the_source_nor_in_named_memory(
+    base: Path, many: Path, rank: Callable[[], Rank]
+) -> None:
+    """In the middle of a copy all locks are on files of the target; no shared memory has a name."""
+    one = rank()
+    pid = copier(base, {one[0].pid: one})
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    family = {pid, *map(int, children)}
+    ours = {
+        (os.major(info.st_dev), os.minor(info.st_dev), info.st_ino)
+        for info in (path.lstat() for path in [base, *base.rglob("*")])
+    }
+    locks = held_locks(family)
+    named = {
+        line.split(maxsplit=5)[5]
+        for process in family
+        for line in Path(f"/proc/{process}/maps").read_text().splitlines()
+        if "/dev/shm/" in line  # semaphores whose name is gone again, too
+    }
+    assert not (base / f"hpml-{os.getuid()}" / "7.0" / "data").exists(), "it was over too soon"
+    assert locks, "one stager holds at least its own lock"
+    assert locks <= ours
+    assert named == set()
+    assert end_of(one) == "copied"
