@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.cli import main as module
+from tests.unit.cli.stage_node import Node
 
 HPML = Path(sys.executable).parent / "hpml"
 
@@ -110,3 +112,12 @@ def hpml(shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
         return Result(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def node(hpml: Callable[..., Result], shell: Shell, tmp_path: Path) -> Iterator[Node]:
+    """Two places to stage to, of this test alone."""
+    made = Node(tmp_path, hpml, shell)
+    made.make()
+    yield made
+    made.clean()

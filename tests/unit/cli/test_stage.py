@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.cli.stage_node import Hpml, Node, grow, same
+from tests.unit.cli.stage_node import Node, grow, same
 from tests.unit.cli.test_words import HPML, complete
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Shell
-
-
-@pytest.fixture
-def node(hpml: Hpml, shell: Shell, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path, hpml, shell)
-    made.make()
-    yield made
-    made.clean()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ and nothing left over, and the next run works.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -20,21 +19,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cluster.conftest import skip_or_fail
-from tests.unit.cli.stage_node import Hpml, Node, grow, same
+from tests.unit.cli.stage_node import Node, grow, same
+from tests.unit.staging.test_archive import make as archive
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.conftest import Result
 
 FILES = 600
 SLOWLY = ("--opens-per-second", "200")  # three seconds for FILES
-
-
-@pytest.fixture
-def node(hpml: Hpml, shell: Shell, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path, hpml, shell)
-    made.make()
-    yield made
-    made.clean()
 
 
 @pytest.fixture
@@ -142,19 +134,6 @@ def test_a_disk_that_fills_midway(node: Node, tree: Path, disk: Path) -> None:
     assert done.code == 0, done
     assert same(tree, done.out.strip())
     assert node.stage("clean", "--mine", str(disk)).code == 0
-
-
-def archive(path: Path, *members: tuple[str, dict[str, Any]], mode: Any = "w:") -> None:
-    """Write a tar of (name, fields), `data` being a member's contents."""
-    with tarfile.open(path, mode, format=tarfile.PAX_FORMAT) as tar:
-        for name, given in members:
-            fields = dict(given)
-            data = fields.pop("data", b"")
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(data))
 
 
 LINK, HARD = {"type": tarfile.SYMTYPE}, {"type": tarfile.LNKTYPE}

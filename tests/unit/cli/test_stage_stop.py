@@ -8,25 +8,12 @@ import pty
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.cli.stage_node import Hpml, Node, grow
+from tests.unit.cli.stage_node import Node, grow
 from tests.unit.cli.test_words import HPML, in_terminal
-
-if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Shell
-
-
-@pytest.fixture
-def node(hpml: Hpml, shell: Shell, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path, hpml, shell)
-    made.make()
-    yield made
-    made.clean()
 
 
 @pytest.fixture
