@@ -265,6 +265,22 @@ def test_a_disk_that_is_full_to_the_last_byte_keeps_no_trace(
     assert os.listdir(base) == ["filler"]
 
 
+@pytest.mark.parametrize("inodes", range(1, 13))
+def test_a_target_without_inodes_keeps_no_trace(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, inodes: int
+) -> None:
+    """Whichever file or directory of hpml is the one that cannot be made."""
+    base = small_tmpfs(f"size=8m,nr_inodes={inodes}")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "data").touch()
+    job = stager(base, "1.0")
+    with pytest.raises((StagingError, CapacityError)):
+        job.stage(request(tree))
+    job.leave()
+    assert os.listdir(base) == []
+
+
 def test_nothing_goes_in_vain(
     small_tmpfs: Callable[[str], Path], trees: list[Path], tmp_path: Path
 ) -> None:
