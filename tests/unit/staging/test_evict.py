@@ -194,14 +194,16 @@ def test_an_archive_that_another_job_uses_is_found_though_no_other_fits(
         one.cleanup()
 
 
-def job_supply(base: Path, path: Path, **more: Any) -> tuple[StageRequest, Supply]:
+def job_supply(
+    base: Path, path: Path, *, nodes: int = 1, **more: Any
+) -> tuple[StageRequest, Supply]:
     """What a job's agent makes of an archive on one node, as `node/stages.py` does."""
     one = request(path)
     return one, supply_for(
         one,
-        "shared",
+        "shared" if nodes == 1 else "partition",
         node_index=0,
-        nodes=1,
+        nodes=nodes,
         attempt=str(path.parent),
         place=str(base),
         node="n0",
@@ -224,6 +226,19 @@ def test_kept_data_goes_for_an_archive_of_a_job(
     most = functools.partial(job.most_room, request(path))
     found = job.stage(*job_supply(base, path, most=most))
     assert (found.files, found.evicted) == (5, (str(trees[0]),))
+    job.cleanup()
+
+
+def test_a_node_takes_its_part_of_an_archive_that_is_too_large_for_it(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """That is what a partition is for: 3 of 5 MiB fit where all do not."""
+    base = small_tmpfs("size=4m")
+    path = tmp_path / "a.tar"
+    make_tar(path, 1)
+    job = stager(base, "9.0")
+    found = job.stage(*job_supply(base, path, nodes=2, tell=lambda _: None))
+    assert (found.files, found.method) == (3, "partition")
     job.cleanup()
 
 
