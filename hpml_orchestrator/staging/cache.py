@@ -339,9 +339,9 @@ class Cache:
         more = 0
         for data in entries | {os.path.realpath(own)}:
             head = published_head(data)
-            told = (head.get("bytes"), head.get("files"))
-            if all(isinstance(count, int) and count > 0 for count in told):
-                more += told[0] + told[1] * room.block_bytes
+            size, files = head.get("bytes"), head.get("files")
+            if isinstance(size, int) and isinstance(files, int):  # nobody knows what others wrote
+                more += max(0, size) + max(0, files) * room.block_bytes
         return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room_to_begin(self, measure: Callable[[], Room]) -> list[str]:

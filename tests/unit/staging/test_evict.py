@@ -163,7 +163,7 @@ def test_an_archive_that_this_shell_has_already_comes_whole_again(
     """There is no room for a second one beside it: it goes, or serves; no part is published."""
     base = small_tmpfs("size=8m")
     path = tmp_path / "a.tar"
-    reused = []
+    reused: list[bool] = []
     for seed in (1, 11 if changes else 1):
         if not reused or changes:
             make_tar(path, seed)
