@@ -190,6 +190,7 @@ class NodeStaging:
                 names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                 tell=self.say,
                 come_seconds=COME_SECONDS if entry is self.asked.entries[0] else math.inf,
+                most=lambda: self.stager.most_room(request),
             )
         except OSError as error:
             raise StagingError(

@@ -196,7 +196,14 @@ def _write(layout: Layout, place_: Place, workers: int, on_pack: OnPack) -> list
         )
         parts[part.number] = part
 
-    in_parallel(numbers, work, workers=workers, progress=progress, done=finished)
+    in_parallel(
+        numbers,
+        work,
+        workers=workers,
+        progress=progress,
+        done=finished,
+        died="was memory short? What is finished is kept: --resume goes on",
+    )
     return [part for part in parts if part is not None]
 
 

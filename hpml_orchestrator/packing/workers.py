@@ -51,6 +51,7 @@ def in_parallel(
     workers: int,
     progress: Callable[[int, int], None],
     done: Callable[..., None],
+    died: str = "was memory short?",
 ) -> None:
     """Let forked workers work on numbers, and hear what came of each; the order is not fixed.
 
@@ -62,6 +63,7 @@ def in_parallel(
             was told for a moment; may raise.
         done: called with the values that the work returned; may raise. Then, as after any other
             error, the workers are killed, and what they were writing is for the caller to remove.
+        died: the hint where a worker was killed.
 
     Raises:
         StagingError: a worker died, or what the work raised.
@@ -87,5 +89,5 @@ def in_parallel(
         numbers,
         told=told,
         heartbeat=lambda: progress(0, 0),
-        died="was memory short? What is finished is kept: --resume goes on",
+        died=died,
     )

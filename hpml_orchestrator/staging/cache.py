@@ -320,11 +320,28 @@ class Cache:
             self._root.sweep([trash])
         return bool(trash)
 
-    def most_room(self, room: Room) -> Room:
-        """Return the room that there would be without the entries that nothing uses."""
-        found = [published_head(f"{self._root.cache}/{key}/{DATA}") for _, key in self.idle()]
-        told = [head.get("bytes") for head in found]
-        more = sum(size for size in told if isinstance(size, int) and size > 0)
+    def most_room(self, room: Room, own: str) -> Room:
+        """Return the room that there would be without all entries, and without a job's own data.
+
+        What is wanted may be one of them, also one that is in use, or take the place of another: up
+        to there it has to be counted.
+
+        Args:
+            room: that is there.
+            own: where the job's data lie or are linked, if there are any.
+
+        Raises:
+            StagingError: the root is not ours to use.
+        """
+        with self._root.hold(create=False) as there, as_staging_error(self._root.cache):
+            keys = self._root.cache_keys() if there else []
+        entries = {os.path.realpath(f"{self._root.cache}/{key}/{DATA}") for key in keys}
+        more = 0
+        for data in entries | {os.path.realpath(own)}:
+            head = published_head(data)
+            size, files = head.get("bytes"), head.get("files")
+            if isinstance(size, int) and isinstance(files, int):  # nobody knows what others wrote
+                more += max(0, size) + max(0, files) * room.block_bytes
         return dataclasses.replace(room, bytes=room.bytes + more)
 
     def make_room_to_begin(self, measure: Callable[[], Room]) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import HpmlError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import check_room
@@ -113,6 +113,13 @@ class Delivery:
         self.source_key()  # as it was planned: what comes to the source meanwhile is not in it
         there = self.room(directory)
         need = self.plan().need(there.block_bytes, there.inode_bytes)
+        if need.at_least:  # the plan has a part of the data only
+            check_room(need, there, name=self.request.name, where=self.where)
+            raise StagingError(
+                f"cannot stage {self.request.name}: room in {self.where} came free while it was "
+                "found to be too little",
+                hint="try again",
+            )
         self._make_room(need, directory)
         try:
             return self._publish(need, directory, name, locks)

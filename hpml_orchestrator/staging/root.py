@@ -203,11 +203,15 @@ class Root:
                 lock = os.open(LOCK, FILE, 0o600, dir_fd=root)
             except FileNotFoundError:
                 raise _RootGoneError from None
+            except OSError:
+                with contextlib.suppress(OSError):  # made in vain, or not empty
+                    os.rmdir(self.path)
+                raise
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _same(root, self.path) or not _same(lock, f"{self.path}/{LOCK}"):
                     raise _RootGoneError
-                os.close(os.open(MARKER, FILE, 0o600, dir_fd=root))
+                self._mark(root)
             except BaseException:
                 unlock(lock)
                 raise
@@ -215,6 +219,17 @@ class Root:
             os.close(root)
             raise
         return root, lock
+
+    def _mark(self, root: int) -> None:
+        """See to the marker; a root that cannot have one goes again. The root is held."""
+        try:
+            os.close(os.open(MARKER, FILE, 0o600, dir_fd=root))
+        except OSError:
+            if os.listdir(root) == [LOCK]:
+                with contextlib.suppress(OSError):
+                    os.unlink(LOCK, dir_fd=root)
+                    os.rmdir(self.path)
+            raise
 
     def _check(self, root: int) -> None:
         info = os.fstat(root)
@@ -234,12 +249,13 @@ class Root:
 
 
 def new_directory(root: Root, path: str, owner: Owner) -> None:
-    """Make a directory with its owner's record in one step; the root is held."""
+    """Make a directory with its owner's record and its lease in one step; the root is held."""
     new = f"{root.path}/{NEW}{os.path.basename(path)}-{secrets.token_hex(4)}"
     os.mkdir(new, 0o700)
     try:
         os.chmod(new, 0o700)  # whatever the umask
         owner.write(f"{new}/{OWNER}")
+        os.close(os.open(f"{new}/{LEASE}", FILE, 0o600))
         os.rename(new, path)
     except BaseException:
         with contextlib.suppress(OSError):

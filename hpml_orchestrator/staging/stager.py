@@ -126,15 +126,13 @@ class CopyStager:
             self._look(there.place.check_base, request)
             self._look(lambda: _check_apart(request, there), request)
             area = self.area(request.target)
-            cache = self._keeper.cache(area)
-            room = self._look(lambda: cache.most_room(self._room(area.job_dir)), request)
             if supply is None:
-                supply = self._look(lambda: self._local(request, room), request)
+                supply = self._look(lambda: self._local(request), request)
                 stack.push(functools.partial(_ended, supply))
             delivery = Delivery(
                 request,
                 supply,
-                cache,
+                self._keeper.cache(area),
                 area.base,
                 self._room,
                 self._retry,
@@ -219,8 +217,19 @@ class CopyStager:
         except OSError as error:
             raise _cannot(request, error) from error
 
-    def _local(self, request: StageRequest, room: Room) -> Supply:
-        return LocalSupply(open_source(request, self._retry, room), self.options)
+    def _local(self, request: StageRequest) -> Supply:
+        return LocalSupply(open_source(request, self._retry, self.most_room(request)), self.options)
+
+    def most_room(self, request: StageRequest) -> Room:
+        """Return the room up to which a source is counted: without anything that hpml has there.
+
+        Raises:
+            InputError, StagingError: as `area`.
+            OSError: the room cannot be measured.
+        """
+        area = self.area(request.target)
+        room = self._room(area.job_dir)
+        return self._keeper.cache(area).most_room(room, area.path_of(request.name))
 
     def area(self, target: str) -> StagingArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import sys
 import time
@@ -59,6 +61,7 @@ def supply_for(
     come_seconds: float = 300.0,
     tell: Callable[[str], object] = _print,
     room: Callable[[str], Room] = room_at,
+    most: Callable[[], Room] | None = None,
 ) -> Supply:
     """Return what brings the data of a request to this node; called on all nodes alike.
 
@@ -81,6 +84,8 @@ def supply_for(
         come_seconds: how long nodes wait for one another to come.
         tell: prints one sentence; called on the first node.
         room: measures the room in a directory.
+        most: the room up to which an archive is counted (`stager.most_room(request)`); what is free
+            when left out.
 
     Raises:
         InputError: the method is none of these, or cannot be had for this source.
@@ -102,6 +107,7 @@ def supply_for(
     )
     found = options or EngineOptions()
     retry = Retry(time.sleep, should_stop)
+    most = most or functools.partial(room, place)
     opened: Source | None = None
     if method != "auto" or nodes == 1:
         method = _checked(request, method, nodes)
@@ -111,27 +117,34 @@ def supply_for(
         method = _hear(Pulse(notices, chain))
     else:
         beating = Retry(time.sleep, Pulse(notices, chain).beat)
-        opened = _Planned(_open(request, beating, room(place)))
+        opened = _Planned(_open(request, beating, most()))
         method = _decide(request, opened, notices, nodes, rates, tell)
     if method == "sbcast":
         if opened is not None:
             opened.close()
-        return Broadcast(request, notices, chain, directory=place, room=room, options=found)
+        return Broadcast(
+            request, notices, chain, directory=place, room=room, most=most, options=found
+        )
     if method == "chain":
         member = Member(notices, chain)
         if node_index:
             return Follower(request, member)
         try:
-            return Head(opened or _open(request, retry, room(place)), member, found)
+            return Head(opened or _open(request, retry, most()), member, found)
         except (HpmlError, OSError) as error:
             member.refuse(error)
             raise
-    source = opened or _open(request, retry, room(place))
+    source = opened or _open(request, retry, _share(most(), method, nodes))
     if method == "shared":
         return LocalSupply(source, options_of_all or found)
     supply = LocalSupply(PartitionSource(source, node_index, nodes), options_of_all or found)
     supply.method = "partition"
     return supply
+
+
+def _share(room: Room, method: str, nodes: int) -> Room:
+    """Return the room for the whole where a node takes a part of it."""
+    return dataclasses.replace(room, bytes=room.bytes * (nodes if method == "partition" else 1))
 
 
 def _open(request: StageRequest, retry: Retry, room: Room) -> Source:

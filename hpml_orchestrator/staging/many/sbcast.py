@@ -74,6 +74,7 @@ class Broadcast:
         place: where this node stands.
         directory: on this node, where copies go; of the same path on all nodes.
         room: measures the room in a directory.
+        most: the room up to which an archive is counted.
         options: how the engine unpacks.
     """
 
@@ -87,6 +88,7 @@ class Broadcast:
         *,
         directory: str,
         room: Callable[[str], Room],
+        most: Callable[[], Room],
         options: EngineOptions,
     ) -> None:
         self._request = request
@@ -94,6 +96,7 @@ class Broadcast:
         self._place = place
         self._directory = directory
         self._room = room
+        self._most = most
         self._options = options
         self._pulse = Pulse(notices, place)
         self._retry = Retry(time.sleep, self._pulse.beat)
@@ -124,7 +127,7 @@ class Broadcast:
                 self._plan = Plan(self._directory, top, files=[entry])
             else:
                 here = dataclasses.replace(self._request, source=self._copy, kind=self.kind)
-                source = open_source(here, self._retry, self._room(self._directory))
+                source = open_source(here, self._retry, self._most())
                 self._supply = LocalSupply(source, self._options)
                 self._plan = self._supply.plan()
         return self._plan

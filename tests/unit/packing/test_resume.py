@@ -325,7 +325,27 @@ def test_a_worker_that_is_killed_is_told() -> None:
 
     with pytest.raises(StagingError, match="a worker process died \\(signal 9\\)") as told:
         in_parallel([0, 1, 2, 3], work, workers=2, progress=nothing, done=nothing)
+    assert "memory" in told.value.hint
+
+
+def test_what_helps_after_a_killed_worker_is_what_this_command_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--resume goes on with packing; there is no such thing as going on with a look."""
+
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    tree = grow(tmp_path / "tree", 5)
+    packed(tree, tmp_path / "whole")
+    monkeypatch.setattr(shards_module, "write_all", killed)
+    with pytest.raises(StagingError, match="a worker process died") as told:
+        packed(tree, tmp_path / "pack")
     assert "--resume" in told.value.hint
+    monkeypatch.setattr(sys.modules[verify.__module__], "xxh3_128", killed)
+    with pytest.raises(StagingError, match="a worker process died") as told:
+        verify(str(tmp_path / "whole"))
+    assert "--resume" not in told.value.hint
 
 
 def test_a_worker_that_is_killed_while_others_work_is_told() -> None:

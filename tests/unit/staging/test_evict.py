@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,11 +21,14 @@ from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
+from hpml_orchestrator.staging.many.distribute import supply_for
 from hpml_orchestrator.staging.root import Root
 from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from hpml_orchestrator.staging.supply import Supply
 
 MIB = 1 << 20
 
@@ -66,7 +72,7 @@ def held(base: Path) -> set[int]:
 
 def request(tree: Path, *, keeps: bool = True) -> StageRequest:
     """Stage a tree by a name of its own."""
-    return StageRequest(tree.name, str(tree), target="shm", keep=keeps)
+    return StageRequest(tree.stem, str(tree), target="shm", keep=keeps)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -140,6 +146,125 @@ def test_what_the_same_shell_was_given_stays(
         shell.wait()
 
 
+def make_tar(path: Path, seed: int) -> None:
+    """Write an archive of five files of 1 MiB."""
+    with tarfile.open(path, "w") as archive:
+        for number in range(5):
+            info = tarfile.TarInfo(f"{number}.bin")
+            info.size = MIB
+            archive.addfile(info, io.BytesIO(bytes([seed + number]) * MIB))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("changes", [True, False])
+def test_an_archive_that_this_shell_has_already_comes_whole_again(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, keeps: bool, changes: bool
+) -> None:
+    """There is no room for a second one beside it: it goes, or serves; no part is published."""
+    base = small_tmpfs("size=8m")
+    path = tmp_path / "a.tar"
+    reused: list[bool] = []
+    for seed in (1, 11 if changes else 1):
+        if not reused or changes:
+            make_tar(path, seed)
+        bases = Bases(shm=str(base))
+        job = CopyStager("shell-1", bases=bases, room=plain_room, job_id="", checks_source=True)
+        found = job.stage(request(path, keeps=keeps))
+        data = Path(found.path)
+        assert sorted(one.name for one in data.iterdir()) == [f"{n}.bin" for n in range(5)]
+        assert (data / "4.bin").read_bytes()[0] == seed + 4
+        assert (found.files, found.kept) == (5, keeps)
+        reused.append(found.reused)
+        job.leave()
+    assert reused == [False, not changes]
+
+
+def test_an_archive_that_another_job_uses_is_found_though_no_other_fits(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It is there: how little room is left does not matter."""
+    base = small_tmpfs("size=8m")
+    path = tmp_path / "a.tar"
+    make_tar(path, 1)
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    first.stage(request(path))
+    found = second.stage(request(path))
+    assert (found.reused, found.files) == (True, 5)
+    for one in (first, second):
+        one.cleanup()
+
+
+def job_supply(
+    base: Path, path: Path, *, nodes: int = 1, **more: Any
+) -> tuple[StageRequest, Supply]:
+    """What a job's agent makes of an archive on one node, as `node/stages.py` does."""
+    one = request(path)
+    return one, supply_for(
+        one,
+        "shared" if nodes == 1 else "partition",
+        node_index=0,
+        nodes=nodes,
+        attempt=str(path.parent),
+        place=str(base),
+        node="n0",
+        should_stop=lambda: False,
+        room=plain_room,
+        **more,
+    )
+
+
+def test_kept_data_goes_for_an_archive_of_a_job(
+    small_tmpfs: Callable[[str], Path], trees: list[Path], tmp_path: Path
+) -> None:
+    """All of it is counted, though it takes the place of what is kept."""
+    base = small_tmpfs("size=8m")
+    for number in range(2):
+        keep(base, trees[number], f"{number}.0", 1000.0 + number)
+    path = tmp_path / "a.tar"
+    make_tar(path, 1)
+    job = stager(base, "9.0")
+    most = functools.partial(job.most_room, request(path))
+    found = job.stage(*job_supply(base, path, most=most))
+    assert (found.files, found.evicted) == (5, (str(trees[0]),))
+    job.cleanup()
+
+
+def test_a_node_takes_its_part_of_an_archive_that_is_too_large_for_it(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """That is what a partition is for: 3 of 5 MiB fit where all do not."""
+    base = small_tmpfs("size=4m")
+    path = tmp_path / "a.tar"
+    make_tar(path, 1)
+    job = stager(base, "9.0")
+    found = job.stage(*job_supply(base, path, nodes=2, tell=lambda _: None))
+    assert (found.files, found.method) == (3, "partition")
+    job.cleanup()
+
+
+@pytest.mark.parametrize("frees", ["kept", "other"])
+def test_a_part_of_an_archive_is_never_published(
+    small_tmpfs: Callable[[str], Path], trees: list[Path], tmp_path: Path, frees: str
+) -> None:
+    """Kept data that could go, or room that comes free behind the counting, make no whole of it."""
+    base = small_tmpfs("size=8m")
+    for number in range(2 if frees == "kept" else 1):
+        keep(base, trees[number], f"{number}.0", 1000.0)
+    path, other = tmp_path / "a.tar", base / "other"
+    make_tar(path, 1)
+    other.write_bytes(bytes(2 * MIB if frees == "other" else 0))
+    job = stager(base, "9.0")
+    one, supply = job_supply(base, path)
+    assert supply.plan().at_least
+    other.unlink()
+    error = CapacityError if frees == "kept" else StagingError
+    with pytest.raises(error, match="at least" if frees == "kept" else "came free"):
+        job.stage(one, supply)
+    assert held(base) == ({0, 1} if frees == "kept" else {0})
+    assert not list(base.glob("hpml-*/9.0/a"))
+    job.cleanup()
+
+
 def test_a_disk_that_is_full_to_the_last_byte_keeps_no_trace(
     small_tmpfs: Callable[[str], Path], trees: list[Path]
 ) -> None:
@@ -153,6 +278,22 @@ def test_a_disk_that_is_full_to_the_last_byte_keeps_no_trace(
         job.stage(request(trees[0]))
     job.leave()
     assert os.listdir(base) == ["filler"]
+
+
+@pytest.mark.parametrize("inodes", range(1, 13))
+def test_a_target_without_inodes_keeps_no_trace(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, inodes: int
+) -> None:
+    """Whichever file or directory of hpml is the one that cannot be made."""
+    base = small_tmpfs(f"size=8m,nr_inodes={inodes}")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "data").touch()
+    job = stager(base, "1.0")
+    with pytest.raises((StagingError, CapacityError)):
+        job.stage(request(tree))
+    job.leave()
+    assert os.listdir(base) == []
 
 
 def test_nothing_goes_in_vain(
