@@ -60,7 +60,7 @@ def seats(
 def domains_of_idle(
     topology: Topology, machine: Machine, ranks: int, chosen: Iterable[object] | None
 ) -> frozenset[int]:
-    """Return the domains next to visible GPUs that no rank has.
+    """Return the domains next to visible GPUs that no rank has, and next to none that one has.
 
     Args:
         topology: the node.
@@ -68,12 +68,11 @@ def domains_of_idle(
         ranks: how many ranks there are.
         chosen: the visible GPUs, as in `visible`.
     """
-    return frozenset(
-        domain
-        for gpu in visible(topology, chosen, [])[ranks:]
-        if gpu is not None
-        for domain in local_domains(topology, machine, gpu)
-    )
+    near = [
+        frozenset(() if gpu is None else local_domains(topology, machine, gpu))
+        for gpu in visible(topology, chosen, [])
+    ]
+    return frozenset().union(*near[ranks:]).difference(*near[:ranks])
 
 
 def visible(

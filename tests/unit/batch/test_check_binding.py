@@ -69,6 +69,15 @@ def test_what_fits_is_not_spoken_of() -> None:
             "`cpus_per_rank: 2`",
         ),
         (
+            {"gpus": 4, "ranks_per_node": 1, "cpus_per_rank": 16},
+            "binding.idle",
+            (
+                "1 rank per node for 4 GPUs: a NUMA domain that only GPUs without a rank are next "
+                "to keeps its cores idle"
+            ),
+            "`binding: spread` for ranks that drive several GPUs each",
+        ),
+        (
             {"ranks_per_node": 3, "cpus_per_rank": 4, "binding": "socket"},
             "binding.units",
             "policy socket gives each rank a socket, and node type cpu has 2 for 3 ranks",
