@@ -59,8 +59,10 @@ def seats(
 
 def domains_of_idle(
     topology: Topology, machine: Machine, ranks: int, chosen: Iterable[object] | None
-) -> frozenset[int]:
+) -> set[int]:
     """Return the domains next to visible GPUs that no rank has, and next to none that one has.
+
+    With them go the domains without a GPU to which these are nearer than any that a rank is at.
 
     Args:
         topology: the node.
@@ -69,10 +71,13 @@ def domains_of_idle(
         chosen: the visible GPUs, as in `visible`.
     """
     near = [
-        frozenset(() if gpu is None else local_domains(topology, machine, gpu))
+        () if gpu is None else local_domains(topology, machine, gpu)
         for gpu in visible(topology, chosen, [])
     ]
-    return frozenset().union(*near[ranks:]).difference(*near[:ranks])
+    ranked = {domain for one in near[:ranks] for domain in one}
+    idle = {domain for one in near[ranks:] for domain in one} - ranked
+    beside = machine.pool if idle else ()
+    return idle.union(one for one in beside if idle.issuperset(machine.nearest(one, ranked | idle)))
 
 
 def visible(
