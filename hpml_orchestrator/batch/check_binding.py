@@ -154,7 +154,8 @@ def _units(job: Job, shape: Shape) -> Iterator[Finding]:
 def _idle(job: Job, shape: Shape) -> Iterator[Finding]:
     """Fewer ranks than GPUs: a domain whose GPUs have no rank lends its cores to nobody."""
     gpus, ranks = job.resources.gpu_count, job.resources.ranks
-    if job.binding.policy != "gpu-local" or ranks >= gpus or shape.domains == 1:
+    several = max(shape.domains, shape.sockets) > 1  # a socket has a domain at least
+    if job.binding.policy != "gpu-local" or ranks >= gpus or not several:
         return
     yield Finding(
         "warning",
