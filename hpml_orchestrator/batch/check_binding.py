@@ -75,7 +75,7 @@ def check_binding(job: Job, shapes: Iterable[Shape] = (), *, whole: bool = False
     if job.binding.policy == "none":
         return found
     for shape in [*shapes] or [Shape("")]:
-        found += [*_cores(job, shape, whole=whole), *_units(job, shape)]
+        found += [*_cores(job, shape, whole=whole), *_units(job, shape), *_idle(job, shape)]
     first: dict[str, Finding] = {}
     for one in found:
         first.setdefault(one.code, one)
@@ -148,4 +148,22 @@ def _units(job: Job, shape: Shape) -> Iterator[Finding]:
         f"policy {policy} gives each rank a {unit}, and {shape.name} has {there} for {ranks} ranks",
         there,
         f"`ranks_per_node: {there}`, or `binding: spread`",
+    )
+
+
+def _idle(job: Job, shape: Shape) -> Iterator[Finding]:
+    """Fewer ranks than GPUs: a domain whose GPUs have no rank lends its cores to nobody."""
+    gpus, ranks = job.resources.gpu_count, job.resources.ranks
+    several = max(shape.domains, shape.sockets) > 1  # a socket has a domain at least
+    if job.binding.policy != "gpu-local" or ranks >= gpus or not several:
+        return
+    yield Finding(
+        "warning",
+        "binding.idle",
+        "resources.ranks_per_node",
+        ranks,
+        f"{counted(ranks, 'rank')} per node for {gpus} GPUs: a NUMA domain that only GPUs without "
+        "a rank are next to keeps its cores idle",
+        gpus,
+        "`binding: spread` for ranks that drive several GPUs each",
     )

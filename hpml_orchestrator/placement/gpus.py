@@ -59,8 +59,10 @@ def seats(
 
 def domains_of_idle(
     topology: Topology, machine: Machine, ranks: int, chosen: Iterable[object] | None
-) -> frozenset[int]:
-    """Return the domains next to visible GPUs that no rank has.
+) -> set[int]:
+    """Return the domains next to visible GPUs that no rank has, and next to none that one has.
+
+    With them go the domains without a GPU to which these are nearer than any that a rank is at.
 
     Args:
         topology: the node.
@@ -68,12 +70,14 @@ def domains_of_idle(
         ranks: how many ranks there are.
         chosen: the visible GPUs, as in `visible`.
     """
-    return frozenset(
-        domain
-        for gpu in visible(topology, chosen, [])[ranks:]
-        if gpu is not None
-        for domain in local_domains(topology, machine, gpu)
-    )
+    near = [
+        () if gpu is None else local_domains(topology, machine, gpu)
+        for gpu in visible(topology, chosen, [])
+    ]
+    ranked = {domain for one in near[:ranks] for domain in one}
+    idle = {domain for one in near[ranks:] for domain in one} - ranked
+    beside = machine.pool if idle else ()
+    return idle.union(one for one in beside if idle.issuperset(machine.nearest(one, ranked | idle)))
 
 
 def visible(

@@ -122,7 +122,7 @@ def _share(
     warnings: list[str],
     idle_gpus: Collection[int],
 ) -> list[list[int]]:
-    """Return each rank's cores; the domains of GPUs without a rank lend none."""
+    """Return each rank's cores; domains of GPUs without a rank, and beside them, lend none."""
     if not machine.cores:
         warnings.append("the topology tells of no CPUs: no rank can be bound")
         return [[] for _ in places]
@@ -279,7 +279,7 @@ def _warn_of_crowded(
 
 
 def _warn_of_idle(machine: Machine, groups: Sequence[Group], warnings: list[str]) -> None:
-    """Tell of cores that stay idle, since the GPUs next to them have no rank."""
+    """Tell of cores that stay idle, since the GPUs nearest to them have no rank."""
     domains = [domain for group in groups for domain in group.domains]
     if domains:
         cores = sum(group.cores(machine) for group in groups)

@@ -69,6 +69,15 @@ def test_what_fits_is_not_spoken_of() -> None:
             "`cpus_per_rank: 2`",
         ),
         (
+            {"gpus": 4, "ranks_per_node": 1, "cpus_per_rank": 16},
+            "binding.idle",
+            (
+                "1 rank per node for 4 GPUs: a NUMA domain that only GPUs without a rank are next "
+                "to keeps its cores idle"
+            ),
+            "`binding: spread` for ranks that drive several GPUs each",
+        ),
+        (
             {"ranks_per_node": 3, "cpus_per_rank": 4, "binding": "socket"},
             "binding.units",
             "policy socket gives each rank a socket, and node type cpu has 2 for 3 ranks",
@@ -96,6 +105,12 @@ def test_without_a_shape_the_job_alone_is_looked_at() -> None:
     assert one.message == (
         "each rank gets 2 cores and needs 4: its own and those of 3 loader workers"
     )
+
+
+def test_sockets_are_domains_where_slurm_alone_tells() -> None:
+    """Slurm knows of sockets only: two have two domains at least."""
+    (one,) = found(Shape("node n1", cores=16, sockets=2), gpus=4, ranks_per_node=2, cpus_per_rank=8)
+    assert one.code == "binding.idle"
 
 
 def test_whole_nodes_have_all_their_cores() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, event, example, given, settings
@@ -69,6 +70,16 @@ class Case:
             return [None] * self.ranks
         domains = [gpus[rank % len(gpus)].domain for rank in range(self.ranks)]
         return [one if one in held else None for one in domains]
+
+    def nearest(self, domain: int, among: Iterable[int | None]) -> set[int]:
+        """Those of some domains that are nearest to one; one of the same socket before others."""
+        socket = {core.domain: core.socket for core in self.topology.cores}
+
+        def far(other: int) -> tuple[int, bool]:
+            return self.topology.distance(domain, other), socket.get(other) != socket[domain]
+
+        known = [other for other in among if other is not None]
+        return {one for one in known if far(one) == min(map(far, known))}
 
 
 @st.composite
@@ -194,7 +205,7 @@ def test_every_rank_is_served_with_what_is_its_own(case: Case) -> None:
 def test_gpu_local_cores_come_first_and_in_balance(case: Case) -> None:
     """Own domain before others, nobody else's domain, one core's difference.
 
-    No core is idle, but next to GPUs that no rank has.
+    No core is idle, but those that are nearest to GPUs without a rank.
     """
     made = case.plan()
     usable = case.usable()
@@ -208,7 +219,8 @@ def test_gpu_local_cores_come_first_and_in_balance(case: Case) -> None:
     unused = {gpu.domain for gpu in case.gpus()[case.ranks :]} - {None}
     apart = {one.number for one in case.topology.domains} - {home[core] for core in home}
     if not unused & apart:  # memory without CPUs counts to the nearest
-        assert {home[core] for core in idle} <= unused - set(near)
+        for spared in {home[core] for core in idle}:
+            assert case.nearest(spared, unused.union(near) - {None}) <= unused - set(near)
     assert bool(idle) == any("stay" in one and "idle" in one for one in made.warnings)
     ranks_of: dict[int, list[int]] = {}
     for rank, domain in enumerate(near):

@@ -108,6 +108,31 @@ def test_fewer_ranks_than_gpus_beside_a_domain_without_any() -> None:
     assert "NUMA domain 3: 8 cores there" in made.warnings[0]
 
 
+def test_half_of_the_ranks_of_a_dgx_stay_on_their_socket() -> None:
+    """Domains 4 and 6 have no GPU and are next to 5 and 7, whose GPUs have no rank: they lend none.
+
+    GPUs 0 and 1 are at domain 3, 2 and 3 at domain 1; 16 cores in each, and second threads 128 on.
+    """
+    made = plan(dgx_a100(), 4)
+    assert [(one.numa, len(one.cores)) for one in made.ranks] == [
+        ((2, 3), 16),
+        ((2, 3), 16),
+        ((0, 1), 16),
+        ((0, 1), 16),
+    ]
+    told = "no rank has a GPU next to NUMA domain 4, 5, 6, 7: 64 cores there stay idle, which the"
+    assert made.warnings == (f"{told} policy spread would use",)
+
+
+def test_a_domain_next_to_a_ranks_gpu_and_to_an_idle_one_is_the_ranks() -> None:
+    """GPUs that are told by the CPUs of a whole socket: its other domain is next to the rank."""
+    halves = tuple(range(16)), tuple(range(16, 32))
+    gpus = [Gpu(number, f"GPU{number}", cpus=halves[number // 2]) for number in range(4)]
+    made = plan(replace(quad((0, 1, 2, 3)), gpus=tuple(gpus)), 1)
+    assert lists(made) == ["0-15"]
+    assert "NUMA domain 2, 3: 16 cores there" in made.warnings[0]
+
+
 def test_gpus_that_the_job_does_not_see_keep_nothing() -> None:
     """What the job was given is its own, whoever has the GPUs next to it."""
     made = plan(quad((3, 2, 1, 0)), 2, visible_gpus=[0, 1])
