@@ -87,7 +87,7 @@ def plan(
     warnings: list[str] = []
     chosen = None if visible_gpus is None else tuple(visible_gpus)
     places = seats(topology, machine, ranks, ranks_per_gpu, chosen, warnings)
-    idle = domains_of_idle(topology, machine, ranks, chosen)
+    idle = domains_of_idle(topology, machine, ranks, chosen) if policy == "gpu-local" else ()
     given = _share(machine, places, policy, warnings, idle)
     by_home = [tuple({machine.domain_of[core]: 0 for core in cores}) for cores in given]
     bound = policy != "none"

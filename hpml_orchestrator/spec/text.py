@@ -37,9 +37,7 @@ MAX_ARGUMENT_BYTES = 131_071
 
 MAX_PATH_BYTES = 4095
 
-_RESERVED_PREFIXES = (
-    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "HPML_", "PMI", "OMPI_", "PRTE_", "BASH"),
-)
+_RESERVED_PREFIXES = tuple("SLURM_ SLURMD_ SBATCH_ SRUN_ HPML_ PMI OMPI_ PRTE_ BASH".split())
 _RESERVED = frozenset(
     # a shell gives these a meaning of its own, or refuses to set them
     "ENV IFS PS4 PROMPT_COMMAND SHELLOPTS UID EUID PPID GROUPS FUNCNAME DIRSTACK GLOBIGNORE "

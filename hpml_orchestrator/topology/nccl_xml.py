@@ -77,7 +77,10 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
             if told is not None or is_gpu(vendor, kind) or (not vendor and _is_display(kind)):
                 index = _number(told.get("dev", "")) if told is not None else _UNNUMBERED
                 gpus.append((index, Gpu(index, "", address, domain=home, cpus=cpus)))
-            for name in _nic_names(device) or [address] * (is_nic(kind) and _has_no_card(device)):
+            names = _nic_names(device)
+            if not names and is_nic(kind) and _has_no_card(device):
+                names = [address]
+            for name in names:
                 nics[name] = Nic(name, address, home, cpus)
         for net in part.findall("nic/net"):
             # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
