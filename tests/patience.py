@@ -15,7 +15,11 @@ Found = TypeVar("Found")
 
 
 def eventually(
-    check: Callable[[], Found], what: str = "", seconds: float = PATIENCE_SECONDS
+    check: Callable[[], Found],
+    what: str = "",
+    seconds: float = PATIENCE_SECONDS,
+    *,
+    pause: float = 0.01,
 ) -> Found:
     """Wait until a check is true, and return what it found.
 
@@ -23,6 +27,7 @@ def eventually(
         check: looked at again and again; the last look is made after the time is over.
         what: told when it never becomes true.
         seconds: for how long.
+        pause: seconds between two looks; more where a look costs a command.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -31,4 +36,4 @@ def eventually(
         if found:
             return found
         assert not late, f"not within {seconds} s: {what or check}"
-        time.sleep(0.01)
+        time.sleep(pause)

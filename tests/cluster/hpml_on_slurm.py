@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests import patience
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
@@ -94,11 +95,5 @@ class Desk:
 
 
 def eventually(check: Callable[[], Any], seconds: float = 120, what: str = "") -> Any:
-    """Return the first true answer."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = check()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what or check}"
-        time.sleep(0.2)
+    """Return the first true answer; a look asks Slurm, so that there are few."""
+    return patience.eventually(check, what, seconds, pause=0.2)

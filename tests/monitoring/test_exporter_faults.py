@@ -23,10 +23,11 @@ from tests.monitoring.hostile_support import (
     crowded,
 )
 from tests.monitoring.prometheus_support import static
+from tests.patience import eventually
 from tests.unit.exporters.server.support import held_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.monitoring.exporter_support import Answer, Exporter, StartExporter
     from tests.monitoring.gpusim_support import Gpusim
@@ -97,14 +98,6 @@ def test_the_driver_goes_and_comes_back(exporter: StartExporter, gpusim: Gpusim)
     gpusim.write(replace(state, generation=2).changed(0, power=250))
     here.wait_for(lambda answer: powers(answer) == [250.0, 300.0])
     assert here.process.poll() is None
-
-
-def wait_until(good: Callable[[], object]) -> None:
-    """Look until it is so."""
-    end = time.monotonic() + 240
-    while not good():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -179,7 +172,7 @@ def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
             server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
             first = server.value("max_over_time(hpml_exporter_start_timestamp_seconds[5m])")
             gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 3000, kind="stuck"),)))
-            wait_until(lambda: statuses)
+            eventually(lambda: statuses, seconds=240)
             gpusim.write(state)
             later = f"(hpml_exporter_start_timestamp_seconds > {first})"
             found = server.wait_for(
@@ -261,7 +254,9 @@ def _scrapes_go_on(server: Prometheus, began: float) -> None:
     def window() -> str:
         return f"{max(1, int(time.time() - began))}s"
 
-    wait_until(lambda: server.query(f'sum_over_time(up{{job="node"}}[{window()}]) >= 5'))
+    eventually(
+        lambda: server.query(f'sum_over_time(up{{job="node"}}[{window()}]) >= 5'), seconds=240
+    )
     assert not server.was_refused("node", window())
     middle = f'quantile_over_time(0.5, scrape_duration_seconds{{job="node"}}[{window()}])'
     assert server.value(middle) < GENEROUS_SECONDS

@@ -8,15 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.patience import eventually
 from tests.unit.exporters.server.support import held_port
 
 pytestmark = pytest.mark.xdist_group("local monitor")
@@ -143,17 +143,6 @@ class Desk:
     def show(self) -> Any:
         """What `hpml show --json` says."""
         return self.hpml("show", self.job["id"], "--json")
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hpml_exporters.metrics import ALL
 
-from tests.unit.exporters.collecting import eventually, figures
+from tests.patience import eventually
+from tests.unit.exporters.collecting import figures
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Result, Shell

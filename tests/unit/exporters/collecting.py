@@ -10,7 +10,7 @@ from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.slot import Source
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Probe", "Turned", "eventually", "family", "figures", "spec_of"]
+__all__ = ["Probe", "Turned", "family", "figures", "spec_of"]
 
 
 def spec_of(name: str) -> MetricSpec:
@@ -62,14 +62,6 @@ def figures(body: bytes) -> dict[str, float]:
         for found in text_string_to_metric_families(body.decode())
         for one in found.samples
     }
-
-
-def eventually(true: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 class Turned:

@@ -18,7 +18,8 @@ from hpml_exporters.node import sources_of, write_address
 from hpml_exporters.options import COLLECTORS, NodeOptions
 
 from hpml_orchestrator.errors import InputError
-from tests.unit.exporters.collecting import eventually, figures
+from tests.patience import eventually
+from tests.unit.exporters.collecting import figures
 from tests.unit.exporters.server.support import make_certificates
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -17,7 +17,8 @@ from hpml_exporters.sampler import Sampler, next_due
 from hpml_exporters.slot import Pauses, Slot, Source, checked
 from hpml_exporters.snapshot import Snapshot
 
-from tests.unit.exporters.collecting import Probe, Turned, eventually, family, figures
+from tests.patience import eventually
+from tests.unit.exporters.collecting import Probe, Turned, family, figures
 
 QUICK = Pauses(absent=0.05, lost=0.02, lost_max=0.05)
 HANGS_SECONDS = 300.0  # a call that does not return, unless the test lets it

@@ -9,7 +9,7 @@ import pytest
 from hpml_exporters.attribution import people as module
 from hpml_exporters.attribution.people import People
 
-from tests.unit.exporters.collecting import eventually
+from tests.patience import eventually
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from hpml_exporters.collectors import jobs, processes
 from hpml_exporters.context import Context
 from hpml_exporters.options import NodeOptions
 
+from tests.patience import eventually
 from tests.storage import in_memory, stored_folder
-from tests.unit.exporters.collecting import eventually
 from tests.unit.exporters.collectors.families import values
 
 CGROUP = Path("/sys/fs/cgroup")

@@ -18,7 +18,7 @@ import pytest
 from hpml_exporters.server import Limits, Server
 from hpml_exporters.server.gate import Gate
 
-from tests.unit.exporters.collecting import eventually
+from tests.patience import eventually
 from tests.unit.exporters.server.support import (
     GET,
     PATIENT,

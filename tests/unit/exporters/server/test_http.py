@@ -12,7 +12,8 @@ import pytest
 from hpml_exporters.server import Limits, Server, loop
 
 from hpml_orchestrator.errors import InputError
-from tests.unit.exporters.collecting import Turned, eventually
+from tests.patience import eventually
+from tests.unit.exporters.collecting import Turned
 from tests.unit.exporters.server.support import (
     ENDING,
     GET,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hpml_exporters.server import Limits, Server
 
-from tests.unit.exporters.collecting import eventually
+from tests.patience import eventually
 from tests.unit.exporters.server.support import (
     GET,
     PATIENT,

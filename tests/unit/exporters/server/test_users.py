@@ -17,7 +17,7 @@ from hpml_exporters.server.passwords import Credentials, Passwords, credentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.exporters.collecting import eventually
+from tests.patience import eventually
 from tests.unit.exporters.server.support import (
     PATIENT,
     Answer,

@@ -16,7 +16,7 @@ from hpml_exporters.server import Server
 from hpml_exporters.server.settings import load
 
 from hpml_orchestrator.errors import InputError
-from tests.unit.exporters.collecting import eventually as until
+from tests.patience import eventually as until
 from tests.unit.exporters.server.support import (
     PATIENT,
     Certificates,
