@@ -49,21 +49,37 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     return Desk(slurm_cluster, tmp_path, allowed if os.geteuid() == 0 else {})
 
 
+# Root may let its ranks take turns by the real-time class; for others the call fails, and no more.
+PATIENT = """
+#define _GNU_SOURCE
+#include <sched.h>
+#include <unistd.h>
+
+int sched_yield(void) { return usleep(100), 0; }
+
+__attribute__((constructor)) static void take_turns(void) {
+  struct sched_param lowest = {.sched_priority = 1};
+  sched_setscheduler(0, SCHED_RR, &lowest);
+}
+"""
+
+
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shim: a waiting rank's sched_yield is a short sleep.
+    """A shim: a waiting rank's sched_yield is a short sleep, and ranks on a core take turns.
 
-    Both nodes are this machine, whose cores are fewer than the ranks. Linux 6.18 lets a bound
-    process that only yields keep its core from other sessions for minutes: seen here as ranks
-    at 95 % and 3 % of one core. That is also why these tests run alone.
+    Both nodes are this machine, whose cores are fewer than the ranks, so that two sessions share
+    each core. Linux 6.18 serves them unevenly by its fair class, for minutes: seen here as ranks
+    at 95 % and 3 % of one core with sched_yield, and with sleeps in its place as a rank that was
+    in the kernel's nanosleep at 100 % while the other was ready to run and never ran. That is
+    also why these tests run alone.
     """
     if not shutil.which("gcc"):
         skip_or_fail("NO HOROVOD TESTS: gcc is not installed")
     made = tmp_path_factory.mktemp("patient") / "patient.so"
-    code = "#include <unistd.h>\nint sched_yield(void) { return usleep(100), 0; }\n"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-O2", "-x", "c", "-", "-o", made],
-        input=code.encode(),
+        input=PATIENT.encode(),
         check=True,
         timeout=120,
     )
