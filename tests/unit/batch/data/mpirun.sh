@@ -111,8 +111,8 @@ hpml_command=(
 )
 hpml_before=$!
 # Open MPI's mpirun. On the other nodes srun starts its daemon, which hands on all of this environment.
-hpml_version=$(mpirun --version 2>&1) || :
-[[ $hpml_version == *'Open MPI'* ]] || { echo 'hpml: no mpirun of Open MPI on PATH: load its module in environment.modules' >&2; exit 78; }
+hpml_version=$(timeout 60 mpirun --version 2>&1) || :
+[[ $hpml_version == *'Open MPI'* ]] || { echo 'hpml: no mpirun of Open MPI on PATH that answers within 60 s: load its module in environment.modules' >&2; exit 78; }
 # By this variable mpirun's own srun would give its daemon one rank's CPUs; the ranks find it as ever.
 env --unset=SLURM_CPUS_PER_TASK mpirun -np "$((SLURM_NNODES * 8))" --map-by ppr:8:node --bind-to none \
   ${SLURM_CPUS_PER_TASK:+env "SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"} \
