@@ -7,27 +7,19 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cluster.hpml_on_slurm import eventually
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.cluster.conftest import SlurmCluster
 
 DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 120) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def processes_mentioning(text: str) -> list[str]:
@@ -186,7 +178,7 @@ def test_a_batch_job_runs_its_steps_on_all_nodes_and_is_accounted(
     number = submit(slurm_cluster, tmp_path, "srun hostname", "-N2", "--wait", "-t1")
     assert sorted((tmp_path / "out.txt").read_text().split()) == ["node1", "node2"]
     assert state(slurm_cluster, number) == "COMPLETED"
-    assert eventually(lambda: accounted(slurm_cluster, number) == "COMPLETED")
+    eventually(lambda: accounted(slurm_cluster, number) == "COMPLETED")
 
 
 def test_a_failed_batch_job_is_accounted_with_its_status(
@@ -194,7 +186,7 @@ def test_a_failed_batch_job_is_accounted_with_its_status(
 ) -> None:
     """The exit status of a batch script is in the accounting."""
     number = submit(slurm_cluster, tmp_path, "exit 7", "-t1")
-    assert eventually(lambda: accounted(slurm_cluster, number) == "FAILED")
+    eventually(lambda: accounted(slurm_cluster, number) == "FAILED")
     shown = slurm_cluster.run("sacct", "-n", "-X", "-P", "-j", str(number), "-o", "ExitCode")
     assert shown.stdout.strip() == "7:0"
 
@@ -220,13 +212,13 @@ def test_scancel_ends_a_job_and_its_processes(slurm_cluster: SlurmCluster, tmp_p
     script = "srun bash -c 'trap \"echo ended; exit 1\" TERM; echo $$ >pid; sleep 600 & wait'"
     number = submit(slurm_cluster, tmp_path, script, "-t5")
     pid_file = tmp_path / "pid"
-    assert eventually(lambda: pid_file.exists() and pid_file.read_text() != "")
+    eventually(lambda: pid_file.exists() and pid_file.read_text() != "")
     pid = int(pid_file.read_text())
     assert not ended(pid)
     slurm_cluster.run("scancel", str(number))
-    assert eventually(lambda: ended(pid))
-    assert eventually(lambda: state(slurm_cluster, number) == "CANCELLED")
-    assert eventually(lambda: "ended" in (tmp_path / "out.txt").read_text().split())
+    eventually(lambda: ended(pid))
+    eventually(lambda: state(slurm_cluster, number) == "CANCELLED")
+    eventually(lambda: "ended" in (tmp_path / "out.txt").read_text().split())
 
 
 def test_a_requeued_job_runs_again_soon(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -234,9 +226,9 @@ def test_a_requeued_job_runs_again_soon(slurm_cluster: SlurmCluster, tmp_path: P
     script = 'echo run ${SLURM_RESTART_COUNT:-0}\n[ -n "$SLURM_RESTART_COUNT" ] || sleep 600'
     number = submit(slurm_cluster, tmp_path, script, "-t5", "--requeue", "--open-mode=append")
     output = tmp_path / "out.txt"
-    assert eventually(lambda: output.exists() and "run 0" in output.read_text())
+    eventually(lambda: output.exists() and "run 0" in output.read_text())
     slurm_cluster.run("scontrol", "requeue", str(number))
-    assert eventually(lambda: state(slurm_cluster, number) == "COMPLETED")
+    eventually(lambda: state(slurm_cluster, number) == "COMPLETED")
     assert [line for line in output.read_text().splitlines() if line.startswith("run")] == [
         "run 0",
         "run 1",
@@ -248,7 +240,7 @@ def test_a_job_of_main_takes_the_nodes_from_a_job_of_low(
 ) -> None:
     """A job in the partition low goes back to the queue when one in main needs its nodes."""
     low = submit(slurm_cluster, tmp_path, "sleep 600", "-p", "low", "-N2", "--exclusive", "-t5")
-    assert eventually(lambda: state(slurm_cluster, low) == "RUNNING")
+    eventually(lambda: state(slurm_cluster, low) == "RUNNING")
     names = slurm_cluster.run("srun", "-p", "main", "-N2", "-n8", "-t1", "hostname").stdout.split()
     requeued = job(slurm_cluster, low)["restart_cnt"]  # it may run again by now
     slurm_cluster.run("scancel", str(low))
@@ -320,7 +312,7 @@ def test_down_leaves_no_process_behind(slurm_cluster: SlurmCluster, small_box: P
         env=own,
     )
     listing = ("squeue", "-h", "-o", "%T")
-    assert eventually(lambda: slurm_cluster.run(*listing, env=own).stdout == "RUNNING\n")
+    eventually(lambda: slurm_cluster.run(*listing, env=own).stdout == "RUNNING\n")
     assert processes_mentioning(str(small_box))
     assert not ended(stray)
 

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hpml_orchestrator.jobs.monitored import monitor_lines, monitored_nodes
 from hpml_orchestrator.node.arguments import MonitorWish
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.records.store import Attempt
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from tests.monitoring.gpusim_support import Gpusim
@@ -31,14 +32,6 @@ def told(attempt: Path) -> dict[str, Any]:
     """What the exporter has written so far."""
     path = attempt / "nodes" / "n1.monitor.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -69,15 +62,15 @@ def test_gpus_of_the_job_are_summed_up(
     began = time.monotonic()
     monitor.start(None)
     try:
-        until(lambda: told(attempt).get("gpus"))
+        eventually(lambda: told(attempt).get("gpus"))
         counted = time.monotonic()
         process = monitor._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: told(attempt)["starts"] == 2)
+        eventually(lambda: told(attempt)["starts"] == 2)
         watched = time.monotonic() - counted
         gpusim.write(state.at().changed(0, events=(Event(1, 79),)))
-        until(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))
+        eventually(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))
     finally:
         monitor.stop()
     took = time.monotonic() - began

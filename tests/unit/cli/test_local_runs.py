@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -223,13 +223,6 @@ def test_the_environment_travels_but_for_the_sessions(shell: Shell, hpml: Hpml) 
     )
     assert "MY_TOKEN" in kept
     assert "s3cret" not in kept
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def test_ctrl_c_detaches_and_the_job_goes_on(shell: Shell, hpml: Hpml) -> None:

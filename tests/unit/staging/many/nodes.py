@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,11 +173,3 @@ def children_of(root: Path) -> list[str]:
         if os.fsencode(root) + b"/base" in words and int(pid) != os.getpid():
             found.append(f"process {pid}")
     return found
-
-
-def until(condition: Any, seconds: float = 120) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)

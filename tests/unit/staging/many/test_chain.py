@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import eventually
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -174,9 +176,7 @@ def test_the_notices_are_for_the_user_alone(job: Callable[..., Nodes], tree: Pat
     nodes.start(0)
     chain = nodes.root / "attempt" / "chain"
     secret = chain / "data.secret"
-    from tests.unit.staging.many.nodes import until  # noqa: PLC0415
-
-    until(secret.exists)
+    eventually(secret.exists)
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert stat.S_IMODE(chain.stat().st_mode) == 0o700
     nodes.start(1)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.staging.many.nodes import Nodes, until
+from tests.patience import eventually
+from tests.unit.staging.many.nodes import Nodes
 from tests.unit.staging.many.proxy import Proxy
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def assert_nothing_is_there(nodes: Nodes, *indices: int) -> None:
     """Nothing published, no part of a copy, no process, no secret."""
     for index in indices or range(nodes.count):
         assert not nodes.data(index).exists()
-    until(lambda: nodes.leftovers() == [])
+    eventually(lambda: nodes.leftovers() == [])
 
 
 def assert_next_run_works(nodes: Nodes) -> None:
@@ -82,7 +83,7 @@ def test_a_killed_node_ends_all(job: Callable[..., Nodes], big: Path, lost: int)
     """SIGKILL of the first, middle or last agent: the others name it within seconds."""
     nodes = job(big, 3)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 2))
+    eventually(begun(nodes, 2))
     nodes.signal(lost, signal.SIGKILL)
     began = time.monotonic()
     others = [index for index in range(3) if index != lost]
@@ -100,7 +101,7 @@ def test_a_killed_relay_ends_all(job: Callable[..., Nodes], big: Path) -> None:
     """The process that receives data dies, as the kernel's memory killer would have it."""
     nodes = job(big, 3)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 2))
+    eventually(begun(nodes, 2))
     agent = nodes.started[1].pid
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGKILL)
@@ -117,7 +118,7 @@ def test_a_hung_node_ends_all(job: Callable[..., Nodes], big: Path, hung: int) -
     """A stopped agent gives no sign of life: after the timeout the others name it."""
     nodes = job(big, 3, timeout=2.0)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 2))
+    eventually(begun(nodes, 2))
     nodes.signal(hung, signal.SIGSTOP)
     others = [index for index in range(3) if index != hung]
     ends = nodes.ends(*others)
@@ -132,7 +133,7 @@ def test_a_node_that_is_told_to_stop_ends_all(job: Callable[..., Nodes], big: Pa
     """SIGTERM, as at the time limit, on one node; the others say which."""
     nodes = job(big, 3)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 2))
+    eventually(begun(nodes, 2))
     nodes.signal(1, signal.SIGTERM)
     ends = nodes.ends()
     assert "stopped" in ends[1]["error"]
@@ -144,7 +145,7 @@ def test_all_nodes_told_to_stop_leave_nothing(job: Callable[..., Nodes], big: Pa
     """SIGTERM everywhere at once, as scancel does."""
     nodes = job(big, 3)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 2))
+    eventually(begun(nodes, 2))
     for index in range(3):
         nodes.signal(index, signal.SIGTERM)
     assert all(end["status"] == 8 for end in nodes.ends())
@@ -267,7 +268,7 @@ def test_a_source_that_changes_ends_all(job: Callable[..., Nodes], big: Path) ->
     """Node 0 sees it, and nobody publishes."""
     nodes = job(big, 3)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 2))
+    eventually(begun(nodes, 2))
     (big / "9").write_bytes(b"other")
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [8, 8, 8], ends
@@ -279,7 +280,7 @@ def test_a_file_that_comes_to_the_source_ends_all(job: Callable[..., Nodes], big
     """A new name in a directory shows in its time."""
     nodes = job(big, 2)
     nodes.start(before=SLOW_SOURCE)
-    until(begun(nodes, 1))
+    eventually(begun(nodes, 1))
     (big / "new").touch()
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [8, 8], ends
@@ -302,7 +303,7 @@ def test_strangers_neither_break_nor_stall(job: Callable[..., Nodes], big: Path)
     nodes.start(1, 2)
     nodes.start(0, before=SLOW_SOURCE)
     cards = [nodes.root / "attempt" / "chain" / f"data.{index}" for index in (1, 2)]
-    until(lambda: all(card.exists() for card in cards))
+    eventually(lambda: all(card.exists() for card in cards))
     strangers = []
     for card in cards:
         found = card_of(card)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import eventually
 from tests.unit.staging.many.networks import Network, NoNetworkError
-from tests.unit.staging.many.nodes import Nodes, until
+from tests.unit.staging.many.nodes import Nodes
 from tests.unit.staging.many.test_chain import same
 from tests.unit.staging.many.test_chain_faults import SLOW_SOURCE, begun
 
@@ -40,7 +41,7 @@ def test_the_chain_uses_the_interface_that_was_named(
     """All nodes get the data, and each listens at that address and nowhere else."""
     nodes = job(big, 4)
     start(nodes, network, before=SLOW_SOURCE)
-    until(begun(nodes, 3))
+    eventually(begun(nodes, 3))
     for index in range(1, 4):
         words = [*network.prefix(index), "ss", "-Hltn"]
         listening = subprocess.run(words, check=True, capture_output=True, text=True).stdout
@@ -67,7 +68,7 @@ def test_a_pulled_cable_is_noticed(job: Callable[..., Nodes], big: Path, network
     """Nothing arrives from a node any more: after the timeout all end, and name a neighbour."""
     nodes = job(big, 4, timeout=2.0)
     start(nodes, network, before=SLOW_SOURCE)
-    until(begun(nodes, 3))
+    eventually(begun(nodes, 3))
     network.cut(2)
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [8] * 4, ends

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.packing.pack import PackRequest, pack
-from tests.unit.staging.many.nodes import until
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -225,7 +225,7 @@ def test_a_broadcast_can_be_stopped(
     sbcast("slow")
     nodes = job(file, 2, method="sbcast", before=ONE_PATH)
     nodes.start()
-    until((root / "attempt" / "chain" / "data.1.room").exists)
+    eventually((root / "attempt" / "chain" / "data.1.room").exists)
     nodes.signal(0, signal.SIGTERM)
     ends = nodes.ends()
     assert "stopped" in ends[0]["error"]
@@ -240,7 +240,7 @@ def test_a_dead_first_node_is_noticed(
     sbcast("slow")
     nodes = job(file, 2, method="sbcast", before=ONE_PATH, timeout=1.0)
     nodes.start()
-    until((root / "attempt" / "chain" / "data.1.room").exists)
+    eventually((root / "attempt" / "chain" / "data.1.room").exists)
     nodes.signal(0, signal.SIGKILL)
     end = nodes.ends(1)[0]
     assert "node 0 of 2 was lost: no sign of life within 2 s" in end["error"]
