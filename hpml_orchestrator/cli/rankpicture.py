@@ -156,9 +156,13 @@ class Ranks:
         """Return the places of the ranks that talk through a network card."""
         return [place for place, one in enumerate(self.boxes) if one.nic == nic.name]
 
-    def chips(self, sheet: Sheet, places: Sequence[int], right: int, y: int) -> int:
-        """Draw the numbers of ranks in their colours, up to a right edge; return how wide it is."""
-        shown = list(places[: _CHIPS if len(places) <= _CHIPS else _CHIPS - 1])
+    def chips(self, sheet: Sheet, places: Sequence[int], right: int, y: int, *, room: int) -> int:
+        """Draw the numbers of ranks in their colours, up to a right edge; return how wide it is.
+
+        Those that find no room become one that counts them: two stand there however small it is.
+        """
+        most = min(_CHIPS, max(2, (room + _CHIP_GAP) // (_CHIP_W + _CHIP_GAP)))
+        shown = list(places[: most if len(places) <= most else most - 1])
         count = len(shown) + (len(shown) < len(places))
         left = right - count * (_CHIP_W + _CHIP_GAP) + _CHIP_GAP
         for number, place in enumerate(shown):

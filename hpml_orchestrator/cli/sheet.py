@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 
-__all__ = ["BOLD", "MIDDLE", "SOFT", "Sheet", "document", "wrapped"]
+__all__ = ["BOLD", "MIDDLE", "SOFT", "Sheet", "document", "text_width", "wrapped"]
 
 _CHARACTER, _CHARACTER_BOLD = 0.63, 0.73
 """Width of a character in parts of the font's size: generous, for fonts differ."""
@@ -58,8 +58,7 @@ class Sheet:
 
     def text(self, x: int, y: int, words: str, *, size: int, room: int, look: str = "") -> None:
         """Draw a line of text, cut to its room."""
-        wide = _CHARACTER_BOLD if "bold" in look else _CHARACTER
-        most = max(1, int(room / (size * wide)))
+        most = max(1, int(room / text_width("x", size, look)))
         shown = words if len(words) <= most else f"{words[: most - 1]}…"
         self.parts.append(
             f'<text x="{x}" y="{y}" font-size="{size}"{look}>{html.escape(_drawable(shown))}</text>'
@@ -69,6 +68,11 @@ class Sheet:
         """Draw a line through points."""
         path = " ".join(f"{x},{y}" for x, y in points)
         self.parts.append(f'<polyline class="wire" points="{path}"/>')
+
+
+def text_width(words: str, size: int, look: str = "") -> float:
+    """Return how wide a line of text may become, in pixels."""
+    return len(words) * size * (_CHARACTER_BOLD if "bold" in look else _CHARACTER)
 
 
 def wrapped(words: str, size: int, room: int, lines: int) -> list[str]:

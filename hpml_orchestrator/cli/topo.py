@@ -270,9 +270,10 @@ def write_picture(
         )  # as its first line says, whatever the locale
         sys.stdout.flush()
         return
+    from hpml_orchestrator.cli.outputs import write_output  # noqa: PLC0415
+
     try:
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(drawn)
+        write_output(path, drawn)
     except OSError as error:
         raise InputError(
             f"cannot be written: {error.strerror}", field="--svg", value=path

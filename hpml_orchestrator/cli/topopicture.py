@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.cli.rankpicture import Ranks
-from hpml_orchestrator.cli.sheet import BOLD, SOFT, Sheet, document
+from hpml_orchestrator.cli.sheet import BOLD, SOFT, Sheet, document, text_width
 from hpml_orchestrator.cli.topo import nearest_nics
 from hpml_orchestrator.topology import Gpu, format_list
 
@@ -26,6 +27,7 @@ _DOMAIN_HEAD, _LINE = 36, 13
 _SOCKET_HEAD = 24
 _DEVICE_COLUMNS, _DEVICE_W, _DEVICE_H, _DEVICE_GAP = 4, 156, 44, 8
 _WIRE = 34
+_SPACE = 3
 
 
 def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) -> str:
@@ -163,8 +165,9 @@ class _Page:
         ranks = self.owners.of_gpu(one) if isinstance(one, Gpu) else self.owners.of_nic(one)
         kind, hover = "gpu" if is_gpu else "nic", f"{one.name} {one.address} {near}".strip()
         self.sheet.box(kind, x, y, _DEVICE_W, _DEVICE_H, hover)
-        taken = self.owners.chips(self.sheet, ranks, x + _DEVICE_W - 4, y + 4)
         room = _DEVICE_W - _PAD
+        left = room - math.ceil(text_width(one.name, 11, BOLD)) - _SPACE
+        taken = self.owners.chips(self.sheet, ranks, x + _DEVICE_W - 4, y + 4, room=left)
         self.sheet.text(x + 6, y + 14, one.name, size=11, room=room - taken, look=BOLD)
         self.sheet.text(x + 6, y + 26, one.address, size=9, room=room, look=SOFT)
         if near:

@@ -226,6 +226,11 @@ def tell_plan(
         smt=wanted.hardware_threads,
     )
     warnings = [*topology.warnings, *made.warnings]
+    strange = sorted(set(allowed or ()) - topology.cpus)
+    if strange:
+        from hpml_orchestrator.topology import format_list  # noqa: PLC0415
+
+        warnings.append(f"of the allowed CPUs this node does not have {format_list(strange)}")
     if wanted.gpus is not None and wanted.gpus > len(devices):
         warnings.append(
             f"the job asks for {counted(wanted.gpus, 'GPU')}, and this node has {len(devices)}"

@@ -25,6 +25,7 @@ __all__ = ["check_monitor", "check_port"]
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPEN = "everybody who reaches the nodes"
 _READ_SECONDS = 10.0
+_FIRST_PORT = 1024
 _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 
@@ -96,6 +97,10 @@ def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
 
 def _listening(asked: Monitor, on_nodes: bool) -> Iterator[Finding]:
     alone = asked.listen.startswith(_LOOPBACK)
+    if 0 < int(asked.listen.rpartition(":")[2]) < _FIRST_PORT and os.geteuid() != 0:
+        message = f"ports below {_FIRST_PORT} are for root: the job will not be monitored"
+        hint = f"a port of {_FIRST_PORT} or more, or 0 for any that is free"
+        yield _warning("port", "listen", asked.listen, message, hint)
     if alone and on_nodes:
         message = "is reached from the node itself only: no Prometheus elsewhere will find it"
         hint = "`listen: 0.0.0.0:0` with a `web_config`; the summary in the record needs neither"

@@ -74,6 +74,10 @@ class Machine:
         told = self._distances.get(one, {})
         return told.get(other, _LOCAL if one == other else _REMOTE)
 
+    def told(self, one: int, other: int) -> bool:
+        """Say whether the distance between two domains is known: a domain's own always is."""
+        return one == other or other in self._distances.get(one, {})
+
     def gap(self, one: int, other: int) -> tuple[int, int]:
         """Return the distance, and 1 where no socket is common: for sources without distances."""
         sockets, others = self._sockets.get(one, set()), self._sockets.get(other, set())

@@ -6,6 +6,7 @@ The planner reads no clock, no environment and no file; equal input gives an equ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, counted
@@ -92,12 +93,11 @@ def plan(
     by_home = [tuple({machine.domain_of[core]: 0 for core in cores}) for cores in given]
     bound = policy != "none"
     nics = choose_nics(topology, machine, places, by_home) if bound else [None] * ranks
-    plans = []
+    plans: list[RankPlan] = []
     for seat, cores, nic in zip(places, given, nics):
         threads = len(cores) if bound else len(cores) // ranks
-        plans.append(
-            _rank(machine, seat, cores, nic, max(1, threads - loader_workers), loader_workers)
-        )
+        one = _rank(machine, seat, cores, nic, max(1, threads - loader_workers), loader_workers)
+        plans.append(one if bound else replace(one, memory=None))
     _warn_of_few_cores(plans, loader_workers, warnings, bound=bound)
     return Plan(tuple(plans), policy, machine.whole, tuple(warnings))
 
@@ -217,6 +217,7 @@ def _rank(
     for core in cores:
         held[machine.domain_of[core]] = held.get(machine.domain_of[core], 0) + 1
     far = {one: min((machine.distance(near, one) for near in seat.near), default=0) for one in held}
+    told = all(any(machine.told(near, one) for near in seat.near) for one in held)
     memory = min(held, key=lambda one: (far[one], -held[one], one), default=None)
     gpu = seat.gpu
     return RankPlan(
@@ -231,7 +232,7 @@ def _rank(
         nic=nic,
         threads=threads,
         loader_workers=loader_workers,
-        distance=max(far.values(), default=None) if seat.near else None,
+        distance=max(far.values(), default=None) if seat.near and told else None,
     )
 
 

@@ -227,6 +227,55 @@ def test_a_picture_is_written(shell: Shell, hpml: Hpml) -> None:
     assert "PIX mlx5_8" in words
 
 
+def test_a_picture_that_finds_no_room_leaves_the_one_before(shell: Shell) -> None:
+    """A file size limit stands for a full disk; nothing new lies beside it either."""
+    picture_file = shell.root / "node.svg"
+    picture_file.write_text("the one before\n")
+    before = sorted(os.listdir(shell.root))
+    limited = f"ulimit -f 1; trap '' XFSZ; exec {sys.executable} -m hpml_orchestrator.cli"
+    done = subprocess.run(
+        ["bash", "-c", f'{limited} topo "$@"', "topo", H100, "--svg", "node.svg"],
+        cwd=shell.root,
+        env=shell.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--svg: cannot be written: File too large" in done.stderr
+    assert picture_file.read_text() == "the one before\n"
+    assert sorted(os.listdir(shell.root)) == before
+
+
+def test_a_picture_through_a_link_and_over_a_file(shell: Shell, hpml: Hpml) -> None:
+    """The link stays a link, and the file's mode is kept."""
+    (shell.root / "far").mkdir()
+    there = shell.root / "far" / "node.svg"
+    there.write_text("old")
+    there.chmod(0o640)
+    (shell.root / "link.svg").symlink_to("far/node.svg")
+    assert hpml("topo", str(H100), "--svg", "link.svg").code == 0
+    assert (shell.root / "link.svg").is_symlink()
+    assert there.read_text().startswith("<svg")
+    assert there.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(shell.root / "far") == ["node.svg"]
+
+
+def test_a_picture_to_what_is_no_file(shell: Shell, hpml: Hpml) -> None:
+    """A device is written to, and still there."""
+    assert hpml("topo", str(H100), "--svg", "/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_card_of_many_ranks_keeps_its_name(shell: Shell, hpml: Hpml) -> None:
+    """Eight ranks share each card: as many numbers as find room beside the name, then a count."""
+    told = hpml("topo", str(DATA / "nccl/topo_16p1h.xml"), "--ranks", "64", "--svg", "-")
+    words = [text.text for text in parse_xml(told.out).iter(f"{SVG}text")]
+    assert {f"mlx5_{number}" for number in (0, 1, 2, 3, 4, 5, 7, 8)} <= set(words)
+    assert "GPU10" in words
+
+
 def odd_machine() -> Topology:
     """Sixteen domains of 9 cores in two sockets, memory alone, and devices of no domain."""
     cores = [

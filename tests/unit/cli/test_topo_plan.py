@@ -241,6 +241,30 @@ def test_the_sites_topology_is_read_as_a_submission_does(
     assert [one["cpus"] for one in told["ranks"]] == ["24-31", "16-23", "8-15", "0-7"]
 
 
+def test_allowed_cpus_that_the_node_does_not_have_are_told(hpml: Hpml) -> None:
+    """The others are used."""
+    told = hpml("topo", str(V100), "--ranks", "1", "--allowed-cpus", "0-3,900", "--json").json()
+    assert told["ranks"][0]["cpus"] == "0-3"
+    assert "of the allowed CPUs this node does not have 900" in told["warnings"]
+
+
+def test_nothing_bound_means_no_memory_preferred(hpml: Hpml) -> None:
+    """As in a run: hpml-bind leaves the memory policy alone, too."""
+    told = hpml("topo", str(V100), "--ranks", "4", "--policy", "none", "--json").json()
+    assert [one["memory"] for one in told["ranks"]] == [None] * 4
+    told = hpml("topo", str(V100), "--ranks", "4", "--json").json()
+    assert None not in [one["memory"] for one in told["ranks"]]
+
+
+def test_a_distance_that_nobody_told_is_no_number(hpml: Hpml) -> None:
+    """A matrix of nvidia-smi tells no distances: a rank on both domains has none, one on one 10."""
+    both = hpml("topo", str(V100), "--ranks", "1", "--policy", "spread", "--json").json()
+    assert both["ranks"][0]["numa"] == [0, 1]
+    assert both["ranks"][0]["distance"] is None
+    one = hpml("topo", str(V100), "--ranks", "8", "--json").json()
+    assert {rank["distance"] for rank in one["ranks"]} == {10}
+
+
 def test_a_plan_as_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:
     """Each core has the number of its rank in it, and the table is printed all the same."""
     told = hpml("topo", quad, "--ranks", "4", "--svg", "plan.svg")

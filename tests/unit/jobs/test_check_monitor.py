@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,22 @@ def test_a_port_that_another_job_may_have(*, listen: str, whole: bool, found: bo
     assert all(one.value == listen and ":0`" in one.hint for one in seen)
     off = job.model_copy(update={"monitor": job.monitor.model_copy(update={"enabled": False})})
     assert check_port(off, whole=whole) == []
+
+
+@pytest.mark.parametrize(
+    ("port", "user", "found"),
+    [(80, 1000, True), (1023, 1000, True), (1024, 1000, False), (0, 1000, False), (80, 0, False)],
+)
+def test_a_port_that_is_for_root(
+    monkeypatch: pytest.MonkeyPatch, *, port: int, user: int, found: bool
+) -> None:
+    """The monitor would be refused it on the node, whoever else is there."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monitor = {"enabled": True, "listen": f"127.0.0.1:{port}"}
+    job = Job.model_validate({"name": "a", "command": ["true"], "monitor": monitor})
+    seen = check_monitor(job, on_nodes=False, installed=lambda _name: True)
+    assert codes(seen) == ["monitor.port"] * found
+    assert all("below 1024 are for root" in one.message for one in seen)
 
 
 @pytest.mark.parametrize(
