@@ -22,6 +22,8 @@ __all__ = ["Bound", "Place", "Unreadable", "bound_of", "node_topology"]
 
 _SUFFIX = ".proof.json"
 _BINDING = "binding"
+# Of a number in decimal; what needs more is none of ours, and Python refuses thousands of them.
+_DIGITS = 19
 
 
 @dataclass(frozen=True)
@@ -281,12 +283,12 @@ def _cpus(told: object) -> str:
         if isinstance(told, list):
             return format_list(parse_list(",".join(str(int(one)) for one in told)))
         return format_list(parse_list(told)) if isinstance(told, str) else ""
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return ""
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < _DIGITS:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -83,5 +83,5 @@ def _cpus(text: Any) -> tuple[int, ...]:
         if isinstance(text, list):
             return tuple(sorted({int(one) for one in text}))
         return cpu_numbers(text) if isinstance(text, str) else ()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return ()

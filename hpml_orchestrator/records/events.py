@@ -100,7 +100,7 @@ def read(path: Path) -> list[Event]:
                     dict(line.get("data") or {}),
                 )
             )
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             continue
     return found
 

@@ -52,7 +52,7 @@ class Owner:
                 hostname=str(record["hostname"]),
                 pid_namespace=str(record["pid_namespace"]),
             )
-        except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
+        except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
             return None
 
 

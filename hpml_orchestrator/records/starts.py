@@ -59,7 +59,7 @@ def newest_start(directory: Path) -> Start | None:
     path = _path(directory, max(numbers))
     try:
         written = float(read_json(path)["time"])
-    except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
+    except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
         written = _changed(path)  # killed while writing, where a file system has no hard links
     return Start(max(numbers), written, Owner.read(str(path)))
 

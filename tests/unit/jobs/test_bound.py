@@ -284,7 +284,12 @@ def test_fields_of_a_later_version_are_passed_over(attempt: Attempt) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([[float("inf")], float("inf"), float("nan"), 10**400, "9" * 5000]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=8,
 )
