@@ -37,8 +37,9 @@ class Finding:
 
     def __str__(self) -> str:
         """Return the finding in one line, without its hint."""
-        told = re.search(rf"(?<![\w.]){re.escape(str(self.value))}(?![\w])", self.message)
-        got = "" if self.value is None or told else f" ({self.value})"
+        value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        told = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", self.message)
+        got = "" if self.value is None or told else f" ({value})"
         return f"{self.field}{got}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "not_written",
     "print_json",
     "print_table",
+    "refuse_gone_directory",
     "rendered_of",
     "store_of",
 ]
@@ -102,6 +103,22 @@ def store_of(context: typer.Context) -> Store:
 def chosen_site(context: typer.Context) -> str:
     """Return what `--site` or `HPML_SITE` says: a file, `none`, or nothing."""
     return (context.find_root().obj or {}).get("site") or ""
+
+
+def refuse_gone_directory() -> None:
+    """Refuse to run in a directory that was removed: paths below it lead nowhere.
+
+    Raises:
+        NotFoundError: says what to do.
+    """
+    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
+
+    try:
+        os.getcwd()
+    except OSError:
+        raise NotFoundError(
+            "the current directory is not there any more", hint="`cd` to another one first"
+        ) from None
 
 
 def rendered_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -9,7 +10,7 @@ import typer
 
 from hpml_orchestrator.cli.common import print_json
 from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
-from hpml_orchestrator.errors import BindingError, JobFailedError
+from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
 from hpml_orchestrator.jobs.ends import run_of
 from hpml_orchestrator.jobs.show import array_lines, summary_lines
 from hpml_orchestrator.jobs.status import State, wait_until_over
@@ -113,17 +114,25 @@ def fail_unless_completed(state: State) -> None:
     if state.state != "COMPLETED":
         code = "" if state.exit_code is None else f", exit code {state.exit_code}"
         message = f"job {state.job_id or '-'} ended {state.state}{code}"
-        if not state.tasks and binding_of(state).fatal:
+        if _misplaced(state):
             raise JobFailedError(
                 f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
             )
         raise JobFailedError(message, hint=_where_to_look(state))
 
 
+def _misplaced(state: State) -> bool:
+    """Whether a run ended because its ranks were in wrong places, as far as it may be read."""
+    try:
+        return not state.tasks and binding_of(state).fatal
+    except RecordError:  # somebody else's: that it failed is known all the same
+        return False
+
+
 def _where_to_look(state: State) -> str:
     """Return the command that shows what a run, or an array's first bad task, had to say."""
     bad = [task for task in state.tasks if task.state == state.state]
-    told = [one for one in bad or [state] if one.run.output.exists()]
+    told = [one for one in bad or [state] if os.path.exists(one.run.output)]
     return f"hpml logs {told[0].submission.label}" if told else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -101,15 +102,14 @@ def _write(target: Path, text: str, *, force: bool) -> None:
 
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with open(scratch, "x", encoding="utf-8") as stream:
-            stream.write(text)
-        if force:
-            os.replace(scratch, target)
-        else:
-            try:
+        with contextlib.ExitStack() as ending:
+            with open(scratch, "x", encoding="utf-8") as stream:
+                ending.callback(scratch.unlink, missing_ok=True)
+                stream.write(text)
+            if force:
+                os.replace(scratch, target)
+            else:
                 os.link(scratch, target)  # fails where something came in between
-            finally:
-                os.unlink(scratch)
     except OSError as error:
         raise InputError(
             f"cannot write {target}: {error.strerror}", hint="name another file with --output"

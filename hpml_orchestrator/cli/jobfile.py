@@ -46,14 +46,14 @@ def render(
     backend: BackendOption = "auto",
     local: LocalOption = False,
     output: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--output",
             "-o",
             metavar="DIR",
             help="Write job.sh and all that it needs there, to be given to sbatch by hand.",
         ),
-    ] = "",
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say where each value came from instead.")
     ] = False,
@@ -67,10 +67,11 @@ def render(
     The site profile counts for jobs of the cluster; with `--local` there is none.
     """
     from hpml_orchestrator.batch.static_form import static_form, told  # noqa: PLC0415
-    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
+    from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
 
+    refuse_empty({"--output": output})
     if output:
         refuse_with("--output", {"--explain": explain, "--json": as_json})
     elif force:

@@ -25,7 +25,7 @@ from hpml_orchestrator.cli import (
     templates,
     topo,
 )
-from hpml_orchestrator.cli.common import not_written
+from hpml_orchestrator.cli.common import not_written, refuse_gone_directory
 from hpml_orchestrator.cli.statuses import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN
 from hpml_orchestrator.cli.usage import USAGE_ERROR, asks_for_help, explained
 from hpml_orchestrator.errors import HpmlError, InputError
@@ -33,6 +33,8 @@ from hpml_orchestrator.errors import HpmlError, InputError
 __all__ = ["app", "main"]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
+_ANYWHERE = frozenset({"list", "status", "show", "logs", "wait", "cancel", "schema"})
+"""Commands about records and nothing else: they do without a current directory."""
 
 app = typer.Typer(
     name="hpml",
@@ -80,6 +82,10 @@ def _options(
         typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
+    lost = bool(records) and not os.path.isabs(os.path.expanduser(records))
+    asks = {"-h", "--help"} & set(sys.argv[1:])
+    if (lost or context.invoked_subcommand not in _ANYWHERE) and not asks:
+        refuse_gone_directory()
     context.obj = {"records": records, "site": site_profile, "debug": debug}
 
 

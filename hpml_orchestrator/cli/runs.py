@@ -64,21 +64,25 @@ def status(
 
     store = store_of(context)
     if runs:
-        found = states(store, [store.resolve(word) for word in runs])
-    else:
-        everything = states(store, store.submissions())
-        found = [state for state in everything if not state.over]
-    _print_states(found, as_json=as_json)
+        _print_states(states(store, [store.resolve(word) for word in runs]), as_json=as_json)
+        return
+    everything = states(store, store.submissions())
+    none = "no run is waiting or running; `hpml list` shows those that are over"
+    _print_states(
+        [state for state in everything if not state.over],
+        as_json=as_json,
+        none=none if everything else "no runs",
+    )
 
 
-def _print_states(found: list[State], *, as_json: bool) -> None:
+def _print_states(found: list[State], *, as_json: bool, none: str = "no runs") -> None:
     from hpml_orchestrator.jobs.show import time_text  # noqa: PLC0415
 
     if as_json:
         print_json([state.to_json() for state in found])
         return
     if not found:
-        typer.echo("no runs", err=True)
+        typer.echo(none, err=True)
         return
     rows = [
         (
@@ -112,20 +116,21 @@ def logs(
 
     store = store_of(context)
     submission = _one_run(store.resolve(run))
+    chosen = run_of(store, submission)
+    begun = chosen.has_output()
     if follow:
         from hpml_orchestrator.cli.follow import follow as follow_run  # noqa: PLC0415
 
         follow_run(store, submission, out=sys.stdout)
         return
-    output = run_of(store, submission).output
-    if not output.exists():
+    if not begun:
         raise NotFoundError(
             f"{submission.label} has no output yet", hint=f"hpml status {submission.label}"
         )
     if lines:
-        sys.stdout.buffer.write(last_lines(output, lines))
+        sys.stdout.buffer.write(last_lines(chosen.output, lines))
         return
-    tail = Tail(output)
+    tail = Tail(chosen.output)
     while data := tail.read():
         sys.stdout.buffer.write(data)
 

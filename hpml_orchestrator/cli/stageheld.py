@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
+from hpml_orchestrator.cli.common import (
+    JsonOption,
+    chosen_site,
+    print_json,
+    print_table,
+    refuse_gone_directory,
+)
 from hpml_orchestrator.cli.conflicts import refuse_with
 from hpml_orchestrator.cli.dataoptions import count_option
 
@@ -36,22 +42,6 @@ def register(group: typer.Typer) -> None:
     group.command("ls")(ls)
     group.command()(verify)
     group.command()(clean)
-
-
-def refuse_gone_directory() -> None:
-    """Refuse to run in a directory that was removed: paths below it lead nowhere.
-
-    Raises:
-        NotFoundError: says what to do.
-    """
-    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
-
-    try:
-        os.getcwd()
-    except OSError:
-        raise NotFoundError(
-            "the current directory is not there any more", hint="`cd` to another one first"
-        ) from None
 
 
 def paths_here(site: str) -> NodePaths:

@@ -8,13 +8,27 @@ from typing import Annotated
 
 import typer
 
+from hpml_orchestrator import assets
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
+from hpml_orchestrator.errors import NotFoundError
 
 __all__ = ["register"]
 
 group = typer.Typer(
     help="Show the templates of batch scripts, and begin one of your own.", no_args_is_help=True
 )
+
+
+def _choices() -> str:
+    """Return hpml's own templates in words: the base first, and each launcher's."""
+    try:
+        files = list(assets.path("templates/sbatch").glob("*.sh.j2"))
+    except NotFoundError:  # told by the command itself: others do without templates
+        return "one of `hpml template list`"
+    names = sorted(
+        (one.name.removesuffix(".sh.j2") for one in files), key=lambda name: (name != "base", name)
+    )
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +57,7 @@ def list_(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @group.command("eject")
 def eject(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which: base, srun or torchrun.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which: {_choices()}.")],
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR", help="Directory of your templates.")
     ] = "templates",
@@ -53,9 +67,11 @@ def eject(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a template of your own that extends hpml's, with its blocks explained."""
+    from hpml_orchestrator.cli.conflicts import refuse_empty  # noqa: PLC0415
     from hpml_orchestrator.jobs import templates  # noqa: PLC0415
     from hpml_orchestrator.jobs.site_profile import toml  # noqa: PLC0415
 
+    refuse_empty({"--output": output})
     path = templates.eject(name, output, whole=whole, force=force)
     typer.echo(f"wrote {path}")
     here = Path.cwd()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.errors import HpmlError, InputError, did_you_mean, nearest
+from hpml_orchestrator.errors import HpmlError, InputError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,12 +94,18 @@ def _names(command: Any) -> list[str]:
     return [*names, "--help", "-h"]
 
 
+def _near_option(option: str, command: Any) -> str:
+    """Return the option that was probably meant; dashes, which all have, make none alike."""
+    bare = {name.lstrip("-"): name for name in _names(command)}
+    return bare.get(nearest(option.lstrip("-"), bare), "")
+
+
 def _shown(group: Any) -> list[str]:
     return [name for name, one in group.commands.items() if not one.hidden]
 
 
 def _no_option(option: str, chain: list[tuple[str, Any]]) -> InputError:
-    path, command = chain[-1]
+    path = chain[-1][0]
     for above, group in chain[:-1]:
         if option in _names(group):
             rest = path.removeprefix(above)
@@ -108,10 +114,7 @@ def _no_option(option: str, chain: list[tuple[str, Any]]) -> InputError:
                 field=option,
                 hint=f"{path} --help",
             )
-    near = nearest(option, _names(command))
-    if not near:
-        above = next((name for _, group in chain for name in [nearest(option, _names(group))]), "")
-        near = above
+    near = next(filter(None, (_near_option(option, one) for _, one in reversed(chain))), "")
     return InputError(
         f"{path} has no such option",
         field=option,
@@ -168,7 +171,8 @@ def _meant(word: str, group: Any, path: str) -> str:
         return f"did you mean {path} {near}?"
     if word.endswith((".yaml", ".yml", ".toml")):
         return f"{path} run {word}"
-    return did_you_mean(word, _names(group)) if word.startswith("-") else ""
+    near = _near_option(word, group) if word.startswith("-") else ""
+    return f"did you mean {near}?" if near else ""
 
 
 def _field(param: Any) -> str:

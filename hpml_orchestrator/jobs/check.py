@@ -23,6 +23,7 @@ from hpml_orchestrator.batch.check_topology import check_topology
 from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes, without_time
 from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
+from hpml_orchestrator.jobs.check_closed import with_closed
 from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
 from hpml_orchestrator.jobs.check_local import check_local, this_machine
 from hpml_orchestrator.jobs.check_modules import check_modules
@@ -139,7 +140,7 @@ def check_job(
         modules_answer = pool.submit(
             check_modules, job.environment.modules, hasty, environment, timeout=cluster_seconds
         )
-        found = check_files(job, environment)
+        found = with_closed(check_files(job, environment), job.workdir)
         stages, sizes = stages_answer.result()
         found += stages
         on_nodes = on_slurm and not one_machine(environment)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.batch import archive
 from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.jobs.output_directory import output_directory
 from hpml_orchestrator.jobs.staged import staged_lines
 from hpml_orchestrator.jobs.texts import seconds_text
 from hpml_orchestrator.records.files import write_text
@@ -52,9 +53,9 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
     """Write `job.sh`, `hpml-node.pyz` and a snapshot into a directory; return the script's path.
 
     Raises:
-        InputError: the directory cannot be made, or holds a `job.sh` with another text, which may
-            be somebody's work, and `force` is not given; the snapshot cannot be taken, or there is
-            one already.
+        InputError: the directory cannot be made or written, or holds a `job.sh` with another text,
+            which may be somebody's work, and `force` is not given; the snapshot cannot be taken, or
+            there is one already. A directory that was made is gone again.
     """
     target = Path(os.path.abspath(os.path.expanduser(directory)))
     if rendered.snapshot is not None and rendered.snapshot.holds(target):
@@ -64,34 +65,20 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             value=directory,
             hint="name a directory outside of it",
         )
-    fresh = not target.exists()
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot be made: {error.strerror or error}",
-            field="--output",
-            value=directory,
-            hint="name a directory that you may write to",
-        ) from error
     script = target / "job.sh"
-    if not force and script.exists() and script.read_bytes() != rendered.script.encode("utf-8"):
-        raise InputError(
-            "holds a job.sh that differs, perhaps edited by hand",
-            field="--output",
-            value=directory,
-            hint="name another directory, or replace it with --force",
-        )
-    if rendered.snapshot is not None:
-        try:
+    with output_directory(target, value=directory):
+        if not force and script.exists() and script.read_bytes() != rendered.script.encode("utf-8"):
+            raise InputError(
+                "holds a job.sh that differs, perhaps edited by hand",
+                field="--output",
+                value=directory,
+                hint="name another directory, or replace it with --force",
+            )
+        if rendered.snapshot is not None:
             _write_snapshot(rendered.snapshot, target)
-        except BaseException:
-            if fresh:
-                shutil.rmtree(target, ignore_errors=True)
-            raise
-    write_text(target / "hpml-node.pyz", archive.build())
-    write_text(target / "job.sh", rendered.script, mode=0o755)
-    return target / "job.sh"
+        write_text(target / "hpml-node.pyz", archive.build())
+        write_text(script, rendered.script, mode=0o755)
+    return script
 
 
 def _write_snapshot(snapshot: Snapshot, directory: Path) -> None:

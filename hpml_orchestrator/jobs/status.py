@@ -78,7 +78,10 @@ def states(
         job_ids = [job_id for item in items for job_id in item.unknown]
         answer, trouble = _ask(backend(name, host), job_ids)
         for item in items:
-            known[item.submission.sid] = item.state(answer, trouble, now())
+            try:
+                known[item.submission.sid] = item.state(answer, trouble, now())
+            except RecordError as error:
+                known[item.submission.sid] = _broken(store, item.submission, str(error))
     return [_meant(store, known[one.sid], one) for one in wanted]
 
 

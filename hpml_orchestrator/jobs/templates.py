@@ -14,7 +14,8 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.batch import template
 from hpml_orchestrator.batch.template_blocks import chain, check_blocks
 from hpml_orchestrator.batch.user_template import OWN, own_directory
-from hpml_orchestrator.errors import InputError, RecordError
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobs.output_directory import output_directory
 from hpml_orchestrator.records.files import write_text
 
 if TYPE_CHECKING:
@@ -122,14 +123,8 @@ def eject(name: str, directory: str | Path, *, whole: bool = False, force: bool 
     if os.path.lexists(path) and not force:
         raise InputError(f"{path} is there already", field="--output", hint="--force replaces it")
     text = _source(plain) if whole else _child(plain)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with output_directory(path.parent, value=str(directory)):
         write_text(path, text)
-    except (OSError, RecordError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error.__cause__ or error)
-        raise InputError(
-            f"cannot be written: {said or error}", field="--output", value=str(path)
-        ) from error
     return path
 
 

@@ -63,6 +63,9 @@ def run(argv: list[str]) -> int:
     if split not in (0, 1) or split + 1 >= len(words):
         sys.stderr.write(USAGE)
         return 2
+    if split and words[0].startswith("-"):  # a directory of such a name is ./-x
+        sys.stderr.write(f"hpml-bind: there is no option {words[0]}\n{USAGE}")
+        return 2
     attempt = words[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
     command = words[split + 1 :]
     os.environ.update(rank_variables(os.environ))

@@ -36,6 +36,8 @@ def find_profiles(
     They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` below `$XDG_CONFIG_HOME`
     (`~/.config`), and the project's `hpml.toml`: the nearest one in the job file's directory or a
     directory above it. Another one, chosen by name, counts alone; `none` stands for no profile.
+    A directory of the user's or the project's that may not be looked into is passed over: that is
+    what `su` leaves as the current directory and the home.
 
     A project's profile of a third person (neither the user, nor root, nor the job file's owner),
     and one that everybody can write, is refused: it could change what a job runs.
@@ -47,12 +49,15 @@ def find_profiles(
         chosen: what `--site` or `HPML_SITE` says.
 
     Raises:
-        InputError: a project's profile is not to be trusted.
+        InputError: a project's profile is not to be trusted, or one is there that cannot be read,
+            or the system's cannot be looked for.
     """
     if chosen:
         return [] if chosen == _NONE else [Path(os.path.abspath(os.path.expanduser(chosen)))]
     own = user_path(environment)
-    found = [path for path in (Path(system), own) if path is not None and _is_there(path)]
+    found = [Path(system)] if _is_there(Path(system), closed_is_none=False) else []
+    if own is not None and _is_there(own):
+        found.append(own)
     if job_file:
         project = _project_profile(Path(os.path.abspath(job_file)))
         if project is not None and project not in found:
@@ -69,18 +74,38 @@ def _project_profile(job_file: Path) -> Path | None:
     return None
 
 
-def _is_there(path: Path) -> bool:
+def _is_there(path: Path, *, closed_is_none: bool = True) -> bool:
     """Return whether there is a profile; one that cannot be one is not passed over in silence.
+
+    Args:
+        path: where it would be.
+        closed_is_none: whether there is none where its directory may not be looked into.
 
     Raises:
         InputError: there is something else of that name, or a link that leads nowhere.
     """
-    if path.is_file():
-        return True
-    if not os.path.lexists(path):
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    raise InputError(
-        "is no regular file" if path.exists() else "is a link that leads nowhere",
+    except OSError as error:
+        if closed_is_none and isinstance(error, PermissionError):
+            return False
+        raise _unfit(path, f"cannot be looked for: {error.strerror or error}") from error
+    try:
+        info = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _unfit(path, "is a link that leads nowhere") from None
+    except OSError as error:
+        raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
+    if not stat.S_ISREG(info.st_mode):
+        raise _unfit(path, "is no regular file")
+    return True
+
+
+def _unfit(path: Path, problem: str) -> InputError:
+    return InputError(
+        problem,
         field="site profile",
         value=str(path),
         hint="mend or remove it; `--site none` does without a profile",

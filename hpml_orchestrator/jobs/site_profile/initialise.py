@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, RecordError
 from hpml_orchestrator.jobs.environment import travelling
+from hpml_orchestrator.jobs.output_directory import reason_of
 from hpml_orchestrator.jobs.site_profile import words
 from hpml_orchestrator.jobs.site_profile.look import Look
 from hpml_orchestrator.jobs.site_profile.node_text import Surroundings
@@ -149,7 +150,11 @@ def plan(output: str, *, user: bool, force: bool, environment: Mapping[str, str]
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _cannot(path, error.strerror or str(error)) from error
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise _cannot(path, error.strerror or str(error)) from error
+    if is_directory:
         raise InputError("is a directory: give the file", field="--output", value=str(path))
     if os.path.lexists(path) and not force:
         raise InputError(
@@ -234,8 +239,7 @@ def save(profile: Profile, where: Plan) -> list[Path]:
             path.parent.mkdir(exist_ok=True)
             write_text(path, text)
         except (OSError, RecordError) as error:
-            said = error.strerror if isinstance(error, OSError) else str(error.__cause__ or error)
-            raise _cannot(path, said or str(error)) from error
+            raise _cannot(path, reason_of(error)) from error
         written.append(path)
     return written
 

@@ -399,3 +399,10 @@ def test_a_cluster_without_gpus() -> None:
     """Says so, whatever type is asked for."""
     cluster = dataclasses.replace(CLUSTER, nodes=NODES[:2], partitions=(LONG,))
     assert [one.code for one in check(job(partition="long", gpus=1), cluster)] == ["gpus.none"]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(True, "true"), (False, "false")])
+def test_a_finding_shows_a_value_as_the_job_file_has_it(value: bool, shown: str) -> None:
+    """Not as Python does."""
+    finding = Finding("warning", "monitor.port", "monitor.enabled", value, "its port may be taken")
+    assert str(finding) == f"monitor.enabled ({shown}): its port may be taken"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.records.store import Store
+from tests.unit.cli.conftest import as_anybody
 
 HPML = Path(sys.executable).parent / "hpml"
 GOOD = "name: good\nlauncher: srun\ncommand: ['true']\n"
@@ -134,13 +135,6 @@ LINES: list[tuple[list[str], int, str]] = [
 ]
 
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def as_anybody() -> list[str]:
-    """What to put before a command so that file permissions count for it, even for root."""
-    if os.geteuid() != 0:
-        return []
-    return ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ WRONG = [
     ("job.yaml", "COMMAND: hpml has no such command (got 'job.yaml')", "hpml run job.yaml"),
     ("render j --jsn", "--jsn: hpml render has no such option", "did you mean --json?"),
     ("run j --loacl", "--loacl: hpml run has no such option", "did you mean --local?"),
+    ("show --node", "--node: hpml show has no such option", "hpml show --help"),
     ("--recods x list", "--recods: hpml has no such option", "did you mean --records?"),
     ("list --zzz", "--zzz: hpml list has no such option", "hpml list --help"),
     (

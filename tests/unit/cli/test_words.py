@@ -141,6 +141,26 @@ def test_no_runs_yet(hpml: Hpml) -> None:
         assert hpml(command, "--json").json() == []
 
 
+def test_status_when_all_is_over(hpml: Hpml, tmp_path: Path) -> None:
+    """There are runs, and none is waiting or running: `hpml list` has them."""
+    told_of = {"name": "old", "backend": "local", "host": "here", "created": 0.0}
+    store = Store(tmp_path)
+    made = store.prepare(
+        "old-20240101-000000-aaaaaa", script="", archive=b"", submit=told_of, runs={0: {}}
+    )
+    made.record_refusal("no such partition", now=1.0)
+    told = hpml("--records", str(tmp_path), "status")
+    assert (told.code, told.out) == (0, "")
+    assert told.err == "no run is waiting or running; `hpml list` shows those that are over\n"
+    assert hpml("--records", str(tmp_path), "status", "--json").json() == []
+
+
+def test_every_template_is_named_where_one_is_asked_for(hpml: Hpml) -> None:
+    """The help has the base, and a template for each launcher."""
+    said = " ".join(hpml("template", "eject", "--help").out.replace("│", " ").split())
+    assert "Which: base, horovodrun, mpirun, srun or torchrun." in said
+
+
 def test_render_explains(shell: Shell, hpml: Hpml) -> None:
     """Each value with its origin, for people and for programs."""
     path = shell.job("explained", resources={"nodes": 2})

@@ -218,6 +218,20 @@ def test_submissions_without_a_job(world: World) -> None:
     assert job["job_id"] == "1"
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(world: World) -> None:
+    """Its attempts may be closed to who asks; a file in their place is as unreadable, for root."""
+    made = [world.prepare(f"p{number}") for number in range(2)]
+    for submission in made:
+        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    (world.store.runs_dir / made[0].sid / "attempts").touch()
+    closed, other = states(
+        world.store, made, backends=lambda *_: world.scheduler, now=world.clock.time
+    )
+    assert (closed.state, closed.over) == ("UNREADABLE", False)
+    assert closed.reason == f"run {made[0].sid}: cannot be read: Not a directory"
+    assert other.state == "PENDING"
+
+
 def test_damaged_records_do_not_hide_the_others(world: World) -> None:
     """A record that is gone, is no JSON, or is newer is told as such; the rest is listed."""
     made = [world.prepare(f"p{number}") for number in range(6)]

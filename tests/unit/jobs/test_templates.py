@@ -63,7 +63,7 @@ def test_what_cannot_be_ejected(tmp_path: Path) -> None:
         eject("../srun", tmp_path)
     assert caught.value.field == "NAME"
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be made: File exists"):
         eject("srun", tmp_path / "file")
 
 

@@ -225,6 +225,16 @@ def test_wrong_usage(node: Node, words: list[str]) -> None:
     assert (status, err) == (2, "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n")
 
 
+@pytest.mark.parametrize("word", ["--shwo", "--Show", "-s", "--show=1"])
+def test_a_mistyped_option_is_no_attempt(node: Node, tmp_path: Path, word: str) -> None:
+    """The command does not run unbound; a directory of such a name is ./--shwo."""
+    done = tmp_path / "done"
+    status, out, err = node.call("bind", word, "--", "touch", str(done))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"hpml-bind: there is no option {word}\nusage: hpml-bind ")
+    assert not done.exists()
+
+
 def test_a_command_is_found_as_a_shell_finds_it(node: Node, tmp_path: Path) -> None:
     """Along PATH, past what may not be executed, and in the working directory only when told."""
     attempt = claimed(node)
