@@ -12,7 +12,8 @@ import pytest
 
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.jobs.check import check_job, refusal
-from hpml_orchestrator.jobs.check_files import check_files, check_stages
+from hpml_orchestrator.jobs.check_data import check_stages
+from hpml_orchestrator.jobs.check_files import check_files
 from hpml_orchestrator.jobs.check_local import check_local
 from hpml_orchestrator.jobs.check_modules import check_modules
 from hpml_orchestrator.jobs.check_records import check_records, one_machine
