@@ -251,7 +251,7 @@ def test_behind_a_closed_directory(node: Node, tree: Path, words: str) -> None:
 
 
 def test_a_pack_that_was_cut_off_is_not_staged(node: Node, tree: Path) -> None:
-    """A real one, ended by a file that may not be read: staged when it was completed, not before."""
+    """A real one, ended by a file that may not be read: staged once it was completed."""
     pack = node.root / "phuge"
     (tree / "closed").touch(0)
     assert no_override(node, "pack", tree, pack).code == 8
