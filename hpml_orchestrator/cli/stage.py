@@ -13,6 +13,7 @@ from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json
 from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
 from hpml_orchestrator.cli.dataoptions import count_option, outside_links_option
 from hpml_orchestrator.cli.grouped import OwnArguments
+from hpml_orchestrator.cli.stagefields import told_as_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,14 +172,15 @@ def stage(
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
-    errands = requests_for(
-        sources or [],
-        to,
-        name=name or "",
-        kind=kind,
-        keep=keep,
-        outside_links=outside_links,
-    )
+    with told_as_options():
+        errands = requests_for(
+            sources or [],
+            to,
+            name=name or "",
+            kind=kind,
+            keep=keep,
+            outside_links=outside_links,
+        )
     paths = stageheld.paths_here(chosen_site(context))
     bases = stageheld.bases_of(paths, local_dir)
     from hpml_orchestrator.staging.engine import EngineOptions  # noqa: PLC0415
@@ -189,7 +191,8 @@ def stage(
     options = EngineOptions(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )
-    _run(errands, bases, options, epochs, only or ("json" if as_json else ""))
+    with told_as_options(to, bases, local_dir):
+        _run(errands, bases, options, epochs, only or ("json" if as_json else ""))
 
 
 def _run(

@@ -178,10 +178,11 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
 
     Raises:
         NotFoundError: one that was given is not there.
+        StagingError: one cannot be looked at.
         InputError: one that was given is the data, and not what they were staged to.
     """
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
-    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import is_directory, shown  # noqa: PLC0415
 
     here = bases_of(paths_here(chosen_site(context)))
     words = {"shm": here.shm, "local": here.local}
@@ -190,7 +191,7 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
     found = []
     for one in directories:
         path = os.path.abspath(words.get(one, one)) if words.get(one, one) else ""
-        if not os.path.isdir(path):
+        if not is_directory(path):
             raise NotFoundError(
                 f"no such directory: {shown(path) or one or 'the empty path'}",
                 hint="DIR is shm, local or a directory that was given to --to",

@@ -24,7 +24,8 @@ from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes, without_ti
 from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.jobs.check_closed import with_closed
-from hpml_orchestrator.jobs.check_files import Sizes, check_files, check_stages
+from hpml_orchestrator.jobs.check_data import Sizes, check_stages, check_targets
+from hpml_orchestrator.jobs.check_files import check_files
 from hpml_orchestrator.jobs.check_local import check_local, this_machine
 from hpml_orchestrator.jobs.check_modules import check_modules
 from hpml_orchestrator.jobs.check_monitor import check_monitor, check_port
@@ -149,6 +150,7 @@ def check_job(
         found += modules_answer.result()
         if cluster_answer is None:
             found += check_local(job, this_machine())
+            found += check_targets(job)
             found += check_port(job, whole=False)
             found += check_binding(job)
             return Report(_sorted(found), notes=notes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.batch.stage_target import NodeRoom, choose_target
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.staging.capacity import INODE_BYTES
-from hpml_orchestrator.staging.request import PACK_INDEX, SUFFIXES
+from hpml_orchestrator.staging.request import SUFFIXES, kind_at
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import ResolvedJob, Stage
@@ -82,8 +82,14 @@ def _size(stage: Stage, index: int) -> str:
         raise _must_be_given(stage, index)
     try:
         size = _measured_bytes(stage, index)
-    except InputError:
-        raise
+    except InputError as error:
+        if error.field != "source":
+            raise
+        told = InputError(
+            error.message.removeprefix("source: "), field=f"stage.{index}.source", hint=error.hint
+        )
+        told.value = error.value  # the message has it
+        raise told from error
     except HpmlError as error:  # a damaged archive, one that holds what is refused
         raise InputError(
             f"{error}",
@@ -127,15 +133,17 @@ def _measured_bytes(stage: Stage, index: int) -> int:
     """Return what an entry takes in RAM once staged: of archives, what they hold.
 
     Raises:
-        HpmlError: an archive or pack is damaged or holds what is refused; or only reading all of
-            it would tell.
+        HpmlError: an archive or pack is damaged or holds what is refused, or it is not of the kind
+            that the job says; or only reading all of it would tell.
         OSError: it cannot be read.
     """
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - few jobs need them
     from hpml_orchestrator.staging.packsource import PackSource  # noqa: PLC0415
     from hpml_orchestrator.staging.tarplain import TarSource  # noqa: PLC0415
 
-    kind = _kind_by_name(stage)
+    kind = kind_at(stage.source, stage.kind)
+    if kind == "squashfs":
+        raise _must_be_given(stage, index)
     if kind == "zip":
         return _unzipped_bytes(stage)
     retry = Retry(time.sleep, lambda: False)
@@ -146,7 +154,7 @@ def _measured_bytes(stage: Stage, index: int) -> int:
         if archive.ordered:
             raise _must_be_given(stage, index)
         return archive.plan().need(_PAGE_BYTES, INODE_BYTES).bytes
-    if kind in ("auto", "pack") and os.path.isfile(f"{stage.source}/{PACK_INDEX}"):
+    if kind == "pack":
         pack = PackSource(stage.source, retry, outside_links=stage.outside_links)
         return pack.plan().need(_PAGE_BYTES, INODE_BYTES).bytes
     return tree_bytes(stage.source)

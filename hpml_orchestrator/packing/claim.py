@@ -19,10 +19,11 @@ from hpml_orchestrator.packing.files import TEMPORARY, new_file, write_all
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.faults import shown
+from hpml_orchestrator.staging.request import PACK_STATE
 
 __all__ = ["BEAT_SECONDS", "SILENT_SECONDS", "STATE_FILE", "Claim", "Note", "is_temporary"]
 
-STATE_FILE = ".packing.json"
+STATE_FILE = PACK_STATE
 BEAT_SECONDS = 30.0
 """How often an owner says that it is at work."""
 SILENT_SECONDS = 300.0

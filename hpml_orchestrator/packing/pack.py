@@ -17,7 +17,7 @@ from hpml_orchestrator.packing.shards import Part, ShardWriter, read_part
 from hpml_orchestrator.packing.stripe import stripe
 from hpml_orchestrator.packing.workers import default_workers, in_parallel
 from hpml_orchestrator.staging.capacity import Need, check_room, room_at
-from hpml_orchestrator.staging.faults import Problems, Retry, shown, why
+from hpml_orchestrator.staging.faults import Problems, Retry, is_directory, shown, why
 from hpml_orchestrator.staging.plan import scan_tree
 
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
 
 
 def _source(path: str) -> str:
-    if not os.path.lexists(path):
-        raise NotFoundError(f"no such directory: {shown(path)}")
-    if not os.path.isdir(path):
+    if not is_directory(path):
+        if not os.path.lexists(path):
+            raise NotFoundError(f"no such directory: {shown(path)}")
         raise InputError("must be a directory", field="SOURCE", value=path)
     return os.path.realpath(path)
 

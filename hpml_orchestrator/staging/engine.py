@@ -189,7 +189,7 @@ class _Copy:
             self._copy_files()
             if self._tree:
                 self._check_directories()
-            self._problems.raise_any("if the source is being written, stage it when it is complete")
+            self._problems.raise_any()
             self._finish_large(target)
             make_links(plan, target, self._retry)
             done = self._board.done()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, nearest
 from hpml_orchestrator.staging.auto import NO_ROOM, choose_target
 from hpml_orchestrator.staging.choose import IN_PLACE, Choice
-from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.faults import UNREADABLE, shown, why
 from hpml_orchestrator.staging.naming import names_of
 from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
 
@@ -178,7 +178,9 @@ def _is_there(path: str) -> bool:
     try:
         os.lstat(path)
     except PermissionError as error:
-        raise StagingError(f"cannot look at {_brief(path)}: {why(error)}") from error
+        raise StagingError(
+            f"cannot look at {_brief(path)}: {why(error)}", hint=UNREADABLE
+        ) from error
     except (OSError, ValueError):
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,13 +14,28 @@ from hpml_orchestrator.staging.request import StagingStopped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DamagedSourceError", "Problems", "Retry", "SourceChangedError", "shown", "why"]
+__all__ = [
+    "OUTSIDE_LINKS",
+    "UNREADABLE",
+    "VERIFY_PACK",
+    "DamagedSourceError",
+    "Problems",
+    "Retry",
+    "SourceChangedError",
+    "is_directory",
+    "shown",
+    "why",
+]
 
 T = TypeVar("T")
 
 PATHS_TOLD = 20
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+OUTSIDE_LINKS = "links that leave the tree are taken as they are with outside_links: true"
+UNREADABLE = "you have no right to that: ask its owner for it"
+VERIFY_PACK = "`hpml pack --verify` tells all that is damaged; pack the tree again"
+_WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
 
@@ -49,6 +65,22 @@ def why(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
+
+
+def is_directory(path: str) -> bool:
+    """Say whether there is a directory at a path.
+
+    Raises:
+        StagingError: nobody could say, because a directory on the way is closed to this user.
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError as error:
+        raise StagingError(
+            f"cannot look at {shown(path)}: {why(error)}", hint=UNREADABLE
+        ) from error
+    except (OSError, ValueError):
+        return False
 
 
 class Retry:
@@ -95,6 +127,16 @@ class Retry:
         return Retry(self._sleep, should_stop)
 
 
+_HINTS = {
+    os.strerror(errno.EACCES): UNREADABLE,
+    os.strerror(errno.EPERM): UNREADABLE,
+    os.strerror(errno.ENOENT): _WRITTEN,  # it was there when its directory was listed
+    str(SourceChangedError()): _WRITTEN,
+    str(DamagedSourceError()): VERIFY_PACK,  # packs alone record digests
+}
+"""What helps, by the reason: that is all that workers in other processes tell of a fault."""
+
+
 class Problems:
     """Collects what is wrong by path, tells the first 20 and the count."""
 
@@ -102,26 +144,43 @@ class Problems:
         self._what = what
         self._count = 0
         self._told: list[str] = []
+        self._hints: dict[str, None] = {}  # each once, in the order of the faults
         self._cause: BaseException | None = None
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         return self._count > 0
 
-    def add(self, path: str, reason: str, cause: BaseException | None = None) -> None:
-        """Note one path; safe from several threads."""
+    def add(
+        self, path: str, reason: str, cause: BaseException | None = None, *, hint: str = ""
+    ) -> None:
+        """Note one path; safe from several threads.
+
+        Args:
+            path: what it is about.
+            reason: what is wrong with it.
+            cause: the error that told so.
+            hint: what helps; known without being told for what the system says.
+        """
+        hint = hint or _HINTS.get(reason, "")
         with self._lock:
+            if hint:
+                self._hints[hint] = None
             self._count += 1
             self._cause = self._cause or cause
             if len(self._told) < PATHS_TOLD:
                 self._told.append(f"{shown(path)}: {reason}")
 
     def raise_any(self, hint: str = "") -> None:
-        """Raise one StagingError for all that was noted, if anything was."""
+        """Raise one StagingError for all that was noted, if anything was.
+
+        Args:
+            hint: told rather than what helps against each kind of fault.
+        """
         if not self._count:
             return
         paths = "1 path" if self._count == 1 else f"{self._count} paths"
         lines = [f"{self._what}: {paths}", *self._told]
         if self._count > len(self._told):
             lines.append(f"and {self._count - len(self._told)} more")
-        raise StagingError("\n  ".join(lines), hint=hint) from self._cause
+        raise StagingError("\n  ".join(lines), hint=hint or "; ".join(self._hints)) from self._cause

@@ -28,7 +28,8 @@ class Staged:
     Attributes:
         base: directory on the node that its root is in.
         path: of the data.
-        name: what the job calls it; "data" in the cache.
+        name: what the job calls it; in the cache what the job that brought it called it, "data"
+            while that is not known.
         owner: key of the job that made it; "" when unknown.
         kept: it is an entry of the cache.
         in_use: who uses it, in words; "" when nothing does.
@@ -234,6 +235,7 @@ def _described(staged: Staged) -> Staged:
             return replace(staged, bytes=found_bytes, files=found_files)
         return replace(
             staged,
+            name=manifest.name if staged.kept else staged.name,
             state="ok" if is_whole(staged.path, manifest) else "damaged",
             digest=manifest.digest,
             source=manifest.source,

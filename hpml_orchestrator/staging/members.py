@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
-from hpml_orchestrator.staging.faults import Problems, shown
+from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown
 from hpml_orchestrator.staging.plan import DEEPEST, Entry, HardLink, Plan, Symlink, link_fault
 
 if TYPE_CHECKING:
@@ -40,8 +40,19 @@ _ODD = ("//", "/.", "/\0", "\0/", "\0.", "\0\0")
 UNKNOWN = "is a device, a fifo or of unknown type"
 
 
+_REPACK = "repack the archive with plain relative names"
+_TWICE = (
+    "the archive holds several states of a file, as `tar -r` and `tar -u` make it: unpack it, "
+    "which leaves the last of them, and stage the directory or a new archive of it"
+)
+
+
 class RefusedError(Exception):
-    """A member of an archive is not unpacked."""
+    """A member of an archive is not unpacked; `hint` says what helps."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.hint = hint
 
 
 class Members:
@@ -95,7 +106,7 @@ class Members:
         try:
             path = self._new(name)
         except RefusedError as error:
-            self.problems.add(name, str(error))
+            self.problems.add(name, str(error), hint=error.hint)
             return False
         self._kinds[path] = _FILE
         self.total_bytes += size
@@ -140,9 +151,9 @@ class Members:
     def _take_one(self, path: str) -> None:
         try:
             if self._new(path) != path:
-                raise RefusedError("is no plain name")
+                raise RefusedError("is no plain name", _REPACK)
         except RefusedError as error:
-            self.problems.add(path, str(error))
+            self.problems.add(path, str(error), hint=error.hint)
         self._kinds[path] = _FILE
 
     def directory(self, name: str, mode: int, mtime_ns: int) -> None:
@@ -154,11 +165,11 @@ class Members:
                 self._again(Entry(path, mode, _time(mtime_ns)))
                 return
             if there is not None:
-                raise RefusedError("is in the archive twice")
+                raise RefusedError("is in the archive twice", _TWICE)
             self._below(path)
             self._add_directory(Entry(path, mode, _time(mtime_ns)))
         except RefusedError as error:
-            self.problems.add(name, str(error))
+            self.problems.add(name, str(error), hint=error.hint)
 
     def symlink(self, name: str, target: str, mtime_ns: int) -> None:
         """Plan a symbolic link."""
@@ -166,13 +177,13 @@ class Members:
             path = self._new(name)
             if not target:
                 raise RefusedError("symbolic link to nothing")
-            fault = "NUL in a link" if "\0" in target else ""
+            fault, hint = "NUL in a link" if "\0" in target else "", ""
             if not fault and not self._outside_links:
-                fault = link_fault(path, target)
+                fault, hint = link_fault(path, target), OUTSIDE_LINKS
             if fault:
-                raise RefusedError(fault)
+                raise RefusedError(fault, hint)
         except RefusedError as error:
-            self.problems.add(name, str(error))
+            self.problems.add(name, str(error), hint=error.hint)
             return
         self._kinds[path] = _LINK
         self._links[path] = Symlink(path, target, _time(mtime_ns))
@@ -192,7 +203,7 @@ class Members:
             if self._kinds.get(first) != _FILE:
                 raise RefusedError(f"hard link to {shown(first)}, which is no file before it")
         except RefusedError as error:
-            self.problems.add(name, str(error))
+            self.problems.add(name, str(error), hint=error.hint)
             return
         self._kinds[path] = _FILE
         self.plan.hard_links.append(HardLink(path, first))
@@ -205,7 +216,7 @@ class Members:
         """Return the plain name of something that is not there yet; its directory is."""
         path = name if is_plain(name) else plain_name(name)
         if path in self._kinds:
-            raise RefusedError("is in the archive twice")
+            raise RefusedError("is in the archive twice", _TWICE)
         if path.rpartition("/")[0] != self._parent:
             self._below(path)
         return path
@@ -267,14 +278,14 @@ def plain_name(name: str) -> str:
         RefusedError: it is absolute, climbs out, or holds a NUL.
     """
     if not name:
-        raise RefusedError("has no name")
+        raise RefusedError("has no name", _REPACK)
     if "\0" in name:
-        raise RefusedError("NUL in the name")
+        raise RefusedError("NUL in the name", _REPACK)
     if name.startswith("/"):
-        raise RefusedError("absolute name")
+        raise RefusedError("absolute name", _REPACK)
     parts = [part for part in name.split("/") if part not in {"", "."}]
     if ".." in parts:
-        raise RefusedError("`..` in the name")
+        raise RefusedError("`..` in the name", _REPACK)
     if len(parts) > DEEPEST:
         raise RefusedError(f"nested deeper than {DEEPEST} directories")
     return "/".join(parts)

@@ -20,7 +20,7 @@ from hpml_orchestrator.staging.extents import (
     open_archive,
     stamp_of,
 )
-from hpml_orchestrator.staging.faults import SourceChangedError, shown
+from hpml_orchestrator.staging.faults import VERIFY_PACK, SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.packheaders import ShardError, read_headers
 from hpml_orchestrator.staging.packindex import INDEX_FILE, TREE_FILE, read_index
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["PackSource"]
 
 _ALIGNED = BLOCK - 1
-_VERIFY = "`hpml pack --verify` tells all that is damaged; pack the tree again"
 
 
 class PackSource:
@@ -97,7 +96,7 @@ class PackSource:
         try:
             fd = open_archive(path, self._retry)
         except FileNotFoundError:
-            raise StagingError(f"{shown(path)} is missing", hint=_VERIFY) from None
+            raise StagingError(f"{shown(path)} is missing", hint=VERIFY_PACK) from None
         try:
             found = stamp_of(path, fd)
         finally:
@@ -147,7 +146,7 @@ class PackSource:
             raise self._damaged(stamp.path, "it holds files that the index does not know")
 
     def _damaged(self, path: str, reason: str) -> StagingError:
-        return StagingError(f"{shown(path)} is damaged: {reason}", hint=_VERIFY)
+        return StagingError(f"{shown(path)} is damaged: {reason}", hint=VERIFY_PACK)
 
     def reader(self, plan: Plan) -> Reader:  # noqa: ARG002 - the places are known since `plan`
         """Open for reading what `plan` returned."""

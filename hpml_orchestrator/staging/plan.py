@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.staging.capacity import Need, round_up
-from hpml_orchestrator.staging.faults import Problems, shown, why
+from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown, why
 from hpml_orchestrator.staging.lister import DEEPEST, Lister
 
 if TYPE_CHECKING:
@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
 
-__all__ = ["DEEPEST", "Entry", "Plan", "data_ranges", "link_fault", "scan_file", "scan_tree"]
+__all__ = [
+    "DEEPEST",
+    "NO_FILE",
+    "Entry",
+    "Plan",
+    "data_ranges",
+    "link_fault",
+    "scan_file",
+    "scan_tree",
+]
+
+NO_FILE = "is a device, fifo or socket"
+"""Why neither a regular file nor a directory or link is copied."""
 
 _STAT_BLOCK_BYTES = 512
 _KEY_BYTES = 16
@@ -153,7 +165,7 @@ def scan_file(source: str, retry: Retry) -> Plan:
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
     name, origin = os.path.basename(source), os.path.basename(real)
-    plan = Plan(os.path.dirname(real), Entry("", 0o755, info.st_mtime_ns))
+    plan = Plan(os.path.dirname(real), Entry("", 0o755, info.st_mtime_ns), told=source)
     plan.files.append(_file_entry(name, real, info))
     plan.origins[name] = origin
     return plan
@@ -230,11 +242,11 @@ def _add(
             return
         fault = "" if outside_links else link_fault(path, target, plan.source_root)
         if fault:
-            problems.add(path, fault)
+            problems.add(path, fault, hint=OUTSIDE_LINKS)
         else:
             plan.symlinks.append(Symlink(path, target, info.st_mtime_ns))
     elif not stat.S_ISREG(info.st_mode):
-        problems.add(path, "is a device, fifo or socket")
+        problems.add(path, NO_FILE)
     elif info.st_nlink > 1 and (info.st_dev, info.st_ino) in first_names:
         plan.hard_links.append(HardLink(path, first_names[info.st_dev, info.st_ino]))
     else:

@@ -16,12 +16,14 @@ __all__ = [
     "StageResult",
     "Stager",
     "StagingStopped",
+    "kind_at",
     "kind_of",
     "target_path",
 ]
 
 KINDS = ("auto", "file", "tree", "pack", "tar", "zip", "squashfs")
 PACK_INDEX = "pack.index"
+PACK_STATE = ".packing.json"
 TAR_SUFFIXES = tuple(
     ".tar .tar.gz .tgz .tar.xz .txz .tar.bz2 .tbz2 .tbz .tar.zst .tar.zstd .tzst".split()
 )
@@ -215,12 +217,38 @@ def kind_of(request: StageRequest) -> str:
         InputError: the source is not what the request says it is, or neither file nor directory.
         OSError: the source cannot be looked at.
     """
-    source, kind = request.source, request.kind
+    return kind_at(request.source, request.kind)
+
+
+def kind_at(source: str, kind: str) -> str:
+    """Return the kind of a source, never "auto", by looking at it.
+
+    A directory in which `hpml pack` is at work, or was cut off, is no pack yet; staged as a tree it
+    would hold no file of the data by its name. Who says "tree" gets it as it is. The index comes
+    last, and then the state goes: a pack that has both is finished.
+
+    Args:
+        source: a path.
+        kind: what it is said to be.
+
+    Raises:
+        InputError: it is not what is said, an unfinished pack, or neither file nor directory.
+        OSError: it cannot be looked at.
+    """
     is_dir = os.path.isdir(source)
     os.stat(source)
     if not is_dir and not os.path.isfile(source):
         raise InputError("must be a directory or a regular file", field="source", value=source)
+    is_begun = is_dir and os.path.lexists(f"{source}/{PACK_STATE}")  # first: it goes last
     is_pack = is_dir and os.path.isfile(f"{source}/{PACK_INDEX}")
+    if is_begun and not is_pack and kind in {"auto", "pack"}:
+        raise InputError(
+            f"is no finished pack, but one that is being made or was cut off: it has no "
+            f"{PACK_INDEX}",
+            field="source",
+            value=source,
+            hint="`hpml pack --resume SOURCE DEST` completes it; kind: tree takes it as it is",
+        )
     if kind == "auto":
         if is_dir:
             return "pack" if is_pack else "tree"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.staging.capacity import file_system_type
-from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.files import is_locked, remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.fstypes import SHARED_TYPES
 
@@ -69,8 +69,9 @@ class Root:
 
         Raises:
             InputError: says which.
+            StagingError: a directory above it is closed to this user.
         """
-        if not os.path.isdir(self.base):
+        if not is_directory(self.base):
             raise InputError("no such directory on this node", field="target", value=self.base)
         kind = file_system_type(self.base, proc_root=self.proc_root)
         if kind in SHARED_TYPES:

@@ -12,7 +12,11 @@ from hpml_orchestrator.staging.plan import scan_file, scan_tree
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.squash import SquashSource
+from hpml_orchestrator.staging.squash import check_start as check_squash_start
+from hpml_orchestrator.staging.streams import compression_of
+from hpml_orchestrator.staging.tarheaders import BLOCK, check_start
 from hpml_orchestrator.staging.tarplain import TarSource
+from hpml_orchestrator.staging.zipdirectory import check_end
 from hpml_orchestrator.staging.zipsource import ZipSource
 
 if TYPE_CHECKING:
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["FileSource", "TreeSource", "open_source"]
+__all__ = ["FileSource", "TreeSource", "check_archive", "open_source"]
 
 
 def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
@@ -59,6 +63,30 @@ def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
     if kind == "zip":
         return ZipSource(path, retry, outside_links=outside_links)
     return TarSource(path, retry, most_bytes=room.bytes, outside_links=outside_links)
+
+
+def check_archive(path: str, kind: str) -> None:
+    """Refuse an archive that is none, by its first block or its last 64 KiB: it is not read whole.
+
+    Args:
+        path: the file.
+        kind: as `kind_of` returns it; nothing is looked at where it is no archive's.
+
+    Raises:
+        StagingError: it would not be staged; says so as staging would.
+        OSError: it cannot be read.
+    """
+    if kind not in {"tar", "zip", "squashfs"}:
+        return
+    with open(path, "rb", buffering=0) as stream:
+        fd = stream.fileno()
+        start = os.pread(fd, BLOCK, 0)
+        if kind == "zip":
+            check_end(path, os.fstat(fd).st_size, lambda at, count: os.pread(fd, count, at))
+        elif kind == "squashfs":
+            check_squash_start(path, start)
+        elif not compression_of(start):
+            check_start(path, start)
 
 
 class TreeSource:

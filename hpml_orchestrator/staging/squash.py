@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["SquashSource"]
+__all__ = ["SquashSource", "check_start"]
 
+_MAGIC = b"hsqs"
 _MOUNT_SECONDS = 30
 _END_SECONDS = 10
 _POLL_SECONDS = 0.02
@@ -97,8 +98,7 @@ class SquashSource:
     def _mount(self) -> None:
         before = self._retry(lambda: os.stat(self._path))
         with open(self._path, "rb") as stream:
-            if stream.read(4) != b"hsqs":
-                raise StagingError(f"{shown(self._path)}: is no SquashFS image")
+            check_start(self._path, stream.read(len(_MAGIC)))
         if not before.st_size:
             return
         self._room = tempfile.mkdtemp(prefix="hpml-squashfs-")  # of mode 0700
@@ -174,3 +174,13 @@ class SquashSource:
                 done = subprocess.run([*words, self._point], check=False, capture_output=True)
                 if not done.returncode:
                     return
+
+
+def check_start(path: str, start: bytes) -> None:
+    """Refuse what does not begin as an image does.
+
+    Raises:
+        StagingError: it is no SquashFS image.
+    """
+    if not start.startswith(_MAGIC):
+        raise StagingError(f"{shown(path)}: is no SquashFS image")

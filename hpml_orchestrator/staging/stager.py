@@ -14,7 +14,7 @@ from hpml_orchestrator.staging.cache import linked_key
 from hpml_orchestrator.staging.capacity import Room, room_at
 from hpml_orchestrator.staging.delivery import SOURCE_KEY, Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
-from hpml_orchestrator.staging.faults import Retry, shown, why
+from hpml_orchestrator.staging.faults import UNREADABLE, Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.keeping import Keeper
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
@@ -360,7 +360,8 @@ def _cannot(request: StageRequest, error: OSError) -> StagingError:
     named = error.filename if isinstance(error.filename, (str, bytes)) else ""
     path = os.fsdecode(named) or request.source
     return StagingError(
-        f"cannot stage {request.name} from {shown(request.source)}: {shown(path)}: {why(error)}"
+        f"cannot stage {request.name} from {shown(request.source)}: {shown(path)}: {why(error)}",
+        hint=UNREADABLE if isinstance(error, PermissionError) else "",
     )
 
 

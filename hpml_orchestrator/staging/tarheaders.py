@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.members import Members
 
-__all__ = ["BLOCK", "Bytes", "Fields", "HeaderError", "header_fields", "scan_members"]
+__all__ = [
+    "BLOCK",
+    "Bytes",
+    "Fields",
+    "HeaderError",
+    "check_start",
+    "header_fields",
+    "scan_members",
+]
 
 BLOCK = 512
 LARGEST_EXTENSION_BYTES = 16 << 20
@@ -89,6 +97,25 @@ def header_fields(block: bytes) -> Fields:
     )
 
 
+def check_start(source: str, block: bytes) -> None:
+    """Refuse what does not begin as an archive does; what follows is not looked at.
+
+    Args:
+        source: the archive, for errors.
+        block: its first 512 bytes, uncompressed.
+
+    Raises:
+        StagingError: it is no tar archive.
+    """
+    if len(block) < BLOCK:
+        raise _damaged(source, "it ends without an end-of-archive mark", 0)
+    try:
+        if block != _ZERO:
+            header_fields(block)
+    except HeaderError as error:
+        raise _damaged(source, f"it does not begin as one does: {error}", 0) from error
+
+
 def scan_members(
     source: str,
     data: Bytes,
@@ -147,13 +174,13 @@ class _Scan:
         """Take the member whose header is at an offset, and return where the next one is."""
         self._count += 1
         self._members.check_count(self._count)
+        if not at:
+            check_start(self._source, block)
         if len(block) < BLOCK:
             raise self._damaged("it ends without an end-of-archive mark", at)
         try:
             head = header_fields(block)
         except HeaderError as error:
-            if not at:
-                raise self._damaged(f"it does not begin as one does: {error}", at) from error
             what = "no end-of-archive mark where the members end, but a damaged header"
             raise self._damaged(f"{what}: {error}", at) from error
         at += BLOCK
@@ -275,9 +302,13 @@ class _Scan:
             at += len(data)
 
     def _damaged(self, reason: str, at: int) -> StagingError:
-        return StagingError(
-            f"{shown(self._source)}: not a whole tar archive: {reason} (at byte {at})", hint=_CUT
-        )
+        return _damaged(self._source, reason, at)
+
+
+def _damaged(source: str, reason: str, at: int) -> StagingError:
+    return StagingError(
+        f"{shown(source)}: not a whole tar archive: {reason} (at byte {at})", hint=_CUT
+    )
 
 
 def _number(field: bytes) -> int:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TarSource"]
 
-_HINT = "repack the archive with plain relative names"
-
 
 class TarSource:
     """A tar archive; `ordered` when it is compressed.
@@ -70,7 +68,7 @@ class TarSource:
             self._scan(members)
         except SourceChangedError as error:
             raise StagingError(f"{shown(self._path)}: changed while it was read") from error
-        members.problems.raise_any(_HINT)
+        members.problems.raise_any()
         return members.plan
 
     def _scan(self, members: Members) -> None:

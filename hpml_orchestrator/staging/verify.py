@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.staging.crew import run_crew
-from hpml_orchestrator.staging.faults import PATHS_TOLD, shown, why
+from hpml_orchestrator.staging.faults import PATHS_TOLD, is_directory, shown, why
 from hpml_orchestrator.staging.hashing import hashing_named
 from hpml_orchestrator.staging.manifest import (
     content_digest,
@@ -82,13 +82,13 @@ def verify(
     Raises:
         NotFoundError: there is no such data, or no manifest beside it.
         StagingStopped: should_stop said so.
-        StagingError: a worker died.
+        StagingError: a worker died, or a directory above is closed to this user.
         OSError: the data cannot be looked at.
     """
     began = time.monotonic()
     manifest = published_manifest(path)
     if manifest is None:
-        there = os.path.lexists(path)
+        there = is_directory(path) or os.path.lexists(path)
         what = "has no manifest beside it that can be read" if there else "is not there"
         raise NotFoundError(f"{shown(path)} {what}", hint="`hpml stage ls` shows what is staged")
     listing = manifest.listing

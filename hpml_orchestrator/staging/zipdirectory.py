@@ -17,7 +17,15 @@ from hpml_orchestrator.staging.faults import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["DEFLATED", "LOCAL_BYTES", "LOCAL_MAGIC", "STORED", "Member", "read_directory"]
+__all__ = [
+    "DEFLATED",
+    "LOCAL_BYTES",
+    "LOCAL_MAGIC",
+    "STORED",
+    "Member",
+    "check_end",
+    "read_directory",
+]
 
 STORED, DEFLATED = 0, 8
 LOCAL_MAGIC = b"PK\x03\x04"
@@ -74,6 +82,15 @@ def read_directory(path: str, size: int, read: Callable[[int, int], bytes]) -> l
     return _Directory(path, size, read).members()
 
 
+def check_end(path: str, size: int, read: Callable[[int, int], bytes]) -> None:
+    """Refuse what does not end as an archive does; its directory is not looked at.
+
+    Raises:
+        StagingError: it is no zip archive, or cut short.
+    """
+    _Directory(path, size, read).place()
+
+
 class _Directory:
     def __init__(self, path: str, size: int, read: Callable[[int, int], bytes]) -> None:
         self._path = path
@@ -81,7 +98,7 @@ class _Directory:
         self._read = read
 
     def members(self) -> list[Member]:
-        start, length, count = self._place()
+        start, length, count = self.place()
         if length > _MOST_DIRECTORY_BYTES:
             raise self._damaged("its directory is absurdly large")
         data = self._read(start, length)
@@ -91,7 +108,7 @@ class _Directory:
         self._check_apart(found, start)
         return found
 
-    def _place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int]:
         """Return where the central directory begins, its length and its number of entries."""
         begin = max(0, self._size - _END.size - _LONGEST_COMMENT)
         tail = self._read(begin, self._size - begin)

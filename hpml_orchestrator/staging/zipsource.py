@@ -101,7 +101,7 @@ class ZipSource:
                 members.refuse(member.name)
             elif members.file(member.name, member.mode & 0o7777, member.mtime_ns, member.size):
                 self._members.append(member)
-        members.problems.raise_any("repack the archive with plain relative names")
+        members.problems.raise_any()
         members.check_bytes(self._stamp.size)
         return members.plan
 

@@ -46,7 +46,13 @@ class Desk:
         return done.stdout
 
     def run(
-        self, *command: str, code: int = 0, limit: str = "10:00", opens: int = 0, **stage: Any
+        self,
+        *command: str,
+        code: int = 0,
+        limit: str = "10:00",
+        opens: int = 0,
+        options: tuple[str, ...] = (),
+        **stage: Any,
     ) -> Any:
         """Run a job to its end and return its record; at a site that allows so many opens/s."""
         (self.root / "site.toml").write_text(f"[staging]\nopens_per_second = {opens or 10**6}\n")
@@ -59,9 +65,8 @@ class Desk:
             "stage": [entry],
         }
         (self.root / "job.yaml").write_text(json.dumps(job))
-        return json.loads(
-            self.hpml("--site=site.toml", "run", "--local", "job.yaml", "--json", code=code)
-        )
+        words = ("--site=site.toml", "run", "--local", *options, "job.yaml", "--json")
+        return json.loads(self.hpml(*words, code=code))
 
     def staged(self) -> list[Path]:
         """What of the data lies in the target."""
@@ -111,10 +116,11 @@ def test_without_a_hash_there_is_no_digest(desk: Desk) -> None:
 
 
 def test_links_that_lead_out_are_refused_unless_asked_for(desk: Desk) -> None:
-    """The job file decides."""
+    """The job file decides; the check before a submission says it, and so does the node."""
     (desk.source / "out").symlink_to("/etc/passwd")
-    refused = desk.run(code=6)
+    refused = desk.run(code=6, options=("--no-check",))
     assert "out: " in Path(refused["output"]).read_text("utf-8")
+    desk.hpml("run", "--local", "job.yaml", code=2)
     assert desk.run(outside_links=True)["state"] == "COMPLETED"
 
 

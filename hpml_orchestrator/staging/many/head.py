@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.engine import Copied, copy
-from hpml_orchestrator.staging.faults import Problems, SourceChangedError, shown, why
+from hpml_orchestrator.staging.faults import Problems, SourceChangedError, why
 from hpml_orchestrator.staging.filehash import hashed
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
@@ -229,7 +229,7 @@ class Head:
         """Look at a tree's directories again: files that came or went show there."""
         if self.kind != "tree":
             return
-        problems = Problems(f"cannot stage {shown(plan.source_root)}")
+        problems = Problems(f"cannot stage {plan.name}")
         for entry in [plan.top, *plan.directories]:
             self._beat()
             path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
@@ -240,7 +240,7 @@ class Head:
                 continue
             if stat.S_ISDIR(entry.mode) and info.st_mtime_ns != entry.mtime_ns:
                 problems.add(entry.path or ".", str(SourceChangedError()))
-        problems.raise_any("if the source is being written, stage it when it is complete")
+        problems.raise_any()
 
     def _agree(self, plan: Plan, digests: list[bytes]) -> None:
         """Say that all was sent, wait for what came of it, and let all publish."""

@@ -218,16 +218,16 @@ def test_names_of_any_bytes(node: Node, tmp_path: Path) -> None:
         (["nowhere"], 3, "no such file or directory: ", "commands ls, verify, clean"),
         (["{tree}", "--to", "smh"], 2, "--to: must be auto, shm, local or the path", "--to ./smh"),
         (["{tree}", "--to", ""], 2, "--to: must be auto, shm, local or the path", ""),
-        (["{tree}", "--to", "./none"], 2, "no such directory on this node", ""),
+        (["{tree}", "--to", "./none"], 2, "--to: no such directory on this node", ""),
         (["{tree}", "--to", "{tree}/0/00000.bin"], 2, "no such directory on this node", ""),
-        (["{tree}", "--to", "{tree}"], 2, "source and target lie in one another", ""),
+        (["{tree}", "--to", "{tree}"], 2, "SRC: source and target lie in one another", ""),
         (["{tree}", "{tree}/../other/tree"], 2, "would both be called tree", "--name"),
         (["{tree}", "{tree}/0", "--name", "x"], 2, "--name: names one source, and there are 2", ""),
-        (["{tree}", "--name", "No"], 2, "name: must be a small letter", ""),
+        (["{tree}", "--name", "No"], 2, "--name: must be a small letter", ""),
         (["{tree}", "--name", ""], 2, "--name: must not be empty", ""),
         (["{tree}", "--local-dir", " "], 2, "--local-dir: must not be empty", ""),
-        (["{tree}", "--kind", "rar"], 2, "kind: must be one of auto, ", ""),
-        (["{tree}", "--kind", "file"], 2, "kind file but a directory", ""),
+        (["{tree}", "--kind", "rar"], 2, "--kind: must be one of auto, ", ""),
+        (["{tree}", "--kind", "file"], 2, "SRC: kind file but a directory", ""),
         (["{tree}", "--print", "size"], 2, "--print: must be one of path, ", ""),
         (["{tree}", "--print", "path", "--json"], 2, "--json: cannot be given together", ""),
         (["{tree}", "--epochs", "0"], 2, "--epochs: must be a whole number, 1 or more", ""),
@@ -319,6 +319,7 @@ def test_special_files_are_refused_by_name(node: Node, tree: Path) -> None:
     assert "2 paths" in told.err
     assert "pipe: is a device, fifo or socket" in told.err
     assert "out: symbolic link to an absolute path" in told.err
+    assert "taken as they are with --outside-links" in told.err
     assert node.left() == []
     (tree / "pipe").unlink()
     told = node.stage(str(tree), "--to", "shm", "--outside-links", "--print", "path")
@@ -382,6 +383,7 @@ def test_a_full_target_is_found_before_copying(node: Node, tmpfs: Path, tmp_path
     told = node.stage(str(many), "--to", str(tmpfs))
     assert told.code == 2
     assert "inodes" in told.err
+    assert "stage it with --kind file" in told.err
     assert node.left(tmpfs) == []
     told = node.stage(str(large), "--local-dir", str(tmpfs), "--json").json()[0]
     assert told["choice"]["target"] != "local"

@@ -14,16 +14,14 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import skip_or_fail
+from tests.unit.cli.conftest import HPML, Result
 from tests.unit.cli.stage_node import Node, grow, same
 from tests.unit.staging.test_archive import make as archive
-
-if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result
 
 FILES = 600
 SLOWLY = ("--opens-per-second", "200")  # three seconds for FILES
@@ -201,3 +199,93 @@ def test_an_archive_that_was_cut(node: Node, tmp_path: Path, form: str) -> None:
     whole.replace(path)
     told = node.stage(str(path), "--to", "shm", "--print", "files")
     assert (told.code, told.out) == (0, "50\n"), told
+
+
+def no_override(node: Node, *words: object) -> Result:
+    """Run hpml without the right to pass over modes, which root has."""
+    start = ["setpriv", "--inh-caps=-dac_override,-dac_read_search"]
+    start += ["--bounding-set=-dac_override,-dac_read_search"]
+    done = subprocess.run(
+        [*(start if os.getuid() == 0 else []), HPML, *node.first, *map(str, words)],
+        env=node.shell.environment(),
+        cwd=node.root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_file_that_may_not_be_read(node: Node, tmp_path: Path) -> None:
+    """Named by its path, with what helps against that and not against something else."""
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0)
+    told = no_override(node, "stage", tmp_path / "secret", "--to", "shm")
+    assert told.code == 8
+    assert f"cannot stage {tmp_path}/secret:" in told.err
+    assert "Permission denied" in told.err
+    assert "ask its owner" in told.err
+    assert "being written" not in told.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pack closed/in p",
+        "stage ls closed/in",
+        "stage clean closed/in",
+        "stage verify closed/in",
+        "stage tree --to closed/in",
+        "stage closed/in --to shm",
+    ],
+)
+def test_behind_a_closed_directory(node: Node, tree: Path, words: str) -> None:
+    """Nobody can say that it is not there: that it may not be looked at is told."""
+    (tree.parent / "closed" / "in").mkdir(parents=True)
+    (tree.parent / "closed").chmod(0)
+    told = no_override(node, *words.split())
+    (tree.parent / "closed").chmod(0o700)
+    assert told.code == 8
+    assert "closed/in: Permission denied" in told.err
+    assert "ask its owner" in told.err
+
+
+def test_a_pack_that_was_cut_off_is_not_staged(node: Node, tree: Path) -> None:
+    """A real one, ended by a file that may not be read: staged once it was completed."""
+    pack = node.root / "phuge"
+    (tree / "closed").touch(0)
+    assert no_override(node, "pack", tree, pack).code == 8
+    (tree / "closed").chmod(0o600)
+    assert (pack / ".packing.json").exists()
+    assert not (pack / "pack.index").exists()
+    told = node.stage(str(pack), "--to", "shm")
+    assert (told.code, told.out) == (2, "")
+    assert "SRC: is no finished pack" in told.err
+    assert str(pack) in told.err
+    assert "`hpml pack --resume" in told.err
+    assert node.left() == []
+    assert node.stage(str(pack), "--to", "shm", "--kind", "tree", "--name", "raw").code == 0
+    assert node.shell.hpml("pack", "--resume", str(tree), str(pack)).code == 0
+    path = node.stage(str(pack), "--to", "shm", "--print", "path").out.strip()
+    assert same(tree, path)
+
+
+def test_the_local_directory_that_is_not_there(node: Node, tree: Path, tmp_path: Path) -> None:
+    """Whoever said it is named: the option, the variable, the site profile."""
+    told = node.stage(str(tree), "--to", "local", "--local-dir", "/nosuch")
+    assert "--local-dir: no such directory on this node" in told.err
+    shutil.rmtree(node.disk)
+    told = node.stage(str(tree), "--to", "local")
+    assert "--to: no such directory on this node" in told.err
+    assert "the site profile says" in told.err
+    node.disk.mkdir()
+    variables = {**node.shell.environment(), "TMPDIR": "/nosuch"}
+    done = subprocess.run(
+        [HPML, "--site", "none", "stage", tree, "--to", "local"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "$TMPDIR says" in done.stderr

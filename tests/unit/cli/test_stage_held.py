@@ -34,7 +34,7 @@ def test_what_is_here(node: Node, tree: Path) -> None:
     """Of this shell, of one that is gone, and kept; with who uses it."""
     mine = node.stage(str(tree), "--to", "shm", "--print", "path").out.strip()
     gone = script(node, str(tree), "--to", "shm", "--name", "gone", "--print", "path")
-    script(node, str(tree), "--to", "local", "--keep")
+    script(node, str(tree), "--to", "local", "--keep", "--name", "mine")
     told = node.stage("ls", "--json").json()
     by_name = {(one["name"], one["kept"]): one for one in told}
     assert by_name["tree", False]["path"] == mine
@@ -43,7 +43,7 @@ def test_what_is_here(node: Node, tree: Path) -> None:
     assert by_name["gone", False]["in_use"] == ""
     (kept,) = [one for one in told if one["kept"]]
     assert (kept["files"], kept["bytes"], kept["state"]) == (30, 15_000, "ok")
-    assert kept["source"] == str(tree)
+    assert (kept["name"], kept["source"]) == ("mine", str(tree))
     assert time.time() - kept["last_used"] < 600
     table = node.stage("ls", str(node.ram)).out.splitlines()
     assert table[0] == "NAME\tSIZE\tFILES\tSTATE\tKEPT\tIN USE\tLAST USED\tSOURCE\tPATH"

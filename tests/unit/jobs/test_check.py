@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.jobs import check_data
 from hpml_orchestrator.jobs.check import check_job, refusal
-from hpml_orchestrator.jobs.check_files import check_files, check_stages
+from hpml_orchestrator.jobs.check_data import check_stages, check_targets
+from hpml_orchestrator.jobs.check_files import check_files
 from hpml_orchestrator.jobs.check_local import check_local
 from hpml_orchestrator.jobs.check_modules import check_modules
 from hpml_orchestrator.jobs.check_records import check_records, one_machine
+from hpml_orchestrator.packing.claim import Claim
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local_arrays import MAX_TASKS
 from hpml_orchestrator.scheduler.local_resources import Machine
@@ -164,6 +170,112 @@ def test_data_that_cannot_be_read_are_named(
     assert f"{tmp_path}/d/ok/z" in finding.message
     assert "ok/x" not in finding.message
     (tmp_path / "d" / "shut").chmod(0o700)
+
+
+def told(root: Path, source: str, **fields: Any) -> tuple[str, str, str]:
+    """Code, message and hint of the one thing that is wrong with an entry."""
+    (finding,), _ = check_stages(staged(root, source, **fields), seconds=9)
+    assert (finding.level, finding.field) == ("error", "stage.0.source")
+    return finding.code, finding.message, finding.hint
+
+
+def test_a_pack_that_is_not_finished_is_an_error(tmp_path: Path) -> None:
+    """As staging would say it; a job that stages it as a tree has said what it wants."""
+    pack = tmp_path / "phuge"
+    pack.mkdir()
+    Claim(str(pack), "phuge").take("/data", None)
+    for kind in ("auto", "pack"):
+        code, message, hint = told(tmp_path, str(pack), kind=kind)
+        assert code == "stage.kind"
+        assert message.startswith("is no finished pack")
+        assert "`hpml pack --resume" in hint
+    assert check_stages(staged(tmp_path, str(pack), kind="tree"), seconds=9)[0] == []
+
+
+def test_sources_of_another_kind_are_errors(tmp_path: Path) -> None:
+    """A tree that is no pack, a directory for a tar, and archives that are none."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "notar.tar").write_bytes(b"x" * 2000)
+    (tmp_path / "nozip.zip").write_bytes(b"x" * 2000)
+    (tmp_path / "nosquash.sqfs").write_bytes(b"x" * 2000)
+    kinds = {"pack": "no finished pack", "tar": "kind tar but a directory"}
+    for kind, words in kinds.items():
+        code, message, _ = told(tmp_path, f"{tmp_path}/d", kind=kind)
+        assert code == "stage.kind"
+        assert words in message
+    for name in ("notar.tar", "nozip.zip", "nosquash.sqfs"):
+        code, message, _ = told(tmp_path, f"{tmp_path}/{name}")
+        assert code == "stage.kind"
+        assert name in message
+
+
+@pytest.mark.parametrize("form", ["v7", "ustar", "pax", "gnu", "gz", "zip", "empty"])
+def test_archives_that_are_archives_pass(tmp_path: Path, form: str) -> None:
+    """Also old ones without a magic number, empty and compressed ones."""
+    (tmp_path / "a").write_text("a")
+    name = "x.zip" if form == "zip" else "x.tar"
+    if form == "zip":
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.write(tmp_path / "a", "a")
+    elif form == "empty":
+        tarfile.open(tmp_path / name, "w").close()
+    else:
+        how = ["-z"] if form == "gz" else [f"--format={form}"]
+        run = ["tar", "-C", str(tmp_path), *how, "-cf", str(tmp_path / name), "a"]
+        subprocess.run(run, check=True)
+    assert check_stages(staged(tmp_path, f"{tmp_path}/{name}"), seconds=9)[0] == []
+
+
+def test_what_of_a_tree_is_refused_is_told(tmp_path: Path) -> None:
+    """Links that lead out and fifos, as staging judges them; a pack's directory is none."""
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "sub" / "in").symlink_to("..")
+    (tree / "sub" / "up").symlink_to("../..")
+    (tree / "etc").symlink_to("/etc")
+    code, message, hint = told(tmp_path, f"{tree}/")
+    assert code == "stage.refused"
+    assert "etc: symbolic link to an absolute path (/etc)" in message
+    assert "sub/up: symbolic link that leaves the tree (../..)" in message
+    assert "sub/in" not in message
+    assert "outside_links: true" in hint
+    assert check_stages(staged(tmp_path, str(tree), outside_links=True), seconds=9)[0] == []
+    os.mkfifo(tree / "sub" / "pipe")
+    code, message, hint = told(tmp_path, str(tree), outside_links=True)
+    assert (code, hint) == ("stage.refused", "")
+    assert "sub/pipe: is a device, fifo or socket" in message
+
+
+def test_only_so_many_links_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of links alone costs a remote file system no call for each of them."""
+    for number in range(20):
+        (tmp_path / f"l{number}").symlink_to("x")
+    monkeypatch.setattr(check_data, "_MAX_LINKS", 5)
+    real = os.readlink
+    read: list[str] = []
+
+    def counting(path: str, **more: Any) -> str:
+        read.append(path)
+        return real(path, **more)
+
+    monkeypatch.setattr(os, "readlink", counting)
+    monkeypatch.setattr(check_data, "kind_at", lambda *_: "tree")
+    check_stages(staged(tmp_path, str(tmp_path)), seconds=9)
+    assert read.count(f"{tmp_path}/l0") <= 1
+    assert len([path for path in read if path.startswith(f"{tmp_path}/l")]) == 5
+
+
+def test_targets_of_this_machine_are_looked_at(tmp_path: Path) -> None:
+    """Where this machine stages; a cluster's nodes have directories of their own."""
+    (tmp_path / "d").mkdir()
+    missing = staged(tmp_path, f"{tmp_path}/d", target="/nosuch/dir")
+    (finding,) = check_targets(missing)
+    assert (finding.code, finding.field) == ("stage.target", "stage.0.target")
+    assert finding.message.startswith("no such directory on this node")
+    report = check_job(missing, backend="local", records=tmp_path / "r", environment=PATH)
+    assert finding in report.errors
+    assert check_targets(staged(tmp_path, f"{tmp_path}/d", target="/dev/shm")) == []
+    assert check_targets(staged(tmp_path, f"{tmp_path}/d", target="local")) == []
 
 
 def test_the_walk_through_data_ends(tmp_path: Path) -> None:

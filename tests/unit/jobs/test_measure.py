@@ -16,6 +16,7 @@ from hpml_orchestrator.batch.render import memory_mebibytes
 from hpml_orchestrator.batch.stage_target import NodeRoom
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobs.measure import chosen_targets, measured, tree_bytes
+from hpml_orchestrator.packing.claim import Claim
 from hpml_orchestrator.packing.pack import PackRequest, pack
 from hpml_orchestrator.spec import ResolvedJob, load_job
 from hpml_orchestrator.staging.capacity import INODE_BYTES
@@ -202,3 +203,13 @@ def test_an_archive_that_cannot_be_staged_is_refused_at_once(tmp_path: Path) -> 
     (tmp_path / "bad.tar").write_bytes(gzip.compress(b"x" * 2000))
     with pytest.raises(InputError, match="stage.0.size: must be given"):
         measured(resolved(tmp_path, [entry]))
+
+
+def test_a_pack_that_is_not_finished_is_not_measured(tmp_path: Path) -> None:
+    """Neither as the tree that it is not, nor as a pack; the entry is named."""
+    (tmp_path / "p").mkdir()
+    Claim(str(tmp_path / "p"), "p").take("/data", None)
+    with pytest.raises(InputError, match="is no finished pack") as caught:
+        measured(resolved(tmp_path, [{"name": "a", "source": "p", "target": "shm"}]))
+    assert (caught.value.field, caught.value.value) == ("stage.0.source", str(tmp_path / "p"))
+    assert "`hpml pack --resume" in caught.value.hint

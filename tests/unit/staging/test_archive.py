@@ -98,6 +98,7 @@ def test_an_empty_archive_is_an_empty_directory(stager: CopyStager, tmp_path: Pa
     assert stage(stager, make(tmp_path / "x.tar")).files == 0
 
 
+FIFO = {"type": tarfile.FIFOTYPE}
 LINK, HARD = {"type": tarfile.SYMTYPE}, {"type": tarfile.LNKTYPE}
 
 
@@ -138,6 +139,23 @@ def test_malicious_members_are_refused(
 ) -> None:
     """What could write or point outside, or overwrite, is refused before anything is written."""
     refused(stager, make(tmp_path / "x.tar", *members), said)
+
+
+def test_hints_fit_the_members(stager: CopyStager, tmp_path: Path) -> None:
+    """Each kind of fault has its own, told once; two kinds have two."""
+    twice = [("a", {"data": b"1"}), ("a", {"data": b"2"}), ("a", {"data": b"3"})]
+    link = ("b", {**LINK, "linkname": "/etc"})
+    hints = []
+    for bad in (twice, [link], [("/c", {"data": b"1"})], [*twice, link], [("d", FIFO)]):
+        with pytest.raises(StagingError) as caught:
+            stage(stager, make(tmp_path / "x.tar", *bad))
+        hints.append(caught.value.hint)
+    assert "`tar -r`" in hints[0]
+    assert "relative" not in hints[0]
+    assert "outside_links" in hints[1]
+    assert "relative names" in hints[2]
+    assert hints[3] == f"{hints[0]}; {hints[1]}"
+    assert hints[4] == ""
 
 
 def test_twenty_members_are_told(stager: CopyStager, tmp_path: Path) -> None:

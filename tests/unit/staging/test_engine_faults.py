@@ -143,6 +143,8 @@ def test_what_cannot_be_read_is_listed(
     assert lines[0].endswith(": 100 paths")
     assert len(lines) == 22
     assert all("Permission denied" in line for line in lines[1:21])
+    assert "ask its owner" in caught.value.hint
+    assert "being written" not in caught.value.hint
     monkeypatch.undo()
     assert not stager.stage(StageRequest("data", str(crowd), target="shm")).reused
     stager.cleanup()

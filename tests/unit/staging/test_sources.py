@@ -286,6 +286,11 @@ def test_a_damaged_file_of_a_pack_is_named(engine: CopyStager, tmp_path: Path) -
     """The index knows every file's digest: one wrong byte stops it all."""
     path = packed(tmp_path)
     change(path / "data-00001.tar", 512 + 100, b"\x00\xff\x00\xff")
+    with pytest.raises(StagingError, match=r"\d\d\d\.bin(.|\n)*damaged") as caught:
+        engine.stage(StageRequest("data", str(path), target="shm"))
+    assert (
+        caught.value.hint == "`hpml pack --verify` tells all that is damaged; pack the tree again"
+    )
     refused(engine, path, r"\d\d\d\.bin(.|\n)*damaged")
 
 
