@@ -1,34 +1,58 @@
 """Jobs without control groups: by SLURM_JOB_ID in the environment of processes we may read.
 
 That is proctrack/linuxproc, a laptop, and hpml's local backend. Anybody can write any job id into
-an environment of his own, so a job has only the processes of the user who had it first.
+an environment of his own, so a job has only the processes of the user who had it first, and there
+are only so many jobs of a user.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hpml_exporters.attribution import process, raw
 
-__all__ = ["OWN", "BareJob", "BareJobs"]
+__all__ = ["MOST", "OWN", "BareJob", "BareJobs"]
 
 OWN = (b"SLURM_CLUSTER_NAME", b"SLURMD_NODENAME")
 """Variables by which the exporter of one job knows its own from others of that number: local jobs
 count from 1 in every directory of records, and a machine may be several nodes of one job."""
 
+MOST = max(64, os.cpu_count() or 1)
+"""Jobs of one user that are looked at, those that began first; four times as many of all users."""
+
+_MOST_OF_ALL = 4 * MOST
+_JOBID = re.compile(rb"[1-9][0-9]{0,9}")
+_STEP = re.compile(rb"[0-9]{1,10}")
+# Processes of a prolog or an epilog, and what it leaves behind, are the site's, not the job's.
+_SITES = (b"prolog_slurmd", b"epilog_slurmd", b"prolog_slurmctld", b"epilog_slurmctld")
+_TOLD_AGAIN_SECONDS = 3600.0
+_CLUSTER = 256  # characters of its name
 _YOUNG_SECONDS = 30.0  # a process may still start its program, and that brings the environment
 _CHECK_EVERY = 12  # looks after which an id is checked for being another process by now
 
 
 @dataclass
 class BareJob:
-    """A job as its processes show it."""
+    """A job as its processes show it.
+
+    Attributes:
+        jobid: its number.
+        uid: whose processes it has.
+        cluster: SLURM_CLUSTER_NAME, for local jobs another one in every directory of records; empty
+            where no process says it.
+        steps: process ids by step.
+    """
 
     jobid: str
     uid: int
+    cluster: str = ""
     steps: dict[str, set[int]] = field(default_factory=dict)
 
 
@@ -39,6 +63,7 @@ class _Known:
     jobid: str = ""
     step: str = ""
     uid: int = -1
+    cluster: str = ""
 
 
 class BareJobs:
@@ -54,12 +79,11 @@ class BareJobs:
         self._own = own
         self._known: dict[int, _Known] = {}
         self._looks = 0
-        self.stepds: list[int] = []
+        self._told: float | None = None
 
     def forget(self) -> None:
         """Drop everything: the jobs have control groups after all."""
         self._known.clear()
-        self.stepds = []
 
     def jobs(self, now: float, only: str = "") -> list[BareJob]:
         """Return the jobs that have a process.
@@ -76,18 +100,45 @@ class BareJobs:
         known = self._known
         for pid in known.keys() - set(pids):
             del known[pid]
-        self.stepds = []
         for pid in pids:
             one = known.get(pid)
             if one is None or self._to_read(pid, one, now):
                 self._look(pid, now)
+        return self._found(now, only)
+
+    def _found(self, now: float, only: str) -> list[BareJob]:
+        known = self._known
         found: dict[str, BareJob] = {}
+        beyond: set[str] = set()
+        of_user = Counter[int]()
         theirs = [item for item in known.items() if item[1].jobid and only in {"", item[1].jobid}]
         for pid, one in sorted(theirs, key=lambda item: item[1].start):
-            job = found.setdefault(one.jobid, BareJob(one.jobid, one.uid))
+            if one.jobid not in found:
+                if of_user[one.uid] >= MOST or len(found) >= _MOST_OF_ALL:
+                    beyond.add(one.jobid)
+                if one.jobid in beyond:
+                    continue
+                found[one.jobid] = BareJob(one.jobid, one.uid)
+                of_user[one.uid] += 1
+            job = found[one.jobid]
             if job.uid == one.uid:
+                job.cluster = job.cluster or one.cluster
                 job.steps.setdefault(one.step, set()).add(pid)
+        if beyond:
+            self._tell(len(beyond), now)
         return list(found.values())
+
+    def _tell(self, beyond: int, now: float) -> None:
+        """Say that some jobs are not shown, once an hour."""
+        if self._told is not None and now - self._told < _TOLD_AGAIN_SECONDS:
+            return
+        self._told = now
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody listens
+            sys.stderr.write(
+                f"hpml: collector jobs: {beyond} jobs are not shown: without control groups at most"
+                f" {MOST} of a user and {_MOST_OF_ALL} in all are\n"
+            )
+            sys.stderr.flush()
 
     def _to_read(self, pid: int, one: _Known, now: float) -> bool:
         young = not one.jobid and now - one.seen < _YOUNG_SECONDS
@@ -109,20 +160,26 @@ class BareJobs:
             parent = self._known.get(stat.parent)
             if parent is not None and values is None:
                 one.jobid, one.step, one.uid = parent.jobid, parent.step, parent.uid
+                one.cluster = parent.cluster
             return
         jobid = values.get(b"SLURM_JOB_ID", b"")
         strange = any(values.get(name, value) != value for name, value in self._own.items())
-        if jobid.isdigit() and not strange:
-            uid = process.uid(self._proc, pid)
+        strange = strange or values.get(b"SLURM_SCRIPT_CONTEXT") in _SITES
+        if not _JOBID.fullmatch(jobid) or strange:
+            return
+        uid = process.uid(self._proc, pid)
+        if uid is not None:
             one.jobid = jobid.decode("ascii")
             one.step = step_of(values)
-            one.uid = -1 if uid is None else uid
+            one.uid = uid
+            cluster = values.get(b"SLURM_CLUSTER_NAME", b"")
+            one.cluster = cluster[:_CLUSTER].decode("utf-8", "replace")
 
 
 def step_of(values: dict[bytes, bytes]) -> str:
     """Return the step that an environment names; a batch script has none, and is `batch`."""
     step = values.get(b"SLURM_STEP_ID", values.get(b"SLURM_STEPID", b""))
-    return step.decode("ascii") if step.isdigit() else "batch"
+    return step.decode("ascii") if _STEP.fullmatch(step) else "batch"
 
 
 def stepds(proc: str) -> list[int]:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hpml_exporters.attribution import bare, hierarchy, process, raw
 from hpml_exporters.attribution.bare import BareJobs
@@ -26,18 +27,39 @@ _TEXT = 256
 
 @dataclass
 class _Job:
-    """What is kept of a job from one look to the next."""
+    """What is kept of a job from one look to the next.
+
+    Attributes:
+        uid: of its user; -1: not known.
+        certain: that is what the job's path says, or what made a job of processes.
+        cluster: as in `BareJob`.
+        asked: looks at which the job's environment was read.
+        said: what it said.
+        looks: that saw the job in control groups.
+        steps: of the last one.
+        groups: directories by controller, for each directory where it was found.
+    """
 
     uid: int = -1
+    certain: bool = False
+    cluster: str = ""
     asked: int = 0
     said: JobFacts | None = None
     looks: int = 0
     steps: frozenset[str] = frozenset()
     groups: dict[str, dict[str, str]] = field(default_factory=dict)
 
+    @property
+    def settled(self) -> bool:
+        """Whether the user is known: a process that is root's may yet become its user's."""
+        return self.uid > 0 or (self.uid == 0 and self.certain)
+
 
 class JobFinder:
-    """Looks at control groups first, at environments only where there are none of jobs.
+    """Looks at control groups, and at environments only until there was a job in a group.
+
+    From then on what names a job in its environment alone, as a prolog does, or what outlived its
+    job, is none.
 
     Args:
         options: where the file systems are, and the one job of an exporter inside of a job.
@@ -51,9 +73,10 @@ class JobFinder:
         names = bare.OWN if options.job else ()
         own = {name: os.environb[name] for name in names if name in os.environb}
         self._bare = BareJobs(options.roots.proc, own)
-        self._maps = JobMaps(options.roots.run, booted(options.roots.proc))
+        self._maps = JobMaps(options.roots.run, partial(booted, options.roots.proc))
         self._people = People()
         self._kept: dict[str, _Job] = {}
+        self._grouped = False
         self._found: list[JobsRoot] = []
         self._search_at: float | None = None
         self._tops: tuple[int, ...] = ()
@@ -66,7 +89,9 @@ class JobFinder:
             now: monotonic seconds.
         """
         self._search(now)
-        seen = self._in_groups() or self._without_groups(now)
+        seen = self._in_groups()
+        if not self._grouped:
+            seen = self._without_groups(now)
         self._maps.keep(set(seen))
         for jobid in self._kept.keys() - seen.keys():
             del self._kept[jobid]
@@ -108,10 +133,16 @@ class JobFinder:
             found += jobs
             if jobs:
                 break  # the other controllers have the same jobs
+        if found and not self._grouped:
+            # What was taken for jobs by environments, perhaps their prologs, says nothing of them.
+            self._grouped = True
+            self._kept.clear()
+            self._bare.forget()
         seen: dict[str, JobSeen] = {}
         for job in found:
             kept = self._kept.setdefault(job.jobid, _Job())
-            kept.uid = job.uid if job.uid >= 0 else kept.uid
+            if job.uid >= 0:
+                kept.uid, kept.certain = job.uid, True
             steps = {step: frozenset(pids) for step, pids in job.steps.items()}
             before = seen.get(job.jobid)
             seen[job.jobid] = _merged(
@@ -149,10 +180,16 @@ class JobFinder:
     def _without_groups(self, now: float) -> dict[str, JobSeen]:
         seen = {}
         for job in self._bare.jobs(now, self._only):
-            self._kept.setdefault(job.jobid, _Job()).uid = job.uid
+            kept = self._kept.get(job.jobid)
+            # One that names no cluster is of the same.
+            cluster = job.cluster or (kept.cluster if kept else "")
+            if kept is None or kept.uid != job.uid or kept.cluster not in {"", cluster}:
+                kept = self._kept[job.jobid] = _Job(job.uid, certain=True)
+            kept.cluster = cluster
             steps = {step: frozenset(pids) for step, pids in job.steps.items()}
             pids = frozenset().union(*steps.values())
-            seen[job.jobid] = JobSeen(JobFacts(job.jobid), {}, steps, pids)
+            whose = f"{job.uid} {kept.cluster}"
+            seen[job.jobid] = JobSeen(JobFacts(job.jobid), {}, steps, pids, whose)
         return seen
 
     def _identify(self, pids: Iterable[int]) -> str | None:
@@ -165,39 +202,64 @@ class JobFinder:
     def _describe(self, job: JobSeen, now: float) -> JobSeen:
         jobid = job.facts.jobid
         kept = self._kept[jobid]
+        if not kept.settled:
+            self._find_user(job, kept)
         # Slurm starts the batch shell without hpml's own variable: only its children have it.
-        if kept.uid < 0 or kept.said is None or (not kept.said.run and kept.asked < _ASKS):
+        if kept.uid >= 0 and kept.asked < _ASKS and (kept.said is None or not kept.said.run):
             self._ask(job, kept)
         facts = self._facts or self._maps.facts(jobid)
-        if facts is not None and -1 not in {facts.uid, kept.uid} and facts.uid != kept.uid:
+        if facts is not None and kept.settled and facts.uid not in {-1, kept.uid}:
             facts = None  # left by another job of that number
         facts = _filled(facts or JobFacts(jobid), kept.said)
-        uid = kept.uid if kept.uid >= 0 else facts.uid
+        uid = facts.uid if facts.uid >= 0 and not kept.settled else kept.uid
         user = facts.user or self._people.name(uid, now)
         return dataclasses.replace(job, facts=dataclasses.replace(facts, uid=uid, user=user))
 
     def _ask(self, job: JobSeen, kept: _Job) -> None:
-        """Take the user from the job's processes, and the rest from their environment.
+        """Take from the environment of the job's processes what nothing else says.
 
         That a user can change; so it only fills in what the prolog's map does not say.
         """
         kept.asked += 1
-        if kept.asked > _ASKS and kept.uid >= 0:
-            return
-        for step, pids in sorted(job.steps.items(), key=lambda one: one[0] == "extern"):
-            for pid in sorted(pids)[:2]:
-                uid = process.uid(self._roots.proc, pid)
-                # The extern step begins as root's.
-                if kept.uid < 0 and uid is not None and (uid or step != "extern"):
-                    kept.uid = uid
-                if uid != kept.uid:
-                    continue
-                values = process.environment(self._roots.proc, pid) or {}
-                if values.get(b"SLURM_JOB_ID") == job.facts.jobid.encode():
-                    told = _facts_in(job.facts.jobid, values)
-                    kept.said = _filled(kept.said or JobFacts(job.facts.jobid), told)
-                    if kept.said.run:
-                        return
+        for _, pid in _first(job):
+            if process.uid(self._roots.proc, pid) != kept.uid:
+                continue
+            values = process.environment(self._roots.proc, pid) or {}
+            if values.get(b"SLURM_JOB_ID") == job.facts.jobid.encode():
+                told = _facts_in(job.facts.jobid, values)
+                kept.said = _filled(kept.said or JobFacts(job.facts.jobid), told)
+                if kept.said.run:
+                    return
+
+    def _find_user(self, job: JobSeen, kept: _Job) -> None:
+        """Take the user from the job's processes; root as long as it is nobody else.
+
+        A task is root's until slurmstepd's child becomes its user; Slurm's own process in the
+        extern step always is.
+        """
+        found = kept.uid
+        for step, pid in _first(job):
+            uid = process.uid(self._roots.proc, pid)
+            if uid is None or (uid == 0 and step == "extern"):
+                continue
+            if uid and (step == "extern" or not self._made_by_root(job, pid)):
+                found = uid
+                break
+            found = 0
+        if found != kept.uid:
+            kept.uid, kept.asked, kept.said = found, 0, None
+
+    def _made_by_root(self, job: JobSeen, pid: int) -> bool:
+        """Return whether a process is another user's work in a job of root's, as by su."""
+        stat = process.stat(self._roots.proc, pid)
+        parent = stat.parent if stat else 0
+        return parent in job.pids and process.uid(self._roots.proc, parent) == 0
+
+
+def _first(job: JobSeen) -> Iterable[tuple[str, int]]:
+    """Return two processes of each step with its name; the extern one, which is Slurm's, last."""
+    for step, pids in sorted(job.steps.items(), key=lambda one: one[0] == "extern"):
+        yield from ((step, pid) for pid in sorted(pids)[:2])
 
 
 def booted(proc: str) -> float:

@@ -48,12 +48,15 @@ class JobSeen:
             (`{"memory": …, "cpuacct": …}`), one under `""` in version 2; empty without.
         steps: process ids by step: "batch", "extern", "0", …
         pids: process ids of all steps.
+        whose: tells apart jobs of one number that follow each other, as local ones of two
+            directories of records; empty in control groups, where a number is Slurm's.
     """
 
     facts: JobFacts
     groups: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict)
     pids: frozenset[int] = frozenset()
+    whose: str = ""
 
 
 class Jobs:

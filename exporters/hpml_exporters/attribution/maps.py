@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 
 from hpml_exporters.attribution.jobs import JobFacts, facts_of
 
@@ -24,12 +25,15 @@ class JobMaps:
 
     Args:
         run: directory that holds `jobs`.
-        booted: seconds since the epoch at which the machine started; 0: unknown.
+        booted: says when the machine started, seconds since the epoch; 0: unknown. That moves
+            with the clock, so it is asked again before a file is found too old.
     """
 
-    def __init__(self, run: str, booted: float) -> None:
+    def __init__(self, run: str, booted: Callable[[], float]) -> None:
         self._directory = f"{run}/jobs"
-        self._booted = booted
+        self._ask_booted = booted
+        self._booted = booted()
+        self._asked = False
         self._known: dict[str, tuple[tuple[int, int, int], JobFacts | None]] = {}
 
     def facts(self, jobid: str) -> JobFacts | None:
@@ -45,6 +49,8 @@ class JobMaps:
             mark = (about.st_ino, about.st_mtime_ns, about.st_size)
             known = self._known.get(jobid)
             if known is None or known[0] != mark:
+                if self._too_old(about):
+                    return None  # and not for good: the clock may be set back
                 believed = self._believed(about)
                 data = os.read(descriptor, LARGEST + 1) if believed else b""
                 known = self._known[jobid] = (mark, _parse(data, jobid))
@@ -55,14 +61,18 @@ class JobMaps:
         return known[1]
 
     def keep(self, jobids: set[str]) -> None:
-        """Forget all jobs but these."""
+        """Forget all jobs but these; another look begins."""
+        self._asked = False
         for jobid in self._known.keys() - jobids:
             del self._known[jobid]
 
+    def _too_old(self, about: os.stat_result) -> bool:
+        if self._booted and about.st_mtime < self._booted - 1 and not self._asked:
+            self._booted, self._asked = self._ask_booted(), True
+        return bool(self._booted) and about.st_mtime < self._booted - 1
+
     def _believed(self, about: os.stat_result) -> bool:
         if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
-            return False
-        if self._booted and about.st_mtime < self._booted - 1:
             return False
         try:
             directory = os.stat(self._directory)

@@ -61,6 +61,7 @@ class _Process:
 class _Job:
     """What is kept of one job."""
 
+    whose: str = ""
     seen: float = 0.0
     io: Inherited = field(default_factory=lambda: Inherited(len(_IO)))
     cpu: Inherited = field(default_factory=lambda: Inherited(2))
@@ -120,7 +121,9 @@ class ProcessesCollector:
             if jobid not in jobs and now - kept.seen > _GRACE_SECONDS:
                 del self._jobs[jobid]
         for jobid, seen in jobs.items():
-            kept = self._jobs.setdefault(jobid, _Job())
+            if jobid not in self._jobs or self._jobs[jobid].whose != seen.whose:
+                self._jobs[jobid] = _Job(seen.whose)  # perhaps after another of that number
+            kept = self._jobs[jobid]
             kept.seen = now
             kept.ticks = not counts_cpu(seen.groups)
             kept.pages = not counts_memory(seen.groups)

@@ -75,7 +75,7 @@ def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
         "gpus": ["0", "3"],
     }
     assert (where / "jobs" / "77.json").stat().st_mode & 0o777 == 0o644
-    facts = JobMaps(str(where), 0.0).facts("77")
+    facts = JobMaps(str(where), float).facts("77")
     assert facts is not None
     assert (facts.user, facts.gpus) == ("alice", ("0", "3"))
     run(EPILOG, where, shell)
@@ -99,7 +99,7 @@ def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
 def test_values_of_any_kind(tmp_path: Path, shell: str, value: str) -> None:
     """Quoted as JSON, cut, without control characters, and never run."""
     run(PROLOG, tmp_path, shell, SLURM_JOB_NAME=value, SLURM_JOB_ACCOUNT=value)
-    facts = JobMaps(str(tmp_path), 0.0).facts("77")
+    facts = JobMaps(str(tmp_path), float).facts("77")
     assert facts is not None
     plain = "".join(letter for letter in value if letter.isprintable())
     kept = facts.name.rstrip("\N{REPLACEMENT CHARACTER}")

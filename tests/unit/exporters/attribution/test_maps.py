@@ -156,6 +156,28 @@ def test_a_file_from_before_the_machine_booted(machine: Machine) -> None:
     assert not believed(machine)
 
 
+def set_back(machine: Machine) -> None:
+    """The clock goes 2 h back; the kernel's btime goes with it."""
+    (machine.proc / "stat").write_text("cpu  1 2 3\nbtime 999992800\n")
+
+
+def test_a_clock_that_was_set_back(machine: Machine) -> None:
+    """When the machine booted is asked again before a map counts as older."""
+    finder = JobFinder(machine.options)
+    set_back(machine)
+    os.utime(write(machine), (999_994_000, 999_994_000))
+    assert finder.look(0).by_id["77"].facts.account == "vision"
+
+
+def test_a_map_that_was_refused_before_the_clock_was_set(machine: Machine) -> None:
+    """That it was too old is not for good."""
+    os.utime(write(machine), (999_994_000, 999_994_000))
+    finder = JobFinder(machine.options)
+    assert finder.look(0).by_id["77"].facts.account == "forged"
+    set_back(machine)
+    assert finder.look(5).by_id["77"].facts.account == "vision"
+
+
 @pytest.mark.parametrize(
     "value", [[], "x", 7, {}, {**MAP, "schema_version": 2}, {**MAP, "uid": []}]
 )

@@ -180,6 +180,29 @@ def test_all_processes_end(worker: Worker) -> None:
     assert ("hpml_job_threads", "7") not in worker.look()
 
 
+def test_another_job_of_that_number_begins_at_zero(tmp_path: Path) -> None:
+    """Local jobs count from 1 in every directory of records; one that was missed once goes on."""
+    machine = Machine(tmp_path)
+    context = Context(machine.options)
+    collector = processes.make(context)
+
+    def written(now: float, pid: int, whose: str) -> float:
+        pids = frozenset({pid})
+        context.jobs.post(Jobs({"7": JobSeen(JobFacts("7"), {}, {"0": pids}, pids, whose)}))
+        return values(collector.sample(now))[STORED]
+
+    machine.process(Task(5, start=100, write_bytes=500))
+    assert written(0.0, 5, "1000 a") == 500
+    machine.ended(5)
+    context.jobs.post(Jobs({}))
+    collector.sample(10.0)
+    machine.process(Task(6, start=200, write_bytes=30))
+    assert written(20.0, 6, "1000 a") == 530
+    machine.ended(6)
+    machine.process(Task(8, start=300, write_bytes=2))
+    assert written(30.0, 8, "1001 a") == 2
+
+
 def test_cpu_time_and_memory_where_no_group_counts_them(worker: Worker) -> None:
     """As on a laptop: 1 s of burning, 100 MiB held."""
     first = worker.look()
