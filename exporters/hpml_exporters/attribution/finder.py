@@ -32,7 +32,8 @@ class _Job:
     Attributes:
         uid: of its user; -1: not known.
         certain: that is what the job's path says, or what made a job of processes.
-        cluster: as in `BareJob`.
+        cluster: as in `BareJob`; it may be learned late.
+        whose: as in `JobSeen`; it stays as it was at first.
         asked: looks at which the job's environment was read.
         said: what it said.
         looks: that saw the job in control groups.
@@ -43,6 +44,7 @@ class _Job:
     uid: int = -1
     certain: bool = False
     cluster: str = ""
+    whose: str = ""
     asked: int = 0
     said: JobFacts | None = None
     looks: int = 0
@@ -185,11 +187,11 @@ class JobFinder:
             cluster = job.cluster or (kept.cluster if kept else "")
             if kept is None or kept.uid != job.uid or kept.cluster not in {"", cluster}:
                 kept = self._kept[job.jobid] = _Job(job.uid, certain=True)
+                kept.whose = f"{job.uid} {cluster}"
             kept.cluster = cluster
             steps = {step: frozenset(pids) for step, pids in job.steps.items()}
             pids = frozenset().union(*steps.values())
-            whose = f"{job.uid} {kept.cluster}"
-            seen[job.jobid] = JobSeen(JobFacts(job.jobid), {}, steps, pids, whose)
+            seen[job.jobid] = JobSeen(JobFacts(job.jobid), {}, steps, pids, kept.whose)
         return seen
 
     def _identify(self, pids: Iterable[int]) -> str | None:

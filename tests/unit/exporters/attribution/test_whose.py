@@ -173,3 +173,18 @@ def test_local_jobs_of_one_number_and_user(machine: Machine) -> None:
     machine.process(Task(52, start=30, environment={**one, "SLURM_CLUSTER_NAME": "local-2"}))
     other = finder.look(10).by_id["1"]
     assert (first.whose == same.whose, same.whose == other.whose) == (True, False)
+
+
+def test_a_cluster_that_is_learned_late_makes_no_other_job(machine: Machine) -> None:
+    """Its counters go on, and it is the job that the name tells from the next one."""
+    finder = JobFinder(machine.options)
+    machine.process(Task(50, start=10, environment={"SLURM_JOB_ID": "1"}))
+    first = finder.look(0).by_id["1"]
+    named = {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "local-1"}
+    machine.process(Task(51, start=20, environment=named))
+    same = finder.look(5).by_id["1"]
+    machine.ended(50)
+    machine.ended(51)
+    machine.process(Task(52, start=30, environment={**named, "SLURM_CLUSTER_NAME": "local-2"}))
+    other = finder.look(10).by_id["1"]
+    assert (first.whose == same.whose, same.whose == other.whose) == (True, False)
