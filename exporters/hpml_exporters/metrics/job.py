@@ -24,7 +24,9 @@ __all__ = [
     "UNREADABLE",
 ]
 
-_INHERITED = "of ended processes included"
+_INHERITED = (
+    "ended ones' included. A new exporter begins with the processes that live then, each in full"
+)
 
 INFO = MetricSpec(
     "hpml_job_info",
