@@ -24,9 +24,7 @@ __all__ = [
     "UNREADABLE",
 ]
 
-_INHERITED = (
-    "ended ones' included. A new exporter begins with the processes that live then, each in full"
-)
+_INHERITED = "ended ones' included; a new exporter begins with those that live then, each in full"
 
 INFO = MetricSpec(
     "hpml_job_info",

@@ -128,7 +128,7 @@ def test_requests_sent_at_once_are_answered_in_order(address: Address) -> None:
 def test_a_refusal_after_head_has_its_body(address: Address, refused: bytes) -> None:
     """What is refused was no HEAD: its Content-Length is that of what follows."""
     sent = b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + refused
-    head, _, body = exchange(address, sent).split(b"HTTP/1.1 ")[2].partition(b"\r\n\r\n")
+    head, _, body = exchange(address, sent).split(b"HTTP/1.1 ", 2)[2].partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}\r\n".encode() in head
     assert body
 

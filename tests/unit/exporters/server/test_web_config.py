@@ -206,12 +206,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["web.yml", "server.crt", "server.key"])
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(
-    certificates: Certificates, name: str
+    certificates: Certificates, tmp_path: Path, name: str
 ) -> None:
     """Opening it for reading would wait for a writer; a link to a file is one."""
-    folder = certificates.folder
+    folder = tmp_path / "folder"
+    shutil.copytree(certificates.folder, folder)
     path = written(folder, "tls_server_config: {cert_file: server.crt, key_file: server.key}")
-    path = path.rename(folder / "web.yml")
     (folder / name).rename(folder / "moved")
     (folder / name).symlink_to("moved")
     load(str(path))
