@@ -79,7 +79,7 @@ def roots_of_process(text: str, cgroup: str) -> list[JobsRoot]:
     """
     found = []
     mounts = controllers(cgroup)
-    for line in text.splitlines():
+    for line in text.split("\n"):  # alone: groups that users name may have other ends of lines
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         parts = path.split("/")

@@ -98,7 +98,7 @@ class Disks:
 
     def _spaces(self) -> tuple[Family, ...]:
         try:
-            mountinfo = read(self._mountinfo).decode("utf-8", "surrogateescape")
+            mountinfo = os.fsdecode(read(self._mountinfo))
         except OSError:
             return ()
         sizes, free = [], []

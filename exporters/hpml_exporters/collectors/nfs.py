@@ -142,7 +142,7 @@ def parse(text: str, numbers: Mapping[str, Sequence[str]] | None = None) -> list
     found: dict[str, Mount] = {}
     mount: Mount | None = None
     in_ops = False
-    for line in text.splitlines():
+    for line in text.split("\n"):  # alone: see `mounted`
         if line.startswith("device "):
             mount, in_ops = None, False
             device, _, rest = line[7:].partition(" mounted on ")

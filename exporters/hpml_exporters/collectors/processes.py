@@ -155,7 +155,7 @@ class ProcessesCollector:
         for count, (jobid, pid) in enumerate(self._order(jobs, here)):
             if count % _AT_ONCE == _AT_ONCE - 1 and time.thread_time() > end:
                 break
-            readings.append((jobid, pid, self._read(pid, self._jobs[jobid])))
+            readings.append((jobid, pid, self._read(pid, self._jobs[jobid], here)))
         self._divide(readings, now)
         ended = {pid for _, pid, reading in readings if reading is None}
         for jobid in {jobid for jobid, _, reading in readings if reading is None}:
@@ -190,9 +190,12 @@ class ProcessesCollector:
         found.sort()
         return [(jobid, pid) for _, _, jobid, pid in found]
 
-    def _read(self, pid: int, kept: _Job) -> _Reading | None:
+    def _read(self, pid: int, kept: _Job, here: frozenset[int]) -> _Reading | None:
         stat = None
-        if kept.ticks or pid not in kept.processes or (pid + self._looks) % _STAT_LOOKS == 0:
+        known = kept.processes.get(pid)
+        # Who lost its parent has another by now (a subreaper), which may inherit from it soon.
+        lost = known is None or known.parent not in here
+        if kept.ticks or lost or (pid + self._looks) % _STAT_LOOKS == 0:
             stat = process.stat(self._proc, pid)
             if stat is None:
                 return None

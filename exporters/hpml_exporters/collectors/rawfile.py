@@ -51,8 +51,12 @@ class Mounted(NamedTuple):
 
 
 def mounted(mountinfo: str) -> Iterator[Mounted]:
-    """Yield the mounts in the text of /proc/self/mountinfo (proc(5)), without torn lines."""
-    for line in mountinfo.splitlines():
+    """Yield the mounts in the text of /proc/self/mountinfo (proc(5)), without torn lines.
+
+    Of what ends a line elsewhere the kernel escapes the newline alone: users' mount points may have
+    carriage returns and line separators of Unicode.
+    """
+    for line in mountinfo.split("\n"):
         head, _, tail = line.partition(" - ")
         fields = head.split(" ")
         if len(fields) >= _MOUNT_FIELDS:

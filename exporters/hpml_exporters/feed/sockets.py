@@ -2,10 +2,14 @@
 
 Nothing is read between two samples, so a feed costs nothing then: what does not fit into a
 connection's own queue waits with its sender, who loses nothing by that (counters are sums). So a
-flood stays the flooder's own affair, and what is read of it at each sample has a bound.
+flood of messages stays the flooder's own affair, and what is read of it at each sample has a bound.
 
 A connection belongs to the job that its process is in, as the kernel says, when it is new. A job
-that just began may not be known yet: its connection waits for some samples.
+that just began may not be known yet: its connection waits for some samples. So that those who
+connect again and again fill no queue that all share, a thread takes connections as they come, up to
+1,000 a second, and closes at once what is beyond a job's or a user's own share of those that wait.
+Who floods faster than that can still keep others out, at the price of a CPU of the flooder's own;
+an agent tries again every ten seconds.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import stat
 import struct
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -26,12 +33,14 @@ from hpml_exporters.feed.message import MAX_MESSAGE_BYTES, part_of
 __all__ = ["Connection", "Inherited", "Listener", "Refused"]
 
 SOCKET_NAME = "exporter.sock"
-_BACKLOG = 128
+_BACKLOG = 512
 _MESSAGES = 128  # of one connection at a sample
 _CONNECTIONS = 1024
 _PER_JOB = 16
-_ACCEPTS = 256  # at a sample
-_WAITING = 64
+_ACCEPTS = 100  # at once
+_PAUSE_SECONDS = 0.1  # after those
+_WAITING = 256  # of no known job
+_WAITING_PER_USER = 16
 _WAIT_SAMPLES = 4
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 _LEAVE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -60,6 +69,7 @@ class Connection:
         channel: the socket, not blocking.
         jobid: whose it is; empty: not known yet.
         agent: process id of the agent; -1: the messages say it.
+        uid: user of the agent; -1: of no interest.
         looks: how often its job was looked for.
         parts: what was read and not taken, by part.
     """
@@ -67,6 +77,7 @@ class Connection:
     channel: socket.socket
     jobid: str
     agent: int = -1
+    uid: int = -1
     looks: int = 0
     parts: dict[int, bytes] = field(default_factory=dict)
 
@@ -142,7 +153,12 @@ class Listener:
         self._path = f"{directory}/{SOCKET_NAME}"
         self._jobs = jobs
         self._open: list[Connection] = []
+        self._lock = threading.Lock()  # for what follows, and for accepting
         self._waiting: list[Connection] = []
+        self._shares: Counter[str | int] = Counter()  # of those that wait, by job id or user
+        self._refused = Refused()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
         new = f"{directory}/.{SOCKET_NAME}.{os.getpid()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -168,8 +184,15 @@ class Listener:
     def read(self, refused: Refused) -> list[Connection]:
         """Return the connections, with what has come by each; one that has ended is in it once."""
         if self._jobs.wait(0):  # else nobody's job is known yet: they wait in the backlog
-            self._accept()
-            self._settle(refused)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._take, name="feed", daemon=True)
+                self._thread.start()
+            with self._lock:
+                self._accept()
+                self._settle()
+                refused.stranger += self._refused.stranger
+                refused.limit += self._refused.limit
+                self._refused = Refused()
         there = self._jobs.now.by_id
         read, self._open = self._open, []
         for one in read:
@@ -181,6 +204,10 @@ class Listener:
 
     def close(self) -> None:
         """Close all, and remove the socket's file unless it is another's by now."""
+        self._closed.set()
+        if self._thread is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends its wait
+            self._thread.join()
         self._socket.close()
         for one in (*self._open, *self._waiting):
             one.channel.close()
@@ -188,6 +215,16 @@ class Listener:
         with contextlib.suppress(OSError):
             if os.lstat(self._path).st_ino == self._inode:
                 os.unlink(self._path)
+
+    def _take(self) -> None:
+        """Accept connections as they come, until this is closed: a thread of its own."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        while not self._closed.is_set():
+            poll.poll()
+            with self._lock:
+                self._accept()
+            self._closed.wait(_PAUSE_SECONDS)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):
@@ -197,30 +234,46 @@ class Listener:
                 return
             channel.setblocking(False)
             told = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            self._waiting.append(Connection(channel, "", _UCRED.unpack(told)[0]))
+            pid, uid, _gid = _UCRED.unpack(told)
+            self._admit(Connection(channel, "", pid, uid))
 
-    def _settle(self, refused: Refused) -> None:
+    def _admit(self, one: Connection) -> None:
+        """Let a connection wait for the next sample, if its job, or its user, has room for it."""
+        jobid = self._jobs.now.job_of(one.agent)
+        whose = one.uid if jobid is None else jobid
+        most = _WAITING_PER_USER if jobid is None else _PER_JOB
+        total = _WAITING if jobid is None else _CONNECTIONS
+        if self._shares[whose] < most and len(self._waiting) < total:
+            self._shares[whose] += 1
+            self._waiting.append(one)
+            return
+        one.channel.close()
+        if jobid is None:
+            self._refused.stranger += 1
+        else:
+            self._refused.limit += 1
+
+    def _settle(self) -> None:
         """Give the connections that wait to their jobs, as many as a job may have."""
         jobs = self._jobs.now
-        of_job: dict[str, int] = {}
-        for one in self._open:
-            of_job[one.jobid] = of_job.get(one.jobid, 0) + 1
+        of_job = Counter(one.jobid for one in self._open)
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             jobid = jobs.job_of(one.agent)
             one.looks += 1
-            if jobid is None and one.looks < _WAIT_SAMPLES and len(self._waiting) < _WAITING:
+            if jobid is None and one.looks < _WAIT_SAMPLES:
                 self._waiting.append(one)
             elif jobid is None:
-                refused.stranger += 1
+                self._refused.stranger += 1
                 one.channel.close()
-            elif len(self._open) >= _CONNECTIONS or of_job.get(jobid, 0) >= _PER_JOB:
-                refused.limit += 1
+            elif len(self._open) >= _CONNECTIONS or of_job[jobid] >= _PER_JOB:
+                self._refused.limit += 1
                 one.channel.close()
             else:
-                of_job[jobid] = of_job.get(jobid, 0) + 1
+                of_job[jobid] += 1
                 one.jobid = jobid
                 self._open.append(one)
+        self._shares = Counter(one.uid for one in self._waiting)
 
 
 def _listens(path: str) -> bool:

@@ -24,7 +24,7 @@ __all__ = [
     "UNREADABLE",
 ]
 
-_INHERITED = "of ended processes included"
+_INHERITED = "ended ones' included; a new exporter begins with those that live then, each in full"
 
 INFO = MetricSpec(
     "hpml_job_info",

@@ -226,6 +226,7 @@ class Loop:
         if one.state in {State.HANDSHAKE, State.READING, State.WRITING, State.CHECKING}:
             self.counters.timeouts += 1
         if one.state is State.READING and one.buffer:
+            one.head_only = False
             self._guard(one, lambda: self._respond(one, plain(408, "too slow", close=True), now))
         elif one.state is State.CHECKING and one.give_up > now:
             self._guard(one, lambda: self._respond(one, _busy(), now))
@@ -307,6 +308,7 @@ class Loop:
                         one.buffer, header_bytes=limits.header_bytes, headers=limits.headers
                     )
                 except BadRequestError as error:
+                    one.head_only = False  # of the request before, whose connection this was
                     self._respond(one, plain(error.status, error.reason, close=True), now)
                     return
                 if request:

@@ -140,11 +140,12 @@ def _request_line(line: str) -> tuple[str, str, bool]:
 
 def _path(target: str) -> str:
     """Return the path of a target: `/metrics?x=1` and `http://host/metrics` are `/metrics`."""
+    target = target.partition("?")[0]
     scheme, separator, rest = target.partition("://")
     if separator and scheme.lower() in {"http", "https"}:
         slash = rest.find("/")
         target = rest[slash:] if slash >= 0 else "/"
-    return target.partition("?")[0]
+    return target
 
 
 def _headers(lines: list[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hpml_exporters.server.regular import open_regular
 from hpml_exporters.server.web_config import TlsConfig
 from hpml_orchestrator.errors import InputError
 
@@ -171,7 +172,7 @@ def _readable(path: str, text: str, name: str, holds: str) -> Iterator[str]:
     where = f"{_NAME}.{name}_file" if path else f"{_NAME}.{name}"
     try:
         if path:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 content = file.read()
         else:
             content = text.encode()

@@ -11,6 +11,7 @@ import re
 import sys
 from typing import Any
 
+from hpml_exporters.server.regular import open_regular
 from hpml_orchestrator.errors import InputError
 
 __all__ = ["read"]
@@ -27,7 +28,7 @@ def read(path: str) -> Any:
         InputError: it cannot be read, or is no YAML. Its text is never shown: it has secrets.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             text = file.read(_MOST_BYTES + 1)
     except OSError as error:
         why = error.strerror or "it cannot be read"

@@ -112,6 +112,11 @@ MOUNTS: list[tuple[list[str], list[tuple[str, str]]]] = [
     ([ROOT, "30 20 0:50 / /m rw - lustre a@tcp:/m rw"], ONLY_ROOT),
     ([ROOT, "30 20 0:50 / /m rw - autofs systemd-1 rw"], ONLY_ROOT),
     ([ROOT, "30 20 8:1 / /a\\040b rw - xfs /dev/sda1 rw"], [("/", "ext4"), ("/a b", "xfs")]),
+    # The kernel escapes the newline alone of all that may end a line: users choose such names.
+    (
+        [ROOT, "30 20 8:1 / /a\r\x1c\x85\u2028b rw - xfs /dev/sda1 rw"],
+        [("/", "ext4"), ("/a\r\x1c\x85\u2028b", "xfs")],
+    ),
     # A local disk below a network's directory: the way there would wait for the server.
     ([ROOT, HOME, "31 30 8:1 / /home/scratch rw - xfs /dev/b rw"], ONLY_ROOT),
     # The same, where the network's came later, and so is no parent in the kernel's tree.

@@ -111,6 +111,18 @@ def test_a_mount_over_another_is_what_is_seen(tmp_path: Path) -> None:
     assert found["hpml_nfs_mounts",] == 2
 
 
+def test_a_user_s_mount_point_cannot_pretend_to_be_another_line(tmp_path: Path) -> None:
+    """Of all that may end a line the kernel escapes the newline alone."""
+    fake = "device x mounted on /a{0}device n9:/x mounted on /b with fstype fuse\n"
+    fake = fake.replace("device n9:/x mounted on /b", r"device\040n9:/x\040mounted\040on\040/b")
+    lines = "".join(fake.format(end) for end in "\r\x0b\x0c\x1c\x85\u2028")
+    stats = HOMES.replace("/home/ann", "/home/\ran\u2028n")
+    write(tmp_path, {"self/mountstats": lines + stats})
+    found = sampled(make(context(proc=tmp_path)))
+    assert found["hpml_nfs_read_bytes_total", "/home/\ran\u2028n"] == 1000
+    assert found["hpml_nfs_mounts",] == 3
+
+
 def test_a_node_without_nfs(tmp_path: Path) -> None:
     """Nothing to show is no failure."""
     write(tmp_path, {"self/mountstats": "device proc mounted on /proc with fstype proc\n"})

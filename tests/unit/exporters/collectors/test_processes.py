@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -231,6 +232,33 @@ def _look(machine: Machine, pids: frozenset[int]) -> dict[tuple[str, ...], float
     context = Context(machine.options)
     context.jobs.post(Jobs({"7": JobSeen(JobFacts("7"), {}, {"0": pids}, pids)}))
     return values(processes.make(context).sample(0.0))
+
+
+def test_children_that_outlive_their_parent_count_once(tmp_path: Path) -> None:
+    """A subreaper of the job inherits them, and what they wrote comes again as its growth."""
+    machine = Machine(tmp_path)
+    reaper, parent, children = 10, 20, range(30, 36)
+    machine.process(Task(reaper))
+    machine.process(Task(parent, parent=reaper))
+    for child in children:
+        machine.process(Task(child, parent=parent, write_bytes=100 * MIB))
+    context = Context(machine.options)
+    collector, now = processes.make(context), itertools.count(10.0, 10.0)
+
+    def look(*pids: int) -> float:
+        there = frozenset(pids)
+        context.jobs.post(Jobs({"7": JobSeen(JobFacts("7"), {"": "/none"}, {"0": there}, there)}))
+        return values(collector.sample(next(now)))[STORED] / MIB
+
+    assert look(reaper, parent, *children) == 600
+    machine.ended(parent)
+    for child in children:
+        machine.process(Task(child, parent=reaper, write_bytes=100 * MIB))
+    assert look(reaper, *children) == 600
+    for child in children:
+        machine.ended(child)
+    machine.process(Task(reaper, write_bytes=600 * MIB))
+    assert look(reaper) == 600
 
 
 OTHERS = """

@@ -134,6 +134,20 @@ def test_a_link_adds_nothing(place: Path, elsewhere: Path) -> None:
     assert job_bytes(sampled(make(told))) == {"41": 0}
 
 
+def test_a_file_of_several_names_counts_once(place: Path) -> None:
+    """Its pages are there once, wherever its names are; each name stands for its share."""
+    job = place / f"hpml-{UID}" / "cluster-41" / "data"
+    job.mkdir(parents=True)
+    (place / "a").write_bytes(b"x" * 4 * MIB)
+    for link in (place / "b", place / "c", job / "d"):
+        os.link(place / "a", link)
+    told = context(shm=place)
+    post(told.jobs, {"41": (UID, []), "42": (OTHER, [])})
+    assert job_bytes(sampled(make(told))) == {"41": 4 * MIB, "42": 0}
+    post(told.jobs, {"41": (UID, []), "42": (UID, [])})
+    assert job_bytes(sampled(make(told))) == {"41": MIB, "42": 0}, "one of four names is the job's"
+
+
 def test_another_s_root_is_no_job_s(place: Path) -> None:
     """A directory that pretends to be a user's root counts with its real owner, as other files."""
     if UID != 0:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -402,17 +403,17 @@ def test_a_job_s_connections_have_a_bound(node: tuple[Context, Training], run: P
     told, collector = node
     post(told.jobs, {"7": (0, [os.getpid()])})
     opened = []
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(100):
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one.connect(str(run / "exporter.sock"))
         opened.append(one)
-    before = len(os.listdir("/proc/self/fd"))
     assert refused(collector) == {"stranger": 0, "limit": 84, "malformed": 0}
-    assert len(os.listdir("/proc/self/fd")) == before + 16
+    assert len(os.listdir("/proc/self/fd")) == before + 100 + 16
     for one in opened:
         one.close()
     sampled(collector)
-    assert len(os.listdir("/proc/self/fd")) == before - 100
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_flood_is_the_flooder_s_own(
@@ -432,6 +433,31 @@ def test_a_flood_is_the_flooder_s_own(
             assert collector._refused.malformed == 128 < sent, "the rest is for the next sample"
     assert 0 < refused(collector)["malformed"] <= 128 * 11
     assert shown(collector)["hpml_train_samples_total", "8"] == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
+def test_strangers_who_connect_keep_no_job_out(
+    node: tuple[Context, Training], run: Path, agent: Callable[..., Agent]
+) -> None:
+    """More than any queue holds, between two samples: each finds room, and so does a job."""
+    told, collector = node
+    post(told.jobs, {})
+    sampled(collector)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.connect(str(run / "exporter.sock"))  # it waits for room: for ever, were none made
+    ours = agent(NOBODY)
+    ours.send(message(100))
+    assert len(os.listdir("/proc/self/fd")) <= before + 16 + 1 + 3, "Popen's pipes are two more"
+    post(told.jobs, {"7": (NOBODY, [ours.pid])})
+    deadline = time.monotonic() + 120
+    while shown(collector).get(("hpml_train_samples_total", "7")) != 100:  # behind the last of them
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for _ in range(4):
+        found = refused(collector)
+    assert found == {"stranger": 2000, "limit": 0, "malformed": 0}
 
 
 def test_an_exporter_that_was_killed_leaves_nothing_in_the_way(run: Path) -> None:

@@ -124,6 +124,15 @@ def test_requests_sent_at_once_are_answered_in_order(address: Address) -> None:
     assert [int(one[:3]) for one in answers] == [200] * 20 + [404]
 
 
+@pytest.mark.parametrize("refused", [b"GET /metrics HTTP/9.9\r\n\r\n", b"\x00\x01\r\n\r\n"])
+def test_a_refusal_after_head_has_its_body(address: Address, refused: bytes) -> None:
+    """What is refused was no HEAD: its Content-Length is that of what follows."""
+    sent = b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + refused
+    head, _, body = exchange(address, sent).split(b"HTTP/1.1 ", 2)[2].partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}\r\n".encode() in head
+    assert body
+
+
 def test_garbage_after_a_request_is_refused(address: Address) -> None:
     """The good request is answered, the rest gets one refusal."""
     answers = exchange(address, GET + b"\x00\x01garbage\r\n\r\n" + GET)
@@ -233,15 +242,17 @@ def test_limits_in_seconds_hold(clock: Turned) -> None:
 
     try:
         with connect(address) as silent, connect(address) as slow, connect(address) as idle:
-            slow.sendall(b"GET /met")
+            slow.sendall(b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /met")
             idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-            eventually(lambda: server.counters.requests[200] == 1)
+            eventually(lambda: server.counters.requests[200] == 2)
             look(150, left=3)
             assert server.counters.timeouts == 0
             clock.ahead = 301
             assert scrape(address, "/nothing").status == 404
             assert read_to_end(silent) == b""
-            assert status_of(read_to_end(slow)) == 408
+            late = read_to_end(slow).split(b"HTTP/1.1 ")[2]
+            assert late.startswith(b"408")
+            assert late.endswith(b"\r\n\r\ntoo slow\n")
             slow.close()
             look(450, left=1)
             look(601, left=0)

@@ -64,6 +64,8 @@ def test_who_keeps_a_connection(version: str, connection: str, kept: bool) -> No
         ("http://node1", "/"),
         ("*", "*"),
         ("/a?x=http://y/z", "/a"),
+        ("http://a.b?x=/metrics", "/"),
+        ("http://a.b/c?x=http://y/metrics", "/c"),
     ],
 )
 def test_the_path_of_a_target(target: str, path: str) -> None:

@@ -204,6 +204,25 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert caught.value.field == "web_config"
 
 
+@pytest.mark.parametrize("name", ["web.yml", "server.crt", "server.key"])
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(
+    certificates: Certificates, tmp_path: Path, name: str
+) -> None:
+    """Opening it for reading would wait for a writer; a link to a file is one."""
+    folder = tmp_path / "folder"
+    shutil.copytree(certificates.folder, folder)
+    path = written(folder, "tls_server_config: {cert_file: server.crt, key_file: server.key}")
+    (folder / name).rename(folder / "moved")
+    (folder / name).symlink_to("moved")
+    load(str(path))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InputError, match="no regular file"):
+        load(str(path))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_locked_key_is_refused_without_a_question(certificates: Certificates) -> None:
     """Nobody is at the terminal to type its password."""
     from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 - for this test
