@@ -31,6 +31,7 @@ __all__ = [
 _KIBI = 1024
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
+_MOUNT_FIELDS = 5  # of a line of mountinfo, up to the mount point (proc_pid_mountinfo(5))
 INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
 
 
@@ -109,13 +110,15 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
     best, longest = "", -1
     try:
         with open(f"{proc_root}/self/mountinfo", "rb") as stream:
-            lines = os.fsdecode(stream.read()).splitlines()
+            lines = os.fsdecode(stream.read()).split("\n")
     except OSError:
         return ""
     for line in lines:
         left, _, right = line.partition(" - ")
         fields = left.split(" ")
         kind = right.split(" ")[0]
+        if len(fields) < _MOUNT_FIELDS:
+            continue
         if fields[2] == wanted:
             return kind
         point = unescape(fields[4]).rstrip("/") + "/"

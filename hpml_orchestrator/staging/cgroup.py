@@ -70,7 +70,7 @@ def _free_bytes(directory: str, files: _Files) -> int | None:
 def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
     """Return the directories of this process's memory cgroup and of all above it."""
     result = []
-    for line in _text(f"{proc_root}/self/cgroup").splitlines():
+    for line in _text(f"{proc_root}/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
@@ -90,7 +90,7 @@ def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
 
 def _mount(proc_root: str, cgroup_root: str, type_name: str) -> tuple[str, str]:
     """Return (directory of the hierarchy that is mounted, mount point under cgroup_root)."""
-    for line in _text(f"{proc_root}/self/mountinfo").splitlines():
+    for line in _text(f"{proc_root}/self/mountinfo").split("\n"):
         left, _, right = line.partition(_SEPARATOR)
         kind, _, options = right.partition(" ")
         if kind != type_name:

@@ -68,7 +68,7 @@ _END = "ends with it"
 def parse_mounts(text: str) -> list[Mount]:
     """Return the mounts of a mountinfo text (proc_pid_mountinfo(5)) in order."""
     mounts = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         left, _, right = line.partition(" - ")
         fields = left.split(" ")
         if len(fields) > 4 and right:  # noqa: PLR2004 - up to the mount point

@@ -7,9 +7,8 @@ flood of messages stays the flooder's own affair, and what is read of it at each
 A connection belongs to the job that its process is in, as the kernel says, when it is new. A job
 that just began may not be known yet: its connection waits for some samples. So that those who
 connect again and again fill no queue that all share, a thread takes connections as they come, up to
-1,000 a second, and closes at once what is beyond a job's or a user's own share of those that wait.
-Who floods faster than that can still keep others out, at the price of a CPU of the flooder's own;
-an agent tries again every ten seconds.
+4,000 a second, and closes at once what is beyond a job's or a user's own share of those that wait.
+Who floods faster than that can still keep others out; an agent tries again every ten seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _BACKLOG = 512
 _MESSAGES = 128  # of one connection at a sample
 _CONNECTIONS = 1024
 _PER_JOB = 16
-_ACCEPTS = 100  # at once
+_ACCEPTS = 400  # at once
 _PAUSE_SECONDS = 0.1  # after those
 _WAITING = 256  # of no known job
 _WAITING_PER_USER = 16

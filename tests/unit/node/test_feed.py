@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import stat
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.node import feed
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
+from tests.patience import eventually
 from training_jobs.hpml_channel import STEP_BOUNDS_SECONDS, Channel
 
 NOBODY = 65534
@@ -383,3 +386,40 @@ def test_through_the_channel(told: Feed, now: list[float], tmp_path: Path) -> No
     assert rank["b"] == [1, 1, 0, 1, 0, 1, 0, 10, 0, 0, 1]
     assert len(rank["b"]) == len(STEP_BOUNDS_SECONDS) + 1
     assert "step_buckets" not in file.read_text(), "the shared file system needs none of it"
+
+
+def test_an_exporter_that_is_flooded_is_reached(tmp_path: Path) -> None:
+    """Its queue of connections is full, and it takes one: ours, for we wait in line a moment."""
+    path = tmp_path / "exporter.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as exporter:
+        exporter.bind(str(path))
+        exporter.listen(1)
+        flood = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
+        for one in flood:
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(str(path))
+        with pytest.raises(BlockingIOError):
+            flood[-1].connect(str(path))  # it is full
+        assert feed._connected(str(path)) is None  # and nobody takes any
+        taken: list[socket.socket] = []
+        found: list[socket.socket | None] = []
+
+        def knock() -> None:
+            while not (found and found[-1]):
+                found.append(feed._connected(str(path)))
+
+        knocking = threading.Thread(target=knock)
+        knocking.start()
+        eventually(lambda: _in_connect(knocking))
+        taken.append(exporter.accept()[0])
+        knocking.join(60)
+        assert found[-1] is not None
+        assert found[-1].getblocking() is False
+        for one in (*flood, *taken, found[-1]):
+            one.close()
+
+
+def _in_connect(thread: threading.Thread) -> bool:
+    """Say whether a thread sleeps in the kernel, where it waits for room in the queue."""
+    return Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2][1] == "S"
