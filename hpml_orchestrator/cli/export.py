@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, print_json, print_table
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_gone_directory
 
 if TYPE_CHECKING:
     from hpml_exporters.options import NodeOptions
@@ -102,6 +102,8 @@ def node(
     from hpml_orchestrator.cli.conflicts import refuse_empty  # noqa: PLC0415
 
     refuse_empty({"--web-config": web_config, "--address-file": address_file})
+    if not all(os.path.isabs(path) for path in (web_config, address_file) if path):
+        refuse_gone_directory()
     _refuse_incomplete()
     from hpml_exporters.options import NodeOptions  # noqa: PLC0415
 

@@ -33,8 +33,10 @@ from hpml_orchestrator.errors import HpmlError, InputError
 __all__ = ["app", "main"]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
-_ANYWHERE = frozenset({"list", "status", "show", "logs", "wait", "cancel", "schema"})
-"""Commands about records and nothing else: they do without a current directory."""
+_ANYWHERE = frozenset(
+    {"list", "status", "show", "logs", "wait", "cancel", "schema", "export", "topo"}
+)
+"""Commands about records or this node: they do without a current directory."""
 
 app = typer.Typer(
     name="hpml",

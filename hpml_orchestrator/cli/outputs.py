@@ -19,16 +19,16 @@ def write_output(path: str, text: str) -> None:
     Raises:
         OSError: it cannot be written; what was there before is still there, and nothing new is.
     """
-    target = os.path.realpath(path) if path else path
     try:
-        there = os.stat(target)
+        there = os.stat(path)
     except FileNotFoundError:
         there = None
+    # The real path of a pipe that is given as /dev/fd/3 is no path.
+    regular = there is None or stat.S_ISREG(there.st_mode)
+    target = os.path.realpath(path) if path and regular else path
     scratch = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}")
     if there is not None and not (
-        stat.S_ISREG(there.st_mode)
-        and os.access(target, os.W_OK)
-        and os.access(os.path.dirname(target), os.W_OK)
+        regular and os.access(target, os.W_OK) and os.access(os.path.dirname(target), os.W_OK)
     ):
         _write(target, text)  # in place, or it says why not
         return

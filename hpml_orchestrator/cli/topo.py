@@ -14,6 +14,7 @@ from hpml_orchestrator.cli.common import (
     SetOption,
     print_json,
     print_table,
+    refuse_gone_directory,
     store_of,
 )
 from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
@@ -148,6 +149,8 @@ def topo(
         tell_run(store_of(context), run, given.node, svg=svg, as_json=as_json)
         return
     known: tuple[str, Topology] | None = None
+    if job_file or file not in {None, "-"}:
+        refuse_gone_directory()
     if job_file:
         job = topoplan.job_of(context, given)
         known = topoplan.site_topology(job) if file is None else None

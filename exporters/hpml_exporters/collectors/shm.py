@@ -58,7 +58,12 @@ class Shm:
         used = (told.f_blocks - told.f_bfree) * told.f_frsize
         if self._walk is None:
             self._walk = Walk(self._root, size, staged_only=self._own)
-        if self._walk.go_on(ENTRIES):
+        try:
+            over = self._walk.go_on(ENTRIES)
+        except OSError:  # no descriptor is left: a walk that broke off has found nothing
+            self.close()
+            raise
+        if over:
             self._found = self._walk.found
             self.close()
         return (

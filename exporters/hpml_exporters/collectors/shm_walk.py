@@ -84,8 +84,12 @@ class Walk:
             top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return
-        self._held.hold(".", top)
-        self._mount = self._held.mount()
+        try:
+            self._held.hold(".", top)
+            self._mount = self._held.mount()
+        except OSError:
+            os.close(top)
+            raise
         for entry in _entries(top):
             yield
             seen = self._look(entry.name, top)

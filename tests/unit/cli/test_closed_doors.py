@@ -207,6 +207,7 @@ def test_the_end_of_a_closed_run_that_failed(shell: Shell) -> None:
         "render a.yaml",
         "import s.sh",
         "topo --plan a.yaml",
+        "topo a.xml",
         "pack a b",
         "doctor",
         "init",
@@ -226,7 +227,9 @@ def test_a_current_directory_that_is_gone(shell: Shell, tmp_path: Path, words: s
     )
 
 
-@pytest.mark.parametrize("words", ["--version", "list", "status", "check --help", "schema"])
+@pytest.mark.parametrize(
+    "words", ["--version", "list", "status", "check --help", "schema", "topo", "export metrics"]
+)
 def test_what_needs_no_current_directory(shell: Shell, tmp_path: Path, words: str) -> None:
     """Records, the manual and the version are told wherever one stands."""
     told = anybody(shell, 'mkdir g && cd g && rmdir ../g && "$@"', *words.split(), cwd=tmp_path)

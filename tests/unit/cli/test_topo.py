@@ -268,6 +268,26 @@ def test_a_picture_to_what_is_no_file(shell: Shell, hpml: Hpml) -> None:
     assert Path("/dev/null").is_char_device()
 
 
+@pytest.mark.parametrize(
+    ("path", "script"), [("/dev/stdout", '"$@" | cat'), ("/dev/fd/3", '"$@" 3>&1 >/dev/null | cat')]
+)
+def test_a_picture_to_a_pipe(shell: Shell, path: str, script: str) -> None:
+    """As `>(rsvg-convert …)` and `| less` give one: it has no name beside which to write."""
+    words = [sys.executable, "-m", "hpml_orchestrator.cli", "topo", str(H100), "--svg", path]
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", script, "topo", *words],
+        cwd=shell.root,
+        env=shell.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<svg")
+    assert "</svg>" in done.stdout
+
+
 def test_a_card_of_many_ranks_keeps_its_name(shell: Shell, hpml: Hpml) -> None:
     """Eight ranks share each card: as many numbers as find room beside the name, then a count."""
     told = hpml("topo", str(DATA / "nccl/topo_16p1h.xml"), "--ranks", "64", "--svg", "-")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hpml_exporters.attribution.jobs import JobFacts
 from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors import shm
+from hpml_exporters.collectors import held, shm
 from hpml_exporters.collectors.shm import make
 
 from hpml_orchestrator.staging import CopyStager, StageRequest
@@ -32,6 +32,25 @@ def place() -> Iterator[Path]:
     path.mkdir()
     yield path
     shutil.rmtree(path)
+
+
+def test_a_walk_that_breaks_off_shows_nothing_new(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no descriptor is left (injected): an error, none is lost by it, and no figure is 0."""
+    (place / "file").write_bytes(bytes(MIB))
+    told = context(shm=place)
+    post(told.jobs, {"7": (UID, [])})
+    collector = make(told)
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(held.Held, "mount", lambda _: os.open("/nowhere", os.O_RDONLY))
+        for _ in range(3):
+            with pytest.raises(FileNotFoundError):
+                collector.sample(0.0)
+            assert len(os.listdir("/proc/self/fd")) == before
+    assert job_bytes(sampled(collector)) == {"7": MIB}
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture
