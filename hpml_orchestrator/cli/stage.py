@@ -162,7 +162,6 @@ def stage(
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.staging.errands import requests_for  # noqa: PLC0415
 
-    stageheld.refuse_gone_directory()
     refuse_empty({"--name": name, "--local-dir": local_dir, "--print": only})
     if only is not None:
         refuse_with("--print", {"--json": as_json})

@@ -67,11 +67,9 @@ def bench(
     It makes files in --from and in each DIR, copies them for some seconds, and removes all of it
     again. The cache is warm: what is read was written a moment before.
     """
-    from hpml_orchestrator.cli.stageheld import refuse_gone_directory  # noqa: PLC0415
     from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
     from hpml_orchestrator.packing.bench import Sizes, run_bench  # noqa: PLC0415
 
-    refuse_gone_directory()
     sizes = Sizes(files, parse_size("--size", size), parse_size("--large", large), runs)
     targets = [("DIR", one) for one in directories or []]
     if not targets:

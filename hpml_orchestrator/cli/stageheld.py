@@ -12,7 +12,6 @@ from hpml_orchestrator.cli.common import (
     chosen_site,
     print_json,
     print_table,
-    refuse_gone_directory,
 )
 from hpml_orchestrator.cli.conflicts import refuse_with
 from hpml_orchestrator.cli.dataoptions import count_option
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_of", "paths_here", "refuse_gone_directory", "register"]
+__all__ = ["bases_of", "paths_here", "register"]
 
 _Directories = Annotated[
     list[str] | None,
@@ -48,11 +47,10 @@ def paths_here(site: str) -> NodePaths:
     """Return where this node keeps what is staged and how gently it asks, by the site profile.
 
     Raises:
-        HpmlError: the current directory is gone, something is wrong with the profile.
+        HpmlError: something is wrong with the profile.
     """
     from pathlib import Path  # noqa: PLC0415
 
-    refuse_gone_directory()
     from hpml_orchestrator.jobs.nodepaths import node_paths  # noqa: PLC0415
 
     return node_paths(Path.cwd(), os.environ, chosen=site)
@@ -102,7 +100,6 @@ def verify(
     from hpml_orchestrator.staging.faults import shown, why  # noqa: PLC0415
     from hpml_orchestrator.staging.verify import verify as compare  # noqa: PLC0415
 
-    refuse_gone_directory()
     reports: list[Report] = []
     with stoppable(lambda: "not all was compared") as stop:
         for path in paths:

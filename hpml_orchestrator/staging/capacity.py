@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.staging.cgroup import memory_headroom
 from hpml_orchestrator.staging.fstypes import MEMORY_TYPES
+from hpml_orchestrator.staging.mounts import read_mounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,13 +25,11 @@ __all__ = [
     "human_bytes",
     "room_at",
     "round_up",
-    "unescape",
 ]
 
 _KIBI = 1024
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
-_MOUNT_FIELDS = 5  # of a line of mountinfo, up to the mount point (proc_pid_mountinfo(5))
 INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
 
 
@@ -108,22 +106,12 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
     wanted = f"{os.major(device)}:{os.minor(device)}"
     real = os.path.realpath(path).rstrip("/") + "/"
     best, longest = "", -1
-    try:
-        with open(f"{proc_root}/self/mountinfo", "rb") as stream:
-            lines = os.fsdecode(stream.read()).split("\n")
-    except OSError:
-        return ""
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        fields = left.split(" ")
-        kind = right.split(" ")[0]
-        if len(fields) < _MOUNT_FIELDS:
-            continue
-        if fields[2] == wanted:
-            return kind
-        point = unescape(fields[4]).rstrip("/") + "/"
+    for mount in read_mounts(f"{proc_root}/self/mountinfo"):
+        if mount.device == wanted:
+            return mount.kind
+        point = mount.point.rstrip("/") + "/"
         if real.startswith(point) and len(point) >= longest:
-            best, longest = kind, len(point)
+            best, longest = mount.kind, len(point)
     return best
 
 
@@ -192,12 +180,3 @@ def exact_bytes(count: int) -> str:
 def round_up(count: int, block_bytes: int) -> int:
     """Return the next multiple of the block size."""
     return -(-count // block_bytes) * block_bytes
-
-
-def unescape(text: str) -> str:
-    r"""Return a path of mountinfo with its octal escapes resolved.
-
-    >>> unescape(r"/a\040b")
-    '/a b'
-    """
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

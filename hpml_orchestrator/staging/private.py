@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.capacity import unescape
+from hpml_orchestrator.staging.mounts import read_mounts
 
-__all__ = ["Mount", "parse_mounts", "private_reason", "reason_from"]
+if TYPE_CHECKING:
+    from hpml_orchestrator.staging.mounts import Mount
 
-
-class Mount(NamedTuple):
-    """A line of mountinfo: device, the directory of it that is mounted, where, and the type."""
-
-    device: str
-    root: str
-    point: str
-    kind: str
+__all__ = ["private_reason", "reason_from"]
 
 
 def private_reason(base: str, job_id: str, *, proc_root: str = "/proc") -> str:
@@ -35,13 +29,16 @@ def private_reason(base: str, job_id: str, *, proc_root: str = "/proc") -> str:
     """
     if not job_id:
         return ""
-    mine = _read(f"{proc_root}/self/mountinfo")
-    return reason_from(os.path.realpath(base), job_id, mine, _read(f"{proc_root}/1/mountinfo"))
+    mine = read_mounts(f"{proc_root}/self/mountinfo")
+    return reason_from(
+        os.path.realpath(base), job_id, mine, read_mounts(f"{proc_root}/1/mountinfo")
+    )
 
 
 def reason_from(base: str, job_id: str, mine: list[Mount], everyones: list[Mount]) -> str:
     """Return the reason from the mounts of this process and of process 1 (none: not known).
 
+    >>> from hpml_orchestrator.staging.mounts import Mount
     >>> line = Mount("8:1", "/var/slurm/4711/.4711", "/tmp", "ext4")
     >>> reason_from("/tmp/x", "4711", [line], [])
     '/tmp belongs to job 4711 alone (/var/slurm/4711/.4711 is mounted there) and ends with it'
@@ -65,18 +62,6 @@ def reason_from(base: str, job_id: str, mine: list[Mount], everyones: list[Mount
 _END = "ends with it"
 
 
-def parse_mounts(text: str) -> list[Mount]:
-    """Return the mounts of a mountinfo text (proc_pid_mountinfo(5)) in order."""
-    mounts = []
-    for line in text.split("\n"):
-        left, _, right = line.partition(" - ")
-        fields = left.split(" ")
-        if len(fields) > 4 and right:  # noqa: PLR2004 - up to the mount point
-            root, point = unescape(fields[3]), unescape(fields[4])
-            mounts.append(Mount(fields[2], root, point, right.split(" ")[0]))
-    return mounts
-
-
 def _mount_over(path: str, mounts: list[Mount]) -> Mount | None:
     """Return the mount that a path lies on.
 
@@ -95,11 +80,3 @@ def _is_named_after(job_id: str, path: str) -> bool:
     number = re.escape(job_id)
     pattern = rf"\.?(?:(?:slurm|job|slurmjob|slurm[._-]job|jobid|tmp|scratch)[._-]?)?{number}"
     return any(re.fullmatch(pattern, part, re.IGNORECASE) for part in path.split("/"))
-
-
-def _read(path: str) -> list[Mount]:
-    try:
-        with open(path, "rb") as stream:
-            return parse_mounts(os.fsdecode(stream.read()))
-    except OSError:
-        return []

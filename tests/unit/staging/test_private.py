@@ -11,7 +11,8 @@ import pytest
 
 import hpml_orchestrator
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.private import parse_mounts, private_reason, reason_from
+from hpml_orchestrator.staging.mounts import parse_mounts
+from hpml_orchestrator.staging.private import private_reason, reason_from
 from tests.cluster.conftest import skip_or_fail
 
 # Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by

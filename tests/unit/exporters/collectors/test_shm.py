@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,15 +22,6 @@ from tests.unit.exporters.collectors.reading import context, post, sampled
 UID = os.getuid()
 OTHER = 12345
 MIB = 1 << 20
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory of its own in the real /dev/shm."""
-    path = Path("/dev/shm") / f"hpml-test-{uuid.uuid4().hex}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path)
 
 
 def test_a_walk_that_breaks_off_shows_nothing_new(

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,15 +59,6 @@ for _ in range(20):
 print(found["hpml_job_shm_bytes", "41"])
 """
 WHEN = ("before", "meanwhile", "renamed")
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory of its own in the real /dev/shm."""
-    path = Path("/dev/shm") / f"hpml-test-{uuid.uuid4().hex}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="needs root to mount")
