@@ -196,10 +196,10 @@ def write_address(path: str, address: str) -> None:
 def block_signals() -> set[signal.Signals]:
     """Keep back the signals that end the exporter, for the main thread to wait for.
 
-    Slurm sends SIGUSR1 to all processes of an agent's step. Those that the caller ignores, as
-    `nohup` and a shell's `&` do, go on being ignored: Linux delivers even these to who waits.
+    Those that the caller ignores, as `nohup` and a shell's `&` do, go on being ignored: Linux
+    delivers even these to who waits.
     """
-    ending = {signal.SIGTERM, signal.SIGUSR1}
+    ending = {signal.SIGTERM}
     ending |= {
         one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN
     }

@@ -15,6 +15,7 @@ from hpml_orchestrator.jobs.submit import settle
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 from hpml_orchestrator.scheduler.slurm import PollSchedule
+from hpml_orchestrator.scheduler.slurm_states import parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -381,8 +382,11 @@ def _reason(status: JobStatus, own: Attempt | None) -> str:
         failed = own.markers("failed")
         if failed:
             return f"{failed[0].get('node')} was not made ready: {failed[0].get('message')}"
-        if own.ended is not None and own.ended.get("reason") == "binding":
+        reason = str((own.ended or {}).get("reason", ""))
+        if reason == "binding":
             return _misplaced(own)
+        if reason not in ("", "failed", "completed"):
+            return reason
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm keeps the reason why it waited
     return "" if status.reason == "None" else status.reason
@@ -427,18 +431,15 @@ def _own_status(
     ended = own.ended if own is not None else None
     if ended is not None and not trouble:
         code = int(ended["exit_code"])
-        words = str(ended.get("reason", ""))
-        state = JobState.COMPLETED if code == 0 else JobState.FAILED
-        if words == "terminated":
-            state = JobState.CANCELLED
+        state = JobState.FAILED if code else JobState.COMPLETED
         own_status = JobStatus(
             job_id,
-            state,
-            reason=f"as the job wrote itself: {words}",
+            parse_state(str(ended.get("state") or state)),
+            reason=f"{ended.get('reason', '')}, by the job's own record",
             exit_code=code,
             ended=float(ended["time"]),
         )
-        return own_status, False
+        return own_status, not own_status.state.over
     if trouble:
         return JobStatus(job_id, JobState.UNKNOWN, reason=trouble), False
     started = submission.started_at() or now

@@ -1,19 +1,23 @@
 """The node agent: one per node, for as long as the job.
 
 It plans where the ranks will run, stages the data, says when the node is ready, listens to the
-ranks and watches them, keeps the job's exporter alive, and removes what it staged when it is told
-to end: SIGUSR1 at the normal end, SIGTERM on cancel and at the time limit.
+ranks and watches them, keeps the job's exporter alive, and removes what it staged when the job is
+over. The file `over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a
+job, also those that a user means for the ranks: while ranks live, none of them ends an agent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +30,7 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.claim import node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.names import attempt_channel
+from hpml_orchestrator.node.rankrecords import RankRecords, is_alive
 from hpml_orchestrator.node.rendezvous import resolve
 from hpml_orchestrator.node.stages import NodeStaging, parts_of
 from hpml_orchestrator.records import events
@@ -40,17 +45,25 @@ if TYPE_CHECKING:
 __all__ = ["Agent", "main"]
 
 _POLL_SECONDS = 2.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_RANKS_SECONDS = 10.0
+"""How long data stay for ranks that live on after the job's end: well below Slurm's KillWait."""
+_RANK_LOOK_SECONDS = 0.2
+_WAKE_BYTES = 4096
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 _OVER_MARKER = "over"
 
 
 def main(argv: list[str]) -> int:
-    """Run the agent of this node until it is told to end; see `Agent.run`."""
+    """Run the agent of this node until the job is over; see `Agent.run`."""
     agent = Agent(parse_arguments(argv))
-    for number in _SIGNALS:
+    for number in _ENDING:
         signal.signal(number, agent.on_signal)
+    # Blocked and not handled: all that the agent starts inherits that, and no copy dies of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
+    threading.Thread(target=agent.listen, name="hpml-signals", daemon=True).start()
     status = agent.run()
-    for number in _SIGNALS:  # Python gives its own handlers up before it exits
+    for number in _ENDING:  # Python gives its own handlers up before it exits
         signal.signal(number, signal.SIG_IGN)
     return status
 
@@ -66,35 +79,64 @@ class Agent:
 
     asked: Arguments
     node: str = field(default_factory=node_name)
-    _told: str = ""
+    _asked_to_end: bool = False
+    _over: bool = False
+    _is_ready: bool = False
+    _look_at: float = 0.0
+    _note_at: float = math.inf
+    _received: list[str] = field(default_factory=list)
+    _ranks: list[dict[str, Any]] = field(default_factory=list)
     _watch: Optional[Watch] = None  # noqa: UP045
     _made: Optional[Prepared] = None  # noqa: UP045
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+
+    def __post_init__(self) -> None:
+        self._records = RankRecords(self.attempt / "binding" / f"{self.node}.jsonl")
 
     @property
     def attempt(self) -> Path:
         """The attempt's directory, on the shared file system."""
         return self.asked.attempt
 
+    def listen(self) -> None:
+        """Take the signals that users send to ranks, for ever; a thread's work."""
+        while True:
+            self.on_signal(signal.sigwait(_FOR_RANKS), None)
+
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note that the end has come; the main loop acts on it.
+        """Note a signal; the main loop acts on it.
 
         A pipe and no `threading.Event`: that one's lock may be held by the very code that the
         signal interrupts.
         """
-        self._told = self._told or signal.Signals(number).name
+        self._received.append(signal.Signals(number).name)
+        self._asked_to_end = self._asked_to_end or number in _ENDING
+        self._look_at = 0.0
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake[1], b"\0")
 
-    def _is_ending(self) -> bool:
-        return bool(self._told)
+    def _is_over(self) -> bool:
+        """Whether the script is at its end; the file system is asked every few seconds."""
+        now = time.monotonic()
+        if not self._over and now >= self._look_at:
+            self._look_at = now + _POLL_SECONDS
+            self._over = os.path.exists(self.attempt / _OVER_MARKER)
+        return self._over
+
+    def _stops_staging(self) -> bool:
+        return self._asked_to_end or self._is_over()
+
+    def _rank_lives(self, *, may_begin: bool = False) -> bool:
+        """Whether a rank of this node lives; `may_begin` before the first has begun."""
+        self._ranks += self._records.new()
+        return any(is_alive(record) for record in self._ranks) if self._ranks else may_begin
 
     def run(self) -> int:
         """Plan, stage, report, listen, watch, wait for the end, clean up.
 
         Returns:
-            0 when the node was ready and was told to end, 1 when it could not be made ready.
+            0 when the node was ready and the job is over, 1 when it could not be made ready.
         """
         log = self.attempt / "events" / f"{self.node}.jsonl"
         staging = self._staging(log)
@@ -106,7 +148,7 @@ class Agent:
             try:
                 failure = self._make_ready(staging, log, reader.name, monitor)
                 if not failure:
-                    self._wait()
+                    self._wait(log)
             finally:
                 reader.stop()
                 self._watched(lambda watch: watch.close())
@@ -144,7 +186,7 @@ class Agent:
             sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {told}\n")
 
     def _staging(self, log: Path) -> NodeStaging:
-        return NodeStaging(self.asked, self.node, log, self._is_ending)
+        return NodeStaging(self.asked, self.node, log, self._stops_staging)
 
     def _make_ready(
         self,
@@ -154,7 +196,7 @@ class Agent:
         monitor: Optional[Monitor] = None,  # noqa: UP045
     ) -> bool:
         """Plan, stage everything and publish the node's marker; returns whether that failed."""
-        if (self.attempt / _OVER_MARKER).exists():
+        if self._is_over():
             return False  # the script failed before this node's agent could hear its signal
         began = time.monotonic()
         placed: dict[str, Any] = {}
@@ -166,7 +208,7 @@ class Agent:
                 self._start(monitor)
             stages = staging.stage_all()
         except (HpmlError, OSError) as error:
-            if self._is_ending():
+            if self._stops_staging():
                 return False
             message = str(error) or type(error).__name__
             self._mark(
@@ -185,6 +227,7 @@ class Agent:
             "stages": stages,
         }
         events.append(log, "ready", node=self.node, **figures)
+        self._is_ready = True
         self._mark("ready", resolves=resolve(self._head_names()), **figures, **placed)
         return False
 
@@ -209,7 +252,7 @@ class Agent:
                 os.environ,
                 node=self.node,
                 allowed=allowed,
-                listing=lambda: planning.list_instances(self._is_ending),
+                listing=lambda: planning.list_instances(self._stops_staging),
             )
         except (HpmlError, OSError, ValueError) as error:
             why = f"the ranks cannot be placed: {error}"
@@ -243,19 +286,40 @@ class Agent:
             },
         )
 
-    def _wait(self) -> None:
-        """Wait for a signal; the marker of the script's end counts as one that was lost."""
-        over = self.attempt / _OVER_MARKER
-        look_at = 0.0
-        while not self._is_ending():
+    def _wait(self, log: Path) -> None:
+        """Wait until the job is over, or is being ended and no rank lives any more."""
+        until = math.inf
+        while True:
             now = time.monotonic()
-            if now >= look_at:
-                look_at = now + _POLL_SECONDS
-                if over.exists():
+            if self._is_over():
+                until = min(until, now + _RANKS_SECONDS)
+                if now >= until or not self._rank_lives():
                     return
+            elif self._asked_to_end and not self._rank_lives(may_begin=self._is_ready):
+                return
+            looked = self._note_signals(log, now)
             pause = self._watched(lambda watch: watch.act(time.monotonic()))
-            pause = min(pause, self._feed.act(time.monotonic()))
-            select.select([self._wake[0]], [], [], max(0.0, min(pause, look_at - now)))
+            pause = min(pause, self._feed.act(time.monotonic()), looked)
+            if self._over or self._asked_to_end:
+                pause = min(pause, _RANK_LOOK_SECONDS)
+            select.select([self._wake[0]], [], [], max(0.0, pause))
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake[0], _WAKE_BYTES)
+
+    def _note_signals(self, log: Path, now: float) -> float:
+        """Put signals on record that did not end the job; returns seconds until the next look.
+
+        The script's own comes with its file, which a shared file system may show a moment later.
+        """
+        if self._received and not self._over:
+            self._note_at = min(self._note_at, now + _POLL_SECONDS)
+            if now >= self._note_at:
+                received, self._received = self._received, []
+                for name, count in Counter(received).items():
+                    with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
+                        events.append(log, "signal", node=self.node, name=name, count=count)
+                self._note_at = math.inf
+        return min(self._look_at, self._note_at) - now
 
     def _watched(self, step: Callable[[Watch], float | None]) -> float:
         """Let the watch do a step; should it fail, the ranks and their data stay as they are.

@@ -237,8 +237,9 @@ def _become(command: list[str]) -> int:
         import _signal as signal  # type: ignore[import-not-found] # noqa: PLC0415 - no enums
     except ImportError:
         import signal  # noqa: PLC0415
-    # Python ignores these two, and what is ignored stays so across exec: not for the command.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    # Python ignores the first two, the script has launchers ignore the others, and what is ignored
+    # stays so across exec: not for the command.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     program = command[0]
     reason = "" if program else "command not found"

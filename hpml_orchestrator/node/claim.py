@@ -1,21 +1,20 @@
-"""The first and the last act of a job: claim the attempt, write down its end."""
+"""The first act of a job: claim the attempt."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpml_orchestrator.errors import BindingError, InputError, NotFoundError
+from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
 from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
 
-__all__ = ["EXIT_DUPLICATE", "claim", "finish", "node_name"]
+__all__ = ["EXIT_DUPLICATE", "claim", "node_name"]
 
 _CLAIM_SECONDS = 30.0
 EXIT_DUPLICATE = 75
@@ -76,7 +75,11 @@ def claim(submission: str) -> int:
         for name in dict.fromkeys([node, socket.getfqdn(), socket.gethostname()])
         if name.partition(".")[0] != "localhost"  # every node would find itself
     ]
-    write_json(attempt.directory / "head.json", {"node": node, "names": names})
+    write_json(
+        attempt.directory / "head.json",
+        # the output grows with each attempt: here begins what this one's Slurm and launcher say
+        {"node": node, "names": names, "output_bytes": os.fstat(2).st_size},
+    )
     log = attempt.directory / "events" / "batch.jsonl"
     queued = Submission(Path(submission)).started_at()
     if number == 0 and queued is not None:
@@ -93,54 +96,6 @@ def claim(submission: str) -> int:
     )
     sys.stdout.write(f"{attempt.directory}\n")
     return 0
-
-
-def finish(attempt: str, code: str, reason: str = "") -> int:
-    """Say whether the ranks ran where they should, and write down how the attempt ended.
-
-    What is written are `ended.json` and the event.
-
-    Args:
-        attempt: the attempt's directory.
-        code: exit status of the script.
-        reason: why, where the script knows better than its status.
-
-    Returns:
-        0, or 79 in place of the script's status: the job wants proof, and there is none.
-    """
-    directory = Path(attempt)
-    status = int(code)
-    failed = _tell_bindings(Attempt(directory), completed=status == 0)
-    words = reason or ("completed" if status == 0 else "failed")
-    if not reason and (failed or status == BindingError.exit_code):
-        status, words = BindingError.exit_code, "binding"
-    # The agents are gone, also those that were killed: what they told each other is of no use.
-    shutil.rmtree(directory / "chain", ignore_errors=True)
-    now = time.time()
-    write_json(
-        directory / "ended.json", {"exit_code": status, "reason": words, "time": round(now, 6)}
-    )
-    events.append(
-        directory / "events" / "batch.jsonl",
-        "ended",
-        node="batch",
-        now=now,
-        exit_code=status,
-        reason=words,
-    )
-    return status if words == "binding" else 0
-
-
-def _tell_bindings(attempt: Attempt, *, completed: bool) -> bool:
-    """Tell where the ranks of all nodes ran; returns whether the job fails for it."""
-    plans = attempt.plans()
-    if not plans:
-        return False
-    from hpml_orchestrator.node.verdict import verdict  # noqa: PLC0415 - for jobs that bind alone
-
-    found = verdict(plans, attempt.proofs(), completed=completed)
-    sys.stderr.write("".join(f"hpml: {line}\n" for line in found.lines))
-    return found.failed
 
 
 def _claimant(attempt: Attempt) -> str:

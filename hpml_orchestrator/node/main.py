@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 __all__ = ["main"]
@@ -16,13 +17,22 @@ usage: hpml-node.pyz COMMAND …
   wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or say why not
   rendezvous ATTEMPT                  print the address and a free port of the head node
   bind ATTEMPT -- COMMAND …           become one rank
-  finish ATTEMPT CODE REASON          write down how the attempt ended; 79 where ranks ran elsewhere
-                                      than they should, and the job is strict about that
+  note-signal ATTEMPT NAME            put on record that the ranks were passed a signal
+  finish ATTEMPT CODE [REASON [LAUNCHER]]
+                                      write down how the attempt ended; prints the script's status
   srun …                              the local backend's srun
 """
 
 
-_WORDS = {"claim": (1,), "wait-ready": (3,), "rendezvous": (1,), "finish": (2, 3)}
+# Module and function of each command, and how many words it takes; None: any number.
+_COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
+    "claim": ("claim", "claim", (1,)),
+    "agent": ("agent", "main", None),
+    "wait-ready": ("ready", "wait_ready", (3,)),
+    "rendezvous": ("rendezvous", "rendezvous", (1,)),
+    "note-signal": ("finish", "note_signal", (2,)),
+    "finish": ("finish", "finish", (2, 3, 4)),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -45,32 +55,22 @@ def main(argv: list[str]) -> int:
 
 def _careful(command: str, rest: list[str]) -> int:
     """Run a command whose errors are told in one line, not as a traceback."""
+    from importlib import import_module  # noqa: PLC0415 - `bind` and `srun` do without
+
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
 
-    if len(rest) not in _WORDS.get(command, range(1000)):
+    if command not in _COMMANDS:
+        sys.stderr.write(f"hpml: no command {command!r}\n{USAGE}")
+        return 2
+    module, function, counts = _COMMANDS[command]
+    if counts is not None and len(rest) not in counts:
         sys.stderr.write(f"hpml: {command}: wrong number of words\n{USAGE}")
         return 2
+    for number in () if command == "agent" else (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
     try:
-        if command == "claim":
-            from hpml_orchestrator.node.claim import claim  # noqa: PLC0415
-
-            return claim(*rest)
-        if command == "agent":
-            from hpml_orchestrator.node.agent import main as agent  # noqa: PLC0415
-
-            return agent(rest)
-        if command == "wait-ready":
-            from hpml_orchestrator.node.ready import wait_ready  # noqa: PLC0415
-
-            return wait_ready(*rest)
-        if command == "rendezvous":
-            from hpml_orchestrator.node.rendezvous import rendezvous  # noqa: PLC0415
-
-            return rendezvous(*rest)
-        if command == "finish":
-            from hpml_orchestrator.node.claim import finish  # noqa: PLC0415
-
-            return finish(*rest)
+        run = getattr(import_module(f"hpml_orchestrator.node.{module}"), function)
+        status: int = run(rest) if counts is None else run(*rest)
     except HpmlError as error:
         sys.stderr.write(f"hpml: {error}\n")
         if error.hint:
@@ -79,5 +79,4 @@ def _careful(command: str, rest: list[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"hpml: {command}: {error}\n")
         return 1
-    sys.stderr.write(f"hpml: no command {command!r}\n{USAGE}")
-    return 2
+    return status

@@ -44,11 +44,8 @@ _BAD_OPTIONS = 2
 _NOT_INSTALLED = 69
 _NICE = 10
 _LOG_BYTES = 4096
-# Until the exporter has handlers of its own, the signal that ends an agent must not end it: Slurm
-# sends that to all processes of the agent's step.
 _START = f"""\
-import runpy, signal, sys
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+import runpy, sys
 try:
     import hpml_exporters
 except ImportError:

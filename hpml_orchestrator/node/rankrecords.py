@@ -6,13 +6,14 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.node.processes import entry_of
 from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.proof import Seen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["RankRecords", "seen_of_record"]
+__all__ = ["RankRecords", "is_alive", "seen_of_record", "start_of"]
 
 _READ_BYTES = 8 * 1024**2
 
@@ -49,6 +50,18 @@ class RankRecords:
             if isinstance(record, dict) and _is_rank(record):
                 found.append(record)
         return found
+
+
+def is_alive(record: dict[str, Any]) -> bool:
+    """Whether the process of a rank's record still runs."""
+    process = entry_of(record["pid"])
+    return process is not None and process.start_ticks == start_of(record)
+
+
+def start_of(record: dict[str, Any]) -> int:
+    """Return when a rank's process began, in clock ticks after boot; -1 where that is unknown."""
+    ticks = record.get("start_ticks")
+    return ticks if type(ticks) is int else -1
 
 
 def seen_of_record(record: dict[str, Any]) -> Seen:

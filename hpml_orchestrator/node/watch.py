@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.processes import Entry, Look, entry_of, openmp_of, visible_of
-from hpml_orchestrator.node.rankrecords import RankRecords, seen_of_record
+from hpml_orchestrator.node.rankrecords import RankRecords, seen_of_record, start_of
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.told import node_line, table, wrong_rows
 from hpml_orchestrator.placement.verify import judge
@@ -174,7 +174,7 @@ class Watch:
     def _look_at_rank(self, look: Look, rank: int) -> Optional[Seen]:  # noqa: UP045
         """Return a rank as it is now; None where it has ended, or cannot be found from here."""
         record = self._ranks[rank]
-        if look.find(record["pid"], _start(record)) is None:
+        if look.find(record["pid"], start_of(record)) is None:
             return None
         family = self._family(look, rank)
         if not family:
@@ -277,16 +277,11 @@ class Watch:
         """Send a signal to the live ranks of this node, and to all that they have started."""
         look = Look(self._proc_root)
         for rank, record in self._ranks.items():
-            if look.find(record["pid"], _start(record)) is not None:
+            if look.find(record["pid"], start_of(record)) is not None:
                 family = self._family(look, rank)
                 self._doomed.update(dict.fromkeys((one.pid, one.start_ticks) for one in family))
         for pid, start_ticks in self._doomed:
             _send(pid, start_ticks, number, self._proc_root)
-
-
-def _start(record: dict[str, Any]) -> int:
-    ticks = record.get("start_ticks")
-    return ticks if type(ticks) is int else -1
 
 
 def _same(one: NodeProof, other: NodeProof) -> bool:

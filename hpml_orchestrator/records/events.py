@@ -25,6 +25,7 @@ VOCABULARY = (
     "step",  # a rank's cumulative counters, at most once a second
     "evaluation",  # a rank evaluates
     "checkpoint",  # a rank writes a checkpoint
+    "signal",  # one that did not end the job reached its script (node `batch`) or a node's steps
     "stopping",  # asked to stop before its end
     "ended",  # over; `data.reason` says how
 )

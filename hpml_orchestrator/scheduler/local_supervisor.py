@@ -250,7 +250,19 @@ class _Run:
         self.kill_at = time.monotonic() + self.kill_wait
         with contextlib.suppress(HpmlError):
             self.job.write(state=JobState.COMPLETING, reason=reason)
+        self._tell_output(state)
         self._terminate()
+
+    def _tell_output(self, state: JobState) -> None:
+        """Say in the job's output why it is ended, as slurmstepd does."""
+        record = self.job.record
+        why = {JobState.TIMEOUT: " DUE TO TIME LIMIT", JobState.NODE_FAIL: " DUE TO NODE FAILURE"}
+        line = (
+            f"hpml: *** JOB {self.job.job_id} ON {os.uname().nodename} CANCELLED AT "
+            f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{why.get(state, '')} ***\n"
+        )
+        with contextlib.suppress(OSError), open(record["output"], "a", encoding="utf-8") as output:
+            output.write(line)
 
     def _terminate(self) -> None:
         # Oldest first: a script must not go on to its next command because this one was ended.

@@ -202,7 +202,7 @@ def _serve(
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         if os.getppid() == parent:
             signal.set_wakeup_fd(-1)
-            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(name, signal.SIG_IGN)  # the parent gets it too, and ends the workers
             gc.disable()
             _close_others(queue, line)

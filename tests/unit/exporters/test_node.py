@@ -98,7 +98,7 @@ def scraped(tmp_path: Path) -> dict[str, float]:
         return figures(answer.read())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     """It says in one line where it is, answers there, and ends with 0 in a moment."""
     process = start({"without": NOTHING})

@@ -51,6 +51,11 @@ class Running:
         self.marker = self.attempt / "nodes" / "n1.ready.json"
         self.process = node.start("agent", str(self.attempt), *words, **more)
 
+    def over(self) -> None:
+        """Say that the job is over, as its script does."""
+        (self.attempt / "over").touch()
+        self.process.send_signal(signal.SIGUSR1)
+
     def end(self) -> tuple[int, str]:
         """Wait for the agent's end; returns its status and what it said."""
         _, err = self.process.communicate(timeout=PATIENCE_SECONDS)
@@ -78,11 +83,10 @@ def start(node: Node) -> Iterator[Callable[..., Running]]:
             one.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_stages_and_cleans_up_when_told_to_end(
-    start: Callable[..., Running], source: Path, tmp_path: Path, until: Until, number: int
+def test_it_stages_and_cleans_up_when_the_job_is_over(
+    start: Callable[..., Running], source: Path, tmp_path: Path, until: Until
 ) -> None:
-    """Data lies there once the node is ready, and nothing does after any of the signals."""
+    """Data lies there once the node is ready, and nothing does after the end."""
     target = tmp_path / "target"
     target.mkdir()
     running = start("--stage", "data", "auto", str(source), str(target))
@@ -98,7 +102,42 @@ def test_it_stages_and_cleans_up_when_told_to_end(
     assert marker["pid"] == running.process.pid
     assert [one["event"] for one in running.events()] == ["staging", "ready"]
     assert running.events()[0]["data"]["source"] == str(source)
-    running.process.send_signal(number)
+    running.over()
+    assert running.end() == (0, "")
+    assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_signal_takes_the_data_of_living_ranks(
+    start: Callable[..., Running],
+    source: Path,
+    tmp_path: Path,
+    until: Until,
+    rank: subprocess.Popen[bytes],
+    ends: bool,
+) -> None:
+    """They are on record; one that ends processes ends the agent, too, once no rank lives."""
+    target = tmp_path / "target"
+    target.mkdir()
+    running = start("--stage", "data", "tree", str(source), str(target))
+    until(running.marker.exists)
+    record(running.attempt, 0, rank.pid, cpu_list(os.sched_getaffinity(0)))
+    numbers = [signal.SIGUSR1, signal.SIGUSR2]
+    if ends:
+        numbers += [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    for number in numbers:
+        running.process.send_signal(number)
+    until(
+        lambda: (
+            {one["data"]["name"] for one in running.events() if one["event"] == "signal"}
+            == {number.name for number in numbers}
+        )
+    )
+    assert len(list(target.glob("*/*/data/*"))) == 3
+    rank.kill()
+    rank.wait()
+    if not ends:
+        running.over()
     assert running.end() == (0, "")
     assert list(target.iterdir()) == []
 
@@ -110,11 +149,11 @@ def test_without_data_a_node_is_ready_at_once(start: Callable[..., Running], unt
     marker = json.loads(running.marker.read_text())
     assert (marker["files"], marker["bytes"]) == (0, 0)
     assert isinstance(marker["resolves"], dict)
-    running.process.send_signal(signal.SIGUSR1)
+    running.over()
     assert running.end() == (0, "")
 
 
-def test_the_end_of_the_script_counts_as_a_signal(
+def test_the_end_of_the_script_needs_no_signal(
     start: Callable[..., Running], source: Path, tmp_path: Path, until: Until
 ) -> None:
     """A signal may be lost on its way; the marker `over` is seen all the same."""
@@ -131,10 +170,9 @@ def test_many_signals_at_once_end_it_once(start: Callable[..., Running], until: 
     """Signals that interrupt one another do not hang it."""
     running = start()
     until(running.marker.exists)
-    for _ in range(200):
-        if running.process.poll() is not None:
-            break
-        running.process.send_signal(signal.SIGUSR1)
+    for number in [signal.SIGUSR1, signal.SIGTERM] * 100:
+        running.process.send_signal(number)
+    running.over()
     assert running.end() == (0, "")
 
 
@@ -216,7 +254,7 @@ def test_it_plans_before_the_node_is_ready(start: Callable[..., Running], until:
     assert f"@{head['channel']}" in listening
     topology = read_topology(running.attempt / "nodes/n1.topology.json")
     assert topology.cpus >= os.sched_getaffinity(0)
-    running.process.send_signal(signal.SIGUSR1)
+    running.over()
     assert running.end() == (0, "")
     assert list((running.attempt / "binding").iterdir()) == [], "off: nobody looks"
 
@@ -257,24 +295,24 @@ def test_it_watches_the_ranks(
     until(lambda: proof.exists() and "alone, not on its own" in proof.read_text("utf-8"))
     if verify == "strict":
         assert rank.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-    running.process.send_signal(signal.SIGUSR1)
+    rank.kill()
+    running.over()
     status, err = running.end()
     assert status == 0
     assert err.startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 wrong\n")
     assert err.count("alone, not on its own") == (verify == "warn")
-    assert (rank.poll() is None) == (verify == "warn")
     code = "0" if verify == "warn" else "143"
-    done, _, told = node.call("finish", str(running.attempt), code, "")
-    assert done == (0 if verify == "warn" else 79)
+    _, status_of_script, told = node.call("finish", str(running.attempt), code)
+    assert status_of_script == ("0\n" if verify == "warn" else "79\n")
     assert told.startswith("hpml: binding: 1 of 1 ranks WRONG\n")
     assert told.count("alone, not on its own") == (verify == "strict")
 
 
-def test_a_signal_wakes_it_between_looks(start: Callable[..., Running], until: Until) -> None:
+def test_the_end_wakes_it_between_looks(start: Callable[..., Running], until: Until) -> None:
     """Ranks that have not begun yet: it ends when told, and leaves a proof that nobody came."""
     running = start("--ranks", "2", "--verify", "strict")
     until(running.marker.exists)
-    running.process.send_signal(signal.SIGTERM)
+    running.over()
     assert running.end() == (0, "")
     proof = json.loads((running.attempt / "binding/n1.proof.json").read_text("utf-8"))
     assert (proof["expected"], proof["ranks"], proof["verify"]) == (2, [], "strict")
@@ -328,7 +366,7 @@ def test_a_watch_that_fails_leaves_the_ranks_alone(
     agent._plan(Wish(1), "c")
     (node.attempt / "over").touch()
     agent._watched(lambda watch: watch.act(0.0))
-    agent._wait()
+    agent._wait(node.attempt / "events/n1.jsonl")
     told = capsys.readouterr().err
     assert told == "hpml: n1: the ranks are not watched any more: ZeroDivisionError: no CPUs\n"
 
@@ -357,6 +395,7 @@ def test_a_monitor_that_cannot_start_fails_no_job(
 
     def end() -> None:
         eventually(ready.exists)
+        (Path(out.strip()) / "over").touch()
         agent.on_signal(signal.SIGUSR1, None)
 
     ender = threading.Thread(target=end)

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.node.claim import EXIT_DUPLICATE
-from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.model import Plan, RankPlan
-from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json, write_text
 from tests.patience import PATIENCE_SECONDS
 
@@ -147,73 +144,3 @@ def test_outside_a_job_there_is_nothing_to_claim(node: Node) -> None:
     assert status == 2
     assert "not inside a job" in err
     assert "hint: give the script to sbatch" in err
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "told"),
-    [("0", "", "completed"), ("3", "", "failed"), ("143", "terminated", "terminated")],
-)
-def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) -> None:
-    """Exit status and reason stand in the record and in the event; secrets go with the job."""
-    node.claim("17")
-    (node.attempt / "chain").mkdir()
-    (node.attempt / "chain" / "data.secret").write_text("of an agent that was killed")
-    assert node.call("finish", str(node.attempt), code, reason) == (0, "", "")
-    assert not (node.attempt / "chain").exists()
-    (attempt,) = node.store.run(node.run_directory.name).attempts()
-    assert attempt.ended is not None
-    assert (attempt.ended["exit_code"], attempt.ended["reason"]) == (int(code), told)
-    ended = attempt.events()[-1]
-    assert (ended.event, dict(ended.data)) == ("ended", {"exit_code": int(code), "reason": told})
-
-
-def planned(node: Node, verify: str, wrong: tuple[str, ...]) -> None:
-    """A node with two ranks, of which the second has faults."""
-    plans = tuple(RankPlan(rank, cpus=(rank,)) for rank in range(2))
-    write_text(node.attempt / "plan/n1.txt", planfile.write(Plan(plans), {"verify": verify}))
-    ranks = (RankProof(0, 0, cpus="0"), RankProof(1, 1, cpus="0", wrong=wrong))
-    proof = NodeProof("n1", "gpu-local", verify, 2, ranks)
-    write_json(node.attempt / "binding/n1.proof.json", proof_json(proof))
-
-
-@pytest.mark.parametrize(
-    ("verify", "wrong", "code", "reason", "ends"),
-    [
-        ("warn", (), "0", "", (0, 0, "completed")),
-        ("strict", (), "0", "", (0, 0, "completed")),
-        ("warn", ("is elsewhere",), "0", "", (0, 0, "completed")),
-        ("strict", ("is elsewhere",), "0", "", (79, 79, "binding")),
-        ("strict", ("is elsewhere",), "143", "", (79, 79, "binding")),
-        ("strict", ("is elsewhere",), "143", "terminated", (0, 143, "terminated")),
-        ("strict", (), "3", "", (0, 3, "failed")),
-        ("strict", (), "79", "", (79, 79, "binding")),
-    ],
-)
-def test_the_end_says_where_the_ranks_ran(
-    node: Node, verify: str, wrong: tuple[str, ...], code: str, reason: str, ends: tuple[int, ...]
-) -> None:
-    """A job that wants proof and has none fails with 79, unless somebody told it to end."""
-    node.claim("17")
-    planned(node, verify, wrong)
-    status, _, err = node.call("finish", str(node.attempt), code, reason)
-    (attempt,) = node.store.run(node.run_directory.name).attempts()
-    assert attempt.ended is not None
-    assert (status, attempt.ended["exit_code"], attempt.ended["reason"]) == ends
-    lines = err.splitlines()
-    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks where they should be"
-    if not wrong:
-        assert lines == []
-        return
-    assert lines[0] == f"hpml: binding: {judged}"
-    told = [["is", "elsewhere"]] * len(wrong) if verify == "strict" else []
-    assert [line.split()[-2:] for line in lines[2:]] == told
-
-
-def test_a_fault_of_the_records_does_not_hide_the_end(node: Node) -> None:
-    """Whatever stands in plan/ and binding/, the end is written down."""
-    node.claim("17")
-    write_text(node.attempt / "plan/n1.txt", "x")
-    (node.attempt / "plan/n2.txt").mkdir()
-    write_text(node.attempt / "binding/n1.proof.json", "[")
-    assert node.call("finish", str(node.attempt), "0", "") == (0, "", "")
-    assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "completed"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -405,19 +404,3 @@ def test_a_second_job_at_the_same_port(
     told = f"listens at 127.0.0.1:{ports[1]}: port {port} is another's on this node\n"
     assert capsys.readouterr().err == f"hpml: n1: the job's monitor {told}"
     assert all((one.attempt / "nodes" / "n1.monitor.json").exists() for one in made)
-
-
-def test_the_agents_signal_does_not_end_it(tmp_path: Path, until: Until) -> None:
-    """Slurm sends a step's signal to all of its processes: SIGUSR1 ends with a summary at worst."""
-    attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
-    (attempt / "nodes").mkdir(parents=True)
-    patient = Timing(terminate=PATIENCE_SECONDS)
-    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT, patient)
-    monitor.start(None, no_gpus=True)
-    until(lambda: monitor._process is not None)
-    process = monitor._process
-    assert process is not None
-    process.send_signal(signal.SIGUSR1)
-    until(lambda: monitor._address or process.poll() is not None)
-    monitor.stop()
-    assert process.returncode in (0, -signal.SIGUSR1)

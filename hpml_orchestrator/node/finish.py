@@ -1,0 +1,168 @@
+"""The last act of a job: say what ended it, and write that down.
+
+Slurm tells nobody but the job's output why it ends a job, and no launcher's status says which rank
+failed first. So both are read from what they wrote there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from hpml_orchestrator.errors import BindingError, HpmlError
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.run import Attempt
+
+__all__ = ["Ending", "ending", "finish", "note_signal"]
+
+_READ_BYTES = 1024**2
+_SIGNALLED = 128
+
+# `slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-22T11:04:23 DUE TO TIME LIMIT ***`,
+# the same from 22.05 to 26.05; local jobs have the line from their supervisor.
+_CANCELLED = re.compile(r"\*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?")
+_CAUSES = {
+    "TIME LIMIT": ("TIMEOUT", "time limit"),
+    "PREEMPTION": ("PREEMPTED", "preempted"),
+    "JOB REQUEUE": ("REQUEUED", "requeued"),
+    "NODE FAILURE": ("NODE_FAIL", "a node failed"),
+}
+# `srun: error: node1: tasks 2-3: Exited with exit code 7`, or what strsignal says of a signal.
+_SRUN = (
+    r"^srun: error: \S+: tasks? (?P<rank>\d+)[\d,-]*: "
+    r"(?:Exited with exit code (?P<code>\d+)|(?P<word>\w[\w ]*))"
+)
+_MPI = r"Process name: (?:\[.*,)?(?P<rank>\d+)\]?\s+Exit code:\s+(?P<code>\d+)"
+_MPI_SIGNAL = (
+    r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
+)
+_TORCHRUN = r"^Root Cause [^\0]*?^\s*rank\s+: (?P<rank>\d+) [^\0]*?^\s*exitcode\s+: (?P<code>-?\d+)"
+_FAILED_RANK = {
+    "srun": (_SRUN,),
+    "torchrun": (_TORCHRUN,),
+    "mpirun": (_MPI, _MPI_SIGNAL),
+    "horovodrun": (_MPI, _MPI_SIGNAL),
+}
+_SIGNAL_WORDS = {signal.strsignal(number): number for number in range(1, signal.NSIG)}
+
+
+class Ending(NamedTuple):
+    """How an attempt ended.
+
+    Attributes:
+        exit_code: what the script shall exit with: the failed rank's own status, or 128 and the
+            number of its signal, where that is known.
+        state: Slurm's word.
+        reason: in words.
+    """
+
+    exit_code: int
+    state: str
+    reason: str
+
+
+def ending(status: int, output: str, *, launcher: str = "", reason: str = "") -> Ending:
+    """Say how an attempt ended.
+
+    Args:
+        status: of the script.
+        output: what the job wrote, or the end of it.
+        launcher: the job's.
+        reason: why, where the script knows better than its status.
+    """
+    if status == 0:
+        return Ending(0, "COMPLETED", "completed")
+    causes = [(match[1], match[2] or "") for match in _CANCELLED.finditer(output)]
+    for known, (state, words) in _CAUSES.items():
+        if any(cause.startswith(known) for _, cause in causes):
+            return Ending(status, state, words)
+    if any(whole == "JOB" for whole, _ in causes):
+        return Ending(status, "CANCELLED", "cancelled")
+    return (not reason and _failed_rank(status, output, launcher)) or Ending(
+        status, "FAILED", reason or "failed"
+    )
+
+
+def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
+    """Return the ending of a job of which a rank failed: the one that its launcher names first."""
+    for pattern in _FAILED_RANK.get(launcher, ()):
+        match = re.search(pattern, output, re.MULTILINE)
+        if match is None:
+            continue
+        named = match.groupdict()
+        word = (named.get("word") or "").strip()
+        if word.startswith("Out Of Memory"):
+            return Ending(status, "OUT_OF_MEMORY", f"rank {match['rank']} ran out of memory")
+        code = int(named.get("code") or 0)
+        number = int(named.get("signal") or _SIGNAL_WORDS.get(word, 0) or max(0, -code))
+        if number:
+            words = f"rank {match['rank']} ended by {signal.Signals(number).name}"
+            return Ending(_SIGNALLED + number, "FAILED", words)
+        if code:
+            return Ending(code, "FAILED", f"rank {match['rank']} exited with code {code}")
+    return None
+
+
+def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int:
+    """Say whether the ranks ran as planned, write down how the attempt ended, print its status.
+
+    What is written are `ended.json` and the event.
+
+    Args:
+        attempt: the attempt's directory.
+        code: exit status of the script.
+        reason: why, where the script knows better than its status.
+        launcher: the job's.
+    """
+    directory = Path(attempt)
+    end = ending(int(code), _output(directory), launcher=launcher, reason=reason)
+    failed = _tell_bindings(Attempt(directory), completed=end.exit_code == 0)
+    misplaced = failed or end.exit_code == BindingError.exit_code
+    if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):
+        end = Ending(BindingError.exit_code, "FAILED", "binding")
+    sys.stdout.write(f"{end.exit_code}\n")
+    # The agents are gone, also those that were killed: what they told each other is of no use.
+    shutil.rmtree(directory / "chain", ignore_errors=True)
+    now = time.time()
+    write_json(directory / "ended.json", {**end._asdict(), "time": round(now, 6)})
+    log = directory / "events" / "batch.jsonl"
+    events.append(log, "ended", node="batch", now=now, **end._asdict())
+    return 0
+
+
+def note_signal(attempt: str, name: str) -> int:
+    """Put on record that the script passed a signal on to the ranks."""
+    log = Path(attempt) / "events" / "batch.jsonl"
+    events.append(log, "signal", node="batch", name=f"SIG{name}", count=1)
+    return 0
+
+
+def _output(attempt: Path) -> str:
+    """Return what this attempt wrote, its last MiB at most; empty where that is no file."""
+    try:
+        began = int(read_json(attempt / "head.json")["output_bytes"])
+        with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(began, size - _READ_BYTES))
+            return stream.read(_READ_BYTES).decode("utf-8", "replace")
+    except (HpmlError, OSError, KeyError, ValueError):
+        return ""
+
+
+def _tell_bindings(attempt: Attempt, *, completed: bool) -> bool:
+    """Tell where the ranks of all nodes ran; returns whether the job fails for it."""
+    plans = attempt.plans()
+    if not plans:
+        return False
+    from hpml_orchestrator.node.verdict import verdict  # noqa: PLC0415 - for jobs that bind alone
+
+    found = verdict(plans, attempt.proofs(), completed=completed)
+    sys.stderr.write("".join(f"hpml: {line}\n" for line in found.lines))
+    return found.failed

@@ -1,0 +1,179 @@
+"""The last act of a job says what ended it, as Slurm and the launchers tell in its output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.node.finish import ending
+from hpml_orchestrator.placement import planfile
+from hpml_orchestrator.placement.model import Plan, RankPlan
+from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
+from hpml_orchestrator.records.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from tests.unit.node.conftest import Node
+
+# Seen on Slurm 22.05.8, Open MPI 4.1.4, PyTorch 2.13 and Horovod 0.28.1.
+STEP = "slurmstepd-node1: error: *** STEP 5.0 ON node1 CANCELLED AT 2026-11-22T11:04:23{} ***\n"
+JOB = "slurmstepd-node1: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-22T11:04:23{} ***\n"
+SRUN = "srun: error: node2: task {}: {}\n"
+TORCHRUN = """\
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_11:24:44
+  host      : vm
+  rank      : 1 (local_rank: 1)
+  exitcode  : {} (pid: 25431)
+"""
+MPIRUN = """\
+mpirun detected that one or more processes exited with non-zero status, thus causing
+the job to be terminated. The first process to do so was:
+
+  Process name: [[41466,1],1]
+  Exit code:    7
+"""
+MPIRUN_SIGNAL = "mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 11 (x)."
+HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "launcher", "told"),
+    [
+        (0, JOB.format(""), "srun", (0, "COMPLETED", "completed")),
+        (3, "", "srun", (3, "FAILED", "failed")),
+        (143, STEP.format("") + JOB.format(""), "srun", (143, "CANCELLED", "cancelled")),
+        (143, JOB.format(" DUE to SIGNAL Terminated"), "srun", (143, "CANCELLED", "cancelled")),
+        (5, STEP.format(" DUE TO TIME LIMIT"), "srun", (5, "TIMEOUT", "time limit")),
+        (143, JOB.format(" DUE TO PREEMPTION"), "torchrun", (143, "PREEMPTED", "preempted")),
+        (143, JOB.format(" DUE TO JOB REQUEUE"), "srun", (143, "REQUEUED", "requeued")),
+        (
+            143,
+            JOB.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"),
+            "srun",
+            (143, "NODE_FAIL", "a node failed"),
+        ),
+        (
+            143,  # the others get SIGTERM from srun, whose status is the highest
+            SRUN.format(3, "Exited with exit code 7") + SRUN.format(0, "Terminated"),
+            "srun",
+            (7, "FAILED", "rank 3 exited with code 7"),
+        ),
+        (
+            139,
+            SRUN.format("2-3", "Segmentation fault (core dumped)"),
+            "srun",
+            (139, "FAILED", "rank 2 ended by SIGSEGV"),
+        ),
+        (
+            1,
+            SRUN.format(0, "Out Of Memory"),
+            "srun",
+            (1, "OUT_OF_MEMORY", "rank 0 ran out of memory"),
+        ),
+        (1, SRUN.format(0, "Exited with exit code 1"), "torchrun", (1, "FAILED", "failed")),
+        (1, TORCHRUN.format(7), "torchrun", (7, "FAILED", "rank 1 exited with code 7")),
+        (1, TORCHRUN.format(-9), "torchrun", (137, "FAILED", "rank 1 ended by SIGKILL")),
+        (7, MPIRUN, "mpirun", (7, "FAILED", "rank 1 exited with code 7")),
+        (139, MPIRUN_SIGNAL, "mpirun", (139, "FAILED", "rank 1 ended by SIGSEGV")),
+        (1, HOROVOD, "horovodrun", (7, "FAILED", "rank 1 exited with code 7")),
+    ],
+)
+def test_what_ended_the_job(status: int, output: str, launcher: str, told: Any) -> None:
+    """Slurm's own word first, then the rank that failed first, with its own status."""
+    assert ending(status, f"epoch 1\n{output}", launcher=launcher) == told
+    if told[2] == "failed":
+        known = "environment.setup, line 2, exited with 3"
+        assert ending(status, output, launcher=launcher, reason=known).reason == known
+
+
+def test_only_what_this_attempt_wrote_counts(node: Node, tmp_path: Path) -> None:
+    """A requeued job goes on writing to the same file, which says how the first start ended."""
+    output = tmp_path / "output.log"
+    output.write_text(JOB.format(" DUE TO PREEMPTION"))
+    claim, finish = ["claim", str(node.submission.directory)], ["finish", str(node.attempt), "9"]
+    with output.open("ab") as stream:
+        for words in (claim, finish):
+            with node.start(*words, stderr=stream) as process:
+                process.communicate()
+    assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "told"),
+    [
+        ("0", "", "completed"),
+        ("3", "", "failed"),
+        ("143", "the script got SIGTERM", "the script got SIGTERM"),
+    ],
+)
+def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) -> None:
+    """Exit status and reason stand in the record and in the event; secrets go with the job."""
+    node.claim("17")
+    (node.attempt / "chain").mkdir()
+    (node.attempt / "chain" / "data.secret").write_text("of an agent that was killed")
+    assert node.call("finish", str(node.attempt), code, reason) == (0, f"{code}\n", "")
+    assert not (node.attempt / "chain").exists()
+    (attempt,) = node.store.run(node.run_directory.name).attempts()
+    assert attempt.ended is not None
+    assert (attempt.ended["exit_code"], attempt.ended["reason"]) == (int(code), told)
+    ended = attempt.events()[-1]
+    state = "FAILED" if int(code) else "COMPLETED"
+    expected = {"exit_code": int(code), "state": state, "reason": told}
+    assert (ended.event, dict(ended.data)) == ("ended", expected)
+
+
+def planned(node: Node, verify: str, wrong: tuple[str, ...]) -> None:
+    """A node with two ranks, of which the second has faults."""
+    plans = tuple(RankPlan(rank, cpus=(rank,)) for rank in range(2))
+    write_text(node.attempt / "plan/n1.txt", planfile.write(Plan(plans), {"verify": verify}))
+    ranks = (RankProof(0, 0, cpus="0"), RankProof(1, 1, cpus="0", wrong=wrong))
+    proof = NodeProof("n1", "gpu-local", verify, 2, ranks)
+    write_json(node.attempt / "binding/n1.proof.json", proof_json(proof))
+
+
+@pytest.mark.parametrize(
+    ("verify", "wrong", "code", "reason", "ends"),
+    [
+        ("warn", (), "0", "", (0, "completed")),
+        ("strict", (), "0", "", (0, "completed")),
+        ("warn", ("is elsewhere",), "0", "", (0, "completed")),
+        ("strict", ("is elsewhere",), "0", "", (79, "binding")),
+        ("strict", ("is elsewhere",), "143", "", (79, "binding")),
+        ("strict", ("is elsewhere",), "143", "got SIGTERM", (143, "got SIGTERM")),
+        ("strict", (), "3", "", (3, "failed")),
+        ("strict", (), "79", "", (79, "binding")),
+    ],
+)
+def test_the_end_says_where_the_ranks_ran(
+    node: Node, verify: str, wrong: tuple[str, ...], code: str, reason: str, ends: tuple[int, str]
+) -> None:
+    """A job that wants proof and has none fails with 79, unless somebody told it to end."""
+    node.claim("17")
+    planned(node, verify, wrong)
+    _, status, err = node.call("finish", str(node.attempt), code, reason)
+    (attempt,) = node.store.run(node.run_directory.name).attempts()
+    assert attempt.ended is not None
+    assert (attempt.ended["exit_code"], attempt.ended["reason"]) == ends
+    assert status == f"{ends[0]}\n"
+    lines = err.splitlines()
+    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks where they should be"
+    if not wrong:
+        assert lines == []
+        return
+    assert lines[0] == f"hpml: binding: {judged}"
+    told = [["is", "elsewhere"]] * len(wrong) if verify == "strict" else []
+    assert [line.split()[-2:] for line in lines[2:]] == told
+
+
+def test_a_fault_of_the_records_does_not_hide_the_end(node: Node) -> None:
+    """Whatever stands in plan/ and binding/, the end is written down."""
+    node.claim("17")
+    write_text(node.attempt / "plan/n1.txt", "x")
+    (node.attempt / "plan/n2.txt").mkdir()
+    write_text(node.attempt / "binding/n1.proof.json", "[")
+    assert node.call("finish", str(node.attempt), "0", "") == (0, "0\n", "")
+    assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "completed"
