@@ -435,7 +435,7 @@ def _own_status(
         own_status = JobStatus(
             job_id,
             parse_state(str(ended.get("state") or state)),
-            reason=f"{ended.get('reason', '')}, by the job's own record",
+            reason=f"{ended.get('reason', '')} (the job's own record)",
             exit_code=code,
             ended=float(ended["time"]),
         )

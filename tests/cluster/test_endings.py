@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def output(told: dict[str, Any]) -> str:
     return path.read_text("utf-8") if path.exists() else ""
 
 
+def _has(told: dict[str, Any], word: str, count: int) -> bool:
+    return output(told).count(word) == count
+
+
 def ended(told: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
     """Wait until an attempt has written down its end; returns that."""
     path = Path(told["directory"], "attempts", str(attempt), "ended.json")
@@ -78,13 +83,12 @@ def test_signals_for_the_ranks_reach_them_and_nothing_else(desk: Desk, launcher:
     )
     eventually(lambda: output(told).count(":begins") == 4, what=output(told))
     job_id = str(told["job_id"])
-    for name in FOR_STEPS[launcher]:
-        desk.slurm("scancel", f"--signal={name}", job_id)
-        eventually(lambda name=name: output(told).count(f":SIG{name}:True") == 4)
-    seen = {name: output(told).count(f":SIG{name}:True") for name in ("USR1", "USR2")}
-    for name, count in seen.items():
-        desk.slurm("scancel", f"--signal={name}", "--batch", job_id)
-        eventually(lambda name=name, count=count: output(told).count(f":SIG{name}:") == count + 4)
+    signals = [(name, "") for name in FOR_STEPS[launcher]]
+    for name, to in [*signals, ("USR1", "--batch"), ("USR2", "--batch")]:
+        word = f":SIG{name}:True"
+        expected = output(told).count(word) + 4
+        desk.slurm("scancel", f"--signal={name}", *filter(None, [to]), job_id)
+        eventually(partial(_has, told, word, expected), what=f"{name} {to}")
     assert ":False" not in output(told)
     go.touch()
     assert desk.hpml("wait", told["id"]).returncode == 0

@@ -37,4 +37,4 @@ def test_an_end_that_slurm_has_forgotten_is_in_the_runs_own_record(desk: Desk) -
     job.write_text(json.dumps({**record, "job_id": "4242"}))  # an id the controller never had
     (state,) = desk.json("status", submitted["id"])
     assert (state["state"], state["exit_code"]) == ("FAILED", 4)
-    assert "as the job wrote itself" in state["reason"]
+    assert "the job's own record" in state["reason"]

@@ -70,11 +70,14 @@ class World:
         line = json.dumps({"rank": rank, "node": "n1", "cpus": [rank]})
         append_line(attempt / "binding" / "n1.jsonl", line)
 
-    def ends(self, attempt: Path, code: int = 0, reason: str = "completed") -> None:
+    def ends(
+        self, attempt: Path, code: int = 0, reason: str = "completed", state: str = ""
+    ) -> None:
         """Write what a job writes when it ends."""
-        record = {"exit_code": code, "reason": reason, "time": self.clock.now}
-        write_json(attempt / "ended.json", record)
-        self.event(attempt, "ended", exit_code=code, reason=reason)
+        end = {"exit_code": code, "reason": reason}
+        end["state"] = state or ("FAILED" if code else "COMPLETED")
+        write_json(attempt / "ended.json", {**end, "time": self.clock.now})
+        self.event(attempt, "ended", **end)
 
 
 @pytest.fixture

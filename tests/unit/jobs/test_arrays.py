@@ -146,7 +146,7 @@ def test_a_forgotten_task_is_judged_by_its_own_word(world: World, submitted: Sub
     world.scheduler.move("1_2", JobState.RUNNING)
     found = state_of(world, submitted)
     assert (found.tasks[1].state, found.tasks[1].exit_code) == ("FAILED", 4)
-    assert found.tasks[1].reason == "as the job wrote itself: failed"
+    assert found.tasks[1].reason == "failed (the job's own record)"
 
 
 def test_a_task_without_any_trace_was_cancelled(world: World, submitted: Submission) -> None:
@@ -181,7 +181,7 @@ def test_a_task_that_started_without_an_end_is_lost(world: World, submitted: Sub
 def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submission) -> None:
     """The end with all tasks is written down; from then on no scheduler is needed."""
     world.scheduler.cancel(["1"])
-    world.ends(world.starts(task(submitted, 1), "5"), 143, "terminated")
+    world.ends(world.starts(task(submitted, 1), "5"), 143, "cancelled", "CANCELLED")
     first = state_of(world, submitted)
 
     def nobody(name: str, host: str) -> Scheduler:

@@ -116,18 +116,21 @@ def test_every_machine_has_a_local_scheduler_of_its_own(world: World) -> None:
     [
         (0, "completed", "COMPLETED"),
         (3, "failed", "FAILED"),
-        (143, "terminated", "CANCELLED"),
+        (143, "cancelled", "CANCELLED"),
+        (143, "time limit", "TIMEOUT"),
+        (143, "preempted", "PREEMPTED"),
     ],
 )
 def test_a_forgotten_job_is_judged_by_its_own_word(
     world: World, submitted: Submission, code: int, reason: str, state: str
 ) -> None:
     """Without accounting, the job's last act says how it ended."""
-    world.ends(world.starts(submitted, "1"), code, reason)
+    world.ends(world.starts(submitted, "1"), code, reason, state)
+    world.clock.sleep(3600)
     world.scheduler.jobs.clear()
     found = state_of(world, submitted)
     assert (found.state, found.over, found.exit_code) == (state, True, code)
-    assert found.reason == f"as the job wrote itself: {reason}"
+    assert found.reason == f"{reason} (the job's own record)"
 
 
 def test_an_uncertain_scheduler_yields_to_the_jobs_own_word(

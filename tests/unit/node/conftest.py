@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -46,19 +45,13 @@ class Node:
         }
         return {**kept, **slurm, **more}
 
-    def start(
-        self,
-        *words: str,
-        job_id: str = "1",
-        stderr: IO[bytes] | int = subprocess.PIPE,
-        **more: str,
-    ) -> subprocess.Popen[str]:
+    def start(self, *words: str, job_id: str = "1", **more: str) -> subprocess.Popen[str]:
         """Start a command of the node archive."""
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", CODE, ROOT, *words],
             env=self.environment(job_id, **more),
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=subprocess.PIPE,
             text=True,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json, write_text
+from tests.unit.node.conftest import CODE, ROOT
 
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
@@ -97,8 +100,13 @@ def test_only_what_this_attempt_wrote_counts(node: Node, tmp_path: Path) -> None
     claim, finish = ["claim", str(node.submission.directory)], ["finish", str(node.attempt), "9"]
     with output.open("ab") as stream:
         for words in (claim, finish):
-            with node.start(*words, stderr=stream) as process:
-                process.communicate()
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", CODE, ROOT, *words],
+                env=node.environment("1"),
+                stdout=subprocess.DEVNULL,
+                stderr=stream,
+                check=True,
+            )
     assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "failed"
 
 

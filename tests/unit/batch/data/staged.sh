@@ -37,30 +37,44 @@ hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
 export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
 
 # Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
-hpml_agent='' hpml_ranks='' hpml_reason=''
+hpml_agent='' hpml_ranks='' hpml_reason='' hpml_signal='' hpml_at_end=''
 # shellcheck disable=SC2317,SC2329  # traps call them
+hpml_stop_agents() {
+  [[ -n $hpml_agent ]] || return 0
+  : >"$hpml_attempt/over"
+  kill -USR1 "$hpml_agent" 2>/dev/null || :
+  wait "$hpml_agent" || :
+}
+# shellcheck disable=SC2317,SC2329
 hpml_finish() {
-  local code=$?
+  local code=$? own=''
   trap - EXIT
-  trap '' TERM INT HUP
-  if [[ -n $hpml_agent ]]; then
-    : >"$hpml_attempt/over"
-    kill -USR1 "$hpml_agent" 2>/dev/null || :
-    wait "$hpml_agent" || :
-  fi
-  local ended=0
-  "${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" || ended=$?
-  [[ $ended != 79 ]] || code=79  # ranks ran where they should not, and binding.verify is strict
-  exit "$code"
+  trap '' TERM INT HUP QUIT USR1 USR2
+  [[ $code != 0 || -n $hpml_at_end ]] || code=1 hpml_reason='the script ended before its ranks'
+  [[ -n $hpml_signal ]] || hpml_stop_agents
+  own=$("${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" torchrun) || :
+  [[ -z $hpml_signal ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
+  exit "${own:-$code}"
 }
 # shellcheck disable=SC2317,SC2329
 hpml_terminate() {
-  hpml_reason=terminated
+  hpml_signal=$1 hpml_reason="the script got SIG$1"
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
-  exit 143
+  exit "$((128 + $(kill -l "$1")))"
+}
+# Users ask their ranks for a checkpoint by one of these: passed on, and the job goes on.
+# shellcheck disable=SC2317,SC2329
+hpml_pass_on() {
+  hpml_passed=1
+  [[ -z $hpml_ranks ]] || kill -s "$1" "$hpml_ranks" 2>/dev/null || :
+  "${hpml_python[@]}" note-signal "$hpml_attempt" "$1" || :
 }
 trap hpml_finish EXIT
-trap hpml_terminate TERM INT HUP
+trap 'hpml_terminate TERM' TERM
+trap 'hpml_terminate INT' INT
+trap 'hpml_terminate HUP' HUP
+trap 'hpml_terminate QUIT' QUIT
+trap '' USR1 USR2  # until the agents listen
 
 # One agent per node, for as long as the job: stages the data, plans where the ranks run and looks
 # whether they do, listens to them, cleans up.
@@ -70,8 +84,6 @@ export HPML_STAGE_TRAIN="$hpml_local"/hpml-$UID/$hpml_key/train
 # test: target auto is shm here: 4G are at most half of the 436G left.
 export HPML_STAGE_TEST="$hpml_shm"/hpml-$UID/$hpml_key/test
 export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
-# SIGUSR1 ends it; ignored until it listens, when the file `over` tells it the same.
-trap '' USR1
 # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
@@ -82,7 +94,8 @@ env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   --stage test auto /data/test.tar "$hpml_shm" --no-hash \
   --stage mesh auto '/data/it'"'"'s' "$hpml_local" --distribution chain --outside-links &
 hpml_agent=$!
-trap - USR1
+trap 'hpml_pass_on USR1' USR1
+trap 'hpml_pass_on USR2' USR2
 
 # What the ranks find. hpml-bind makes OMP_NUM_THREADS that of each rank's plan, unless the job sets it.
 cd -- /home/me
@@ -108,11 +121,12 @@ hpml_command=(
   /w/train.py
 )
 hpml_before=$!
-# One torchrun per node starts the ranks there; each node's number exists inside its task only.
+# One torchrun per node starts the ranks there; each node's number exists inside its task only. Signals
+# to the step reach torchrun and the ranks: those that are for the ranks must not end torchrun.
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
   --cpu-bind=none --mpi=none \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
-  bash -c 'export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' torchrun "${hpml_container[@]}" \
+  bash -c 'trap "" USR1 USR2; export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' torchrun "${hpml_container[@]}" \
   python -m torch.distributed.run \
   --nnodes="$SLURM_NNODES" --nproc-per-node=4 \
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python \
@@ -124,7 +138,10 @@ if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
   echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
   exit 78
 fi
-hpml_code=0
-wait "$hpml_ranks" || hpml_code=$?
-hpml_ranks=''
+hpml_passed=1
+while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early
+  hpml_passed='' hpml_code=0
+  wait "$hpml_ranks" || hpml_code=$?
+done
+hpml_ranks='' hpml_at_end=1
 exit "$hpml_code"
