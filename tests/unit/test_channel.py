@@ -62,7 +62,7 @@ def reader(tmp_path: Path) -> ChannelReader:
 
 
 def written(reader: ChannelReader) -> list[events.Event]:
-    return events.read(reader._file) if reader._file.exists() else []
+    return list(events.read(reader._file)) if reader._file.exists() else []
 
 
 def wait_for_line(reader: ChannelReader) -> None:
@@ -95,7 +95,7 @@ def test_a_training_is_written_as_events(reader: ChannelReader) -> None:
         "epoch": 2,
     }
     assert reader.latest_steps()[3].data == step
-    assert (reader.refused, reader.dropped, channel.dropped) == (0, 0, 0)
+    assert (reader.refused, channel.dropped) == (0, 0)
 
 
 def test_an_event_is_on_disk_while_the_training_goes_on(reader: ChannelReader) -> None:
@@ -183,7 +183,7 @@ def test_warm_ups_do_not_let_every_step_through(reader: ChannelReader) -> None:
     found = written(reader)
     assert len(found) <= 103 * (time.monotonic() - began + 2)
     assert found[-1].data == {"steps_total": 7}
-    assert reader.superseded + reader.dropped + len(found) == reader.received
+    assert reader.superseded + len(found) == reader.received
 
 
 def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +482,7 @@ def test_a_flood_of_events_is_bounded(reader: ChannelReader) -> None:
     allowed = 50 * (time.monotonic() - began + 2)
     assert len([event for event in written(reader) if event.rank == 0]) <= allowed
     assert [event.rank for event in written(reader)].count(1) == 1
-    assert reader.dropped + len(written(reader)) == 3001
+    assert reader.superseded + len(written(reader)) == 3001
 
 
 def test_stop_writes_what_is_queued(reader: ChannelReader) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
-from hpml_orchestrator.jobs.summary import Summary, phases, summarise
+from hpml_orchestrator.jobs.summary import Summary, Timeline, phases, summarise
 from hpml_orchestrator.jobs.texts import seconds_text
 from hpml_orchestrator.records.events import VOCABULARY, Event
 from hpml_orchestrator.records.files import append_line
@@ -49,7 +49,7 @@ def test_stretches_add_up(
 ) -> None:
     """Whatever events there are: no stretch is negative, none comes twice, and they have no gap."""
     events = sorted(events, key=lambda event: event.time)
-    found = phases(events, queued=queued, bound=bound, left=left, ended=ended)
+    found = phases(Timeline(events), queued=queued, bound=bound, left=left, ended=ended)
     assert all(one.seconds >= 0 for one in found)
     assert [one.name for one in found] == [n for n in NAMES if n in {one.name for one in found}]
     starts = [event.time for event in events if event.event == "started"]
@@ -79,7 +79,7 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
         Event(40, "step", "n2", 1),
         Event(45, "evaluation", "n1", 0, {"final": True}),
     ]
-    found = phases(events, queued=4, ended=50)
+    found = phases(Timeline(events), queued=4, ended=50)
     assert [(one.name, one.seconds) for one in found] == [
         ("queue", 6),
         ("start-up", 1),
@@ -95,7 +95,7 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
 def test_what_was_not_recorded_joins_the_next() -> None:
     """A command that reports nothing of itself still has its time."""
     events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(events, ended=30)
+    found = phases(Timeline(events), ended=30)
     assert [(one.name, one.seconds) for one in found] == [
         ("start-up", 2),
         ("staging", 0),
@@ -107,7 +107,7 @@ def test_what_was_not_recorded_joins_the_next() -> None:
 def test_a_program_that_reports_nothing_runs() -> None:
     """From when its last rank began to when the script ended; the rest is the scheduler's."""
     events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(events, bound=[13, 14], left=60, ended=61)
+    found = phases(Timeline(events), bound=[13, 14], left=60, ended=61)
     assert [(one.name, one.seconds) for one in found] == [
         ("start-up", 2),
         ("staging", 0),
@@ -115,7 +115,7 @@ def test_a_program_that_reports_nothing_runs() -> None:
         ("running", 46),
         ("end", 1),
     ]
-    assert phases(events, bound=[13, 14])[-1].name == "launch", "nothing is known of now"
+    assert phases(Timeline(events), bound=[13, 14])[-1].name == "launch", "nothing is known of now"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_run_that_stops_on_its_way_spends_its_time_there(reached: str, stretch
     steps = ["started", "staging", "ready", "rendezvous", "warm-up"]
     steps = steps[: steps.index(reached) + 1]
     events = [Event(10 + number, name, "n1") for number, name in enumerate(steps)]
-    found = {one.name: one.seconds for one in phases(events, left=100, ended=101)}
+    found = {one.name: one.seconds for one in phases(Timeline(events), left=100, ended=101)}
     assert found[stretch] >= 100 - 10 - len(steps)
     assert found["end"] == 1
 
@@ -146,7 +146,7 @@ def test_the_training_lasts_to_its_last_step_or_result() -> None:
         Event(15, "evaluation", "n1", 0, {"final": True}),
         Event(16, "step", "n1", 0),
     ]
-    found = phases(events, queued=0)
+    found = phases(Timeline(events), queued=0)
     assert [(one.name, one.seconds) for one in found][-2:] == [("warm-up", 2), ("training", 4)]
 
 
