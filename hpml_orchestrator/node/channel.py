@@ -273,7 +273,7 @@ class ChannelReader:
         """Return until when something has to be written; None sleeps until something comes."""
         due = [self._events_due] if self._events else []
         due += [self._step_allowance.due] if self._steps else []
-        due += [self._event_allowance.due] if self._excess else []
+        due += [self._window_due()] if self._excess else []
         return max(0.0, min(due) - self._monotonic()) * 1000 + 1 if due else None
 
     def _drain(self) -> int:
@@ -347,10 +347,14 @@ class ChannelReader:
     def _write_due(self, now: float) -> None:
         steps = self._steps if now >= self._step_allowance.due else {}
         excess = {}
-        if now >= self._event_allowance.due and any(self._in_window.values()):  # a new window
+        if any(self._in_window.values()) and now >= self._window_due():
             excess, self._in_window = self._excess, dict.fromkeys(self._in_window, 0)
         if steps or excess or (self._events and now >= self._events_due):
             self._write(steps, excess)
+
+    def _window_due(self) -> float:
+        """Return when ranks may report as many events again: not before those that they did."""
+        return max(self._events_due, self._event_allowance.due)
 
     def _write(self, steps: dict[int, Event], excess: dict[tuple[int, str, bool], Event]) -> None:
         """Append events and these with one write; what cannot be written is kept for the next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +15,9 @@ from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
 from hpml_orchestrator.jobs.summary import Summary, Timeline, phases, summarise
 from hpml_orchestrator.jobs.texts import seconds_text
-from hpml_orchestrator.records.events import VOCABULARY, Event
+from hpml_orchestrator.records.events import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -217,6 +219,72 @@ def test_samples_per_second_from_the_counters(world: World, submitted: Submissio
     assert summarise(state_of(world, submitted)).samples_per_second == pytest.approx(2000 / 8)
     world.event(attempt, "evaluation", 0, final=True, samples_per_second=None)
     assert summarise(state_of(world, submitted)).samples_per_second is None
+
+
+STEP = Event(9.0, "step", "n1", 0, {"samples_total": 7}).to_json() + "\n"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        STEP,
+        STEP[:-5],
+        STEP[:-5] + STEP,
+        "\0" * 9 + STEP,
+        STEP.replace("7", '{"train":0.5}'),
+        STEP.replace("7", '"{"'),
+        STEP.replace('"rank":0', '"rank":null'),
+        STEP.replace('"rank":0', '"rank":1'),
+        STEP.replace("step", "evaluation").replace("7", '7,"final":true'),
+    ],
+)
+def test_the_milestones_tell_all(world: World, submitted: Submission, end: str) -> None:
+    """However the nodes' files end; of what lies between a rank's first and last count nothing."""
+    directory = world.starts(submitted, "1")
+    for node in ("a1", "n1"):
+        path = directory / "events" / f"{node}.jsonl"
+        for number in range(1, 6):
+            for rank in (0, 1, 10):
+                append(path, "step", node=node, rank=rank, now=number, samples_total=number)
+            append(path, "checkpoint", node=node, rank=0, now=number)
+        with path.open("a") as stream:
+            stream.write(end)
+    attempt = Attempt(directory)
+    found = list(attempt.milestones())
+    assert vars(Timeline(found)) == vars(Timeline(attempt.events()))
+    assert len([event for event in found if event.event == "step"]) <= 2 * 4 * 2
+
+
+def test_the_size_of_a_record_takes_no_memory(world: World, submitted: Submission) -> None:
+    """Of an hour of 16 ranks that was not thinned, as hpml 0.1 wrote it, little is held at once."""
+    directory = world.starts(submitted, "1")
+    lines = [
+        Event(second, "step", "n1", rank, {"samples_total": 100 * second, "loss": 0.5}).to_json()
+        for second in range(3600)
+        for rank in range(16)
+    ]
+    path = directory / "events" / "n1.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    del lines
+    state = state_of(world, submitted)
+    tracemalloc.start()
+    try:
+        summary = summarise(state)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert summary.samples_per_second == pytest.approx(1600)
+    assert most < 1e6 < path.stat().st_size / 5
+
+
+def test_when_a_job_started_is_read_in_its_first_lines(world: World, submitted: Submission) -> None:
+    """The script's own events tell it: those of the nodes need not even be readable."""
+    directory = world.starts(submitted, "1")
+    started = world.clock.now
+    (directory / "events" / "a1.jsonl").mkdir()
+    world.scheduler.jobs.clear()
+    assert state_of(world, submitted).started == started
 
 
 def test_one_count_tells_no_rate(world: World, submitted: Submission) -> None:

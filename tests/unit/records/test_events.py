@@ -30,7 +30,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         append(path, "step", node="n1", now=1.25, rank=0, steps=3),
     ]
     assert list(read(path)) == made
-    assert [event.time for event in read_all(tmp_path / "events")] == [1.25, 2.5]
+    append(tmp_path / "events" / "batch.jsonl", "started", node="batch", now=9.0)
+    assert [event.time for event in read_all(tmp_path / "events")] == [9.0, 2.5, 1.25]
     line = json.loads(path.read_text("utf-8").split("\n")[1])
     assert line["schema_version"] == 1
     assert line["data"] == {"steps": 3}
