@@ -36,6 +36,7 @@ __all__ = [
 
 _SHORT_COMMIT = 7
 _SHOWN_TASKS = 10
+_CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
@@ -128,6 +129,13 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
             ("phases", ", ".join(f"{one.name} {one.seconds:.2f} s" for one in summary.phases))
         )
     lines += _training(summary)
+    lines += [
+        (
+            "" if number else "signals",
+            f"{name} {count}x, last {time.strftime(_CLOCK, time.localtime(last))}",
+        )
+        for number, (name, (count, last)) in enumerate(summary.signals.items())
+    ]
     lines += [
         ("" if number else "monitor", line) for number, line in enumerate(summary.monitor_lines)
     ]

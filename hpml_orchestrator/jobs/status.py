@@ -11,7 +11,6 @@ from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavai
 from hpml_orchestrator.jobs.backend import open_backend
 from hpml_orchestrator.jobs.ends import keep_final, keep_tasks, read_final, read_tasks, run_of
 from hpml_orchestrator.jobs.state import State, joined
-from hpml_orchestrator.jobs.submit import settle
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 from hpml_orchestrator.scheduler.slurm import PollSchedule
@@ -306,6 +305,8 @@ def _job_id(
     refused = submission.refused()
     if refused is not None:
         return "", without_job("REFUSED", str(refused["reason"]), over=True)
+    from hpml_orchestrator.jobs.submit import settle  # noqa: PLC0415 - half a second, rarely needed
+
     outcome = settle(
         store, submission, backend(str(record["backend"]), str(record["host"])), now=now
     )

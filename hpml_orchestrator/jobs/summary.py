@@ -12,12 +12,12 @@ from hpml_orchestrator.jobs.monitored import Monitored, monitor_lines, monitored
 from hpml_orchestrator.jobs.staged import Staged, staged_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hpml_orchestrator.jobs.status import State
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Phase", "Summary", "binding_of", "phases", "summarise"]
+__all__ = ["Phase", "Summary", "Timeline", "binding_of", "phases", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Summary:
         monitor: what the job's monitor saw on all nodes together; None where it had none.
         monitored: the same of each node.
         monitor_lines: both in words.
+        signals: those that did not end the job, by name: how often they came, and when last, in
+            seconds since the epoch.
     """
 
     phases: list[Phase] = field(default_factory=list)
@@ -76,6 +78,7 @@ class Summary:
     monitor: Monitored | None = None
     monitored: list[Monitored] = field(default_factory=list)
     monitor_lines: list[str] = field(default_factory=list)
+    signals: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -88,13 +91,11 @@ def summarise(state: State) -> Summary:
     if not attempts:
         return Summary()
     attempt = attempts[-1]
-    events = attempt.events()
-    ready = [event for event in events if event.event == "ready"]
-    results = [event for event in events if event.data.get("final")]
-    steps = _last_steps(events)
-    result = dict(results[-1].data) if results else {}
+    timeline = Timeline(attempt.milestones())
+    ready = sorted(timeline.ready, key=lambda event: event.time)
+    steps = {rank: last.data for rank, (_, last) in timeline.steps.items()}
+    result = dict(timeline.result.data) if timeline.result else {}
     result.pop("final", None)
-    queued = _first(events).get("queued")
     bindings = attempt.bindings()
     bound = binding_of(state)
     ends = [] if state.ended is None else [state.ended]
@@ -104,8 +105,8 @@ def summarise(state: State) -> Summary:
     monitored = monitored_nodes(attempt)
     return Summary(
         phases=phases(
-            events,
-            queued=queued,
+            timeline,
+            queued=timeline.first.get("queued"),
             bound=[time for one in bindings if (time := _figure(one, "time"))],
             left=None if attempt.ended is None else float(attempt.ended["time"]),
             ended=max(ends, default=None),
@@ -119,11 +120,11 @@ def summarise(state: State) -> Summary:
         world_size=max((int(_figure(one, "world_size")) for one in bindings), default=0),
         result=result,
         last_step=dict(steps.get(0, {})),
-        data_wait_ratio=_data_wait(list(steps.values())),
+        data_wait_ratio=_data_wait(steps.values()),
         samples_per_second=(
             _figure(result, "samples_per_second") or None
             if "samples_per_second" in result
-            else _rate(events)
+            else _rate(timeline.steps.values())
         ),
         binding=bound.line,
         binding_failed=bound.fatal,
@@ -134,6 +135,7 @@ def summarise(state: State) -> Summary:
             ready=[event.node for event in ready],
             ended=None if attempt.ended is None else float(attempt.ended["time"]),
         ),
+        signals=_signals(timeline.signals),
     )
 
 
@@ -149,8 +151,55 @@ def binding_of(state: State) -> Bound:
     return bound_of(attempts[-1], asked)
 
 
+class Timeline:
+    """What a summary needs of an attempt's events, gathered in one pass that keeps few of them.
+
+    Args:
+        events: of one attempt, in any order.
+
+    Attributes:
+        first: when each kind of event happened first.
+        ready: the nodes' events of that name.
+        result: the last that a rank reported.
+        trained: when a rank last reported counters or a result.
+        steps: each rank's first and last counters.
+        signals: by name, how often each came to the script or a node, and when last.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.first: dict[str, float] = {}
+        self.ready: list[Event] = []
+        self.result: Event | None = None
+        self.trained: float | None = None
+        self.steps: dict[int, tuple[Event, Event]] = {}
+        self.signals: dict[str, dict[str, tuple[int, float]]] = {}
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        time = event.time
+        self.first[event.event] = min(time, self.first.get(event.event, time))
+        final = bool(event.data.get("final"))
+        if event.event == "step" or final:
+            self.trained = max(time, self.trained or time)
+        if final and (self.result is None or time >= self.result.time):
+            self.result = event
+        if event.event == "ready":
+            self.ready.append(event)
+        if event.event == "signal":
+            came = self.signals.setdefault(str(event.data.get("name")), {})
+            count, last = came.get(event.node, (0, time))
+            came[event.node] = count + int(_figure(event.data, "count")), max(last, time)
+        if event.event == "step" and event.rank is not None:
+            first, last = self.steps.get(event.rank, (event, event))
+            self.steps[event.rank] = (
+                event if time < first.time else first,
+                event if time >= last.time else last,
+            )
+
+
 def phases(
-    events: Sequence[Event],
+    timeline: Timeline,
     *,
     queued: float | None = None,
     bound: Sequence[float] = (),
@@ -166,25 +215,24 @@ def phases(
     when the script ended, without any training, lasted until then.
 
     Args:
-        events: of one attempt, by time.
+        timeline: the attempt's.
         queued: when it was handed to the scheduler.
         bound: when each rank became its program.
         left: when the script was over; where it left no word, all was over at once.
         ended: when it was over.
     """
-    first, last = _first(events), _last(events)
-    trained = [event.time for event in events if event.event == "step" or event.data.get("final")]
+    first, trained = timeline.first, timeline.trained
     marks: dict[str, float | None] = {
         "queue": first.get("started"),
         "start-up": first.get("staging", first.get("ready")),
-        "staging": last.get("ready"),
+        "staging": max((event.time for event in timeline.ready), default=None),
         "launch": first.get("rendezvous", max(bound, default=None)),
         "running": None,
         "rendezvous": first.get("warm-up"),
         "warm-up": first.get("step"),
-        "training": max(trained, default=None),
+        "training": trained,
     }
-    going_on = "" if trained else _going_on(first, launched=bool(bound))
+    going_on = "" if trained is not None else _going_on(first, launched=bool(bound))
     if going_on:
         marks[going_on] = ended if left is None else left
     marks["end"] = ended
@@ -212,47 +260,31 @@ def _going_on(first: Mapping[str, float], *, launched: bool) -> str:
     return "start-up" if "started" in first else ""
 
 
-def _first(events: Sequence[Event]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for event in events:
-        found[event.event] = min(event.time, found.get(event.event, event.time))
+def _signals(came: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, tuple[int, float]]:
+    """Count signals to the steps once, however many nodes they reached, and those to the script."""
+    found = {}
+    for name, places in came.items():
+        of_script = places.get("batch", (0, 0.0))[0]
+        of_steps = max((count for node, (count, _) in places.items() if node != "batch"), default=0)
+        found[name] = of_script + of_steps, max(last for _, last in places.values())
     return found
 
 
-def _last(events: Sequence[Event]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for event in events:
-        found[event.event] = max(event.time, found.get(event.event, event.time))
-    return found
-
-
-def _last_steps(events: Sequence[Event]) -> dict[int, dict[str, Any]]:
-    return {
-        event.rank: dict(event.data)
-        for event in events
-        if event.event == "step" and event.rank is not None
-    }
-
-
-def _data_wait(steps: Sequence[dict[str, Any]]) -> float | None:
+def _data_wait(steps: Collection[Mapping[str, Any]]) -> float | None:
     """Return waited / (steps' whole time), both summed over the ranks."""
     waited = sum(_figure(step, "data_wait_seconds_total") for step in steps)
     stepped = sum(_figure(step, "step_seconds_total") for step in steps)
     return waited / stepped if stepped > 0 else None
 
 
-def _rate(events: Sequence[Event]) -> float | None:
+def _rate(steps: Collection[tuple[Event, Event]]) -> float | None:
     """Return samples/s of all ranks between their first counters and their last."""
-    steps: dict[int, list[Event]] = {}
-    for event in events:
-        if event.event == "step" and event.rank is not None:
-            steps.setdefault(event.rank, []).append(event)
     counted = [
-        _figure(mine[-1].data, "samples_total") - _figure(mine[0].data, "samples_total")
-        for mine in steps.values()
+        _figure(last.data, "samples_total") - _figure(first.data, "samples_total")
+        for first, last in steps
     ]
-    times = [one.time for mine in steps.values() for one in (mine[0], mine[-1])]
-    took = max(times, default=0.0) - min(times, default=0.0)
+    began = min((first.time for first, _ in steps), default=0.0)
+    took = max((last.time for _, last in steps), default=0.0) - began
     samples = sum(max(0.0, one) for one in counted)
     return samples / took if samples and took > 0 else None
 

@@ -3,8 +3,11 @@
 Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their end and
 describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
 JSONL file of events. Counters are cumulative, so of a rank's steps only the latest of each second
-is written: what a rank sends, and how fast, does not decide what reaches the shared file system.
+is written, later in a job of every 2 % of the time since it began, in the end of every ten minutes:
+what ranks send, and how fast, does not decide what reaches the shared file system. Of other events
+beyond what a rank may report, too, the latest of each name is written with the next of these.
 A rank's first step after its warm-up is an event like others, and written: the warm-up ends there.
+Before any other event of a rank, and when the reader stops, its latest step is written.
 
 An abstract name belongs to a network namespace: a container with one of its own sees no channel.
 """
@@ -40,7 +43,11 @@ RANK_EVENTS = ("rendezvous", "warm-up", "step", "evaluation", "checkpoint", "sto
 
 STEP_EVERY_SECONDS = 1.0
 EVENT_WITHIN_SECONDS = 0.1  # events that come together (every rank's rendezvous) are one write
-EVENTS_PER_WINDOW = 50  # per rank and second; more than that is a training gone wrong
+EVENTS_PER_WINDOW = 50  # per rank; more than that is a training gone wrong
+# A week of 8 ranks is 3.4 MB of steps, and at most as much of other events.
+BYTES_PER_GAP = 2500  # counters of 8 to 10 ranks
+GAP_OF_AGE = 0.02
+LONGEST_GAP_SECONDS = 600.0
 MAX_PENDING_EVENTS = 10_000
 MAX_RANKS = 4096
 MAX_RANK = 1 << 24
@@ -123,6 +130,21 @@ def _clean(value: Any, depth: int = 0) -> Any:
     return {_clean(key): _clean(one, depth + 1) for key, one in value.items()}
 
 
+class _Allowance:
+    """How soon more may be written, by how much was written and since when."""
+
+    def __init__(self) -> None:
+        self.due = self._paid = -math.inf
+        self._began: float | None = None
+
+    def spend(self, size: int, now: float) -> None:
+        """Count bytes as written now, in seconds on the clock of `due`."""
+        self._began = now if self._began is None else self._began
+        gap = min(max(1.0, GAP_OF_AGE * (now - self._began)), LONGEST_GAP_SECONDS)
+        self._paid = max(self._paid, now) + gap * size / BYTES_PER_GAP
+        self.due = max(self._paid, now + STEP_EVERY_SECONDS)
+
+
 class ChannelReader:
     """Reads the ranks of one node in a thread and writes their events.
 
@@ -132,13 +154,13 @@ class ChannelReader:
         node: Slurm's name of the node.
         uid: the only user who is heard; the kernel vouches for the sender.
         clock: seconds since the epoch.
+        monotonic: seconds on a clock that is never set.
         feed: hears of every rank's counters, for an exporter.
 
     Attributes:
         received: datagrams taken from the socket.
         refused: of these, from another user, malformed, too long or of an unknown event.
-        superseded: of these, steps of which a later one of the same rank was written instead.
-        dropped: of these, events beyond what a rank may report in a second.
+        superseded: of these, those of which a later one of the same rank and name is written.
         write_errors: attempts to write that failed; their events are kept for the next.
 
     Example:
@@ -153,6 +175,7 @@ class ChannelReader:
         node: str,
         uid: int | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         feed: Feed | None = None,
     ) -> None:
         if not name or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
@@ -163,11 +186,12 @@ class ChannelReader:
                 hint="names.attempt_channel() makes one that fits",
             )
         self.name = name
-        self.received = self.refused = self.superseded = self.dropped = self.write_errors = 0
+        self.received = self.refused = self.superseded = self.write_errors = 0
         self._file = Path(events_file)
         self._node = node
         self._uid = os.getuid() if uid is None else uid
         self._clock = clock
+        self._monotonic = monotonic
         self._feed = feed
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -177,8 +201,10 @@ class ChannelReader:
         self._steps: dict[int, Event] = {}
         self._stepping: set[int] = set()  # ranks whose first step after the warm-up was taken
         self._events: list[Event] = []
+        self._excess: dict[tuple[int, str, bool], Event] = {}  # the latest, for the next window
         self._in_window: dict[int, int] = {}
-        self._steps_due = self._events_due = 0.0
+        self._events_due = 0.0
+        self._step_allowance, self._event_allowance = _Allowance(), _Allowance()
 
     def start(self) -> None:
         """Bind the socket and begin to read; ranks may send from now on.
@@ -237,18 +263,18 @@ class ChannelReader:
             poll.poll(self._wait_ms())
             if self._drain() >= DRAIN_DATAGRAMS:
                 self._stopping.wait(PAUSE_SECONDS)
-            self._write_due(time.monotonic())
+            self._write_due(self._monotonic())
         deadline = time.monotonic() + STOP_DRAIN_SECONDS
         while self._drain() and time.monotonic() < deadline:
             pass
-        self._write([*self._events, *self._steps.values()])
+        self._write(self._steps, self._excess)
 
     def _wait_ms(self) -> float | None:
         """Return until when something has to be written; None sleeps until something comes."""
-        if not self._events and not self._steps:
-            return None
-        due = self._events_due if self._events else self._steps_due
-        return max(0.0, due - time.monotonic()) * 1000 + 1
+        due = [self._events_due] if self._events else []
+        due += [self._step_allowance.due] if self._steps else []
+        due += [self._window_due()] if self._excess else []
+        return max(0.0, min(due) - self._monotonic()) * 1000 + 1 if due else None
 
     def _drain(self) -> int:
         """Take what is queued, up to a bound; return how many datagrams that were."""
@@ -300,43 +326,56 @@ class ChannelReader:
             self.superseded += rank in self._steps
             self._steps[rank] = event
         elif seen >= EVENTS_PER_WINDOW or len(self._events) >= MAX_PENDING_EVENTS:
-            self.dropped += 1
+            key = (rank, event.event, bool(event.data.get("final")))
+            self.superseded += key in self._excess
+            self._excess[key] = event
         else:
             self._in_window[rank] = seen + 1
             if event.event == "warm-up":
                 self._stepping.discard(rank)
+            # How far it was: perhaps the last that this process counted.
+            if rank in self._steps:
+                self._hold(self._steps.pop(rank))
             self._hold(event)
 
     def _hold(self, event: Event) -> None:
         """Keep an event for the next write, which is soon."""
         if not self._events:
-            self._events_due = time.monotonic() + EVENT_WITHIN_SECONDS
+            self._events_due = self._monotonic() + EVENT_WITHIN_SECONDS
         self._events.append(event)
 
     def _write_due(self, now: float) -> None:
-        steps = []
-        if now >= self._steps_due and (self._steps or any(self._in_window.values())):
-            # A new window; its first step is written at once, the next a second later.
-            steps = list(self._steps.values())
-            self._in_window = dict.fromkeys(self._in_window, 0)
-            self._steps_due = now + STEP_EVERY_SECONDS
-        if steps or (self._events and now >= self._events_due):
-            self._write([*self._events, *steps])
+        steps = self._steps if now >= self._step_allowance.due else {}
+        excess = {}
+        if any(self._in_window.values()) and now >= self._window_due():
+            excess, self._in_window = self._excess, dict.fromkeys(self._in_window, 0)
+        if steps or excess or (self._events and now >= self._events_due):
+            self._write(steps, excess)
 
-    def _write(self, events: list[Event]) -> None:
-        """Append events with one write; what cannot be written is kept for the next time."""
-        if not events:
+    def _window_due(self) -> float:
+        """Return when ranks may report as many events again: not before those that they did."""
+        return max(self._events_due, self._event_allowance.due)
+
+    def _write(self, steps: dict[int, Event], excess: dict[tuple[int, str, bool], Event]) -> None:
+        """Append events and these with one write; what cannot be written is kept for the next."""
+        batch = [(event, self._step_allowance) for event in steps.values()]
+        batch += [(event, self._event_allowance) for event in (*self._events, *excess.values())]
+        if not batch:
             return
-        lines = [event.to_json() for event in sorted(events, key=lambda event: event.time)]
+        batch.sort(key=lambda one: one[0].time)
+        lines = [event.to_json() for event, _ in batch]
+        now = self._monotonic()
         try:
             append_line(self._file, "\n".join(lines))
         except OSError:
             self.write_errors += 1
-            self._events_due = time.monotonic() + STEP_EVERY_SECONDS
+            self._events_due = self._step_allowance.due = self._event_allowance.due = now + 1.0
             return
-        written = set(map(id, events))
-        self._events = [one for one in self._events if id(one) not in written]
-        self._steps = {rank: one for rank, one in self._steps.items() if id(one) not in written}
+        for line, (_, allowance) in zip(lines, batch):
+            allowance.spend(len(line) + 1, now)
+        self._events.clear()
+        steps.clear()
+        excess.clear()
 
     def _require_socket(self) -> socket.socket:
         if self._socket is None:

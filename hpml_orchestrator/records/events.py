@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_json_lines
+from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["VOCABULARY", "Event", "append", "read", "read_all"]
+__all__ = ["VOCABULARY", "Event", "append", "read", "read_all", "read_milestones"]
 
 VOCABULARY = (
     "queued",  # handed to the scheduler
@@ -22,7 +22,7 @@ VOCABULARY = (
     "ready",  # a node has all of its data
     "rendezvous",  # a rank entered the process group's start
     "warm-up",  # a rank runs its first steps
-    "step",  # a rank's cumulative counters, at most once a second
+    "step",  # a rank's cumulative counters, at most once a second, and less often later
     "evaluation",  # a rank evaluates
     "checkpoint",  # a rank writes a checkpoint
     "signal",  # one that did not end the job reached its script (node `batch`) or a node's steps
@@ -30,6 +30,8 @@ VOCABULARY = (
     "ended",  # over; `data.reason` says how
 )
 """The only names that an event may have, in the order of a job's life."""
+
+_BRACES = 2  # that a line of counters opens: the event, and its data
 
 
 @dataclass(frozen=True)
@@ -85,30 +87,62 @@ def append(
     return made
 
 
-def read(path: Path) -> list[Event]:
-    """Read one JSONL file; lines of an unknown event or a newer schema are passed over."""
-    found = []
-    for line in read_json_lines(path):
-        try:
-            if line.get("schema_version", 0) > SCHEMA_VERSION:
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events of one JSONL file; unknown events and newer schemas are passed over."""
+    return filter(None, map(_event_of, read_lines(path)))
+
+
+def read_all(directory: Path) -> Iterator[Event]:
+    """Yield an attempt's events, file by file as they were written: the script's own come first."""
+    for path in _files(directory):
+        yield from read(path)
+
+
+def read_milestones(directory: Path) -> Iterator[Event]:
+    """Yield an attempt's events, but of each rank's `step` only the first and last of a file.
+
+    Nearly all lines of a long training are steps: of those between no more is looked at than whose
+    they are, and no more is held than a line per rank.
+    """
+    for path in _files(directory):
+        last: dict[str, str] = {}
+        for line in read_lines(path):
+            rank = _rank_of_step(line)
+            if rank in last:
+                last[rank] = line
                 continue
-            found.append(
-                Event(
-                    float(line["time"]),
-                    str(line["event"]),
-                    str(line["node"]),
-                    line.get("rank"),
-                    dict(line.get("data") or {}),
-                )
-            )
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-            continue
-    return found
+            event = _event_of(line)
+            if event is not None:
+                if rank:
+                    last[rank] = line
+                yield event
+        yield from filter(None, map(_event_of, last.values()))
 
 
-def read_all(directory: Path) -> list[Event]:
-    """Read every JSONL file of an attempt's `events/`, sorted by time; empty when there is none."""
-    found: list[Event] = []
-    for path in sorted(directory.glob("*.jsonl")):
-        found.extend(read(path))
-    return sorted(found, key=lambda event: event.time)
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.jsonl"), key=lambda path: (path.stem != "batch", path.name))
+
+
+def _rank_of_step(line: str) -> str:
+    """Return the rank of a line of plain counters, unparsed; empty for any other line."""
+    head, step, rest = line.partition(',"event":"step","node":"')
+    # One more brace is nested data, or a line that was cut off and ran into the next.
+    if step and line.count("{") == _BRACES and head.startswith("{") and line.endswith("}}\n"):
+        return rest.partition('","rank":')[2].partition(",")[0]
+    return ""
+
+
+def _event_of(line: str) -> Event | None:
+    try:
+        parsed = json.loads(line)
+        if parsed.get("schema_version", 0) > SCHEMA_VERSION:
+            return None
+        return Event(
+            float(parsed["time"]),
+            str(parsed["event"]),
+            str(parsed["node"]),
+            parsed.get("rank"),
+            dict(parsed.get("data") or {}),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None

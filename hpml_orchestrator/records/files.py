@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from hpml_orchestrator.errors import NotFoundError, RecordError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -22,6 +22,7 @@ __all__ = [
     "fsync_dir",
     "read_json",
     "read_json_lines",
+    "read_lines",
     "read_text",
     "write_json",
     "write_text",
@@ -191,14 +192,28 @@ def append_line(path: PathLike, line: str) -> None:
         os.close(fd)
 
 
-def read_json_lines(path: PathLike) -> list[Any]:
-    """Read the complete JSON lines of a file; a torn last line is left out."""
-    # Not splitlines(): that also splits at U+2028 and its like, which JSON leaves as they are.
-    return list(_json_lines(read_text(path).split("\n")[:-1]))
+def read_lines(path: PathLike) -> Iterator[str]:
+    """Yield the complete lines of a UTF-8 file without holding it; a torn last one is left out.
+
+    Raises:
+        NotFoundError: there is no such file.
+        RecordError: it cannot be read.
+    """
+    try:
+        # Lines end at \n alone: JSON leaves U+2028 and its like, and \r, as they are.
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+            for line in stream:
+                if line.endswith("\n"):
+                    yield line
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no such file: {path}") from error
+    except OSError as error:
+        raise _cannot("read", path, error) from error
 
 
-def _json_lines(lines: Iterable[str]) -> Iterable[Any]:
-    for line in lines:
+def read_json_lines(path: PathLike) -> Iterator[Any]:
+    """Yield what the complete lines of a file hold; what is no JSON is passed over."""
+    for line in read_lines(path):
         try:
             yield json.loads(line)
         except ValueError:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records.events import read_all, read_milestones
 from hpml_orchestrator.records.files import read_json, read_json_lines, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpml_orchestrator.records.events import Event
 
 __all__ = ["Attempt", "Run"]
 
@@ -50,9 +56,13 @@ class Attempt:
             return None
         return record
 
-    def events(self) -> list[events.Event]:
-        """Every event of the attempt, by time."""
-        return events.read_all(self.directory / "events")
+    def events(self) -> Iterator[Event]:
+        """Every event of the attempt: the script's, then each node's, as they were written."""
+        return read_all(self.directory / "events")
+
+    def milestones(self) -> Iterator[Event]:
+        """The same, but of each rank's counters only the first and the last of a node's file."""
+        return read_milestones(self.directory / "events")
 
     def markers(self, kind: str) -> list[dict[str, Any]]:
         """What nodes said of themselves, `ready` or `failed`, by node."""
@@ -88,13 +98,10 @@ class Attempt:
         """Where each rank ran, by rank; one that started twice counts as it started last."""
         found: dict[int, dict[str, Any]] = {}
         for path in sorted((self.directory / "binding").glob("*.jsonl")):
-            try:
-                lines = read_json_lines(path)
-            except (NotFoundError, RecordError):
-                continue
-            for line in lines:
-                if isinstance(line, dict) and isinstance(line.get("rank"), int):
-                    found[line["rank"]] = line
+            with contextlib.suppress(NotFoundError, RecordError):
+                for line in read_json_lines(path):
+                    if isinstance(line, dict) and isinstance(line.get("rank"), int):
+                        found[line["rank"]] = line
         return [found[rank] for rank in sorted(found)]
 
 

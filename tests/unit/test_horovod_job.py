@@ -85,7 +85,7 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     assert (result["world_size"], result["epochs"], result["controller"]) == (2, 6, "gloo")
     assert (result["fusion_threshold_bytes"], result["cycle_time_ms"]) == (8 * 2**20, 2.5)
     assert fused(timeline)
-    found = events.read(file)
+    found = list(events.read(file))
     assert reader.refused == 0
     for rank in (0, 1):
         names = [event.event for event in found if event.rank == rank]

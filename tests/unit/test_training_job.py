@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hpml_orchestrator.jobs.summary import phases
+from hpml_orchestrator.jobs.summary import Timeline, phases
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.rendezvous import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
@@ -109,7 +109,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     assert result["test_images"] == 355
     assert result["samples_per_second"] > 0
     assert (result["world_size"], result["epochs"], result["device"]) == (2, 6, "cpu")
-    found = events.read(file)
+    found = list(events.read(file))
     assert reader.refused == 0
     for rank in (0, 1):
         names = [event.event for event in found if event.rank == rank]
@@ -123,7 +123,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     (final,) = [event for event in found if event.data.get("final")]
     assert final.rank == 0
     assert final.data["test_accuracy"] == result["test_accuracy"]
-    took = {phase.name: phase.seconds for phase in phases(found, queued=found[0].time)}
+    took = {phase.name: phase.seconds for phase in phases(Timeline(found), queued=found[0].time)}
     in_phases = took["warm-up"] + took["training"]
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"] <= in_phases + 0.05
     parts = sum(result[f"{part}_seconds"] for part in ("step", "evaluation", "checkpoint"))

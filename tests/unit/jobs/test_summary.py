@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
-from hpml_orchestrator.jobs.summary import Summary, phases, summarise
+from hpml_orchestrator.jobs.summary import Summary, Timeline, phases, summarise
 from hpml_orchestrator.jobs.texts import seconds_text
-from hpml_orchestrator.records.events import VOCABULARY, Event
+from hpml_orchestrator.records.events import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def test_stretches_add_up(
 ) -> None:
     """Whatever events there are: no stretch is negative, none comes twice, and they have no gap."""
     events = sorted(events, key=lambda event: event.time)
-    found = phases(events, queued=queued, bound=bound, left=left, ended=ended)
+    found = phases(Timeline(events), queued=queued, bound=bound, left=left, ended=ended)
     assert all(one.seconds >= 0 for one in found)
     assert [one.name for one in found] == [n for n in NAMES if n in {one.name for one in found}]
     starts = [event.time for event in events if event.event == "started"]
@@ -79,7 +81,7 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
         Event(40, "step", "n2", 1),
         Event(45, "evaluation", "n1", 0, {"final": True}),
     ]
-    found = phases(events, queued=4, ended=50)
+    found = phases(Timeline(events), queued=4, ended=50)
     assert [(one.name, one.seconds) for one in found] == [
         ("queue", 6),
         ("start-up", 1),
@@ -95,7 +97,7 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
 def test_what_was_not_recorded_joins_the_next() -> None:
     """A command that reports nothing of itself still has its time."""
     events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(events, ended=30)
+    found = phases(Timeline(events), ended=30)
     assert [(one.name, one.seconds) for one in found] == [
         ("start-up", 2),
         ("staging", 0),
@@ -107,7 +109,7 @@ def test_what_was_not_recorded_joins_the_next() -> None:
 def test_a_program_that_reports_nothing_runs() -> None:
     """From when its last rank began to when the script ended; the rest is the scheduler's."""
     events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(events, bound=[13, 14], left=60, ended=61)
+    found = phases(Timeline(events), bound=[13, 14], left=60, ended=61)
     assert [(one.name, one.seconds) for one in found] == [
         ("start-up", 2),
         ("staging", 0),
@@ -115,7 +117,7 @@ def test_a_program_that_reports_nothing_runs() -> None:
         ("running", 46),
         ("end", 1),
     ]
-    assert phases(events, bound=[13, 14])[-1].name == "launch", "nothing is known of now"
+    assert phases(Timeline(events), bound=[13, 14])[-1].name == "launch", "nothing is known of now"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_run_that_stops_on_its_way_spends_its_time_there(reached: str, stretch
     steps = ["started", "staging", "ready", "rendezvous", "warm-up"]
     steps = steps[: steps.index(reached) + 1]
     events = [Event(10 + number, name, "n1") for number, name in enumerate(steps)]
-    found = {one.name: one.seconds for one in phases(events, left=100, ended=101)}
+    found = {one.name: one.seconds for one in phases(Timeline(events), left=100, ended=101)}
     assert found[stretch] >= 100 - 10 - len(steps)
     assert found["end"] == 1
 
@@ -146,7 +148,7 @@ def test_the_training_lasts_to_its_last_step_or_result() -> None:
         Event(15, "evaluation", "n1", 0, {"final": True}),
         Event(16, "step", "n1", 0),
     ]
-    found = phases(events, queued=0)
+    found = phases(Timeline(events), queued=0)
     assert [(one.name, one.seconds) for one in found][-2:] == [("warm-up", 2), ("training", 4)]
 
 
@@ -217,6 +219,72 @@ def test_samples_per_second_from_the_counters(world: World, submitted: Submissio
     assert summarise(state_of(world, submitted)).samples_per_second == pytest.approx(2000 / 8)
     world.event(attempt, "evaluation", 0, final=True, samples_per_second=None)
     assert summarise(state_of(world, submitted)).samples_per_second is None
+
+
+STEP = Event(9.0, "step", "n1", 0, {"samples_total": 7}).to_json() + "\n"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        STEP,
+        STEP[:-5],
+        STEP[:-5] + STEP,
+        "\0" * 9 + STEP,
+        STEP.replace("7", '{"train":0.5}'),
+        STEP.replace("7", '"{"'),
+        STEP.replace('"rank":0', '"rank":null'),
+        STEP.replace('"rank":0', '"rank":1'),
+        STEP.replace("step", "evaluation").replace("7", '7,"final":true'),
+    ],
+)
+def test_the_milestones_tell_all(world: World, submitted: Submission, end: str) -> None:
+    """However the nodes' files end; of what lies between a rank's first and last count nothing."""
+    directory = world.starts(submitted, "1")
+    for node in ("a1", "n1"):
+        path = directory / "events" / f"{node}.jsonl"
+        for number in range(1, 6):
+            for rank in (0, 1, 10):
+                append(path, "step", node=node, rank=rank, now=number, samples_total=number)
+            append(path, "checkpoint", node=node, rank=0, now=number)
+        with path.open("a") as stream:
+            stream.write(end)
+    attempt = Attempt(directory)
+    found = list(attempt.milestones())
+    assert vars(Timeline(found)) == vars(Timeline(attempt.events()))
+    assert len([event for event in found if event.event == "step"]) <= 2 * 4 * 2
+
+
+def test_the_size_of_a_record_takes_no_memory(world: World, submitted: Submission) -> None:
+    """Of an hour of 16 ranks that was not thinned, as hpml 0.1 wrote it, little is held at once."""
+    directory = world.starts(submitted, "1")
+    lines = [
+        Event(second, "step", "n1", rank, {"samples_total": 100 * second, "loss": 0.5}).to_json()
+        for second in range(3600)
+        for rank in range(16)
+    ]
+    path = directory / "events" / "n1.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    del lines
+    state = state_of(world, submitted)
+    tracemalloc.start()
+    try:
+        summary = summarise(state)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert summary.samples_per_second == pytest.approx(1600)
+    assert most < 1e6 < path.stat().st_size / 5
+
+
+def test_when_a_job_started_is_read_in_its_first_lines(world: World, submitted: Submission) -> None:
+    """The script's own events tell it: those of the nodes need not even be readable."""
+    directory = world.starts(submitted, "1")
+    started = world.clock.now
+    (directory / "events" / "a1.jsonl").mkdir()
+    world.scheduler.jobs.clear()
+    assert state_of(world, submitted).started == started
 
 
 def test_one_count_tells_no_rate(world: World, submitted: Submission) -> None:

@@ -128,7 +128,7 @@ def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) 
     (attempt,) = node.store.run(node.run_directory.name).attempts()
     assert attempt.ended is not None
     assert (attempt.ended["exit_code"], attempt.ended["reason"]) == (int(code), told)
-    ended = attempt.events()[-1]
+    ended = list(attempt.events())[-1]
     state = "FAILED" if int(code) else "COMPLETED"
     expected = {"exit_code": int(code), "state": state, "reason": told}
     assert (ended.event, dict(ended.data)) == ("ended", expected)

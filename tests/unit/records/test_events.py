@@ -29,8 +29,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         append(path, "staging", node="n1", now=2.5, source="/d/\u2028\x85\n\"'é"),
         append(path, "step", node="n1", now=1.25, rank=0, steps=3),
     ]
-    assert read(path) == made
-    assert [event.time for event in read_all(tmp_path / "events")] == [1.25, 2.5]
+    assert list(read(path)) == made
+    append(tmp_path / "events" / "batch.jsonl", "started", node="batch", now=9.0)
+    assert [event.time for event in read_all(tmp_path / "events")] == [9.0, 2.5, 1.25]
     line = json.loads(path.read_text("utf-8").split("\n")[1])
     assert line["schema_version"] == 1
     assert line["data"] == {"steps": 3}
@@ -62,4 +63,4 @@ def test_strange_lines_are_passed_over(tmp_path: Path) -> None:
 
 def test_no_events_yet(tmp_path: Path) -> None:
     """An attempt that has written nothing has no events."""
-    assert read_all(tmp_path / "none") == []
+    assert list(read_all(tmp_path / "none")) == []

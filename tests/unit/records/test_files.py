@@ -136,6 +136,6 @@ def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), w]) for w in "abc"]
     assert [writer.wait(120) for writer in writers] == [0, 0, 0]
-    lines = read_json_lines(path)
+    lines = list(read_json_lines(path))
     assert len(lines) == 600
     assert set(lines) == {letter * 3000 for letter in "abc"}

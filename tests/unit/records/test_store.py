@@ -204,7 +204,7 @@ def test_attempts_and_bindings_are_read_as_they_come(store: Store) -> None:
     (run.directory / "attempts" / "junk").mkdir()
     attempts = run.attempts()
     assert [attempt.number for attempt in attempts] == [0, 2, 10]
-    assert (attempts[0].job_id, attempts[0].ended, attempts[0].events()) == ("", None, [])
+    assert (attempts[0].job_id, attempts[0].ended, list(attempts[0].events())) == ("", None, [])
     for rank, node, pid in ((1, "n1", 1), (0, "n1", 2), (1, "n1", 3)):
         line = f'{{"rank": {rank}, "node": "{node}", "pid": {pid}}}'
         append_line(attempts[0].directory / "binding" / f"{node}.jsonl", line)
