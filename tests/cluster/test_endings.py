@@ -48,12 +48,16 @@ def submitted(desk: Desk, name: str, **fields: Any) -> dict[str, Any]:
 
 
 def output(told: dict[str, Any]) -> str:
-    path = Path(told["output"])
+    path = Path(told["directory"], "output.log")
     return path.read_text("utf-8") if path.exists() else ""
 
 
 def _has(told: dict[str, Any], word: str, count: int) -> bool:
     return output(told).count(word) == count
+
+
+def _holds(path: Path, text: str) -> bool:
+    return text in path.read_text("utf-8")
 
 
 def ended(told: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
@@ -90,6 +94,10 @@ def test_signals_for_the_ranks_reach_them_and_nothing_else(desk: Desk, launcher:
         desk.slurm("scancel", f"--signal={name}", *filter(None, [to]), job_id)
         eventually(partial(_has, told, word, expected), what=f"{name} {to}")
     assert ":False" not in output(told)
+    log = Path(told["directory"], "attempts", "0", "events")
+    for name, to in signals:
+        noted = f'"event":"signal","node":"node2","data":{{"name":"SIG{name}"'
+        eventually(partial(_holds, log / "node2.jsonl", noted), what=f"{name} {to} on record")
     go.touch()
     assert desk.hpml("wait", told["id"]).returncode == 0
     assert desk.staged() == []
@@ -120,11 +128,11 @@ def test_every_end_is_called_by_its_name(desk: Desk) -> None:
         return str(jobs[name]["job_id"])
 
     desk.slurm("scancel", begun("cancelled"))
-    desk.slurm("scancel", "--signal=TERM", "--batch", begun("batch"))
+    desk.slurm("scancel", "--signal=HUP", "--batch", begun("batch"))
     desk.slurm("scancel", "--signal=USR1", begun("unhandled"))
     ends = {
         "cancelled": ("CANCELLED", "cancelled"),
-        "batch": ("FAILED", "the script got SIGTERM"),
+        "batch": ("FAILED", "the script got SIGHUP"),
         "unhandled": ("FAILED", "rank 0 ended by SIGUSR1"),
         "crash": ("FAILED", "rank 1 exited with code 7"),
         "killed": ("FAILED", "rank 1 ended by SIGSEGV"),
