@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.batch import archive
-from hpml_orchestrator.batch.code import CODE_DIRECTORY
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.jobs.output_directory import output_directory
 from hpml_orchestrator.jobs.staged import staged_lines
@@ -58,6 +56,8 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             which may be somebody's work, and `force` is not given; the snapshot cannot be taken, or
             there is one already. A directory that was made is gone again.
     """
+    from hpml_orchestrator.batch import archive  # noqa: PLC0415 - summaries do without the renderer
+
     target = Path(os.path.abspath(os.path.expanduser(directory)))
     if rendered.snapshot is not None and rendered.snapshot.holds(target):
         raise InputError(
@@ -84,6 +84,8 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
 
 def _write_snapshot(snapshot: Snapshot, directory: Path) -> None:
     """Put the code beside the script; what is there already is never replaced."""
+    from hpml_orchestrator.batch.code import CODE_DIRECTORY  # noqa: PLC0415
+
     code = directory / CODE_DIRECTORY
     if os.path.lexists(code):
         raise InputError(

@@ -105,7 +105,7 @@ def read_milestones(directory: Path) -> Iterator[Event]:
     they are, and no more is held than a line per rank.
     """
     for path in _files(directory):
-        last: dict[str, str] = {}
+        last: dict[bytes, bytes] = {}
         for line in read_lines(path):
             rank = _rank_of_step(line)
             if rank in last:
@@ -123,18 +123,18 @@ def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.jsonl"), key=lambda path: (path.stem != "batch", path.name))
 
 
-def _rank_of_step(line: str) -> str:
+def _rank_of_step(line: bytes) -> bytes:
     """Return the rank of a line of plain counters, unparsed; empty for any other line."""
-    head, step, rest = line.partition(',"event":"step","node":"')
+    head, step, rest = line.partition(b',"event":"step","node":"')
     # One more brace is nested data, or a line that was cut off and ran into the next.
-    if step and line.count("{") == _BRACES and head.startswith("{") and line.endswith("}}\n"):
-        return rest.partition('","rank":')[2].partition(",")[0]
-    return ""
+    if step and line.count(b"{") == _BRACES and head.startswith(b"{") and line.endswith(b"}}\n"):
+        return rest.partition(b'","rank":')[2].partition(b",")[0]
+    return b""
 
 
-def _event_of(line: str) -> Event | None:
+def _event_of(line: bytes) -> Event | None:
     try:
-        parsed = json.loads(line)
+        parsed = json.loads(line.decode("utf-8", "surrogateescape"))
         if parsed.get("schema_version", 0) > SCHEMA_VERSION:
             return None
         return Event(

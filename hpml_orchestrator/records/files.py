@@ -192,18 +192,17 @@ def append_line(path: PathLike, line: str) -> None:
         os.close(fd)
 
 
-def read_lines(path: PathLike) -> Iterator[str]:
-    """Yield the complete lines of a UTF-8 file without holding it; a torn last one is left out.
+def read_lines(path: PathLike) -> Iterator[bytes]:
+    """Yield the complete lines of a file without holding it; a torn last one is left out.
 
     Raises:
         NotFoundError: there is no such file.
         RecordError: it cannot be read.
     """
     try:
-        # Lines end at \n alone: JSON leaves U+2028 and its like, and \r, as they are.
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+        with open(path, "rb") as stream:
             for line in stream:
-                if line.endswith("\n"):
+                if line.endswith(b"\n"):
                     yield line
     except FileNotFoundError as error:
         raise NotFoundError(f"no such file: {path}") from error
@@ -212,12 +211,10 @@ def read_lines(path: PathLike) -> Iterator[str]:
 
 
 def read_json_lines(path: PathLike) -> Iterator[Any]:
-    """Yield what the complete lines of a file hold; what is no JSON is passed over."""
+    """Yield what the complete lines of a UTF-8 file hold; what is no JSON is passed over."""
     for line in read_lines(path):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            yield json.loads(line.decode("utf-8", "surrogateescape"))
 
 
 def _cannot(verb: str, path: PathLike, error: OSError) -> RecordError:
