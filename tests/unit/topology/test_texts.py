@@ -339,7 +339,7 @@ def test_nccl_files_written_by_hand() -> None:
     got = topology_of_text(
         """<system version="1"><cpu numaid="0" affinity="0-3,8">
         <pci busid="0000:01:00.0" class="0x060400"><gpu dev="0" sm="90"/></pci>
-        <pci busid="0000:02:00.0" class="0x020000"><net name="mlx5_0" port="1"/></pci>
+        <pci busid="0000:02:00.0" class="0x020700"><net name="mlx5_0" port="1"/></pci>
         <pci busid="0000:03:00.0" class="0x020700"><nic name="mlx5_1" dev="1"/></pci>
         </cpu></system>"""
     )
