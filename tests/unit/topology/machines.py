@@ -147,7 +147,7 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
             lines += [core, *units, "</object>"]
         for device in machine.devices:
             if device.domain == number:
-                lines += hwloc_device(device, rdma=32 if version > 2 else 3)  # noqa: PLR2004
+                lines += hwloc_device(device, rdma=32 if version > 2 else 3)
         lines += ["</object>"] * (1 if version > 1 else 2)
     lines.append("</object>")
     if version > 1:
@@ -162,8 +162,8 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
     return "\n".join([*lines, "</topology>", ""])
 
 
-def hwloc_mask(cpus: Sequence[int]) -> str:
-    return ",".join(f"0x{word}" for word in mask(cpus).split(","))
+def hwloc_mask(cpus: Sequence[int], words: int = 4) -> str:
+    return ",".join(f"0x{word}" for word in mask(cpus, words).split(","))
 
 
 def hwloc_device(device: Device, rdma: int) -> list[str]:
