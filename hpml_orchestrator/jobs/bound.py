@@ -267,14 +267,14 @@ def _measured(place: Place, entries: list[str] | None, topology: Topology | None
     numa = sorted({core.domain for core in cores})
     devices = visible(topology, entries, [])
     device = devices[place.local_rank % len(devices)] if devices else None
-    near = local_domains(topology, Machine(topology, None, smt=True), device) if device else ()
-    away = [min(topology.distance(one, other) for one in near) for other in numa if near]
+    machine = Machine(topology, None, smt=True)
+    near = local_domains(topology, machine, device) if device else ()
     return replace(
         place,
         gpu=(device.address or device.name) if device else None,
         cores=len(cores),
         numa=tuple(numa),
-        distance=max(away, default=None),
+        distance=machine.farthest(near, numa),
     )
 
 

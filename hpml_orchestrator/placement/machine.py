@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["UNKNOWN_DISTANCE", "Machine"]
 
 UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
-_LOCAL, _REMOTE = 10, 20  # what Topology.distance assumes where nothing is told
+_LOCAL, _REMOTE = 10, 20  # assumed for comparisons where nothing is told
 
 
 class Machine:
@@ -70,13 +70,23 @@ class Machine:
         return tuple(sorted(self._sockets))
 
     def distance(self, one: int, other: int) -> int:
-        """Return how far a domain is from another: as told, else 10 within and 20 between."""
+        """Return how far a domain is from another: as told, else 10 within and 20 between.
+
+        For comparisons alone: what people read is from `farthest`.
+        """
         told = self._distances.get(one, {})
         return told.get(other, _LOCAL if one == other else _REMOTE)
 
-    def told(self, one: int, other: int) -> bool:
-        """Say whether the distance between two domains is known: a domain's own always is."""
-        return one == other or other in self._distances.get(one, {})
+    def farthest(self, near: Collection[int], domains: Iterable[int]) -> int | None:
+        """Return the largest told distance of some domains, each from the nearest of `near`.
+
+        None where the source does not tell one of them.
+        """
+        away = [
+            [told[other] for told in map(self._distances.get, near) if told and other in told]
+            for other in domains
+        ]
+        return max(map(min, away), default=None) if all(away) else None
 
     def gap(self, one: int, other: int) -> tuple[int, int]:
         """Return the distance, and 1 where no socket is common: for sources without distances."""

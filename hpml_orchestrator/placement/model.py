@@ -30,7 +30,7 @@ class RankPlan:
         threads: OpenMP threads: its cores less its loader workers, at least 1.
         loader_workers: processes that load data for it, on its cores.
         distance: the largest NUMA distance from its GPU to one of its cores (10 is local); None
-            without a GPU, and where the GPU's domain is not known.
+            without a GPU, and where the GPU's domain or a distance is not told.
     """
 
     local_rank: int

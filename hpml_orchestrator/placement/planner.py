@@ -217,7 +217,6 @@ def _rank(
     for core in cores:
         held[machine.domain_of[core]] = held.get(machine.domain_of[core], 0) + 1
     far = {one: min((machine.distance(near, one) for near in seat.near), default=0) for one in held}
-    told = all(any(machine.told(near, one) for near in seat.near) for one in held)
     memory = min(held, key=lambda one: (far[one], -held[one], one), default=None)
     gpu = seat.gpu
     return RankPlan(
@@ -232,7 +231,7 @@ def _rank(
         nic=nic,
         threads=threads,
         loader_workers=loader_workers,
-        distance=max(far.values(), default=None) if seat.near and told else None,
+        distance=machine.farthest(seat.near, held),
     )
 
 

@@ -151,11 +151,6 @@ class _Case:
         self.gpu = self.devices[seen.local_rank % len(self.devices)] if self.devices else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
         self.near = local_domains(node.topology, node.machine, self.gpu) if self.gpu else ()
-        far = [
-            min(node.machine.distance(near, one) for near in self.near)
-            for one in self.domains
-            if self.near
-        ]
         self.proof = RankProof(
             rank=seen.rank,
             local_rank=seen.local_rank,
@@ -167,7 +162,7 @@ class _Case:
             numa=self.domains,
             memory=seen.memory,
             nic=seen.nic,
-            distance=max(far, default=None),
+            distance=node.machine.farthest(self.near, self.domains),
             threads=seen.threads,
             live=seen.live,
         )
@@ -261,11 +256,11 @@ def _far_faults(node: _Node, case: _Case) -> list[str]:
 def _elsewhere(node: _Node, case: _Case) -> str:
     """The sentence of a rank that runs on CPUs that are not its own."""
     assert case.plan is not None  # noqa: S101 - whoever calls has seen to it
-    planned = case.plan.distance
-    far = case.proof.distance
-    if node.plan.policy in _NEAR_POLICIES and case.gpu and far is not None and planned is not None:
+    planned, seen = case.plan.distance, case.proof.distance
+    if node.plan.policy in _NEAR_POLICIES and case.gpu and case.near and case.domains:
         same = gpu_name(case.gpu) == case.plan.gpu
-        if (same and far > planned) or not set(case.domains) & set(case.near):
+        farther = planned is not None and seen is not None and seen > planned
+        if (same and farther) or not set(case.domains) & set(case.near):
             own = f", its own CPUs are {case.plan.cpu_list()}" if same else ""
             return (
                 f"runs on {case.place}, its GPU {gpu_name(case.gpu)} is next to NUMA "

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.topology.cpulist import format_list
 from hpml_orchestrator.topology.model import Core, Domain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from hpml_orchestrator.topology.model import Gpu
 
 __all__ = [
+    "adopt_strays",
     "cores_of_groups",
     "cores_without_siblings",
+    "distinct_uuids",
     "domain_of_cpus",
+    "free_number",
     "name_key",
     "nearest_with_cpus",
 ]
@@ -114,6 +121,36 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> Optional[int]: 
     if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
         return None
     return ranked[0][1]
+
+
+def adopt_strays(homes: dict[int, int], online: Collection[int], warnings: list[str]) -> None:
+    """Add the CPUs that no domain has to the first that has some, and say so.
+
+    Args:
+        homes: CPU -> domain; not empty.
+        online: all CPUs.
+        warnings: gets a sentence where there are such CPUs.
+    """
+    strays = set(online) - set(homes)
+    if strays:
+        first = min(homes.values())
+        warnings.append(
+            f"The NUMA domain of the CPUs {format_list(strays)} is not told: they count as "
+            f"domain {first}."
+        )
+        homes.update(dict.fromkeys(strays, first))
+
+
+def free_number(used: Collection[int]) -> int:
+    """Return the lowest number that no domain has."""
+    return next(n for n in range(len(used) + 1) if n not in used)
+
+
+def distinct_uuids(gpus: Iterable[Gpu]) -> list[Gpu]:
+    """Return GPUs without the UUIDs that several have: it tells none of these partitions."""
+    found = list(gpus)
+    count = Counter(gpu.uuid for gpu in found)
+    return [gpu if count[gpu.uuid] == 1 else replace(gpu, uuid="") for gpu in found]
 
 
 def name_key(name: str) -> tuple[tuple[str, int], ...]:

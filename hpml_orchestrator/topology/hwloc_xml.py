@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
+    adopt_strays,
     cores_of_groups,
+    distinct_uuids,
     domain_of_cpus,
-    name_key,
     nearest_with_cpus,
 )
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_mask
@@ -17,40 +19,45 @@ from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 from hpml_orchestrator.topology.pci import (
     PciPath,
     address_key,
+    compute_gpus,
     full_address,
     is_gpu,
     is_nic,
     links,
+    nic_rank,
+    offered_nics,
+    partition_address,
 )
-from hpml_orchestrator.topology.xml_guard import parse_xml
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["read_hwloc_xml"]
+__all__ = ["hwloc_topology"]
 
 _SOURCE = "hwloc XML"
 _MEANS_LATENCY = 4
+_NAME_CHARS = 20
 _IO = frozenset({"Bridge", "PCIDev", "OSDev"})
-# The first of these that a device has names it; the number behind is the driver's.
-_GPU_NAMES = [re.compile(rf"{word}([0-9]+)(?:d([0-9]+))?") for word in "nvml rsmi cuda ze".split()]
+# The first of these that a device has names it: platform, if any, and the driver's number.
+_GPU_NAMES = [re.compile(rf"{word}(?:([0-9]+)d)?([0-9]+)") for word in "nvml rsmi cuda ze".split()]
 _GPU_NAMES.append(re.compile(r"opencl([0-9]+)d([0-9]+)"))
-_FABRIC = re.compile(r"(mlx[45]|hfi1|qib|bnxt_re|irdma|efa|rdmap|cxi|rocep|ibp|bxi)_?\w+")
-_ETHERNET = re.compile(r"(eth|en[opsx]|ib|hsn|bond|wl)\w*")
-_PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):", re.IGNORECASE)
+_PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_WHOLE = re.compile(r"[0-9]{1,20}")
 _NOT_MAIN_MEMORY = ("GPUMemory", "MCDRAM", "HBM", "SPM", "NVM", "CXL", "DAX")
 
 
-def read_hwloc_xml(text: str) -> Topology:
+def hwloc_topology(root: ET.Element) -> Topology:
     """Return the machine that hwloc exported.
 
+    Args:
+        root: the element `<topology>`.
+
     Raises:
-        InputError: it is no such file, or it is cut off.
+        InputError: it is no such file.
     """
-    root = parse_xml(text)
     machine = root.find("object")
-    if root.tag != "topology" or machine is None:
+    if machine is None:
         raise InputError("is no hwloc XML: <topology> with an <object> is missing")
     try:
         return _Reader(root, machine).topology()
@@ -64,6 +71,9 @@ class _Reader:
     def __init__(self, root: ET.Element, machine: ET.Element) -> None:
         self.root = root
         self.machine = machine
+        # hwloc 3 counts the kinds of OS devices in powers of two.
+        newer = root.get("version", "").startswith("3")
+        self.network, self.rdma = ("16", "32") if newer else ("2", "3")
         self.above: dict[ET.Element, tuple[ET.Element, ...]] = {}
         pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [(machine, ())]
         self.objects: list[ET.Element] = []
@@ -121,6 +131,7 @@ class _Reader:
         numbers = [_number(one) for one in nodes]
         if len(set(numbers)) < len(numbers):
             raise ValueError("two NUMA domains have one number")
+        adopt_strays(homes, online, self.warnings)
         distances = self._distances(nodes)
         domains = [
             Domain(
@@ -131,13 +142,11 @@ class _Reader:
             )
             for one in sorted(nodes, key=_number)
         ]
-        for cpu in online - set(homes):
-            homes[cpu] = domains[0].number
         return tuple(domains), homes
 
     def _online(self) -> frozenset[int]:
         """Return the CPUs that are there, online, and allowed to whoever exported the file."""
-        told = frozenset(_number(one) for one in self._of_type("PU"))
+        told = frozenset(_cpu(one) for one in self._of_type("PU"))
         online = self.machine.get("online_cpuset")  # hwloc 1 alone
         told = told & frozenset(parse_mask(online)) if online else told
         allowed = frozenset(_mask(self.machine, "allowed_cpuset")) & told
@@ -173,16 +182,22 @@ class _Reader:
     def _cores(self, homes: Mapping[int, int]) -> tuple[Core, ...]:
         groups: dict[object, list[int]] = {}
         sockets: dict[int, int] = {}
+        packages = self._of_type("Package", "Socket")
+        told = {one.get("os_index", "") for one in packages}
+        if len(told) == len(packages) and all(map(_WHOLE.fullmatch, told)):
+            number_of = {one: _number(one) for one in packages}
+        else:  # hwloc itself does not need them
+            number_of = {one: place for place, one in enumerate(packages)}
         alone = 0
         online = set(homes)
         for unit in self._of_type("PU"):
-            cpu = _number(unit)
+            cpu = _cpu(unit)
             core = self._nearest(unit, "Core")
             alone += core is None
             if cpu in online:
                 groups.setdefault(unit if core is None else core, []).append(cpu)
                 package = self._nearest(unit, "Package", "Socket")
-                sockets[cpu] = _number(package) if package is not None else 0
+                sockets[cpu] = 0 if package is None else number_of[package]
         if alone:
             self.warnings.append("Cores are not told for all CPUs: such a CPU counts as a core.")
         if not groups:
@@ -193,36 +208,56 @@ class _Reader:
         self, domains: Sequence[Domain]
     ) -> tuple[tuple[Gpu, ...], tuple[Nic, ...], dict[str, PciPath]]:
         paths: dict[str, PciPath] = {}
-        gpus: list[tuple[tuple[int, ...], Gpu]] = []
-        nics: dict[str, Nic] = {}
+        kinds: dict[tuple[int, ...], tuple[int, int, bool]] = {}
+        gpus: dict[tuple[int, ...], Gpu] = {}
+        nics: list[tuple[tuple[int, bool], Nic]] = []
+        bare = {
+            one.get("pci_type")
+            for one in self._of_type("PCIDev")
+            if not _numbered_gpus(list(one.iter("object")))
+        }
         for device in self._devices_and_loners():
             address = full_address(device.get("pci_busid", ""))
-            inside = [device, *(o for o in device.iter("object") if o.get("type") == "OSDev")]
-            names = [one.get("name", "") for one in inside if one.get("name")]
-            place = self._near(device, domains)
-            if address:
-                paths[address] = PciPath(tuple(self._bridges(device)))
-            numbered = _gpu_number(names)
+            below = (one for one in device.iter("object") if one.get("type") == "OSDev")
+            inside = [device, *(one for one in below if one is not device)]
+            domain, cpus = self._near(device, domains)
+            path = PciPath(tuple(self._bridges(device)))
             match = _PCI_TYPE.match(device.get("pci_type", ""))
-            kind, vendor = (int(match[1], 16), int(match[2], 16)) if match else (0, 0)
-            if numbered or is_gpu(vendor, kind):
-                name, number = numbered or ("", CPUS_MAX)
-                made = Gpu(0, name, address, _uuid(inside), domain=place[0], cpus=place[1])
-                gpus.append(((number, *address_key(address)), made))
+            kind, vendor, model = (int(part, 16) for part in match.groups()) if match else (0, 0, 0)
+            named = _numbered_gpus(inside)
+            if device.get("pci_type") in bare:  # OpenCL of ROCm 6 puts all below the first
+                named = named[:1]
+            if named or is_gpu(vendor, kind, model):
+                # Several are partitions of one GPU, as of an MI300A in CPX mode.
+                for part, (number, one) in enumerate(named or [(CPUS_MAX, device)]):
+                    own = partition_address(address, part)
+                    if address:
+                        paths[own] = path
+                    uuid = _uuid([one] if len(named) > 1 else inside)
+                    key = (number, *address_key(own), len(gpus))
+                    gpus[key] = Gpu(0, one.get("name", ""), own, uuid, domain=domain, cpus=cpus)
+                    kinds[key] = (vendor, kind, bool(named))
                 continue
-            for name in _nic_names(names) or ([address] if is_nic(kind) and address else []):
-                nics.setdefault(name, Nic(name, address, *place))
-        gpus.sort(key=lambda pair: pair[0])
+            if address:
+                paths[address] = path
+            if match and not is_nic(kind):
+                continue
+            virtual = any("Virtual Function" in text for text in _infos(inside, "PCIDevice"))
+            cards = [one for one in inside if one.get("osdev_type") in {self.network, self.rdma}]
+            for one in cards or ([device] if kind and address else []):
+                name, rdma = one.get("name", ""), one.get("osdev_type") == self.rdma
+                rank = nic_rank(name, kind, vendor, rdma=rdma, virtual=virtual)
+                nics.append((rank, Nic(name or address, address, domain, cpus)))
+        computing = distinct_uuids(gpus[key] for key in sorted(compute_gpus(kinds)))
         made_gpus = tuple(
-            Gpu(i, gpu.name or f"GPU{i}", gpu.address, gpu.uuid, "", gpu.domain, gpu.cpus)
-            for i, (_, gpu) in enumerate(gpus)
+            replace(gpu, index=i, name=gpu.name or f"GPU{i}") for i, gpu in enumerate(computing)
         )
         self.warnings.extend(
             f"The NUMA domain of {gpu.name} {gpu.address}".rstrip() + " is not told."
             for gpu in made_gpus
             if gpu.domain is None
         )
-        return made_gpus, tuple(nics[name] for name in sorted(nics, key=name_key)), paths
+        return made_gpus, offered_nics(nics), paths
 
     def _devices_and_loners(self) -> Iterator[ET.Element]:
         """Yield PCI devices, and OS devices of none: of GPUs those of one naming alone."""
@@ -237,7 +272,7 @@ class _Reader:
             if named:
                 yield from named
                 break
-        yield from (one for one in loners if _nic_names([one.get("name", "")]))
+        yield from (one for one in loners if one.get("osdev_type") in {self.network, self.rdma})
 
     def _bridges(self, device: ET.Element) -> Iterator[str]:
         for one in self.above[device]:
@@ -270,14 +305,18 @@ def _special(element: ET.Element) -> bool:
 
 
 def _number(element: ET.Element) -> int:
-    number = _whole(element.get("os_index", ""))
+    return _whole(element.get("os_index", ""))
+
+
+def _cpu(unit: ET.Element) -> int:
+    number = _number(unit)
     if number >= CPUS_MAX:
-        raise ValueError(f"os_index {number} is too large")
+        raise ValueError(f"os_index {number} of a PU is too large")
     return number
 
 
 def _whole(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,20}", text.strip()):
+    if not _WHOLE.fullmatch(text.strip()):
         raise ValueError(f"{text[:40]!r} is no whole number")
     return int(text)
 
@@ -296,25 +335,22 @@ def _square(indexes: Sequence[int], values: Sequence[int]) -> dict[int, dict[int
     }
 
 
-def _gpu_number(names: Iterable[str]) -> Optional[tuple[str, int]]:  # noqa: UP045
+def _numbered_gpus(objects: Sequence[ET.Element]) -> list[tuple[int, ET.Element]]:
+    """Return what one library and platform calls the GPUs among some objects, by its numbers."""
     for pattern in _GPU_NAMES:
-        for name in names:
-            match = pattern.fullmatch(name)
-            if match:
-                return name, int(match[match.lastindex or 1]) if len(name) < 20 else 0  # noqa: PLR2004
-    return None
+        found = [(pattern.fullmatch(one.get("name", "")[:_NAME_CHARS]), one) for one in objects]
+        named = [(match[1], int(match[2]), one) for match, one in found if match]
+        if named:
+            ordered = sorted(named, key=lambda part: part[1])
+            return [(number, one) for platform, number, one in ordered if platform == named[0][0]]
+    return []
 
 
-def _nic_names(names: Sequence[str]) -> list[str]:
-    """Return the fabric's names of a card, else its network interfaces."""
-    fabric = [name for name in names if _FABRIC.fullmatch(name)]
-    return fabric or [name for name in names if _ETHERNET.fullmatch(name)]
+def _infos(objects: Iterable[ET.Element], *names: str) -> list[str]:
+    infos = (info for one in objects for info in one.findall("info"))
+    return [one.get("value", "") for one in infos if one.get("name") in names]
 
 
 def _uuid(objects: Iterable[ET.Element]) -> str:
-    for one in objects:
-        for info in one.findall("info"):
-            value = info.get("value", "")
-            if info.get("name") in {"NVIDIAUUID", "AMDUUID"} and value:
-                return value if value.startswith("GPU-") else f"GPU-{value}"
-    return ""
+    value = next(filter(None, _infos(objects, "NVIDIAUUID", "AMDUUID")), "")
+    return value if not value or value.startswith("GPU-") else f"GPU-{value}"

@@ -37,7 +37,8 @@ class Domain:
         number: the kernel's number of it.
         cpus: its CPUs; empty for memory alone, such as that of a GPU or CXL.
         memory_bytes: its memory; 0 where it is not told.
-        distances: `(domain, distance)` to every domain that is told, itself included (10 is local).
+        distances: `(domain, distance)` to every domain that is told, itself included (10 is local);
+            empty where the source tells none.
     """
 
     number: int
@@ -53,7 +54,8 @@ class Gpu:
     Attributes:
         index: its place among the GPUs of the node, in the order of the source.
         name: what the source calls it, such as `GPU0`.
-        address: PCI address; empty where it is not told.
+        address: PCI address; empty where it is not told. Partitions of a GPU (AMD's TPX and CPX
+            modes) differ in its last digit, as AMD's tools write it.
         uuid: of the device or the MIG instance; empty where it is not told.
         parent: UUID (or PCI address) of the GPU that a MIG instance is part of; else empty.
         domain: NUMA domain with CPUs that it is nearest to; None where it is not known.
@@ -127,9 +129,3 @@ class Topology:
     def domain(self, number: int) -> Domain | None:
         """The domain of that number."""
         return next((one for one in self.domains if one.number == number), None)
-
-    def distance(self, one: int, other: int) -> int:
-        """Return how far a domain is from another: as told, else 10 within and 20 between."""
-        home = self.domain(one)
-        told = dict(home.distances) if home else {}
-        return told.get(other, 10 if one == other else 20)

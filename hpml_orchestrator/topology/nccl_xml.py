@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.topology.build import cores_without_siblings, name_key
+from hpml_orchestrator.topology.build import (
+    cores_without_siblings,
+    domain_of_cpus,
+    free_number,
+)
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
 from hpml_orchestrator.topology.pci import (
     PciPath,
     address_key,
+    compute_gpus,
     full_address,
     is_gpu,
     is_nic,
     links,
+    nic_rank,
+    offered_nics,
+    partition_address,
 )
-from hpml_orchestrator.topology.xml_guard import parse_xml
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
     from collections.abc import Iterator, Sequence
 
-__all__ = ["read_nccl_xml"]
+__all__ = ["nccl_topology"]
 
 _SOURCE = "NCCL XML"
 _BRIDGE, _DISPLAY, _ACCELERATOR = 0x0604, 0x03, 0x12
 _AMD_VENDORS = {0x1002, 0x1022}
 _UNNUMBERED = CPUS_MAX
+_INTERFACE = re.compile(r"eth|en[opsx]|ib[0-9]|bond|wl|$")  # what is no RDMA device's name
 
 
-def read_nccl_xml(text: str) -> Topology:
+def nccl_topology(root: ET.Element) -> Topology:
     """Return the node that a NCCL or RCCL topology file describes.
 
+    Args:
+        root: the element `<system>`.
+
     Raises:
-        InputError: it is no such file, is cut off, or describes several nodes.
+        InputError: it is no such file, or describes several nodes.
     """
-    root = parse_xml(text)
     parts = root.findall("cpu")
-    if root.tag != "system" or not parts:
+    if not parts:
         raise InputError("is no NCCL topology: <system> with a <cpu> is missing")
     if len({part.get("host_hash") for part in parts}) > 1:
         raise InputError(
@@ -56,12 +67,11 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
     cores, note = cores_without_siblings(domains)
     warnings.append(note)
     gpus: list[tuple[int, Gpu]] = []
-    nics: dict[str, Nic] = {}
+    kinds: dict[int, tuple[int, int, bool]] = {}
+    nics: list[tuple[tuple[int, bool], Nic]] = []
     paths: dict[str, PciPath] = {}
     for part in parts:
-        number = _domain_number(part)
-        cpus = _cpus(part) if number is not None else ()
-        home = number if cpus else None
+        home, cpus = _near(part, domains)
         for device, above in _pci_devices(part):
             address = full_address(device.get("busid", "")) or device.get("busid", "")
             vendor, kind = _hex(device, "vendor"), _hex(device, "class") >> 8
@@ -73,22 +83,28 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
             # NCCL's tree has one entry per switch, and no host bridges.
             bridges = (f"domain {part.get('numaid')}", *(one.get("busid", "") for one in above))
             paths[address] = PciPath(bridges, own, hops=0, root=True)
-            told = device.find("gpu")
-            if told is not None or is_gpu(vendor, kind) or (not vendor and _is_display(kind)):
-                index = _number(told.get("dev", "")) if told is not None else _UNNUMBERED
-                gpus.append((index, Gpu(index, "", address, domain=home, cpus=cpus)))
+            numbers = [_number(one.get("dev", "")) for one in device.findall("gpu")]
+            is_one = is_gpu(vendor, kind, _hex(device, "device"))
+            if not numbers and (is_one or (not vendor and _is_display(kind))):
+                numbers = [_UNNUMBERED]
+            for place, index in enumerate(numbers):  # several are partitions of one GPU
+                one = partition_address(address, place)
+                paths[one] = paths[address]
+                kinds[len(gpus)] = (vendor, kind, index != _UNNUMBERED)
+                gpus.append((index, Gpu(index, "", one, domain=home, cpus=cpus)))
             names = _nic_names(device)
             if not names and is_nic(kind) and _has_no_card(device):
-                names = [address]
+                names = [""]
             for name in names:
-                nics[name] = Nic(name, address, home, cpus)
+                rank = nic_rank(name, kind, vendor, rdma=not _INTERFACE.match(name))
+                nics.append((rank, Nic(name or address, address, home, cpus)))
         for net in part.findall("nic/net"):
             # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
             name = net.get("name", "")
-            nics[name] = Nic(name)
+            nics.append((nic_rank(name, 0, rdma=not _INTERFACE.match(name)), Nic(name)))
             warnings.append(f"The place of the network card {name} is not told.")
-    made = _in_order(gpus, warnings)
-    cards = tuple(nics[name] for name in sorted(nics, key=name_key))
+    made = _in_order([gpus[place] for place in compute_gpus(kinds)], warnings)
+    cards = offered_nics(nics)
     told_links = links(made, cards, paths)
     # Behind one <cpu> there may be several host bridges: NODE is what is certain.
     weakened = tuple((a, b, "NODE" if level == "PHB" else level) for a, b, level in told_links)
@@ -101,16 +117,13 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
     """Return the domains that are told, each CPU in one of them."""
     cpus_of: dict[int, tuple[int, ...]] = {}
     taken: set[int] = set()
+    unknown: list[tuple[int, ...]] = []
     for part in parts:
         number = _domain_number(part)
         cpus = _cpus(part)
         if number is None:
-            warnings.append(
-                "NCCL knew no NUMA domain (numaid -1): the domain of the devices there is not told."
-            )
-            if len(parts) > 1:
-                continue
-            number = 0
+            unknown.append(cpus)
+            continue
         if number in cpus_of:
             raise ValueError(f"domain {number} is told twice")
         if taken & set(cpus):
@@ -122,7 +135,8 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
             warnings.append(
                 f"The file tells no CPUs of domain {number}: what is there runs elsewhere."
             )
-    if not taken:
+    _add_unknown(cpus_of, unknown, warnings)
+    if not any(cpus_of.values()):
         warnings.append("The file tells no CPUs.")
     missing = sorted(set(range(max(cpus_of, default=0))) - set(cpus_of))
     if missing:
@@ -130,6 +144,35 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
             f"Not told are the NUMA domains {format_list(missing)}: NCCL lists those with devices."
         )
     return tuple(Domain(number, cpus_of[number]) for number in sorted(cpus_of))
+
+
+def _add_unknown(
+    cpus_of: dict[int, tuple[int, ...]], unknown: Sequence[tuple[int, ...]], warnings: list[str]
+) -> None:
+    """Make domains of the CPUs of each numaid of -1, less those that another domain has."""
+    alone = len(cpus_of) + len(unknown) == 1
+    for cpus in sorted(unknown):
+        rest = tuple(sorted(set(cpus).difference(*cpus_of.values())))
+        told = "the domain of the devices there is not told"
+        if rest or not cpus_of:
+            number = free_number(cpus_of)
+            cpus_of[number] = rest
+            if rest and not alone:
+                told = f"the CPUs {format_list(rest)} count as domain {number}"
+        warnings.append(f"NCCL knew no NUMA domain (numaid -1): {told}.")
+
+
+def _near(part: ET.Element, domains: Sequence[Domain]) -> tuple[Optional[int], tuple[int, ...]]:  # noqa: UP045
+    """Return the domain and the CPUs of the devices behind a `<cpu>`.
+
+    All CPUs of the node behind a numaid of -1 tell nothing.
+    """
+    number, cpus = _domain_number(part), _cpus(part)
+    if number is not None:
+        return (number if cpus else None), cpus
+    if set(cpus) == {cpu for one in domains for cpu in one.cpus}:
+        return None, ()
+    return domain_of_cpus(cpus, domains), cpus
 
 
 def _cpus(part: ET.Element) -> tuple[int, ...]:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from hpml_orchestrator.topology.build import name_key
 from hpml_orchestrator.topology.model import Gpu, Nic
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PciPath", "address_key", "full_address", "is_gpu", "is_nic", "level", "links"]
+_Key = TypeVar("_Key")
+
+__all__ = [
+    "PciPath",
+    "address_key",
+    "compute_gpus",
+    "full_address",
+    "is_gpu",
+    "is_nic",
+    "level",
+    "links",
+    "nic_rank",
+    "offered_nics",
+    "partition_address",
+]
 
 _ADDRESS = re.compile(
     r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", re.IGNORECASE
@@ -22,7 +37,13 @@ _GPU_CLASSES = {
     _AMD: {0x0300, 0x0302, 0x0380, 0x1200},
     _INTEL: {0x0380},
 }
-_NIC_CLASSES = {0x0200, 0x0207}
+_VGA = 0x0300
+_OLD_ATI = range(0x4000, 0x6000)  # Rage XL, ES1000 and others of before 2008, on server boards
+_NETWORK, _SERIAL_INFINIBAND = 0x02, 0x0C06
+_FABRIC_CLASSES = {0x0207, 0x0208, _SERIAL_INFINIBAND}  # InfiniBand, Omni-Path, old InfiniBand
+_FABRIC_NAMES = re.compile(r"(hfi1|opa|efa|rdmap|cxi|hsn|bxi)\w*")
+_CRAY = 0x17DB  # Slingshot
+_LAST_FUNCTION = 7
 
 
 @dataclass(frozen=True)
@@ -61,17 +82,87 @@ def address_key(address: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", address) if part)
 
 
-def is_gpu(vendor: int, device_class: int) -> bool:
-    """Tell whether a PCI device of that vendor and class (16 bits) is a GPU that computes.
+def partition_address(address: str, number: int) -> str:
+    """Return the address of a partition of a GPU, its number in the place of the PCI function.
 
-    A server's graphics chip (ASPEED, Matrox) and an NVSwitch are none.
+    So do AMD's tools and HIP name the partitions of an MI300 in TPX or CPX mode, which the kernel
+    shows as one PCI device.
+
+    >>> partition_address("0001:02:00.0", 5)
+    '0001:02:00.5'
     """
+    if not full_address(address):
+        return address
+    return f"{address[:-1]}{min(int(address[-1]) + number, _LAST_FUNCTION)}"
+
+
+def is_gpu(vendor: int, device_class: int, device: int = 0) -> bool:
+    """Tell whether a PCI device of that vendor, class (16 bits) and id is a GPU that computes.
+
+    A server's graphics chip (ASPEED, Matrox, ATI) and an NVSwitch are none.
+    """
+    if vendor == _AMD and device_class == _VGA and device in _OLD_ATI:
+        return False
     return device_class in _GPU_CLASSES.get(vendor, ())
 
 
+def compute_gpus(found: Mapping[_Key, tuple[int, int, bool]]) -> list[_Key]:
+    """Return those GPUs that compute: a VGA device beside them only draws the screen.
+
+    NVIDIA's VGA devices are cards that compute, too; others count where there is nothing else.
+
+    Args:
+        found: GPU -> vendor (0 where not told), class (16 bits), whether a compute library or
+            driver names it.
+    """
+    sure = [
+        key
+        for key, (vendor, kind, named) in found.items()
+        if named or kind != _VGA or vendor == _NVIDIA
+    ]
+    return sure or list(found)
+
+
 def is_nic(device_class: int) -> bool:
-    """Tell whether a PCI class (16 bits) is Ethernet or InfiniBand."""
-    return device_class in _NIC_CLASSES
+    """Tell whether a PCI class (16 bits) is a network card's, of Ethernet or of a fabric."""
+    return device_class >> 8 == _NETWORK or device_class == _SERIAL_INFINIBAND
+
+
+def nic_rank(
+    name: str, device_class: int, vendor: int = 0, *, rdma: bool, virtual: bool = False
+) -> tuple[int, bool]:
+    """Return what `offered_nics` chooses network cards by.
+
+    0 is a card of the fabric (InfiniBand, Omni-Path, Slingshot, EFA), 1 another RDMA device (RoCE),
+    2 a network interface on a card of the fabric (IPoIB), 3 Ethernet, 4 a card without a name.
+
+    Args:
+        name: the device's or interface's; empty where the source tells none.
+        device_class: of PCI (16 bits); 0 where it is not told.
+        vendor: of PCI; 0 where it is not told.
+        rdma: whether the name is an RDMA device's.
+        virtual: whether it is a virtual function (SR-IOV).
+    """
+    fabric = device_class in _FABRIC_CLASSES
+    if _FABRIC_NAMES.fullmatch(name) or vendor == _CRAY or (fabric and rdma):
+        rank = 0
+    elif rdma:
+        rank = 1
+    elif fabric or name.startswith("ib"):
+        rank = 2
+    else:
+        rank = 3
+    return (rank if name else 4), virtual
+
+
+def offered_nics(ranked: Iterable[tuple[tuple[int, bool], Nic]]) -> tuple[Nic, ...]:
+    """Return the network cards that ranks talk through: those of the best rank, by name."""
+    best: dict[str, tuple[tuple[int, bool], Nic]] = {}
+    for rank, nic in ranked:
+        if nic.name not in best or rank < best[nic.name][0]:
+            best[nic.name] = (rank, nic)
+    least = min((rank for rank, _ in best.values()), default=None)
+    return tuple(best[name][1] for name in sorted(best, key=name_key) if best[name][0] == least)
 
 
 def level(one: PciPath, other: PciPath, *, same_domain: bool) -> str:

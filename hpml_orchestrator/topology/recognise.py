@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from typing import Union
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.topology.hwloc_xml import read_hwloc_xml
+from hpml_orchestrator.topology.hwloc_xml import hwloc_topology
 from hpml_orchestrator.topology.model import Topology
-from hpml_orchestrator.topology.nccl_xml import read_nccl_xml
+from hpml_orchestrator.topology.nccl_xml import nccl_topology
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
 from hpml_orchestrator.topology.record import topology_of_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
@@ -22,8 +21,6 @@ _HINT = (
     "known are: hwloc's XML (`lstopo machine.xml`), NCCL's topology file (NCCL_TOPO_DUMP_FILE), "
     "the output of `nvidia-smi topo -m`, of `hpml topo --json`, and a copy of /sys"
 )
-_FIRST_TAG = re.compile(r"<([A-Za-z_][\w.-]*)")
-_COMMENTS = re.compile(r"<!--.*?-->|<\?.*?\?>|<!DOCTYPE[^>\[]*>", re.DOTALL)
 
 
 def read_topology(source: Union[str, os.PathLike[str]]) -> Topology:
@@ -69,12 +66,11 @@ def _read_by_content(text: str) -> Topology:
         if looks_like_nvidia_smi(text):
             return read_nvidia_smi(text)
         raise InputError("describes no machine in a format that hpml knows", hint=_HINT)
-    first = _FIRST_TAG.match(_COMMENTS.sub("", body).lstrip())
-    if first and first[1] == "topology":
-        return read_hwloc_xml(body)
-    if first and first[1] == "system":
-        return read_nccl_xml(body)
-    root = parse_xml(body)  # tells what is wrong with damaged XML
+    root = parse_xml(body)
+    if root.tag == "topology":
+        return hwloc_topology(root)
+    if root.tag == "system":
+        return nccl_topology(root)
     raise InputError(f"is XML that describes no machine: <{root.tag[:40]}>", hint=_HINT)
 
 

@@ -68,9 +68,16 @@ def topology_of_json(data: Any) -> Topology:
     """
     try:
         return _coherent(_made(data))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        told = f"{type(error).__name__} {error}".strip()
-        raise InputError(f"is no topology as `hpml topo --json` writes it: {told}") from None
+    except KeyError as error:
+        told = f"the field {error.args[0]!r} is missing"
+    except ValueError as error:
+        told = str(error)
+    except (TypeError, AttributeError, OverflowError) as error:
+        told = f"a value is of the wrong type: {error}"
+    raise InputError(
+        f"is no topology as `hpml topo --json` writes it: {told}",
+        hint="hpml topo --json > node.json",
+    )
 
 
 def _coherent(topology: Topology) -> Topology:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Optional
 
+from hpml_orchestrator.topology.build import free_number
 from hpml_orchestrator.topology.cpulist import format_list
 from hpml_orchestrator.topology.model import Domain
 
@@ -53,7 +54,7 @@ def domains_of_affinities(
     for one in sets:
         names = [name for name in rest if tuple(cpus[name]) == one]
         wanted = [n for n in numbers[names[0]] if n not in used]
-        number = wanted[0] if wanted else _free(used)
+        number = wanted[0] if wanted else free_number(used)
         if not wanted and told:
             warnings.append(
                 f"The NUMA domain of the CPUs {format_list(one)} has no number: it counts as "
@@ -92,7 +93,7 @@ def _add_strays(
     strays = cpus.difference(*cpus_of.values())
     if not strays:
         return
-    number = _free(used)
+    number = free_number(used)
     if cpus_of:
         warnings.append(
             f"The NUMA domain of the CPUs {format_list(strays)} is not told: they count as "
@@ -101,8 +102,3 @@ def _add_strays(
     else:
         warnings.append("No NUMA domain is told: all CPUs count as domain 0.")
     cpus_of[number] = strays
-
-
-def _free(used: Collection[int]) -> int:
-    """Return the lowest number that no domain has."""
-    return next(n for n in range(len(used) + 1) if n not in used)

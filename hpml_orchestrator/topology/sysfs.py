@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.topology.build import cores_of_groups
+from hpml_orchestrator.topology.build import adopt_strays, cores_of_groups
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.model import Core, Domain, Topology
-from hpml_orchestrator.topology.sysfs_devices import read_devices
+from hpml_orchestrator.topology.sysfs_devices import read_devices, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -55,15 +55,6 @@ def read_sysfs(
     return Topology(_SOURCE, cores, domains, gpus, nics, links, tuple(warnings))
 
 
-def _read(*parts: str) -> str:
-    """Return a small file's text; empty where it is not there or cannot be read."""
-    try:
-        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
-            return stream.read(1_000_000).strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def _cpus(list_text: str, mask_text: str) -> tuple[int, ...]:
     """Return the CPUs of a list, or of a mask where there is no list; none where both are bad."""
     for text, parse in ((list_text, parse_list), (mask_text, parse_mask)):
@@ -86,17 +77,19 @@ def _numbered(directory: str, word: str) -> list[int]:
 
 
 def _online(cpu_root: str, proc_root: str, warnings: list[str]) -> frozenset[int]:
-    told = _cpus(_read(cpu_root, "online"), "")
+    told = _cpus(read_text(cpu_root, "online"), "")
     if told:
         return frozenset(told)
     present = [
         cpu
         for cpu in _numbered(cpu_root, "cpu")
-        if _read(cpu_root, f"cpu{cpu}", "online") != "0"  # cpu0 often has no such file
+        if read_text(cpu_root, f"cpu{cpu}", "online") != "0"  # cpu0 often has no such file
     ]
     if present:
         return frozenset(present)
-    lines = re.findall(r"^processor\s*:\s*([0-9]{1,5})$", _read(proc_root, "cpuinfo"), re.MULTILINE)
+    lines = re.findall(
+        r"^processor\s*:\s*([0-9]{1,5})$", read_text(proc_root, "cpuinfo"), re.MULTILINE
+    )
     if lines:
         warnings.append("/sys tells no CPUs: they are those of /proc/cpuinfo, each one a core.")
     return frozenset(int(one) for one in lines if int(one) < CPUS_MAX)
@@ -107,31 +100,23 @@ def _domains(
 ) -> tuple[Domain, ...]:
     root = os.path.join(sys_root, "devices", "system", "node")
     numbers = _numbered(root, "node")
-    cpus_of: dict[int, tuple[int, ...]] = {}
-    taken: set[int] = set()
+    homes: dict[int, int] = {}
     for number in numbers:
         node = os.path.join(root, f"node{number}")
-        cpus = _cpus(_read(node, "cpulist"), _read(node, "cpumap"))
-        cpus_of[number] = tuple(cpu for cpu in cpus if cpu in online and cpu not in taken)
-        taken.update(cpus_of[number])
-    if not taken:
+        for cpu in _cpus(read_text(node, "cpulist"), read_text(node, "cpumap")):
+            if cpu in online:
+                homes.setdefault(cpu, number)
+    if not homes:
         warnings.append("The kernel tells no NUMA domains: all CPUs count as domain 0.")
-        memory = _memory(_read(proc_root, "meminfo"))
-        return (Domain(0, tuple(sorted(online)), memory, ((0, 10),)),)
-    homeless = sorted(set(online) - taken)
-    if homeless:
-        first = min(number for number in numbers if cpus_of[number])
-        warnings.append(
-            f"The NUMA domain of the CPUs {format_list(homeless)} is not told: they count as "
-            f"domain {first}."
-        )
-        cpus_of[first] = tuple(sorted((*cpus_of[first], *homeless)))
+        memory = _memory(read_text(proc_root, "meminfo"))
+        return (Domain(0, tuple(sorted(online)), memory),)
+    adopt_strays(homes, online, warnings)
     return tuple(
         Domain(
             number,
-            cpus_of[number],
-            _memory(_read(root, f"node{number}", "meminfo")),
-            _distances(_read(root, f"node{number}", "distance"), numbers),
+            tuple(sorted(cpu for cpu, home in homes.items() if home == number)),
+            _memory(read_text(root, f"node{number}", "meminfo")),
+            _distances(read_text(root, f"node{number}", "distance"), numbers),
         )
         for number in numbers
     )
@@ -162,7 +147,7 @@ def _cores(
     for cpu in sorted(online):
         place = os.path.join(cpu_root, f"cpu{cpu}", "topology")
         siblings = _siblings(place)
-        socket = _read(place, "physical_package_id")
+        socket = read_text(place, "physical_package_id")
         # -1 is told by some ARM machines and hypervisors
         sockets[cpu] = int(socket) if re.fullmatch("[0-9]{1,9}", socket) else 0
         if not siblings:
@@ -183,7 +168,7 @@ def _cores(
 def _siblings(place: str) -> Optional[tuple[int, ...]]:  # noqa: UP045
     """Return the CPUs of one core; the names are those of new kernels, then of older ones."""
     for name in ("core_cpus", "thread_siblings"):
-        cpus = _cpus(_read(place, f"{name}_list"), _read(place, name))
+        cpus = _cpus(read_text(place, f"{name}_list"), read_text(place, name))
         if cpus:
             return cpus
     return None

@@ -7,10 +7,25 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
-from hpml_orchestrator.topology.build import domain_of_cpus, name_key, nearest_with_cpus
+from hpml_orchestrator.topology.build import (
+    distinct_uuids,
+    domain_of_cpus,
+    name_key,
+    nearest_with_cpus,
+)
 from hpml_orchestrator.topology.cpulist import parse_list, parse_mask
 from hpml_orchestrator.topology.model import Domain, Gpu, Nic
-from hpml_orchestrator.topology.pci import PciPath, address_key, full_address, is_gpu
+from hpml_orchestrator.topology.pci import (
+    PciPath,
+    address_key,
+    compute_gpus,
+    full_address,
+    is_gpu,
+    is_nic,
+    nic_rank,
+    offered_nics,
+    partition_address,
+)
 from hpml_orchestrator.topology.pci import links as pci_links
 
 if TYPE_CHECKING:
@@ -18,11 +33,11 @@ if TYPE_CHECKING:
 
     Links = tuple[tuple[str, str, str], ...]
 
-__all__ = ["read_devices"]
+__all__ = ["read_devices", "read_text"]
 
 _NVIDIA = 0x10DE
-_VGA = 0x0300
 _AMD_VENDORS = frozenset({0x1002, 0x1022})
+_PROPERTY = re.compile(r"^(simd_count|location_id|domain|unique_id) ([0-9]{1,20})$", re.MULTILINE)
 _UUID = re.compile(r"GPU-[0-9a-fA-F-]{8,64}")
 _LISTED_GPU = re.compile(r"GPU ([0-9]{1,4}): .*\(UUID: (GPU-[0-9a-fA-F-]+)\)")
 _LISTED_MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+([0-9]{1,4}): \(UUID: (MIG-[\w./-]+)\)")
@@ -83,12 +98,15 @@ class _Machine:
 
     def number(self, address: str, name: str) -> int:
         """Return a number of a device in hexadecimal; 0 where it is not told."""
-        text = _text(self.bus, address, name)
+        text = read_text(self.bus, address, name)
         return int(text, 16) if re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text) else 0
 
     def path(self, address: str) -> Optional[PciPath]:  # noqa: UP045
-        """Return where a device hangs; None where /sys has no tree."""
-        bridges = self.real.get(address, ())[:-1]
+        """Return where a device hangs; None where /sys has no tree.
+
+        A partition of a GPU, which the kernel does not list, is where function 0 is.
+        """
+        bridges = (self.real.get(address) or self.real.get(f"{address[:-1]}0", ()))[:-1]
         if not bridges:
             return None
         own = frozenset(
@@ -98,11 +116,15 @@ class _Machine:
         )
         return PciPath(bridges, own)
 
+    def is_virtual(self, address: str) -> bool:
+        """Tell whether a device is a virtual function (SR-IOV) of another."""
+        return os.path.lexists(os.path.join(self.bus, address, "physfn"))
+
     def place(self, address: str) -> _Place:
         """Return where a device is. A `numa_node` of -1 says nothing, and is no domain 0."""
-        told = _text(self.bus, address, "numa_node")
-        cpus = _near_cpus(_text(self.bus, address, "local_cpulist"), parse_list) or _near_cpus(
-            _text(self.bus, address, "local_cpus"), parse_mask
+        told = read_text(self.bus, address, "numa_node")
+        cpus = _near_cpus(read_text(self.bus, address, "local_cpulist"), parse_list) or _near_cpus(
+            read_text(self.bus, address, "local_cpus"), parse_mask
         )
         local = tuple(cpu for cpu in cpus if cpu in self.cpus)
         if re.fullmatch("[0-9]{1,5}", told):
@@ -122,19 +144,23 @@ def _near_cpus(text: str, parse: Callable[[str], tuple[int, ...]]) -> tuple[int,
         return ()
 
 
+def read_text(*parts: str) -> str:
+    """Return a small file's text; empty where it is not there or cannot be read.
+
+    Linux 5.15-rc1 ends lists and masks of CPUs with a NUL byte.
+    """
+    try:
+        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
+            return stream.read(1_000_000).strip("\0 \t\r\n")
+    except (OSError, ValueError):
+        return ""
+
+
 def _list(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def _text(*parts: str) -> str:
-    try:
-        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
-            return stream.read(100_000).strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _components(path: str) -> tuple[str, ...]:
@@ -149,38 +175,58 @@ def _components(path: str) -> tuple[str, ...]:
 def _gpus(machine: _Machine, proc_root: str, warnings: list[str]) -> list[Gpu]:
     driver = os.path.join(proc_root, "driver", "nvidia", "gpus")
     told = {full_address(name): name for name in _list(driver) if full_address(name)}
-    found = dict.fromkeys(told)
-    kinds = {}
+    kinds = dict.fromkeys(told, (_NVIDIA, 0, True))
     for address in machine.addresses:
         vendor, kind = machine.number(address, "vendor"), machine.number(address, "class") >> 8
-        virtual = os.path.lexists(os.path.join(machine.bus, address, "physfn"))
         # NVIDIA's driver lists the cards that it drives; others are given to virtual machines.
-        if is_gpu(vendor, kind) and not virtual and not (told and vendor == _NVIDIA):
-            kinds[full_address(address)] = (vendor, kind)
-    # Beside NVIDIA's cards, a VGA device of another maker is what the processor draws with.
-    nvidia = bool(told) or any(vendor == _NVIDIA for vendor, _ in kinds.values())
-    found.update(
-        dict.fromkeys(
-            address
-            for address, (vendor, kind) in kinds.items()
-            if not (nvidia and vendor != _NVIDIA and kind == _VGA)
-        )
-    )
-    gpus = []
-    for index, address in enumerate(sorted(found, key=address_key)):
+        if (
+            is_gpu(vendor, kind, machine.number(address, "device"))
+            and not machine.is_virtual(address)
+            and not (told and vendor == _NVIDIA)
+        ):
+            kinds[full_address(address)] = (vendor, kind, False)
+    found: list[Gpu] = []
+    partitions = _partitions(machine)
+    for address in sorted(compute_gpus(kinds), key=address_key):
         place = machine.place(address)
         uuid = _uuid(driver, told[address]) if address in told else ""
         if not uuid and machine.number(address, "vendor") != _NVIDIA:
-            serial = _text(machine.bus, address, "unique_id")  # AMD's, as its tools print it
+            serial = read_text(machine.bus, address, "unique_id")  # AMD's, as its tools print it
             uuid = f"GPU-{serial}" if re.fullmatch("[0-9a-f]{1,32}", serial) else ""
-        gpus.append(Gpu(index, f"GPU{index}", address, uuid, "", place.domain, place.cpus))
-        if place.domain is None:
-            warnings.append(f"The NUMA domain of GPU{index} {address} is not told.")
-    return gpus
+        for number, own in sorted(partitions.get(address, {0: uuid}).items()):
+            index, at = len(found), partition_address(address, number)
+            found.append(Gpu(index, f"GPU{index}", at, own, "", place.domain, place.cpus))
+            if place.domain is None:
+                warnings.append(f"The NUMA domain of GPU{index} {at} is not told.")
+    return distinct_uuids(found)
+
+
+def _partitions(machine: _Machine) -> dict[str, dict[int, str]]:
+    """Return PCI address -> partition -> UUID of AMD's GPUs in modes such as CPX and TPX.
+
+    AMD's compute driver lists each partition as a node. It does not let a job read the nodes of
+    partitions that its cgroup hides.
+    """
+    root = os.path.join(machine.root, "devices", "virtual", "kfd", "kfd", "topology", "nodes")
+    found: dict[str, dict[int, str]] = {}
+    for node in _list(root):
+        text = read_text(root, node, "properties")
+        told = {name: int(value) for name, value in _PROPERTY.findall(text)}
+        place = told.get("location_id", 0)
+        if not told.get("simd_count") or not place:  # a processor
+            continue
+        # The number of the partition is in the upper bits, in Linux before 6.9 in the function.
+        slot = f"{told.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}"
+        number, function = place >> 28, place & 7
+        if function and f"{slot}.{function}" not in machine.real:
+            number, function = function, 0
+        uuid = f"GPU-{told['unique_id']:016x}" if told.get("unique_id") else ""
+        found.setdefault(f"{slot}.{function}", {})[number] = uuid
+    return {address: numbers for address, numbers in found.items() if list(numbers) != [0]}
 
 
 def _uuid(driver: str, name: str) -> str:
-    match = re.search(r"^GPU UUID:\s*(\S+)$", _text(driver, name, "information"), re.MULTILINE)
+    match = re.search(r"^GPU UUID:\s*(\S+)$", read_text(driver, name, "information"), re.MULTILINE)
     return match[1] if match and _UUID.fullmatch(match[1]) else ""
 
 
@@ -226,7 +272,7 @@ def _mig_of_driver(gpus: Sequence[Gpu], proc_root: str) -> list[tuple[Gpu, str, 
     by_address = {gpu.address: gpu for gpu in gpus}
     minors: dict[str, Gpu] = {}
     for name in _list(os.path.join(root, "gpus")):
-        text = _text(root, "gpus", name, "information")
+        text = read_text(root, "gpus", name, "information")
         match = re.search(r"^Device Minor:\s*([0-9]{1,5})$", text, re.MULTILINE)
         if match and full_address(name) in by_address:
             minors[match[1]] = by_address[full_address(name)]
@@ -245,16 +291,20 @@ def _mig_of_driver(gpus: Sequence[Gpu], proc_root: str) -> list[tuple[Gpu, str, 
 
 
 def _nics(machine: _Machine) -> tuple[Nic, ...]:
-    """Return the InfiniBand (and RoCE) devices; without such, the network interfaces on PCI."""
+    """Return the RDMA devices and network interfaces on PCI that ranks talk through."""
+    nics = []
     for group in ("infiniband", "net"):
         root = os.path.join(machine.root, "class", group)
-        nics = []
-        for name in sorted(_list(root), key=name_key):
+        for name in _list(root):
             steps = _components(os.path.join(root, name, "device"))
             if len(steps) < 2:  # noqa: PLR2004 - no PCI device: lo, bridges, virtual ones
                 continue
-            place = machine.place(steps[-1])
-            nics.append(Nic(name, full_address(steps[-1]), place.domain, place.cpus))
-        if nics:
-            return tuple(nics)
-    return ()
+            address = steps[-1]
+            kind, vendor = machine.number(address, "class") >> 8, machine.number(address, "vendor")
+            if kind and not is_nic(kind):
+                continue
+            place = machine.place(address)
+            virtual, rdma = machine.is_virtual(address), group == "infiniband"
+            rank = nic_rank(name, kind, vendor, rdma=rdma, virtual=virtual)
+            nics.append((rank, Nic(name, full_address(address), place.domain, place.cpus)))
+    return offered_nics(nics)

@@ -257,12 +257,14 @@ def test_nothing_bound_means_no_memory_preferred(hpml: Hpml) -> None:
 
 
 def test_a_distance_that_nobody_told_is_no_number(hpml: Hpml) -> None:
-    """A matrix of nvidia-smi tells no distances: a rank on both domains has none, one on one 10."""
-    both = hpml("topo", str(V100), "--ranks", "1", "--policy", "spread", "--json").json()
-    assert both["ranks"][0]["numa"] == [0, 1]
-    assert both["ranks"][0]["distance"] is None
-    one = hpml("topo", str(V100), "--ranks", "8", "--json").json()
-    assert {rank["distance"] for rank in one["ranks"]} == {10}
+    """A matrix of nvidia-smi tells no distances: not in JSON, table or picture, nor one's own."""
+    for more in (("--ranks", "1", "--policy", "spread"), ("--ranks", "8")):
+        told = hpml("topo", str(V100), *more, "--json").json()
+        assert {rank["distance"] for rank in told["ranks"]} == {None}
+    assert "distance" not in hpml("topo", str(V100), "--ranks", "8", "--svg", "-").out
+    rows = [line.split() for line in hpml("topo", str(V100), "--ranks", "8").out.splitlines()]
+    assert {row[rows[0].index("DISTANCE")] for row in rows[1:]} == {"-"}
+    assert hpml("topo", str(V100), "--json").json()["domains"][0]["distances"] == {}
 
 
 def test_a_plan_as_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:

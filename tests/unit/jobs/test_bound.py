@@ -225,6 +225,10 @@ def test_records_alone_are_completed_by_the_nodes_topology(attempt: Attempt) -> 
     assert (told.gpu, told.cores, told.numa, told.distance) == ("0000:02:00.0", 16, (1,), 20)
     assert (told.nic, told.threads, told.right) == ("mlx5_1", 16, None)
     assert told.cpus == "16-31,80-95"
+    untold = tuple(replace(one, distances=()) for one in milan().domains)
+    bare_node = topology_json(replace(milan(), domains=untold))
+    write_json(attempt.directory / "nodes" / "n0.topology.json", bare_node)
+    assert bound_of(attempt, LOCAL).places[0].distance is None
 
 
 def test_old_records_are_readable(attempt: Attempt) -> None:

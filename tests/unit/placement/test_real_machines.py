@@ -66,7 +66,7 @@ def test_a_real_machines_plan(name: str) -> None:
     wanted = BY_HAND[name]
     made = plan(read_topology(DATA / name), len(wanted))
     assert [one.cpu_list() for one in made.ranks] == wanted
-    assert {one.distance for one in made.ranks} == {10}
+    assert {one.distance for one in made.ranks} == {10 if name.startswith("hwloc") else None}
     assert made.warnings == ()
 
 

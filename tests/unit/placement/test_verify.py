@@ -128,9 +128,14 @@ def test_a_proof_survives_as_plain_data() -> None:
     assert proof_of_json(proof_json(proof)) == proof
 
 
-def test_a_rank_on_another_domain_is_told_with_its_gpu() -> None:
-    """The sentence says where it runs, which GPU it has, and where that is."""
-    place = Place(milan(), 4)
+@pytest.mark.parametrize("distance", [20, None])
+def test_a_rank_on_another_domain_is_told_with_its_gpu(distance: int | None) -> None:
+    """The sentence says where it runs, which GPU it has, and where that is; distances or not."""
+    machine = milan()
+    if distance is None:
+        domains = tuple(replace(one, distances=()) for one in machine.domains)
+        machine = replace(machine, domains=domains)
+    place = Place(machine, 4)
     place.runs(0, "0-15,64-79")
     (sentence, shared) = place.wrong()[0]
     assert sentence == (
@@ -140,7 +145,7 @@ def test_a_rank_on_another_domain_is_told_with_its_gpu() -> None:
     assert shared == "shares physical cores with rank 11"
     assert set(place.wrong()) == {0}, "rank 3, whose cores these are, is where it should be"
     proof = place.proof().ranks[0]
-    assert (proof.distance, proof.numa, proof.cpus) == (20, (0,), "0-15,64-79")
+    assert (proof.distance, proof.numa, proof.cpus) == (distance, (0,), "0-15,64-79")
 
 
 def test_a_rank_on_other_cores_of_its_domain() -> None:

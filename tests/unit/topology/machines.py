@@ -147,7 +147,7 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
             lines += [core, *units, "</object>"]
         for device in machine.devices:
             if device.domain == number:
-                lines += hwloc_device(device)
+                lines += hwloc_device(device, rdma=32 if version > 2 else 3)
         lines += ["</object>"] * (1 if version > 1 else 2)
     lines.append("</object>")
     if version > 1:
@@ -162,11 +162,11 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
     return "\n".join([*lines, "</topology>", ""])
 
 
-def hwloc_mask(cpus: Sequence[int]) -> str:
-    return ",".join(f"0x{word}" for word in mask(cpus).split(","))
+def hwloc_mask(cpus: Sequence[int], words: int = 4) -> str:
+    return ",".join(f"0x{word}" for word in mask(cpus, words).split(","))
 
 
-def hwloc_device(device: Device) -> list[str]:
+def hwloc_device(device: Device, rdma: int) -> list[str]:
     kind, vendor = device.pci_class >> 8, device.vendor
     domain, bus = device.bridges[0].removeprefix("pci").split(":")
     lines = [f'<object type="Bridge" bridge_type="0-1" bridge_pci="{domain}:[{bus}-ff]">']
@@ -184,7 +184,7 @@ def hwloc_device(device: Device) -> list[str]:
             f'<info name="NVIDIAUUID" value="{device.uuid}"/></object>',
         ]
     else:
-        lines.append(f'<object type="OSDev" name="{device.name}" osdev_type="3"/>')
+        lines.append(f'<object type="OSDev" name="{device.name}" osdev_type="{rdma}"/>')
     return [*lines, *["</object>"] * (len(device.bridges) + 1)]
 
 

@@ -63,7 +63,7 @@ def test_sysfs_gives_the_facts(tmp_path: Path) -> None:
     assert got.warnings == ()
     assert [core.socket for core in got.cores] == [0] * 4 + [1] * 4
     assert [one.memory_bytes for one in got.domains] == [64 * 1024**3] * 2
-    assert (got.distance(0, 1), got.distance(1, 1)) == (21, 10)
+    assert [one.distances for one in got.domains] == [((0, 10), (1, 21)), ((0, 21), (1, 10))]
     assert [gpu.uuid for gpu in got.gpus] == ["GPU-000000aa", "GPU-000000bb", "GPU-000000cc"]
     assert [gpu.address for gpu in got.gpus] == ["0000:43:00.0", "0000:83:00.0", "0000:c3:00.0"]
 

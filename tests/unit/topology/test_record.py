@@ -49,7 +49,7 @@ def told(**values: Any) -> str:
     ("text", "message"),
     [
         ("{", "is no JSON"),
-        ("{}", "is no topology as `hpml topo --json` writes it: KeyError 'source'"),
+        ("{}", "is no topology as `hpml topo --json` writes it: the field 'source' is missing"),
         ('{"ranks": [], "warnings": []}', "is no topology"),
         (changed("cores", 3, cpus=""), "core 3 does not fit"),
         (changed("cores", 3, cpus="2,131"), "core 3 does not fit"),

@@ -62,6 +62,15 @@ def test_this_machine_is_as_lscpu_says() -> None:
     assert sorted(map(sorted, together.values())) == [list(core.cpus) for core in got.cores]
 
 
+def test_files_that_end_in_a_nul_byte(tree: Tree) -> None:
+    """Linux 5.15-rc1 wrote lists and masks of CPUs so."""
+    before = tree.read()
+    for path in [*tree.sys.rglob("*"), *tree.proc.rglob("*")]:
+        if path.is_file():
+            path.write_bytes(path.read_bytes() + b"\0")
+    assert tree.read() == before
+
+
 def test_offline_cpus_and_holes_are_left_out(tree: Tree) -> None:
     """A core whose second thread is offline has one; a core that is offline is none."""
     write(tree.sys / "devices/system/cpu/online", "0-2,4-10,12,14-15")
@@ -117,7 +126,7 @@ def test_a_kernel_without_numa(tree: Tree) -> None:
     for path in tree.sys.rglob("local_cpulist"):
         write(path, "0-15")
     got = tree.read()
-    assert got.domains == (Domain(0, tuple(range(16)), 1024**2, ((0, 10),)),)
+    assert got.domains == (Domain(0, tuple(range(16)), 1024**2),)
     assert [gpu.domain for gpu in got.gpus] == [None, None, None]
     assert "no NUMA domains" in got.warnings[0]
 
@@ -180,6 +189,7 @@ def test_what_is_no_gpu_is_none(tree: Tree) -> None:
     shutil.rmtree(tree.proc)
     host = tree.sys / "devices/pci0000:00"
     pci(tree.sys, host / "0000:00:02.0", 0x030000, 0x1A03)
+    pci(tree.sys, host / "0000:00:05.0", 0x030000, 0x102B)
     pci(tree.sys, host / "0000:00:03.0", 0x068000, 0x10DE)
     pci(tree.sys, host / "0000:00:04.0", 0x030200, 0x10DE)
     (host / "0000:00:04.0/physfn").symlink_to(host)
@@ -271,6 +281,62 @@ def test_without_infiniband_network_interfaces_on_pci_count(tree: Tree) -> None:
     assert [(nic.name, nic.address, nic.domain) for nic in got.nics] == [
         ("eth0", "0000:00:03.0", 0)
     ]
+
+
+def test_an_old_chip_of_ati_on_the_board_is_no_gpu(tmp_path: Path) -> None:
+    """Servers of before 2010 draw their screen with an ES1000; a Radeon alone does count."""
+    tree = Tree(tmp_path, dataclasses.replace(MACHINE, devices=[]))
+    place = tree.sys / "devices/pci0000:00/0000:00:02.0"
+    pci(tree.sys, place, 0x030000, AMD)
+    for device, count in (("0x515e", 0), ("0x66af", 1)):
+        write(place / "device", device)
+        assert len(tree.read().gpus) == count
+
+
+IB, ETHERNET = 0x020700, 0x020000
+CARDS = {
+    # what is in /sys/class: name -> class, vendor, whether it is a virtual function
+    "InfiniBand, its IPoIB and VF, and Ethernet with RDMA": (
+        {"mlx5_2": (IB, MELLANOX, 0), "mlx5_3": (IB, MELLANOX, 1), "irdma0": (ETHERNET, 0x8086, 0)},
+        {"ib0": (IB, MELLANOX, 0), "eno1": (ETHERNET, 0x8086, 0)},
+        ["mlx5_2"],
+    ),
+    "RoCE": (
+        {"rocep65s0": (ETHERNET, MELLANOX, 0)},
+        {"ens1": (ETHERNET, MELLANOX, 0), "eno1": (ETHERNET, 0x8086, 0)},
+        ["rocep65s0"],
+    ),
+    "EFA": ({"rdmap0s6": (ETHERNET, 0x1D0F, 0)}, {"ens5": (ETHERNET, 0x1D0F, 0)}, ["rdmap0s6"]),
+    "Slingshot": (
+        {"mlx5_0": (ETHERNET, MELLANOX, 0)},
+        {"eno1": (ETHERNET, MELLANOX, 0)}
+        | {f"hsn{n}": (ETHERNET, 0x17DB, int(n == 2)) for n in range(3)},
+        ["hsn0", "hsn1"],
+    ),
+    "Omni-Path": ({"hfi1_0": (0x020800, 0x8086, 0)}, {"ib0": (0x020800, 0x8086, 0)}, ["hfi1_0"]),
+    "IPoIB alone": ({}, {"ib0": (IB, MELLANOX, 0), "eth0": (ETHERNET, 0x8086, 0)}, ["ib0"]),
+    "Ethernet alone": (
+        {},
+        {"eth10": (ETHERNET, 0x8086, 0), "eth2": (ETHERNET, 0x8086, 0), "usb0": (0x0C0330, 1, 0)},
+        ["eth2", "eth10"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fabric", CARDS)
+def test_the_fabrics_cards_are_offered(fabric: str, tmp_path: Path) -> None:
+    """No management Ethernet, IPoIB nor virtual functions where there is something better."""
+    rdma, interfaces, offered = CARDS[fabric]
+    tree = Tree(tmp_path, dataclasses.replace(MACHINE, devices=MACHINE.devices[:1]))
+    for number, (name, (kind, vendor, virtual)) in enumerate({**rdma, **interfaces}.items()):
+        place = tree.sys / f"devices/pci0000:00/0000:{number + 1:02x}:00.0"
+        pci(tree.sys, place, kind, vendor)
+        if virtual:
+            (place / "physfn").symlink_to(tree.sys)
+        link = tree.sys / "class" / ("infiniband" if name in rdma else "net") / name
+        link.mkdir(parents=True)
+        (link / "device").symlink_to(place)
+    assert [nic.name for nic in tree.read().nics] == offered
 
 
 LISTING = """GPU 0: NVIDIA A100 (UUID: GPU-000000aa)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.topology import Topology, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.recognise import read_topology, topology_of_text
+from hpml_orchestrator.topology.record import topology_json
 from tests.unit.topology.machines import hwloc_xml, nccl_xml, two_sockets
 
 DATA = Path(__file__).parent / "data"
@@ -57,6 +59,7 @@ def test_a_matrix_without_its_last_rows_is_refused(path: Path) -> None:
         ("<topology><object type='Machine'></topology>", "no valid XML: mismatched tag"),
         ("<topology><object type='Machine' os_index='0'/></topology>", "it has no CPUs"),
         ("<topology><object type='PU' os_index='9999999'/></topology>", "too large"),
+        ("<!--" * 500_000, "no valid XML"),
         ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t0-3\n", "no row for GPU1"),
         ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \n", "must have 2 cells"),
         ("\tGPU0\tCPU Affinity\nGPU0\t?\t0-3\n", "not '?'"),
@@ -322,6 +325,39 @@ def test_nccl_in_a_virtual_machine_without_domains() -> None:
     assert "numaid -1" in got.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("other", "domains", "gpus"),
+    [
+        ("0", {0: "0-7", 1: "8-15"}, [0, 1]),
+        ("-1", {0: "0-7", 1: "8-15"}, [0, 1]),
+        ("1", {0: "8-15", 1: "0-7"}, [1, 0]),
+    ],
+)
+def test_nccl_keeps_cpus_of_a_numaid_of_minus_1(
+    other: str, domains: dict[int, str], gpus: list[int]
+) -> None:
+    """They are a domain with a free number, as the warning says, and near to the GPUs there."""
+    pci = '<pci busid="0000:{}:00.0" class="0x030200"><gpu dev="{}"/></pci>'
+    got = topology_of_text(
+        f'<system><cpu numaid="{other}" affinity="ff">{pci.format("01", 0)}</cpu>'
+        f'<cpu numaid="-1" affinity="ff00">{pci.format("02", 1)}</cpu></system>'
+    )
+    assert {one.number: format_list(one.cpus) for one in got.domains} == domains
+    assert [gpu.domain for gpu in got.gpus] == gpus
+    told = f"the CPUs 8-15 count as domain {gpus[1]}"
+    assert told in " ".join(got.warnings)
+
+
+def test_nccl_files_without_vendors_count_no_vga() -> None:
+    """A server's ASPEED chip beside GPUs, in files by hand; VGA alone may well be the GPU."""
+    chip = '<pci busid="0000:03:00.0" class="0x030000"/>'
+    for beside, count in (('<pci busid="0000:01:00.0" class="0x030200"/>', 1), ("", 1)):
+        got = topology_of_text(
+            f'<system><cpu numaid="0" affinity="f">{beside}{chip}</cpu></system>'
+        )
+        assert len(got.gpus) == count
+
+
 def test_nccl_tells_of_a_domain_without_cpus_and_of_what_is_no_gpu() -> None:
     """A domain whose mask is empty is a warning; a server's graphics chip is no GPU."""
     gpu = '<pci busid="0000:{}:00.0" class="0x030200" vendor="0x10de"><gpu dev="{}"/></pci>'
@@ -339,7 +375,7 @@ def test_nccl_files_written_by_hand() -> None:
     got = topology_of_text(
         """<system version="1"><cpu numaid="0" affinity="0-3,8">
         <pci busid="0000:01:00.0" class="0x060400"><gpu dev="0" sm="90"/></pci>
-        <pci busid="0000:02:00.0" class="0x020000"><net name="mlx5_0" port="1"/></pci>
+        <pci busid="0000:02:00.0" class="0x020700"><net name="mlx5_0" port="1"/></pci>
         <pci busid="0000:03:00.0" class="0x020700"><nic name="mlx5_1" dev="1"/></pci>
         </cpu></system>"""
     )
@@ -361,6 +397,66 @@ def test_hwloc_memory_that_is_not_main_memory() -> None:
     )
     got = topology_of_text(text)
     assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 8), (1, 8), (7, 0)]
+
+
+@pytest.mark.parametrize("old", ["", 'os_index="0"', 'os_index="4294967295"'])
+def test_hwloc_packages_with_any_number(old: str) -> None:
+    """None need be told: without numbers, or with one twice, sockets are counted."""
+    text = hwloc_xml(MACHINE, 2).replace('type="Package" os_index="0"', f'type="Package" {old}')
+    text = text.replace('type="Package" os_index="1"', 'type="Package" os_index="70000"', 1)
+    if not old:
+        text = text.replace('type="Package" os_index="70000"', 'type="Package"')
+    wanted = {"": [0, 1], 'os_index="0"': [0, 70000]}.get(old, [4294967295, 70000])
+    assert [core.socket for core in topology_of_text(text).cores[::4]] == wanted
+
+
+def test_hwloc_cpus_outside_of_the_domains() -> None:
+    """They count to the first domain with a warning that names them; the JSON is read again."""
+    text = hwloc_xml(MACHINE)
+    node = text[text.index('<object type="NUMANode" os_index="1"') :].partition("/>")[0] + "/>"
+    got = topology_of_text(text.replace(node, "").replace("distances2", "unused"))
+    assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 16)]
+    assert "CPUs 4-7,12-15 is not told: they count as domain 0" in got.warnings[0]
+    assert topology_of_text(json.dumps(topology_json(got))) == got
+
+
+@pytest.mark.parametrize(
+    ("devices", "offered"),
+    [
+        # name of the card: its PCI class, vendor and id, and hwloc's OS devices
+        ({"ConnectX-6": ("0207 [15b3:101b]", "ib0 mlx5_0"), "I350": ("0200 [8086:1521]", "eno1")},
+         ["mlx5_0"]),
+        ({"ConnectX-6": ("0207 [15b3:101b]", "mlx5_1"),
+          "ConnectX-6 Virtual Function": ("0207 [15b3:101c]", "mlx5_0"),
+          "ConnectX-5": ("0200 [15b3:1017]", "eth0 mlx5_2")}, ["mlx5_1"]),
+        ({"Cassini 1": ("0200 [17db:0501]", "hsn0"), "ConnectX-5": ("0200 [15b3:1017]", "mlx5_0")},
+         ["hsn0"]),
+        ({"VIC Ethernet": ("0200 [1137:0043]", "eth4 usnic_0"), "VIC Userspace":
+          ("0200 [1137:00cf]", ""), "I350": ("0200 [8086:1521]", "eth0")}, ["usnic_0"]),
+        ({"X540 Virtual Function": ("0200 [8086:1515]", "eth2"), "X540":
+          ("0200 [8086:1528]", "eth10"), "VIC Userspace": ("0200 [1137:00cf]", "")}, ["eth10"]),
+        ({"ConnectX-4 Virtual Function": ("0207 [15b3:1014]", "ibp1s0")}, ["ibp1s0"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("version", [2, 3])
+def test_hwloc_offers_the_fabrics_cards(
+    version: int, devices: dict[str, tuple[str, str]], offered: list[str]
+) -> None:
+    """By PCI class, kind of OS device (which hwloc 3 numbers anew) and the name of the device."""
+    network, rdma = (16, 32) if version > 2 else (2, 3)
+    cards = ""
+    for number, (model, (kind, names)) in enumerate(devices.items()):
+        cards += f'<object type="PCIDev" pci_busid="0000:{number:02x}:00.0" pci_type="{kind} 00">'
+        cards += f'<info name="PCIDevice" value="{model}"/>'
+        for name in names.split():
+            what = network if name.startswith(("eth", "eno", "ib0", "hsn")) else rdma
+            cards += f'<object type="OSDev" name="{name}" osdev_type="{what}"/>'
+        cards += "</object>"
+    got = topology_of_text(
+        f'<topology version="{version}.0"><object type="Machine"><object type="PU" os_index="0"/>'
+        f"{cards}</object></topology>"
+    )
+    assert [nic.name for nic in got.nics] == offered
 
 
 def test_hwloc_cpus_that_were_not_allowed() -> None:
