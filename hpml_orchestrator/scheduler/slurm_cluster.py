@@ -41,7 +41,7 @@ __all__ = ["groups_of", "read_cluster", "user_name"]
 
 _T = TypeVar("_T")
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
-# Of a site that shows its users less (PrivateData): there is nothing to see, and no fault.
+# Of a site that shows its users less (PrivateData): 22.05 says so, later ones may show nothing.
 _DENIED = "access/permission denied"
 
 
@@ -61,7 +61,7 @@ def read_cluster(
         groups: that user's groups; looked up when none are given.
 
     Returns:
-        What the user may see. `associations` and `qos` are None where accounting is off, refuses
+        What the user may see, and `Cluster.hidden` what not. `associations` and `qos` are None where accounting is off, refuses
         or does not answer.
 
     Raises:

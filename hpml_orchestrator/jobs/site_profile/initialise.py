@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, RecordError
+from hpml_orchestrator.errors import (
+    HpmlError,
+    InputError,
+    NotFoundError,
+    RecordError,
+    SchedulerError,
+)
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.output_directory import reason_of
 from hpml_orchestrator.jobs.site_profile import words
@@ -81,6 +87,7 @@ class Profile:
             "accounts": None
             if self.cluster.associations is None
             else list(dict.fromkeys(one.account for one in self.cluster.associations)),
+            "text": self.text,
         }
 
     def _looked(self, kind: str) -> str | None:
@@ -187,6 +194,7 @@ def initialise(
     Raises:
         NotFoundError: there is no Slurm here.
         SchedulerUnavailable: it does not answer.
+        SchedulerError: it does not show this user what a profile is made of.
     """
     from hpml_orchestrator.scheduler.command import (  # noqa: PLC0415
         CommandMissing,
@@ -204,6 +212,13 @@ def initialise(
             hint="on a cluster, load Slurm's module first; on a machine without Slurm jobs run "
             "with the local backend, which needs no profile",
         ) from error
+    if cluster.hidden:
+        raise SchedulerError(
+            f"the cluster shows you no {' and no '.join(cluster.hidden)} (PrivateData), and a "
+            "profile is made of them: nothing was written",
+            hint="have one written by somebody who sees them, such as an administrator: `hpml init "
+            "-o /etc/hpml/site.toml`; jobs run without a profile as well",
+        )
     plain = travelling(environment, "minimal")
     own = here(run, plain, tmp_fs=cluster.limits.tmp_fs)
     groups = group_nodes(cluster)
