@@ -202,11 +202,10 @@ def _hidden(cluster: Cluster) -> str:
     """Return what the cluster does not show, and what nobody knows therefore; empty for nothing."""
     if not cluster.hidden:
         return ""
-    unknown = "CPUs, memory, GPUs and features of nodes"
+    unknown = "CPUs, memory, GPUs and features"
     if "partitions" in cluster.hidden:
-        unknown = "partitions, limits of time and nodes, " + unknown
-    hidden = " and ".join(cluster.hidden)
-    return f"it shows you no {hidden} (PrivateData), so these are not known: {unknown}"
+        unknown = f"limits on time and nodes, {unknown}"
+    return f"it shows you no {' or '.join(cluster.hidden)} (PrivateData), so {unknown} are unknown"
 
 
 def _compared(

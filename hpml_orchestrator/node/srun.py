@@ -173,13 +173,8 @@ def _next(rest: list[str], word: str) -> str:
 
 
 def _set(options: Options, name: str, value: str) -> None:
-    if name == "nodes":
-        if _number(name, value.partition("-")[0]) > 1:
-            raise OptionError(f"--nodes={value}: the local backend has one node")
-    elif name == "export":
-        if value not in ("ALL", ""):
-            raise OptionError(f"--export={value}: the local backend exports ALL")
-    elif name == "kill-on-bad-exit":
+    _refuse(name, value)
+    if name == "kill-on-bad-exit":
         options.kill_on_bad_exit = value != "0"
     elif name == "wait":
         options.wait_seconds = _number(name, value, least=0)
@@ -189,6 +184,16 @@ def _set(options: Options, name: str, value: str) -> None:
         setattr(options, name, True)
     elif name in ("output", "error", "job-name", "chdir"):
         setattr(options, name.replace("-", "_"), value)
+
+
+def _refuse(name: str, value: str) -> None:
+    """Raise for what one machine cannot do, and for a call that asks for help alone."""
+    if name == "nodes" and _number(name, value.partition("-")[0]) > 1:
+        raise OptionError(f"--nodes={value}: the local backend has one node")
+    if name == "export" and value not in ("ALL", ""):
+        raise OptionError(f"--export={value}: the local backend exports ALL")
+    if name == "cpu-bind" and "help" in value.split(","):
+        raise OptionError(f"--cpu-bind={value}: the local backend binds no tasks")
 
 
 def _number(name: str, value: str, *, least: int = 1) -> int:

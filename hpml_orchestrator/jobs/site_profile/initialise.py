@@ -109,7 +109,10 @@ class Profile:
             + (f"default: {default.name}" if default else "none is the default")
         )
         kinds = [f"{len(group.nodes)} {group.name}" for group in self.groups]
-        told.append(f"nodes       {len(cluster.nodes)}: {words.shorten(kinds)}")
+        nodes = f"{len(cluster.nodes)}: {words.shorten(kinds)}"
+        if "nodes" in cluster.hidden:
+            nodes = "the cluster shows you none (PrivateData)"
+        told.append(f"nodes       {nodes}")
         out = sum(not node.up for node in cluster.nodes)
         if out:
             told.append(f"            {out} out of service")
@@ -194,7 +197,7 @@ def initialise(
     Raises:
         NotFoundError: there is no Slurm here.
         SchedulerUnavailable: it does not answer.
-        SchedulerError: it does not show this user what a profile is made of.
+        SchedulerError: it does not show this user its partitions.
     """
     from hpml_orchestrator.scheduler.command import (  # noqa: PLC0415
         CommandMissing,
@@ -212,12 +215,12 @@ def initialise(
             hint="on a cluster, load Slurm's module first; on a machine without Slurm jobs run "
             "with the local backend, which needs no profile",
         ) from error
-    if cluster.hidden:
+    if "partitions" in cluster.hidden:
         raise SchedulerError(
-            f"the cluster shows you no {' and no '.join(cluster.hidden)} (PrivateData), and a "
-            "profile is made of them: nothing was written",
-            hint="have one written by somebody who sees them, such as an administrator: `hpml init "
-            "-o /etc/hpml/site.toml`; jobs run without a profile as well",
+            f"the cluster shows you no {' or '.join(cluster.hidden)} (PrivateData): there is "
+            "nothing to write a profile from",
+            hint="ask an administrator to run `hpml init -o /etc/hpml/site.toml`, which holds for "
+            "all users; jobs run without a profile, too",
         )
     plain = travelling(environment, "minimal")
     own = here(run, plain, tmp_fs=cluster.limits.tmp_fs)
