@@ -329,7 +329,7 @@ class SlurmScheduler:
         found = match(rows, job_ids)
         for job_id, status in found.items():
             if not status.state.over:
-                reason = f"gone from the queue; accounting still says {status.raw_state}"
+                reason = f"not seen in the queue; accounting still says {status.raw_state}"
                 found[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
         return found
 
