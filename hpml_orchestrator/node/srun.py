@@ -153,14 +153,13 @@ def parse(argv: Sequence[str]) -> Options:
 def _short(options: Options, letters: str, rest: list[str]) -> None:
     while letters:
         letter, letters = letters[0], letters[1:]
-        name = _SHORT.get(letter)
-        if name is None:
+        if letter not in _SHORT:
             raise OptionError(f"invalid option -- '{letter}' (local backend)")
-        kind = _LONG[name]
-        if kind == "=":
+        name = _SHORT[letter]
+        if _LONG[name] == "=":
             _set(options, name, letters or _next(rest, f"-{letter}"))
             return
-        if kind == "?" and letters[:1].isdigit():
+        if _LONG[name] == "?" and letters[:1].isdigit():
             _set(options, name, letters)
             return
         _set(options, name, "")
@@ -187,7 +186,6 @@ def _set(options: Options, name: str, value: str) -> None:
 
 
 def _refuse(name: str, value: str) -> None:
-    """Raise for what one machine cannot do, and for a call that asks for help alone."""
     if name == "nodes" and _number(name, value.partition("-")[0]) > 1:
         raise OptionError(f"--nodes={value}: the local backend has one node")
     if name == "export" and value not in ("ALL", ""):
