@@ -52,7 +52,7 @@ def check(
     """Say whether a job would be taken, and what would do where not; nothing is submitted.
 
     The exit status is 0 when nothing keeps the job from running, 2 when something does, and 5 when
-    the cluster could not be asked.
+    the cluster could not be asked or hides its nodes or partitions from you.
     """
     from hpml_orchestrator.jobs.check import check_job  # noqa: PLC0415
 
@@ -122,8 +122,10 @@ def _tell(report: Report, backend: str, job: str) -> None:
     if report.errors:
         count = len(report.errors)
         words = f"{where} would not run {job}: {count} error{'s' * (count > 1)}"
+        if report.not_asked:
+            typer.echo(f"not checked against {where}: {report.not_asked}")
     elif report.not_asked:
-        words = f"{where} could not be asked: {report.not_asked}"
+        words = f"{job} was not checked against {where}: {report.not_asked}"
     else:
         words = f"{where} would take {job}: no errors"
     count = len(report.warnings)

@@ -71,18 +71,18 @@ def init(
         when=f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
         look=probe,
     )
-    if where is None:
-        sys.stdout.write(profile.text)
-        return
-    written = site_profile.save(profile, where)
+    written = site_profile.save(profile, where) if where else []
     if as_json:
         print_json(
             {
-                "file": str(where.path),
+                "file": str(where.path) if where else None,
                 "topology_files": [str(path) for path in written[:-1]],
                 **profile.to_json(),
             }
         )
+        return
+    if where is None:
+        sys.stdout.write(profile.text)
         return
     for line in profile.lines():
         typer.echo(line)

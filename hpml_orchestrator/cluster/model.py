@@ -279,6 +279,11 @@ class Cluster:
         return next((one for one in self.partitions if one.name == name), None)
 
     @property
+    def hidden(self) -> tuple[str, ...]:
+        """What nothing was shown of, as PrivateData has it: `partitions`, `nodes`, or both."""
+        return tuple(kind for kind in ("partitions", "nodes") if not getattr(self, kind))
+
+    @property
     def default_partition(self) -> Partition | None:
         """Where jobs go that name no partition."""
         return next((one for one in self.partitions if one.default), None)

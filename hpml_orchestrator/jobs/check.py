@@ -51,7 +51,8 @@ class Report:
 
     Attributes:
         findings: errors first.
-        not_asked: why the cluster could not be asked; empty where it was, or need not be.
+        not_asked: why the cluster was not asked, or what it does not show; empty where all was
+            seen that the job is compared with.
         notes: what was decided for the job, a line each.
     """
 
@@ -162,6 +163,7 @@ def check_job(
             found += _described(job, cluster, site, topologies or {})
         except InputError as error:
             found.append(_as_finding(error))
+        not_asked = _hidden(cluster)
     found += _bound(job, cluster, profile, topologies or {})
     told = {finding.code for finding in found}
     if not told & {"disk.most", "memory.most"}:  # which say the same of the live cluster
@@ -194,6 +196,16 @@ def _ask(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, s
         return None, str(error)
     except Exception as error:  # noqa: BLE001 - a submission must not fail because of its check
         return None, f"its answer was not understood ({type(error).__name__}: {error})"
+
+
+def _hidden(cluster: Cluster) -> str:
+    """Return what the cluster does not show, and what nobody knows therefore; empty for nothing."""
+    if not cluster.hidden:
+        return ""
+    unknown = "CPUs, memory, GPUs and features"
+    if "partitions" in cluster.hidden:
+        unknown = f"limits on time and nodes, {unknown}"
+    return f"it shows you no {' or '.join(cluster.hidden)} (PrivateData), so {unknown} are unknown"
 
 
 def _compared(

@@ -153,14 +153,13 @@ def parse(argv: Sequence[str]) -> Options:
 def _short(options: Options, letters: str, rest: list[str]) -> None:
     while letters:
         letter, letters = letters[0], letters[1:]
-        name = _SHORT.get(letter)
-        if name is None:
+        if letter not in _SHORT:
             raise OptionError(f"invalid option -- '{letter}' (local backend)")
-        kind = _LONG[name]
-        if kind == "=":
+        name = _SHORT[letter]
+        if _LONG[name] == "=":
             _set(options, name, letters or _next(rest, f"-{letter}"))
             return
-        if kind == "?" and letters[:1].isdigit():
+        if _LONG[name] == "?" and letters[:1].isdigit():
             _set(options, name, letters)
             return
         _set(options, name, "")
@@ -173,13 +172,8 @@ def _next(rest: list[str], word: str) -> str:
 
 
 def _set(options: Options, name: str, value: str) -> None:
-    if name == "nodes":
-        if _number(name, value.partition("-")[0]) > 1:
-            raise OptionError(f"--nodes={value}: the local backend has one node")
-    elif name == "export":
-        if value not in ("ALL", ""):
-            raise OptionError(f"--export={value}: the local backend exports ALL")
-    elif name == "kill-on-bad-exit":
+    _refuse(name, value)
+    if name == "kill-on-bad-exit":
         options.kill_on_bad_exit = value != "0"
     elif name == "wait":
         options.wait_seconds = _number(name, value, least=0)
@@ -189,6 +183,15 @@ def _set(options: Options, name: str, value: str) -> None:
         setattr(options, name, True)
     elif name in ("output", "error", "job-name", "chdir"):
         setattr(options, name.replace("-", "_"), value)
+
+
+def _refuse(name: str, value: str) -> None:
+    if name == "nodes" and _number(name, value.partition("-")[0]) > 1:
+        raise OptionError(f"--nodes={value}: the local backend has one node")
+    if name == "export" and value not in ("ALL", ""):
+        raise OptionError(f"--export={value}: the local backend exports ALL")
+    if name == "cpu-bind" and "help" in value.split(","):
+        raise OptionError(f"--cpu-bind={value}: the local backend binds no tasks")
 
 
 def _number(name: str, value: str, *, least: int = 1) -> int:

@@ -26,6 +26,7 @@ from hpml_orchestrator.scheduler.slurm_messages import (
     NOT_CONFIGURED,
     NOT_CONFIGURED_HINT,
     clean,
+    denied,
     hint_for,
     no_such_job,
     not_configured,
@@ -292,10 +293,21 @@ class SlurmScheduler:
                     f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
                     hint=SILENT_HINT,
                 )
-            raise SchedulerError(
-                f"Slurm did not cancel: {words}",
-                hint=hint_for(done.stderr) or "`hpml status` says what state the job is in",
-            )
+            hint = hint_for(done.stderr) or "`hpml status` says what state the job is in"
+            if denied(done.stderr):
+                hint = self._whose(chunk)
+            raise SchedulerError(f"Slurm did not cancel: {words}", hint=hint)
+
+    def _whose(self, job_ids: Sequence[str]) -> str:
+        """Return the hint for jobs that this user may not cancel: the names of their owners."""
+        which = f"--jobs={','.join(job_ids)}"
+        told = self._run(["squeue", "--all", "--noheader", which, "--format=%U %u"]).stdout
+        rows = {line.partition(" ")[::2] for line in told.splitlines()}
+        owners = sorted(name for uid, name in rows if uid != str(os.getuid()))
+        return (
+            f"the job belongs to {' and '.join(owners) or 'another user'}: only its owner, or an "
+            "operator or administrator of Slurm, can cancel it"
+        )
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""
@@ -317,7 +329,7 @@ class SlurmScheduler:
         found = match(rows, job_ids)
         for job_id, status in found.items():
             if not status.state.over:
-                reason = f"gone from the queue; accounting still says {status.raw_state}"
+                reason = f"not seen in the queue; accounting still says {status.raw_state}"
                 found[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
         return found
 

@@ -18,6 +18,7 @@ from hpml_orchestrator.cluster.model import Cluster
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.slurm_ask import ask, unusable
+from hpml_orchestrator.scheduler.slurm_messages import denied
 from hpml_orchestrator.scheduler.slurm_records import (
     ASSOCIATION_FIELDS,
     QOS_FIELDS,
@@ -41,8 +42,6 @@ __all__ = ["groups_of", "read_cluster", "user_name"]
 
 _T = TypeVar("_T")
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
-# Of a site that shows its users less (PrivateData): there is nothing to see, and no fault.
-_DENIED = "access/permission denied"
 
 
 def read_cluster(
@@ -61,8 +60,8 @@ def read_cluster(
         groups: that user's groups; looked up when none are given.
 
     Returns:
-        What the user may see. `associations` and `qos` are None where accounting is off, refuses
-        or does not answer.
+        What the user may see; `hidden` tells what not. `associations` and `qos` are None where
+        accounting is off, refuses or does not answer.
 
     Raises:
         SchedulerUnavailable: the controller gave no usable answer.
@@ -77,8 +76,8 @@ def read_cluster(
         done = ask(runner, argv, env=env)
         if done.returncode == 0:
             return done.stdout
-        if kind != "config" and _DENIED in done.stderr.lower():
-            return ""
+        if kind != "config" and denied(done.stderr):
+            return ""  # a site that shows its users less (PrivateData); newer ones print nothing
         raise unusable("scontrol", done)
 
     def account(*words: str) -> str | None:

@@ -8,6 +8,7 @@ __all__ = [
     "NOT_CONFIGURED",
     "NOT_CONFIGURED_HINT",
     "clean",
+    "denied",
     "final_refusal",
     "hint_for",
     "no_such_job",
@@ -142,6 +143,11 @@ def not_configured(text: str) -> bool:
     way to the cluster is at fault.
     """
     return _NO_CONFIGURATION.search(text) is not None and not transport_fault(text)
+
+
+def denied(text: str) -> bool:
+    """Return whether Slurm does not let this user do or see it."""
+    return "access/permission denied" in text.lower()
 
 
 def no_such_job(text: str) -> bool:

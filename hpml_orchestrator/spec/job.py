@@ -146,9 +146,13 @@ class Resources(_Model):
     @classmethod
     def _extra(cls, value: list[str]) -> list[str]:
         for option in value:
-            name = option.partition("=")[0]
-            if name in _OWN_DIRECTIVES and not _GRES_WITHOUT_GPUS.fullmatch(option):
-                raise ValueError(f"{name} has a field of its own or is set by hpml: leave it out")
+            name = option.removeprefix("--").partition("=")[0]
+            if name in _FIELD_OF and not _GRES_WITHOUT_GPUS.fullmatch(option):
+                raise ValueError(f"--{name} has a field of its own: {_FIELD_OF[name]}")
+            if name in _SET_BY_HPML:
+                raise ValueError(f"--{name} is set by hpml: leave it out")
+            if name in _UNSUPPORTED:
+                raise ValueError(f"--{name} is not supported: leave it out")
         return value
 
     @property
@@ -165,52 +169,31 @@ class Resources(_Model):
 # GPUs have a field of their own; licences of a file system and such are generic resources, too
 _GRES_WITHOUT_GPUS = re.compile(r"--gres=(?!(gres[:/])?gpu\b)[^,]+(,(?!(gres[:/])?gpu\b)[^,]+)*")
 
-_OWN_DIRECTIVES = frozenset(
-    f"--{name}"
-    for name in [
-        "job-name",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "cpus-per-task",
-        "gpus",
-        "gpus-per-node",
-        "gpus-per-task",
-        "gres",
-        "mem",
-        "mem-per-cpu",
-        "mem-per-gpu",
-        "time",
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "exclusive",
-        "mail-type",
-        "mail-user",
-        "output",
-        "error",
-        "input",
-        "chdir",
-        "export",
-        "export-file",
-        "comment",
-        "array",
-        "dependency",
-        "wrap",
-        "parsable",
-        "open-mode",
-        "test-only",
-        "wait",
-        "get-user-env",
-        "begin-script",
-        "help",
-        "version",
-        "usage",
-        "requeue",
-        "no-requeue",
-        "signal",
-    ]
+_FIELD_OF = {
+    "job-name": "name",
+    "nodes": "resources.nodes",
+    "ntasks": "resources.ranks_per_node",
+    "ntasks-per-node": "resources.ranks_per_node",
+    "cpus-per-task": "resources.cpus_per_rank",
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gres"), "resources.gpus"),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "resources.memory"),
+    "time": "resources.time",
+    "partition": "resources.partition",
+    "account": "resources.account",
+    "qos": "resources.qos",
+    "constraint": "resources.constraint",
+    "exclusive": "resources.exclusive",
+    "mail-type": "resources.mail.on",
+    "mail-user": "resources.mail.to",
+    "chdir": "workdir",
+    "export": "environment",
+    "array": "array",
+    "wrap": "command",
+}
+_SET_BY_HPML = frozenset("comment open-mode output parsable".split())
+_UNSUPPORTED = frozenset(
+    "dependency error export-file get-user-env help input no-requeue requeue signal test-only "
+    "usage version wait".split()
 )
 
 

@@ -83,7 +83,7 @@ def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still
     began = time.monotonic()
     told = desk.hpml("check", file, code=5)
     assert time.monotonic() - began < 60
-    assert "the cluster could not be asked: scontrol gave no answer in " in told.stdout
+    assert "late was not checked against the cluster: scontrol gave no answer in " in told.stdout
     began = time.monotonic()
     with subprocess.Popen(
         [*HPML, "submit", str(file)],

@@ -119,7 +119,10 @@ def test_users_profile_counts_for_every_project(desk: Desk) -> None:
 
 
 def test_printed_it_is_not_written(desk: Desk) -> None:
-    """`-o -` shows the profile."""
+    """`-o -` shows the profile, as TOML or within JSON."""
     printed = desk.hpml("init", "-o", "-").stdout
     assert tomllib.loads(printed)["cluster"] == "devcluster"
+    told = desk.json("init", "-o", "-")
+    assert told["file"] is None
+    assert tomllib.loads(told["text"])["cluster"] == "devcluster"
     assert os.listdir(desk.directory) == []

@@ -336,6 +336,8 @@ def test_the_queue_is_asked_in_words_for_people_and_programs(desk: Desk) -> None
     (listed,) = desk.json("list")
     assert (listed["state"], listed["backend"]) == ("COMPLETED", "slurm")
     assert desk.hpml("logs", ran["job_id"], "-n", "1").stdout == "two\n"
+    # what srun says to each --cpu-bind on a cluster without a task plugin, as this one
+    assert "lacks support for cpu binding" not in Path(ran["output"]).read_text()
     checks: list[dict[str, Any]] = desk.json("doctor")
     assert {"check": "accounting", "result": "ok", "found": "sacct answers", "hint": ""} in checks
 

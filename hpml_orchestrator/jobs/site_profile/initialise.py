@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, RecordError
+from hpml_orchestrator.errors import (
+    HpmlError,
+    InputError,
+    NotFoundError,
+    RecordError,
+    SchedulerError,
+)
 from hpml_orchestrator.jobs.environment import travelling
 from hpml_orchestrator.jobs.output_directory import reason_of
 from hpml_orchestrator.jobs.site_profile import words
@@ -81,6 +87,7 @@ class Profile:
             "accounts": None
             if self.cluster.associations is None
             else list(dict.fromkeys(one.account for one in self.cluster.associations)),
+            "text": self.text,
         }
 
     def _looked(self, kind: str) -> str | None:
@@ -102,7 +109,10 @@ class Profile:
             + (f"default: {default.name}" if default else "none is the default")
         )
         kinds = [f"{len(group.nodes)} {group.name}" for group in self.groups]
-        told.append(f"nodes       {len(cluster.nodes)}: {words.shorten(kinds)}")
+        nodes = f"{len(cluster.nodes)}: {words.shorten(kinds)}"
+        if "nodes" in cluster.hidden:
+            nodes = "the cluster shows you none (PrivateData)"
+        told.append(f"nodes       {nodes}")
         out = sum(not node.up for node in cluster.nodes)
         if out:
             told.append(f"            {out} out of service")
@@ -187,6 +197,7 @@ def initialise(
     Raises:
         NotFoundError: there is no Slurm here.
         SchedulerUnavailable: it does not answer.
+        SchedulerError: it does not show this user its partitions.
     """
     from hpml_orchestrator.scheduler.command import (  # noqa: PLC0415
         CommandMissing,
@@ -204,6 +215,13 @@ def initialise(
             hint="on a cluster, load Slurm's module first; on a machine without Slurm jobs run "
             "with the local backend, which needs no profile",
         ) from error
+    if "partitions" in cluster.hidden:
+        raise SchedulerError(
+            f"the cluster shows you no {' or '.join(cluster.hidden)} (PrivateData): there is "
+            "nothing to write a profile from",
+            hint="ask an administrator to run `hpml init -o /etc/hpml/site.toml`, which holds for "
+            "all users; jobs run without a profile, too",
+        )
     plain = travelling(environment, "minimal")
     own = here(run, plain, tmp_fs=cluster.limits.tmp_fs)
     groups = group_nodes(cluster)

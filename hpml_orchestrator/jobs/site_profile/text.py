@@ -34,6 +34,10 @@ Precedence: command line > job file > the project's hpml.toml > yours in \
 A line that begins with # and a blank is a remark. One that begins with # and a name is a setting \
 that does not count: take the # away to use it. `hpml schema site` prints all there is."""
 
+_NO_NODES = """\
+The cluster showed no nodes to who wrote this (PrivateData): their types, [node_types.NAME], are \
+missing. An administrator sees them."""
+
 _STATES = {
     "DOWN": "takes jobs and starts none",
     "DRAIN": "takes no new jobs",
@@ -61,6 +65,7 @@ def profile_text(
         _paths(cluster, around),
         _staging(),
         *_partitions(cluster, kinds),
+        toml.comment(_NO_NODES) if "nodes" in cluster.hidden else [],
         *(node_type(group, around) for group in kinds),
         defaults(cluster, around.here),
         directives(cluster),

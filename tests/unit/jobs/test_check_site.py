@@ -27,6 +27,8 @@ NODE = (
     "   Partitions=main\n"
 )
 
+DENIED = Completed(1, "", "slurm_load_node error: Access/permission denied\n")
+
 
 def job(**resources: Any) -> Job:
     return Job.model_validate(
@@ -62,6 +64,33 @@ def found(
     assert not report.not_asked, report.not_asked
     # Records in /tmp are said to be this machine's own: true here, and not what this is about.
     return {one.code: one.level for one in report.findings if one.code != "records.local"}
+
+
+@pytest.mark.parametrize(
+    ("partition", "node", "unseen"),
+    [
+        (DENIED, DENIED, "partitions or nodes (PrivateData), so limits on time and nodes, CPUs"),
+        (Completed(0, ""), Completed(0, ""), "partitions or nodes"),
+        (Completed(0, PARTITION), DENIED, "nodes (PrivateData), so CPUs, memory, GPUs"),
+    ],
+)
+def test_what_a_site_hides_is_not_right(
+    tmp_path: Path, partition: Completed, node: Completed, unseen: str
+) -> None:
+    """No error, for the job may be right, but no success either: the report says what is unseen."""
+    runner = FakeRunner(
+        {
+            "scontrol --all show config": [Completed(0, (DATA / "config.txt").read_text("utf-8"))],
+            "scontrol --all show partition": [partition],
+            "scontrol --all show node": [node],
+            "scontrol --all show reservation": [DENIED],
+            "sacctmgr": [Completed(0, "")],
+        }
+    )
+    report = check_job(job(gpus=9), backend="slurm", records=tmp_path, environment={}, run=runner)
+    assert report.errors == []
+    assert f"it shows you no {unseen}" in report.not_asked
+    assert report.to_json()["ok"] is False
 
 
 def test_what_a_site_leaves_out_is_not_asked_for() -> None:

@@ -233,6 +233,7 @@ def test_accepts_what_only_a_cluster_needs() -> None:
         (["--ntasks"], "requires an argument"),
         (["--label=1", "x"], "takes no value"),
         (["-n2"], "no command"),
+        (["--cpu-bind=none,help", "x"], "binds no tasks"),
     ],
 )
 def test_refuses_what_it_cannot_honour(arguments: list[str], part: str) -> None:

@@ -503,9 +503,15 @@ def test_cancel_what_is_over() -> None:
 def test_cancel_fails() -> None:
     """Another user's job is an error; a lost answer is another, and is not tried again."""
     denied = "scancel: error: Kill job error on job id 9: Access/permission denied\n"
-    with pytest.raises(SchedulerError, match="permission denied") as caught:
-        slurm(FakeRunner({"scancel": [Completed(1, "", denied)]})).cancel(["9"])
-    assert not isinstance(caught.value, SchedulerUnavailable)
+    for answer, owner in (
+        (Completed(0, f"{os.getuid()} me\n77777 ada\n"), "ada"),
+        (Completed(1, "", "slurm_load_jobs error: Invalid job id specified\n"), "another user"),
+    ):
+        runner = FakeRunner({"scancel": [Completed(1, "", denied)], "squeue": [answer]})
+        with pytest.raises(SchedulerError, match="permission denied") as caught:
+            slurm(runner).cancel(["8", "9"])
+        assert not isinstance(caught.value, SchedulerUnavailable)
+        assert caught.value.hint.startswith(f"the job belongs to {owner}: only its owner, or an op")
     lost = "scancel: error: Kill job error on job id 9: Socket timed out on send/recv operation\n"
     runner = FakeRunner({"scancel": [Completed(140, "", lost)]})
     with pytest.raises(SchedulerUnavailable) as unavailable:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.scheduler.sbatch_options import SBATCH
 from hpml_orchestrator.spec import ResolvedJob
 from hpml_orchestrator.spec.job import LATER
 
@@ -90,7 +91,9 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {mail: {to: a, on: []}}", "resources.mail.on: must have 1 or more entries"),
         ("resources: {mail: {to: a, on: [x]}}", "resources.mail.on.0: must be 'begin', 'end'"),
         ("resources: {extra: [-N 3]}", "resources.extra.0: must be one long sbatch option"),
-        ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own or is"),
+        ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own: reso"),
+        ("resources: {extra: [--signal=USR1@60]}", "resources.extra: --signal is not supported:"),
+        ("resources: {extra: [--output=a]}", "resources.extra: --output is set by hpml: leave it"),
         ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has a field"),
         ("resources: {extra: [--gres=gpu]}", "resources.extra: --gres has a field"),
         ("resources: {extra: [--array=3]}", "resources.extra: --array has a field of its own"),
@@ -338,3 +341,15 @@ def test_all_findings_come_at_once(load: Load) -> None:
         "foo",
     ]
     assert (caught.value.field, caught.value.value) == ("name", "a b")
+
+
+@pytest.mark.parametrize("option", sorted(SBATCH.values | SBATCH.optional | SBATCH.flags))
+def test_an_option_with_a_field_of_its_own_has_one(load: Load, option: str) -> None:
+    """The field that a refusal of `resources.extra` names is one of the job file."""
+    try:
+        load(f"{BASE['name']}\n{BASE['script']}\nresources: {{extra: [--{option}=a]}}\n")
+    except InputError as error:
+        _, owns, name = str(error).partition("has a field of its own: ")
+        if owns:
+            text = name.replace(".", ": {") + ": [true]" + "}" * name.count(".")
+            assert "there is no such field" not in message_of(load, text)

@@ -27,6 +27,10 @@ fi
 # A step without --cpus-per-task has all CPUs of the job on its node; with it, or with one of these
 # variables, it has one task's, and nothing in it can have more. So no srun here is told.
 unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+# hpml-bind binds, not srun. On a cluster that cannot bind, srun says so at each --cpu-bind: there it
+# is left out. This call prints srun's help on that option and starts nothing.
+hpml_unbound=(--cpu-bind=none)
+[[ $(srun --cpu-bind=none,help true 2>&1) != *'lacks support for cpu binding'* ]] || hpml_unbound=()
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
 hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
@@ -79,7 +83,7 @@ trap '' USR1 USR2  # until the agents listen
 # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 8 --policy gpu-local --verify strict \
   --ranks-per-gpu 2 --loader-workers 1 --one-thread --keep-threads &
 hpml_agent=$!

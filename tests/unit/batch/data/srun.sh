@@ -26,6 +26,10 @@ fi
 # A step without --cpus-per-task has all CPUs of the job on its node; with it, or with one of these
 # variables, it has one task's, and nothing in it can have more. So no srun here is told.
 unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+# hpml-bind binds, not srun. On a cluster that cannot bind, srun says so at each --cpu-bind: there it
+# is left out. This call prints srun's help on that option and starts nothing.
+hpml_unbound=(--cpu-bind=none)
+[[ $(srun --cpu-bind=none,help true 2>&1) != *'lacks support for cpu binding'* ]] || hpml_unbound=()
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
 hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
@@ -80,7 +84,7 @@ export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --no-gpus \
   --stage mesh tar /data/mesh.tar "$hpml_local" &
@@ -127,7 +131,7 @@ hpml_command=(
 hpml_before=$!
 # One task per rank; hpml-bind gives it RANK, LOCAL_RANK and WORLD_SIZE as torchrun would.
 srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * 4))" --ntasks-per-node=4 \
-  --mpi=none --cpu-bind=none \
+  --mpi=none "${hpml_unbound[@]}" \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
   "${hpml_container[@]}" "${hpml_bind[@]}" "${hpml_command[@]}" &
 hpml_ranks=$!

@@ -29,6 +29,10 @@ fi
 # A step without --cpus-per-task has all CPUs of the job on its node; with it, or with one of these
 # variables, it has one task's, and nothing in it can have more. So no srun here is told.
 unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+# hpml-bind binds, not srun. On a cluster that cannot bind, srun says so at each --cpu-bind: there it
+# is left out. This call prints srun's help on that option and starts nothing.
+hpml_unbound=(--cpu-bind=none)
+[[ $(srun --cpu-bind=none,help true 2>&1) != *'lacks support for cpu binding'* ]] || hpml_unbound=()
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
 hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
@@ -87,7 +91,7 @@ export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --opens-per-second 2000 --opens-per-second-per-job 16000 --shared-rate 20480M --metadata-rate 50000 --link-rate 10240M --disk-rate 2048M --array-jitter 60 --array-tasks 8 \
   --stage train auto /data/train "$hpml_local" --keep --epochs 90 \
@@ -124,7 +128,7 @@ hpml_before=$!
 # One torchrun per node starts the ranks there; each node's number exists inside its task only. Signals
 # to the step reach torchrun and the ranks: those that are for the ranks must not end torchrun.
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-  --cpu-bind=none --mpi=none \
+  "${hpml_unbound[@]}" --mpi=none \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
   bash -c 'trap "" USR1 USR2; export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' torchrun "${hpml_container[@]}" \
   python -m torch.distributed.run \

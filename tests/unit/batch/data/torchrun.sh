@@ -32,6 +32,10 @@ fi
 # A step without --cpus-per-task has all CPUs of the job on its node; with it, or with one of these
 # variables, it has one task's, and nothing in it can have more. So no srun here is told.
 unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+# hpml-bind binds, not srun. On a cluster that cannot bind, srun says so at each --cpu-bind: there it
+# is left out. This call prints srun's help on that option and starts nothing.
+hpml_unbound=(--cpu-bind=none)
+[[ $(srun --cpu-bind=none,help true 2>&1) != *'lacks support for cpu binding'* ]] || hpml_unbound=()
 
 # First act: claim this attempt. A second job of the same run finds it claimed and ends here.
 hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
@@ -86,7 +90,7 @@ export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
 # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
-  --ntasks-per-node=1 --cpu-bind=none --mpi=none --kill-on-bad-exit=1 --export=ALL \
+  --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
   "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --stage digits auto /data/digits "$hpml_shm" &
 hpml_agent=$!
@@ -136,7 +140,7 @@ hpml_before=$!
 # One torchrun per node starts the ranks there; each node's number exists inside its task only. Signals
 # to the step reach torchrun and the ranks: those that are for the ranks must not end torchrun.
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-  --cpu-bind=none --mpi=none \
+  "${hpml_unbound[@]}" --mpi=none \
   --kill-on-bad-exit=1 --wait=60 --export=ALL \
   bash -c 'trap "" USR1 USR2; export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' torchrun "${hpml_container[@]}" \
   python -m torch.distributed.run \

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.cluster import Cluster
-from hpml_orchestrator.errors import InputError, NotFoundError, SchedulerUnavailable
+from hpml_orchestrator.errors import (
+    InputError,
+    NotFoundError,
+    SchedulerError,
+    SchedulerUnavailable,
+)
 from hpml_orchestrator.jobs.site_profile import Plan, Profile, group_nodes, initialise, plan, save
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.testing import FakeRunner
-from tests.unit.jobs.site_profile.test_every_partition import captured
+from tests.unit.jobs.site_profile.test_every_partition import DATA, captured
 
 
 def made(text: str = "a = 1\n", **files: str) -> Profile:
@@ -94,6 +99,39 @@ def test_a_silent_controller_is_told_as_such() -> None:
     silent = Completed(1, "", "slurm_load_ctl_conf error: Unable to contact slurm controller\n")
     with pytest.raises(SchedulerUnavailable):
         initialise(FakeRunner({"scontrol": [silent]}), {}, writer="", when="")
+
+
+def hiding(*kinds: str) -> FakeRunner:
+    """A real cluster's answers, but for what it does not show this user."""
+    run: dict[str, list[Completed | BaseException]] = {
+        f"scontrol --all show {kind}": [
+            Completed(1, "", "slurm_load_node error: Access/permission denied\n")
+            if kind in kinds
+            else Completed(0, (DATA / "22.05.8" / name).read_text())
+        ]
+        for kind, name in (
+            ("config", "config.txt"),
+            ("partition", "show-partition.txt"),
+            ("node", "show-node.txt"),
+            ("reservation", "show-reservation.txt"),
+        )
+    }
+    return FakeRunner({**run, "sacctmgr": [Completed(0, "")], "sh": [Completed(0, "")]})
+
+
+def test_a_cluster_that_hides_its_partitions_gets_no_profile() -> None:
+    """An empty one would look like a true one."""
+    with pytest.raises(SchedulerError, match="shows you no partitions or nodes") as caught:
+        initialise(hiding("partition", "node"), {}, writer="", when="")
+    assert "ask an administrator" in caught.value.hint
+
+
+def test_a_cluster_that_hides_its_nodes_gets_a_profile_that_says_so() -> None:
+    """Its partitions are true all the same."""
+    profile = initialise(hiding("node"), {}, writer="", when="")
+    assert "nodes       the cluster shows you none (PrivateData)" in profile.lines()
+    assert "# The cluster showed no nodes to who wrote this (PrivateData)" in profile.text
+    assert "[partitions.main]" in profile.text
 
 
 def test_what_was_found_is_told_in_a_few_lines(small: Cluster) -> None:
