@@ -112,25 +112,23 @@ def logs(
     """Print a run's output; of a job array that of one task, RUN.INDEX."""
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
     from hpml_orchestrator.jobs.ends import run_of  # noqa: PLC0415
-    from hpml_orchestrator.jobs.tail import Tail, last_lines  # noqa: PLC0415
+    from hpml_orchestrator.jobs.tail import Tail, start_of_last  # noqa: PLC0415
 
     store = store_of(context)
     submission = _one_run(store.resolve(run))
     chosen = run_of(store, submission)
     begun = chosen.has_output()
+    position = start_of_last(chosen.output, lines) if begun and lines else 0
     if follow:
         from hpml_orchestrator.cli.follow import follow as follow_run  # noqa: PLC0415
 
-        follow_run(store, submission, out=sys.stdout)
+        follow_run(store, submission, out=sys.stdout, position=position)
         return
     if not begun:
         raise NotFoundError(
             f"{submission.label} has no output yet", hint=f"hpml status {submission.label}"
         )
-    if lines:
-        sys.stdout.buffer.write(last_lines(chosen.output, lines))
-        return
-    tail = Tail(chosen.output)
+    tail = Tail(chosen.output, position=position)
     while data := tail.read():
         sys.stdout.buffer.write(data)
 
