@@ -83,11 +83,14 @@ class Summary:
 
 
 def summarise(state: State) -> Summary:
-    """Return the summary of a run's last attempt; empty where nothing was recorded."""
-    attempts = state.run.attempts()
-    if not attempts:
+    """Return the summary of a run's last attempt; empty where nothing was recorded.
+
+    Raises:
+        RecordError: its records may not be read.
+    """
+    attempt = state.run.newest()
+    if attempt is None:
         return Summary()
-    attempt = attempts[-1]
     events = attempt.events()
     ready = [event for event in events if event.event == "ready"]
     results = [event for event in events if event.data.get("final")]
@@ -138,15 +141,19 @@ def summarise(state: State) -> Summary:
 
 
 def binding_of(state: State) -> Bound:
-    """Return what the last attempt's records tell of where its ranks ran."""
-    attempts = state.run.attempts()
-    if not attempts:
+    """Return what the last attempt's records tell of where its ranks ran.
+
+    Raises:
+        RecordError: they may not be read.
+    """
+    attempt = state.run.newest()
+    if attempt is None:
         return Bound()
     try:
         asked = state.submission.record()["job"]["binding"]
     except (HpmlError, KeyError, TypeError):
         asked = None
-    return bound_of(attempts[-1], asked)
+    return bound_of(attempt, asked)
 
 
 def phases(

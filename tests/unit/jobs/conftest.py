@@ -56,7 +56,7 @@ class World:
         queued = submission.started_at()
         if number == 0 and queued is not None:
             events.append(attempt / "events" / "batch.jsonl", "queued", node="batch", now=queued)
-        self.event(attempt, "started")
+        self.event(attempt, "started", nodes="n[1-2]")
         return attempt
 
     def event(self, attempt: Path, event: str, rank: int | None = None, **data: Any) -> None:
