@@ -90,7 +90,8 @@ class Attempt:
     @property
     def nodes(self) -> str:
         """The list of nodes that it ran on, as the scheduler gave it; empty where not known."""
-        return str(self.started.data.get("nodes", "")) if self.started else ""
+        started = self.started
+        return str(started.data.get("nodes", "")) if started is not None else ""
 
     @property
     def last_written(self) -> float | None:

@@ -135,7 +135,7 @@ def test_a_forgotten_job_is_judged_by_its_own_word(
 def test_nodes_of_an_earlier_attempt_are_not_those_of_one_that_waits(
     world: World, submitted: Submission
 ) -> None:
-    """A job that was requeued has no nodes until it starts again; one that nobody knows had some."""
+    """One that was requeued has none until it starts again; one that nobody knows had some."""
     world.starts(submitted, "1")
     world.scheduler.jobs["1"].status = replace(world.scheduler.jobs["1"].status, restarts=1)
     assert state_of(world, submitted).nodes == ""
