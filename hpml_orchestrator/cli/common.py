@@ -27,6 +27,7 @@ __all__ = [
     "SetOption",
     "backend_name",
     "chosen_site",
+    "complete_run",
     "not_written",
     "print_json",
     "print_table",
@@ -39,7 +40,8 @@ STANDARD_OUTPUT = "-"
 """What names standard output where a file is wanted."""
 
 
-def _complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the runs that a word may be the beginning of, for the shell."""
     try:
         ctx.obj = {"records": ctx.find_root().params.get("records")}
         known = ["last", *(one.sid for one in store_of(ctx).submissions())]
@@ -78,7 +80,7 @@ RunWord = Annotated[
     typer.Argument(
         metavar="RUN",
         help="Run id, a unique part of it, a job id, or `last`; .INDEX behind it: one task.",
-        autocompletion=_complete_run,
+        autocompletion=complete_run,
     ),
 ]
 RunWords = Annotated[
@@ -86,7 +88,7 @@ RunWords = Annotated[
     typer.Argument(
         metavar="RUN…",
         help="Run ids, unique parts of them, job ids, or `last`; .INDEX behind one: one task.",
-        autocompletion=_complete_run,
+        autocompletion=complete_run,
     ),
 ]
 

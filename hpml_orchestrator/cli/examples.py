@@ -43,6 +43,11 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("Cancel the newest run:", "hpml cancel last"),
         ("Cancel two runs by their jobs' ids:", "hpml cancel 4711 4712"),
     ],
+    "prune": [
+        ("What would go, and what that frees:", "hpml prune --older-than 30d"),
+        ("Remove it, but keep the newest 20:", "hpml prune --older-than 30d --keep 20 --yes"),
+        ("What failed or was cancelled:", "hpml prune --state FAILED,CANCELLED --yes"),
+    ],
     "wait": [("In a script, go on when the run is over:", "hpml wait last")],
     "show": [
         ("All that is known of the newest run:", "hpml show"),

@@ -29,6 +29,7 @@ def follow(
     *,
     out: TextIO,
     output: bool = True,
+    position: int = 0,
     end_line: bool = False,
     summary: bool = False,
 ) -> State:
@@ -42,10 +43,11 @@ def follow(
         submission: whose run.
         out: where its output goes.
         output: whether to print it at all.
+        position: the offset of its first byte that is printed.
         end_line: whether to end a last line that the job left open, for what is printed next.
         summary: whether a run's summary comes next, which has the reason of its end.
     """
-    tail = Tail(run_of(store, submission).output)
+    tail = Tail(run_of(store, submission).output, position=position)
     shown = ""
     last = b""
 

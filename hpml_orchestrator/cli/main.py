@@ -19,6 +19,7 @@ from hpml_orchestrator.cli import (
     jobfile,
     man,
     pack,
+    prune,
     runs,
     site,
     stage,
@@ -34,7 +35,7 @@ __all__ = ["app", "main"]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
-    {"list", "status", "show", "logs", "wait", "cancel", "schema", "export", "topo"}
+    {"list", "status", "show", "logs", "wait", "cancel", "prune", "schema", "export", "topo"}
 )
 """Commands about records or this node: they do without a current directory."""
 
@@ -95,6 +96,7 @@ jobfile.register(app)
 importing.register(app)
 check.register(app)
 runs.register(app)
+prune.register(app)
 site.register(app)
 init.register(app)
 templates.register(app)

@@ -112,25 +112,23 @@ def logs(
     """Print a run's output; of a job array that of one task, RUN.INDEX."""
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
     from hpml_orchestrator.jobs.ends import run_of  # noqa: PLC0415
-    from hpml_orchestrator.jobs.tail import Tail, last_lines  # noqa: PLC0415
+    from hpml_orchestrator.jobs.tail import Tail, start_of_last  # noqa: PLC0415
 
     store = store_of(context)
     submission = _one_run(store.resolve(run))
     chosen = run_of(store, submission)
     begun = chosen.has_output()
+    position = start_of_last(chosen.output, lines) if begun and lines else 0
     if follow:
         from hpml_orchestrator.cli.follow import follow as follow_run  # noqa: PLC0415
 
-        follow_run(store, submission, out=sys.stdout)
+        follow_run(store, submission, out=sys.stdout, position=position)
         return
     if not begun:
         raise NotFoundError(
             f"{submission.label} has no output yet", hint=f"hpml status {submission.label}"
         )
-    if lines:
-        sys.stdout.buffer.write(last_lines(chosen.output, lines))
-        return
-    tail = Tail(chosen.output)
+    tail = Tail(chosen.output, position=position)
     while data := tail.read():
         sys.stdout.buffer.write(data)
 
@@ -213,9 +211,11 @@ def show(
 
     Of a job array it shows the tasks, and of one of them (RUN.INDEX) what it shows of any run.
     """
+    from hpml_orchestrator.jobs.attempts import attempt_reports  # noqa: PLC0415
+    from hpml_orchestrator.jobs.bound import Bound  # noqa: PLC0415
     from hpml_orchestrator.jobs.show import array_lines, summary_lines, task_rows  # noqa: PLC0415
     from hpml_orchestrator.jobs.status import states  # noqa: PLC0415
-    from hpml_orchestrator.jobs.summary import binding_of, summarise  # noqa: PLC0415
+    from hpml_orchestrator.jobs.summary import Summary, binding_of, summarise  # noqa: PLC0415
 
     store = store_of(context)
     submission = store.resolve(run)
@@ -228,28 +228,34 @@ def show(
             field="--ranks",
             hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
         )
-    summary = summarise(state)
+    reports = attempt_reports(state)
+    summary, bound, bindings = Summary(), Bound(), []
+    if reports and reports[-1].error is None:
+        summary, bound = summarise(state), binding_of(state)
+        bindings = state.run.attempts()[-1].bindings()
     if as_json:
-        attempts = state.run.attempts()
         print_json(
             {
                 **state.to_json(),
+                "history": [report.to_json() for report in reports],
                 "summary": summary.to_json(),
-                **binding_of(state).to_json(),
-                "bindings": attempts[-1].bindings() if attempts else [],
+                **bound.to_json(),
+                "bindings": bindings,
                 "record": submission.record(),
             }
         )
-        return
-    if state.tasks:
+    elif state.tasks:
         for name, text in [*array_lines(state), ("script", str(submission.script))]:
             typer.echo(f"{name:<10} {text}")
         typer.echo("")
         print_table(("TASK", "JOB", "STATE", "TIME", "NODES", "EXIT", "REASON"), task_rows(state))
-        return
-    from hpml_orchestrator.cli.places import print_places  # noqa: PLC0415
+    else:
+        from hpml_orchestrator.cli.places import print_places  # noqa: PLC0415
 
-    for name, text in summary_lines(state, summary):
-        typer.echo(f"{name:<10} {text}")
-    typer.echo(f"{'script':<10} {submission.script}")
-    print_places(binding_of(state), everything=ranks)
+        for name, text in summary_lines(state, summary):
+            typer.echo(f"{name:<10} {text}")
+        typer.echo(f"{'script':<10} {submission.script}")
+        print_places(bound, everything=ranks)
+    unreadable = next((report.error for report in reports if report.error is not None), None)
+    if unreadable is not None:  # the rest was shown
+        raise unreadable

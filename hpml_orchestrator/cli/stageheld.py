@@ -159,7 +159,7 @@ def clean(
         refuse_with("--older", {"--all": everything})
     if mine:
         refuse_with("--mine", {"--dry-run": dry_run})
-    seconds = None if older is None else parse_age(older)
+    seconds = None if older is None else parse_age(older, field="--older")
     bases = _bases(context, directories)
     left = _leave(bases) if mine else []
     done = remove(bases, everything=everything, older_seconds=seconds, dry_run=dry_run)

@@ -97,12 +97,12 @@ def _one_run(submission: Submission) -> Submission:
 def _attempt(store: Store, submission: Submission) -> Attempt:
     from hpml_orchestrator.jobs.ends import run_of  # noqa: PLC0415
 
-    attempts = run_of(store, submission).attempts()
-    if not attempts:
+    attempt = run_of(store, submission).newest()
+    if attempt is None:
         raise NotFoundError(
             f"{submission.label} has not started", hint=f"hpml status {submission.label}"
         )
-    return attempts[-1]
+    return attempt
 
 
 def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:

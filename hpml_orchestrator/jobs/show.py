@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.jobs.attempts import attempt_lines, attempt_reports
 from hpml_orchestrator.jobs.output_directory import output_directory
 from hpml_orchestrator.jobs.staged import staged_lines
 from hpml_orchestrator.jobs.texts import seconds_text
@@ -114,6 +115,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     ]
     if state.reason and not summary.binding_failed:  # it is one rank's; below stands how many
         lines.append(("reason", state.reason))
+    lines += attempt_lines(attempt_reports(state), state)
     lines += _code(state)
     if summary.nodes:
         files = f"{summary.staged_files} file{'s' * (summary.staged_files != 1)}"
@@ -202,13 +204,13 @@ def time_text(state: State) -> str:
 
 
 def _ran(state: State, summary: Summary) -> str:
-    if not summary.nodes:
+    if not state.nodes:
         return ""
     ranks = ""
     if summary.ranks:
         some = "" if summary.ranks >= summary.world_size else f" of {summary.world_size}"
         ranks = f", {summary.ranks}{some} rank{'s' * (max(summary.ranks, summary.world_size) > 1)}"
-    return f" on {state.nodes or summary.nodes}{ranks}"
+    return f" on {state.nodes}{ranks}"
 
 
 def _training(summary: Summary) -> list[tuple[str, str]]:

@@ -346,6 +346,8 @@ def _state(
             # Slurm keeps no record at all of a task that is cancelled while its array waits.
             status = JobStatus(job_id, JobState.CANCELLED)
         else:
+            if own is not None and not trouble:
+                own.check_readable()
             status, lost = _own_status(job_id, own, trouble, submission, now)
     ended = own.ended if own is not None and status.state.over else None
     exit_code = status.exit_code
@@ -365,7 +367,7 @@ def _state(
         job_id=job_id,
         state=status.state.value,
         reason=reason,
-        nodes=status.nodes,
+        nodes=status.nodes or ("" if own is None or status.state.waiting else own.nodes),
         created=float(record["created"]),
         started=status.started or _started_of(own),
         ended=status.ended or (float(ended["time"]) if ended else None),
@@ -452,6 +454,5 @@ def _own_status(
 
 
 def _started_of(own: Attempt | None) -> float | None:
-    if own is None:
-        return None
-    return next((event.time for event in own.events() if event.event == "started"), None)
+    started = own.started if own is not None else None
+    return started.time if started is not None else None

@@ -86,11 +86,14 @@ class Summary:
 
 
 def summarise(state: State) -> Summary:
-    """Return the summary of a run's last attempt; empty where nothing was recorded."""
-    attempts = state.run.attempts()
-    if not attempts:
+    """Return the summary of a run's last attempt; empty where nothing was recorded.
+
+    Raises:
+        RecordError: its records may not be read.
+    """
+    attempt = state.run.newest()
+    if attempt is None:
         return Summary()
-    attempt = attempts[-1]
     timeline = Timeline(attempt.milestones())
     ready = sorted(timeline.ready, key=lambda event: event.time)
     steps = {rank: last.data for rank, (_, last) in timeline.steps.items()}
@@ -140,15 +143,19 @@ def summarise(state: State) -> Summary:
 
 
 def binding_of(state: State) -> Bound:
-    """Return what the last attempt's records tell of where its ranks ran."""
-    attempts = state.run.attempts()
-    if not attempts:
+    """Return what the last attempt's records tell of where its ranks ran.
+
+    Raises:
+        RecordError: they may not be read.
+    """
+    attempt = state.run.newest()
+    if attempt is None:
         return Bound()
     try:
         asked = state.submission.record()["job"]["binding"]
     except (HpmlError, KeyError, TypeError):
         asked = None
-    return bound_of(attempts[-1], asked)
+    return bound_of(attempt, asked)
 
 
 class Timeline:
@@ -188,8 +195,8 @@ class Timeline:
             self.ready.append(event)
         if event.event == "signal":
             came = self.signals.setdefault(str(event.data.get("name")), {})
-            count, last = came.get(event.node, (0, time))
-            came[event.node] = count + int(_figure(event.data, "count")), max(last, time)
+            count, before = came.get(event.node, (0, time))
+            came[event.node] = count + int(_figure(event.data, "count")), max(before, time)
         if event.event == "step" and event.rank is not None:
             first, last = self.steps.get(event.rank, (event, event))
             self.steps[event.rank] = (

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["Tail", "last_lines"]
+__all__ = ["Tail", "start_of_last"]
 
 _BLOCK_BYTES = 1 << 20
 
@@ -44,17 +44,15 @@ class Tail:
         return b"".join(parts)
 
 
-def last_lines(path: Path, count: int) -> bytes:
-    """Return the last lines of a file without reading all of it.
+def start_of_last(path: Path, count: int) -> int:
+    """Return the offset at which the last lines of a file begin, without reading all of it.
 
     Args:
         path: the file.
-        count: how many lines; 0 gives none.
+        count: how many lines, 1 or more.
     """
-    if count <= 0:
-        return b""
     with path.open("rb") as stream:
-        end = stream.seek(0, 2)
+        size = end = stream.seek(0, 2)
         data = b""
         while end > 0 and data.count(b"\n") <= count:
             begin = max(0, end - (1 << 16))
@@ -63,4 +61,4 @@ def last_lines(path: Path, count: int) -> bytes:
             end = begin
     lines = data.split(b"\n")  # not splitlines(): progress bars end theirs in \r
     whole = [line + b"\n" for line in lines[:-1]] + [lines[-1]] * bool(lines[-1])
-    return b"".join(whole[-count:])
+    return size - sum(len(line) for line in whole[-count:])

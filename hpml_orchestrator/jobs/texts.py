@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["seconds_text"]
+from datetime import datetime
+
+__all__ = ["clock_text", "seconds_text"]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
@@ -21,3 +23,8 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(rest, _MINUTE)
     clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
     return f"{days} d {clock}" if days else clock
+
+
+def clock_text(seconds: float) -> str:
+    """Return a moment, in seconds since the epoch, as a local clock shows it."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

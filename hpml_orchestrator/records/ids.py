@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 
-__all__ = ["ID_PATTERN", "new_id"]
+__all__ = ["ID_PATTERN", "new_id", "stamp", "stamp_of"]
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 _SUFFIX_CHARS = 6
@@ -23,6 +23,15 @@ def new_id(name: str, *, now: float | None = None) -> str:
         name: a job name as the job file allows it; cut after 40 characters.
         now: seconds since the epoch; the clock when left out.
     """
-    moment = time.gmtime(time.time() if now is None else now)
     suffix = "".join(secrets.choice(_ALPHABET) for _ in range(_SUFFIX_CHARS))
-    return f"{name[:_NAME_CHARS]}-{time.strftime('%Y%m%d-%H%M%S', moment)}-{suffix}"
+    return f"{name[:_NAME_CHARS]}-{stamp(time.time() if now is None else now)}-{suffix}"
+
+
+def stamp(seconds: float) -> str:
+    """Return a time, seconds since the epoch, as it stands in ids; stamps compare as times do."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+
+
+def stamp_of(sid: str) -> str:
+    """Return the time that stands in an id."""
+    return "-".join(sid.rsplit("-", 3)[1:3])

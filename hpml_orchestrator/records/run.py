@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.records.events import read_all, read_milestones
+from hpml_orchestrator.records.events import read, read_all, read_milestones
 from hpml_orchestrator.records.files import read_json, read_json_lines, read_text
 
 if TYPE_CHECKING:
@@ -17,7 +18,34 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Attempt", "Run"]
+__all__ = ["Attempt", "Run", "owner_name"]
+
+
+def owner_name(path: Path) -> str:
+    """Return the user that a file belongs to, by number where there is no name."""
+    try:
+        uid = path.stat().st_uid
+    except OSError:
+        return "unknown"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _unreadable(what: str, path: Path, error: OSError) -> RecordError:
+    return RecordError(
+        f"{what}: cannot be read: {error.strerror or error}",
+        hint=f"ask its owner, {owner_name(path)}, for the right to read {path}",
+    )
+
+
+def _named(directory: Path, ending: str) -> list[Path]:
+    """Return the files of a directory with that ending, by name; none of what may not be read."""
+    try:
+        return sorted(directory / name for name in os.listdir(directory) if name.endswith(ending))
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)
@@ -56,6 +84,43 @@ class Attempt:
             return None
         return record
 
+    @property
+    def started(self) -> Event | None:
+        """Its script's last event `started`, with the list of nodes; None before."""
+        started = None
+        with contextlib.suppress(NotFoundError, RecordError):
+            for event in read(self.directory / "events" / "batch.jsonl"):
+                started = event if event.event == "started" else started
+        return started
+
+    @property
+    def nodes(self) -> str:
+        """The list of nodes that it ran on, as the scheduler gave it; empty where not known."""
+        started = self.started
+        return str(started.data.get("nodes", "")) if started is not None else ""
+
+    @property
+    def last_written(self) -> float | None:
+        """When its newest event was written, seconds since the epoch; None without any."""
+        return max(
+            (path.stat().st_mtime for path in _named(self.directory / "events", "")), default=None
+        )
+
+    def check_readable(self) -> None:
+        """Look whether its records may be read.
+
+        Raises:
+            RecordError: they may not, as is usual with the runs of others.
+        """
+        try:
+            os.listdir(self.directory)
+            os.listdir(self.directory / "events")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            run = self.directory.parents[1].name
+            raise _unreadable(f"run {run}, attempt {self.number}", self.directory, error) from error
+
     def events(self) -> Iterator[Event]:
         """Every event of the attempt: the script's, then each node's, as they were written."""
         return read_all(self.directory / "events")
@@ -67,7 +132,7 @@ class Attempt:
     def markers(self, kind: str) -> list[dict[str, Any]]:
         """What nodes said of themselves, `ready` or `failed`, by node."""
         found = []
-        for path in sorted((self.directory / "nodes").glob(f"*.{kind}.json")):
+        for path in _named(self.directory / "nodes", f".{kind}.json"):
             try:
                 found.append(read_json(path))
             except (NotFoundError, RecordError):
@@ -77,7 +142,7 @@ class Attempt:
     def proofs(self) -> list[dict[str, Any]]:
         """What the agents saw of the ranks and judged, by node."""
         found = []
-        for path in sorted((self.directory / "binding").glob("*.proof.json")):
+        for path in _named(self.directory / "binding", ".proof.json"):
             try:
                 found.append(read_json(path))
             except (NotFoundError, RecordError):
@@ -87,7 +152,7 @@ class Attempt:
     def plans(self) -> dict[str, str]:
         """The text of each node's plan, by node."""
         found = {}
-        for path in sorted((self.directory / "plan").glob("*.txt")):
+        for path in _named(self.directory / "plan", ".txt"):
             try:
                 found[path.name[: -len(".txt")]] = read_text(path)
             except (NotFoundError, RecordError):
@@ -97,7 +162,7 @@ class Attempt:
     def bindings(self) -> list[dict[str, Any]]:
         """Where each rank ran, by rank; one that started twice counts as it started last."""
         found: dict[int, dict[str, Any]] = {}
-        for path in sorted((self.directory / "binding").glob("*.jsonl")):
+        for path in _named(self.directory / "binding", ".jsonl"):
             with contextlib.suppress(NotFoundError, RecordError):
                 for line in read_json_lines(path):
                     if isinstance(line, dict) and isinstance(line.get("rank"), int):
@@ -138,7 +203,7 @@ class Run:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise _unreadable(f"run {self.rid}", self.directory, error) from error
 
     def attempts(self) -> list[Attempt]:
         """Every attempt so far, in order.
@@ -151,12 +216,18 @@ class Run:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise _unreadable(f"run {self.rid}", self.directory, error) from error
         numbers = sorted(int(name) for name in names if name.isdigit())
         return [Attempt(self.directory / "attempts" / str(number)) for number in numbers]
 
-    def _unreadable(self, error: OSError) -> RecordError:
-        return RecordError(
-            f"run {self.rid}: cannot be read: {error.strerror or error}",
-            hint=f"ask its owner for the right to read {self.directory}",
-        )
+    def newest(self) -> Attempt | None:
+        """The last attempt; None before the first.
+
+        Raises:
+            RecordError: it may not be read.
+        """
+        attempts = self.attempts()
+        if not attempts:
+            return None
+        attempts[-1].check_readable()
+        return attempts[-1]

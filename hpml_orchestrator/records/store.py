@@ -19,7 +19,7 @@ from hpml_orchestrator.records.files import (
     write_json,
     write_text,
 )
-from hpml_orchestrator.records.ids import ID_PATTERN
+from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
 from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.run import Attempt, Run
 from hpml_orchestrator.records.starts import begin, newest_start
@@ -276,7 +276,7 @@ class Store:
                 hint="set HPML_HOME (or --records DIR) to the directory of your records",
             ) from error
         known = [name for name in names if ID_PATTERN.match(name)]
-        for name in sorted(known, key=_by_time, reverse=True):
+        for name in sorted(known, key=lambda name: (stamp_of(name), name), reverse=True):
             yield Submission(self.submissions_dir / name)
 
     def run(self, rid: str) -> Run:
@@ -367,12 +367,6 @@ def _meant(word: str, everything: list[Submission]) -> str:
         known.setdefault(one.sid.rsplit("-", 3)[0], one.sid)
     found = nearest(word, known)
     return f"did you mean {known[found]}? `hpml list` shows all runs" if found else ""
-
-
-def _by_time(sid: str) -> tuple[str, str]:
-    """Sort key: the id's own time stamp first, since names come before it."""
-    _, day, clock, _ = sid.rsplit("-", 3)
-    return (f"{day}-{clock}", sid)
 
 
 def _remove(paths: list[Path]) -> None:

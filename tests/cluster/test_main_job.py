@@ -233,6 +233,13 @@ def test_a_requeued_job_makes_a_second_attempt_of_the_same_run(desk: Desk, data:
     assert done["state"] == "COMPLETED"
     assert done["attempts"] == 2
     assert done["job_id"] == submitted["job_id"]
+    first, second = desk.json("show", submitted["id"])["history"]
+    assert first["nodes"].startswith("node")
+    assert first["started"] < second["started"]
+    assert (first["over"], second["reason"]) == (True, "completed")
+    shown = desk.hpml("show", submitted["id"]).stdout
+    assert re.search(r"^attempts {3}0: .* after \d+ s on node", shown, re.MULTILINE), shown
+    assert re.search(r"^ {11}1: completed after \d+ s on node", shown, re.MULTILINE), shown
     eventually(lambda: own_staged(desk, submitted["job_id"]) == [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpml_orchestrator.records.run import owner_name
 from tests.unit.cli.conftest import HPML, Result, as_anybody
 
 if TYPE_CHECKING:
@@ -182,6 +184,38 @@ def test_a_run_of_somebody_else_is_told_as_such(shell: Shell) -> None:
             assert "COMPLETED" in told.out + told.err
     finally:
         run.chmod(0o700)
+
+
+@pytest.mark.parametrize("closed_attempt", [0, 1])
+def test_an_attempt_that_is_closed_hides_nothing_else(shell: Shell, closed_attempt: int) -> None:
+    """Of two attempts one may not be read: told at the end, whose it is, and the rest is shown."""
+    done = shell.hpml("run", "--local", "--no-check", shell.job("twice"))
+    assert done.code == 0, done.err
+    run = next((shell.records / "runs").glob("twice-*"))
+    shutil.copytree(run / "attempts" / "0", run / "attempts" / "1")
+    directory = run / "attempts" / str(closed_attempt)
+    directory.chmod(0)
+    error = f"hpml: error: run {run.name}, attempt {closed_attempt}: cannot be read: Permission"
+    try:
+        shown = anybody(shell, '"$@"', "show", run.name)
+        as_json = anybody(shell, '"$@"', "show", "--json", run.name)
+        listed = anybody(shell, '"$@"', "list")
+        topo = anybody(shell, '"$@"', "topo", "--run", run.name)
+    finally:
+        directory.chmod(0o700)
+        shutil.rmtree(run)
+        shutil.rmtree(shell.records / "submissions" / run.name)
+    for told in (shown, as_json):
+        assert told.code == 7
+        assert told.err.startswith(error)
+        assert f"\nhint: ask its owner, {owner_name(shell.root)}, for" in told.err
+    assert f"{run.name}  COMPLETED" in shown.out
+    assert f"{closed_attempt}: cannot be read\n" in shown.out
+    assert f"{1 - closed_attempt}: completed after " in shown.out
+    history = as_json.json()["history"]
+    assert [bool(one["error"]) for one in history] == [closed_attempt == 0, closed_attempt == 1]
+    assert (listed.code, "COMPLETED" in listed.out) == (0, True)
+    assert topo.code == (7 if closed_attempt == 1 else 0), topo.err
 
 
 def test_the_end_of_a_closed_run_that_failed(shell: Shell) -> None:

@@ -140,6 +140,7 @@ def test_every_command_tells_of_it(
     assert hpml("logs", good).out.endswith(f"hi\n{'x' * 100}")
     assert hpml("logs", "-f", good).out.endswith(f"hi\n{'x' * 100}")
     assert hpml("logs", "-n", "1", good).out == "x" * 100
+    assert hpml("logs", "-f", "-n", "2", good).out == f"hi\n{'x' * 100}"
     told = hpml("wait", good)
     assert (told.code, told.out) == (0, "")
     assert hpml("wait", bad).code == 6

@@ -27,7 +27,7 @@ Hpml = Callable[..., "Result"]
 HPML = Path(sys.executable).parent / "hpml"
 COMMANDS = sorted(
     "render check submit run list status logs cancel wait show doctor schema init template "
-    "man import topo pack stage export".split()
+    "man import topo pack prune stage export".split()
 )
 HEAVY = (
     *("torch", "scipy", "numpy", "matplotlib", "nvitop", "submitit", "pyslurm", "optuna"),

@@ -56,7 +56,7 @@ class World:
         queued = submission.started_at()
         if number == 0 and queued is not None:
             events.append(attempt / "events" / "batch.jsonl", "queued", node="batch", now=queued)
-        self.event(attempt, "started")
+        self.event(attempt, "started", nodes="n[1-2]")
         return attempt
 
     def event(self, attempt: Path, event: str, rank: int | None = None, **data: Any) -> None:
@@ -74,7 +74,7 @@ class World:
         self, attempt: Path, code: int = 0, reason: str = "completed", state: str = ""
     ) -> None:
         """Write what a job writes when it ends."""
-        end = {"exit_code": code, "reason": reason}
+        end: dict[str, Any] = {"exit_code": code, "reason": reason}
         end["state"] = state or ("FAILED" if code else "COMPLETED")
         write_json(attempt / "ended.json", {**end, "time": self.clock.now})
         self.event(attempt, "ended", **end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -131,6 +132,19 @@ def test_a_forgotten_job_is_judged_by_its_own_word(
     found = state_of(world, submitted)
     assert (found.state, found.over, found.exit_code) == (state, True, code)
     assert found.reason == f"{reason} (the job's own record)"
+    assert found.nodes == found.to_json()["nodes"] == "n[1-2]"
+
+
+def test_nodes_of_an_earlier_attempt_are_not_those_of_one_that_waits(
+    world: World, submitted: Submission
+) -> None:
+    """One that was requeued has none until it starts again; one that nobody knows had some."""
+    world.starts(submitted, "1")
+    world.scheduler.jobs["1"].status = replace(world.scheduler.jobs["1"].status, restarts=1)
+    assert state_of(world, submitted).nodes == ""
+    world.scheduler.jobs.clear()
+    world.clock.sleep(100)
+    assert (state_of(world, submitted).nodes, state_of(world, submitted).lost) == ("n[1-2]", True)
 
 
 def test_an_uncertain_scheduler_yields_to_the_jobs_own_word(

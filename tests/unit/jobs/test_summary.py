@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 import tracemalloc
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpml_orchestrator.jobs.attempts import attempt_reports
 from hpml_orchestrator.jobs.show import summary_lines
 from hpml_orchestrator.jobs.status import states
 from hpml_orchestrator.jobs.submit import submit
@@ -321,7 +324,7 @@ def test_a_run_in_words(world: World, submitted: Submission) -> None:
     state = state_of(world, submitted)
     lines = dict(summary_lines(state, summarise(state)))
     assert lines["run"] == f"{submitted.sid}  COMPLETED"
-    assert lines["job"] == "1 (slurm) on 2, 2 of 4 ranks"
+    assert lines["job"] == "1 (slurm) on n[1-2], 2 of 4 ranks"
     assert lines["staged"] == "4 files, 2.0 KiB (2000 bytes) in 2.50 s"
     assert lines["training"] == "1235 samples/s, 15% of the step time spent waiting for data"
     assert (
@@ -355,3 +358,57 @@ def test_a_run_that_never_started(world: World, submitted: Submission) -> None:
 def test_durations_in_words(seconds: float, text: str) -> None:
     """As people write them."""
     assert seconds_text(seconds) == text
+
+
+def test_a_requeued_run_says_how_each_attempt_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When, where and why; one that left no record of its end was alive at its newest event."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    submission = world.prepare()
+    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    told = []
+    for number, reason in enumerate(["preempted", "", "failed"]):
+        attempt = world.starts(submission, "1", number)
+        world.scheduler.move("1", JobState.RUNNING)
+        told.append(_attempts_told(world, submission))
+        world.clock.sleep(3725)
+        if reason:
+            world.ends(attempt, int(reason == "failed"), reason)
+        else:
+            os.utime(attempt / "events" / "batch.jsonl", (world.clock.now, world.clock.now))
+        world.scheduler.move("1", JobState.PENDING)
+        told.append(_attempts_told(world, submission))
+        world.clock.sleep(60)
+    zero = "0: preempted after 1:02:05 on n[1-2], 2027-01-15 09:02:05"
+    one = "1: left no record of its end; last event after 1:02:05 on n[1-2], 2027-01-15 10:05:10"
+    two = "2: failed with exit code 1 after 1:02:05 on n[1-2], 2027-01-15 11:08:15"
+    assert told == [
+        [],
+        [zero],
+        [zero, "1: running since 2027-01-15 09:03:05 on n[1-2]"],
+        [zero, one],
+        [zero, one, "2: running since 2027-01-15 10:06:10 on n[1-2]"],
+        [zero, one, two],
+    ]
+    (state,) = states(
+        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
+    )
+    first = attempt_reports(state)[0].to_json()
+    assert (first["number"], first["reason"], first["nodes"]) == (0, "preempted", "n[1-2]")
+    assert first["ended"] - first["started"] == 3725
+
+
+def _attempts_told(world: World, submission: Submission) -> list[str]:
+    """What the summary says of attempts; without requeues nothing."""
+    (state,) = states(
+        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
+    )
+    lines = summary_lines(state, summarise(state))
+    names = [name for name, _ in lines]
+    if "attempts" not in names:
+        return []
+    first = names.index("attempts")
+    last = next(n for n in range(first + 1, len(names)) if names[n])
+    return [text for _, text in lines[first:last]]

@@ -1,0 +1,231 @@
+"""`hpml prune` removes what was chosen and is over, whole, and says to the byte what that freed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.batch import Capabilities
+from hpml_orchestrator.jobs.submit import prepare, render_job
+from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.spec import load_job
+
+if TYPE_CHECKING:
+    from tests.unit.cli.conftest import Result, Shell
+
+DAY = 86_400
+Hpml = Callable[..., "Result"]
+
+
+@pytest.fixture
+def store(shell: Shell) -> Store:
+    """Records of this test alone."""
+    shutil.rmtree(shell.records, ignore_errors=True)
+    return Store(shell.records)
+
+
+@pytest.fixture
+def made(shell: Shell, store: Store) -> Callable[..., Submission]:
+    """Make the records of a job of some days ago; with a state it is over."""
+
+    def make(
+        name: str, days: float, state: str = "", *, job: str = "77", **fields: Any
+    ) -> Submission:
+        rendered = render_job(load_job(shell.job(name, **fields)), Capabilities())
+        created = time.time() - days * DAY
+        submission = prepare(
+            store, rendered, backend="local", argv=["hpml"], environment={}, now=created
+        )
+        for _, rid in submission.runs():
+            write_text(store.runs_dir / rid / "checkpoint.pt", "x" * 20_000)
+        if job:
+            submission.mark_started(now=created)
+            submission.record_job(job, how="sbatch", now=created)
+        if state:
+            end = {"state": state, "reason": "", "nodes": "", "started": created, "attempts": 0}
+            write_json(
+                submission.directory / "final.json",
+                {"job_id": job, **end, "ended": created, "exit_code": 0},
+            )
+        return submission
+
+    return make
+
+
+def disk(store: Store) -> int:
+    """Bytes on disk of all records, by du."""
+    told = subprocess.run(
+        ["du", "-s", "-B1", store.root], capture_output=True, text=True, check=True
+    )
+    return int(told.stdout.split()[0])
+
+
+def traces(store: Store, submission: Submission) -> list[Path]:
+    """All paths that have the submission in their names."""
+    return list(store.root.rglob(f"*{submission.sid}*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        ("--older-than 30d", "c d"),
+        ("--state failed", "b d"),
+        ("--state FAILED,cancelled", "b c d"),
+        ("--keep 2", "c d"),
+        ("--state failed --keep 1", "d"),
+        ("--older-than 30d --state cancelled", "c"),
+        ("--keep 0", "a b c d"),
+        ("a b", "a b"),
+        ("a b --older-than 1d", "b"),
+    ],
+)
+def test_what_is_chosen_goes_and_nothing_else(
+    store: Store, hpml: Hpml, made: Callable[..., Submission], words: str, gone: str
+) -> None:
+    """First nothing but a word about it; with --yes submissions, runs and their blocks on disk."""
+    runs = {
+        "a": made("a", 0.1, "COMPLETED"),
+        "b": made("b", 20, "FAILED"),
+        "c": made("c", 40, "CANCELLED", array="0-2"),
+        "d": made("d", 400, "FAILED"),
+    }
+    shutil.rmtree(store.runs_dir / f"{runs['c'].sid}.1")  # a task that never started has none
+    before = disk(store)
+    dry = hpml("prune", *words.split(), "--json").json()
+    assert (dry["dry_run"], disk(store)) == (True, before)
+    text = hpml("prune", *words.split()).out
+    assert f"would remove {len(gone.split())} run" in text
+    done = hpml("prune", *words.split(), "--yes", "--json").json()
+    assert {one["id"] for one in done["removed"]} == {runs[name].sid for name in gone.split()}
+    assert dry == {**done, "dry_run": True}
+    assert done["bytes"] == before - disk(store) == sum(one["bytes"] for one in done["removed"])
+    for name, submission in runs.items():
+        assert bool(traces(store, submission)) == (name not in gone.split())
+
+
+def test_what_is_not_known_to_be_over_stays(
+    store: Store, hpml: Hpml, made: Callable[..., Submission]
+) -> None:
+    """Each with its reason; one that is named makes the command fail."""
+    stays = {
+        made("lost", 90): "is not over: UNKNOWN (the scheduler has forgotten it",
+        made("damaged", 90): "is not over: UNREADABLE (",
+        made("fresh", 0, job=""): "may be about to be submitted",
+        made("again", 90, "FAILED"): "was started again after its end",
+    }
+    _, damaged, _, again = stays
+    write_text(damaged.directory / "submit.json", "{")
+    (store.runs_dir / again.sid / "attempts" / "0").mkdir(parents=True)
+    others = made("theirs", 90, "FAILED")
+    if os.getuid() == 0:
+        os.chown(others.directory, 65534, 65534)
+        stays[others] = "belongs to nobody"
+    gone = made("never", 90, job="")
+    told = hpml("prune", "--keep", "0", "--yes")
+    assert told.code == 0, told.err
+    assert not traces(store, gone)
+    for submission, reason in stays.items():
+        assert submission == others or f"stays: {submission.sid} {reason}" in told.out
+        assert traces(store, submission)
+        by_name = hpml("prune", submission.sid, "--yes")
+        assert (by_name.code, reason in by_name.out) == (2, True)
+        assert traces(store, submission)
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_removal_that_is_cut_off_is_completed_by_the_next(
+    store: Store,
+    hpml: Hpml,
+    made: Callable[..., Submission],
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+) -> None:
+    """Whenever it is killed, no other command stumbles over what is left."""
+    submission = made("cut", 90, "FAILED", array="0-1")
+    left = [step]
+    remove = shutil.rmtree
+
+    def killed(*words: Any, **more: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SystemExit(137)
+        remove(*words, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        assert hpml("prune", "--keep", "0", "--yes").code == 137
+    assert traces(store, submission)
+    for words in ("list", "status", "prune --keep 0"):
+        told = hpml(*words.split())
+        assert (told.code, "internal" in told.err) == (0, False), words
+    assert hpml("list", "--json").json() == []
+    (done,) = hpml("prune", "--older-than", "9w", "--yes", "--json").json()["removed"]
+    assert (done["id"], done["state"]) == (submission.sid, "LEFT OVER")
+    assert not traces(store, submission)
+
+
+def test_a_shared_node_archive_goes_with_its_last_submission(
+    store: Store, hpml: Hpml, made: Callable[..., Submission]
+) -> None:
+    """A file with several hard links frees nothing until the last one goes."""
+    first, second = made("first", 9, "FAILED"), made("second", 8, "FAILED")
+    kept = store.root / "archives" / "0123.pyz"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_bytes((first.directory / "hpml-node.pyz").read_bytes())
+    for submission in (first, second):
+        (submission.directory / "hpml-node.pyz").unlink()
+        os.link(kept, submission.directory / "hpml-node.pyz")
+    for submission, stays in ((first, True), (second, False)):
+        before = disk(store)
+        dry = hpml("prune", submission.sid, "--json").json()
+        done = hpml("prune", submission.sid, "--yes", "--json").json()
+        assert dry["bytes"] == done["bytes"] == before - disk(store)
+        assert kept.exists() == stays
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "what to remove: must be given: RUN, --older-than, --state or --keep"),
+        ("--state running", "--state: must be states of runs that are over (got 'running')"),
+        ("--older-than 3", "--older-than: must be a number and s, m, h, d or w"),
+        ("one.1", "RUN: names one task, and an array goes as a whole"),
+    ],
+)
+def test_a_wrong_command_line(
+    hpml: Hpml, made: Callable[..., Submission], words: str, message: str
+) -> None:
+    """Says what would be right; nothing is removed."""
+    submission = made("one", 9, "FAILED", array="0-1")
+    told = hpml("prune", *words.split(), "--yes")
+    assert (told.code, told.out) == (2, "")
+    assert message in told.err
+    assert submission.directory.exists()
+
+
+def test_two_at_once_while_a_job_runs(
+    shell: Shell, store: Store, hpml: Hpml, made: Callable[..., Submission]
+) -> None:
+    """Real processes: what is over is removed once, and the job that runs ends well."""
+    go = shell.root / "go"
+    waits = ["bash", "-c", f"until [[ -e '{go}' ]]; do sleep 0.1; done"]
+    running = hpml("submit", "--local", "--json", shell.job("runs", command=waits)).json()
+    over = [made(f"over{number}", 9, "FAILED") for number in range(5)]
+    both = [shell.start("prune", "--keep", "0", "--yes") for _ in range(2)]
+    for process in both:
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+        assert f"stays: {running['id']} is not over: " in out
+    assert not any(traces(store, submission) for submission in over)
+    go.touch()
+    assert hpml("wait", running["id"]).code == 0
+    assert hpml("prune", running["id"], "--yes").code == 0
+    assert hpml("list", "--json").json() == []
