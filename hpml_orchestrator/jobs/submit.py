@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, sweep
 from hpml_orchestrator.scheduler.local_resources import memory_mb
@@ -131,6 +132,7 @@ def prepare(
     environment: Mapping[str, str],
     now: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
+    each: Callable[[int, int], None] = lambda *_: None,
 ) -> Submission:
     """Write the submission and its runs down completely; nothing is submitted yet.
 
@@ -142,6 +144,7 @@ def prepare(
         environment: of the submitting process.
         now: seconds since the epoch; the clock when left out.
         notice: takes a line to show, when the snapshot of the code takes long.
+        each: told how many tasks of an array are prepared, and how many there are.
 
     Raises:
         InputError: that scheduler cannot run such a job, or the snapshot that the job asks for
@@ -183,6 +186,7 @@ def prepare(
             "created": moment,
             "backend": backend,
             "host": socket.gethostname(),
+            "submitter": asdict(this_owner(sid)),
             "comment": _comment(sid, rendered.site),
             "output": str(store.runs_dir / sid / "output.log"),
             "environment_names": sorted(travelling(environment, job.environment.inherit)),
@@ -194,6 +198,7 @@ def prepare(
         runs=runs,
         array=job.tasks is not None,
         fill=take_snapshot,
+        each=each,
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)
@@ -273,21 +278,33 @@ def settle(
         for attempt in store.run(rid).attempts()
         if attempt.job_id
     ]
+    started = submission.started_at()
     outcome = recover(
         scheduler,
         submission.directory,
         name=record["name"],
         prepared_at=float(record["created"]),
-        sbatch_started_at=submission.started_at(),
+        sbatch_started_at=started,
         attempt_job_ids=claimed,
         now=moment,
         grace_seconds=_SHORT_GRACE_SECONDS if submission.submitter_is_gone() else GRACE_SECONDS,
     )
+    if isinstance(outcome, Absent) and started is None and _is_being_submitted(record, moment):
+        return Undecided("hpml is about to call sbatch", _AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
         submission.record_refusal(outcome.refused, now=moment)
     if isinstance(outcome, Found):
         submission.record_job(outcome.job_id, how=outcome.how, now=moment)
     return outcome
+
+
+def _is_being_submitted(record: Mapping[str, Any], now: float) -> bool:
+    """Whether the hpml that prepared a submission a moment ago may still be about to submit it."""
+    return (
+        "submitter" in record
+        and now - float(record["created"]) < GRACE_SECONDS
+        and owner_is_alive(Owner(**record["submitter"]))
+    )
 
 
 def resume(
