@@ -237,7 +237,6 @@ def _submit(
     checked: bool,
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
-    from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
@@ -253,16 +252,14 @@ def _submit(
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
     with held() as interrupt:
-        with Meter("prepared", "tasks") as meter:
-            submission = prepare(
-                store,
-                rendered,
-                backend=name,
-                argv=sys.argv,
-                environment=environment,
-                notice=lambda text: typer.echo(f"hpml: {text}", err=True),
-                each=lambda done, tasks: meter(0, done, 0, tasks),
-            )
+        submission = prepare(
+            store,
+            rendered,
+            backend=name,
+            argv=sys.argv,
+            environment=environment,
+            notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+        )
         interrupt.sid = submission.sid
         job_id = submit_prepared(submission, scheduler, environment=environment)
     if interrupt.pressed:

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a plain line every ten seconds elsewhere."""
+"""How far a long copy is: a bar on a terminal, a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ _BAR_EVERY_SECONDS = 0.2
 class Meter:
     """Tells on standard error; called with (bytes done, files done, bytes in all, files in all).
 
-    No bytes in all: files, or whatever is counted, are all that there is to tell.
-
     Args:
         verb: what is done, as in "packed 3 of 4 files".
-        noun: what is counted.
         lines: whether to print lines where there is no terminal.
         terminal: whether to draw; None: find out.
         clock: seconds.
@@ -39,14 +36,12 @@ class Meter:
     def __init__(
         self,
         verb: str,
-        noun: str = "files",
         *,
         lines: bool = True,
         terminal: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._verb = verb
-        self._noun = noun
         self._lines = lines
         self._clock = clock
         self._begin = clock()
@@ -83,10 +78,9 @@ class Meter:
         seconds = now - self._begin
         rate = done / seconds if seconds else 0.0
         left = f", {(all_bytes - done) / rate:.0f} s left" if rate else ""
-        sizes = f", {human_bytes(done)} of {human_bytes(all_bytes)}" if all_bytes else ""
-        speed = f", {human_bytes(int(rate))}/s{left}" if all_bytes else ""
         typer.echo(
-            f"hpml: {self._verb} {files} of {all_files} {self._noun}{sizes} in {seconds:.0f} s{speed}",
+            f"hpml: {self._verb} {files} of {all_files} files, {human_bytes(done)} of "
+            f"{human_bytes(all_bytes)} in {seconds:.0f} s, {human_bytes(int(rate))}/s{left}",
             err=True,
         )
 
@@ -95,11 +89,11 @@ class Meter:
         from rich.console import Console  # noqa: PLC0415
 
         if self._bar is None:
-            sizes = (progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn())
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                *(sizes if all_bytes else ()),
+                progress.DownloadColumn(binary_units=True),
+                progress.TransferSpeedColumn(),
                 progress.TimeRemainingColumn(),
                 console=Console(stderr=True),
                 auto_refresh=False,  # a thread of its own would be forked with the workers
@@ -109,7 +103,6 @@ class Meter:
             )
             self._bar.add_task("", total=None)
             self._bar.start()
-        words = f"{self._verb} {files} of {all_files} {self._noun}"
-        part, whole = (done, all_bytes) if all_bytes else (files, all_files)
-        self._bar.update(self._bar.task_ids[0], description=words, completed=part, total=whole)
+        words = f"{self._verb} {files} of {all_files} files"
+        self._bar.update(self._bar.task_ids[0], description=words, completed=done, total=all_bytes)
         self._bar.refresh()

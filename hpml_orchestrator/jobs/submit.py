@@ -24,6 +24,7 @@ from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.targets import default_directory, sweep
 from hpml_orchestrator.scheduler.local_resources import memory_mb
 from hpml_orchestrator.scheduler.model import SubmitRequest
@@ -132,7 +133,6 @@ def prepare(
     environment: Mapping[str, str],
     now: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
-    each: Callable[[int, int], None] = lambda *_: None,
 ) -> Submission:
     """Write the submission and its runs down completely; nothing is submitted yet.
 
@@ -144,7 +144,6 @@ def prepare(
         environment: of the submitting process.
         now: seconds since the epoch; the clock when left out.
         notice: takes a line to show, when the snapshot of the code takes long.
-        each: told how many tasks of an array are prepared, and how many there are.
 
     Raises:
         InputError: that scheduler cannot run such a job, or the snapshot that the job asks for
@@ -198,7 +197,6 @@ def prepare(
         runs=runs,
         array=job.tasks is not None,
         fill=take_snapshot,
-        each=each,
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)
@@ -275,7 +273,7 @@ def settle(
     claimed = [
         attempt.submitted_id
         for _, rid in submission.runs()
-        for attempt in store.run(rid).attempts()
+        for attempt in Run(store.runs_dir / rid).attempts()
         if attempt.job_id
     ]
     started = submission.started_at()

@@ -11,7 +11,17 @@ from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_json_lines, read_text
 
-__all__ = ["Attempt", "Run"]
+__all__ = ["Attempt", "Run", "task_output"]
+
+
+def task_output(submission: Path, index: int | str) -> Path:
+    """Return the file that the scheduler writes the output of an array's task to.
+
+    Args:
+        submission: the submission's directory.
+        index: the task's index, or what stands for it.
+    """
+    return submission / "output" / f"{index}.log"
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,15 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """The file of the script's standard output and error, all attempts in a row."""
-        return self.directory / "output.log"
+        """The file of the script's standard output and error, all attempts in a row.
+
+        An array's task has it in its submission, and makes a link to it when it starts.
+        """
+        path = self.directory / "output.log"
+        sid, _, index = self.rid.rpartition(".")
+        if index.isdigit() and not os.path.lexists(path):
+            return task_output(self.directory.parents[1] / "submissions" / sid, index)
+        return path
 
     def record(self) -> dict[str, Any]:
         """The plan of this run: `run.json`."""

@@ -22,7 +22,7 @@ from hpml_orchestrator.records.files import (
 )
 from hpml_orchestrator.records.ids import ID_PATTERN
 from hpml_orchestrator.records.owner import owner_is_alive
-from hpml_orchestrator.records.run import Attempt, Run
+from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.starts import begin, newest_start
 
 if TYPE_CHECKING:
@@ -208,22 +208,19 @@ class Store:
         runs: Mapping[int, Mapping[str, Any]],
         fill: Callable[[Path], None] = lambda _: None,
         array: bool = False,
-        each: Callable[[int, int], None] = lambda *_: None,
     ) -> Submission:
         """Write a submission and its runs completely, before anything is submitted.
 
-        A task of an array gets an empty directory, since Slurm makes none for its output. All that
-        its `run.json` could say stands in `submit.json` and in its name.
+        A task of an array makes its directory itself when it starts: before, it needs nothing.
 
         Args:
             sid: the new id; a single run takes it too, those of an array get `.<index>`.
             script: text of the batch script.
             archive: bytes of `hpml-node.pyz`.
             submit: content of `submit.json`.
-            runs: array index -> content of `run.json`, which tasks of an array do without.
+            runs: array index -> content of `run.json`, which a task of an array does without.
             fill: puts more into the submission's directory, before the records are written.
             array: whether it is a job array; more than one run always are.
-            each: told how many tasks of an array have their directories, and how many there are.
 
         Raises:
             RecordError: the root cannot be written; nothing is left behind.
@@ -240,13 +237,12 @@ class Store:
             temporary.mkdir()
             made.append(temporary)
             fill(temporary)
-            for name in names.values():
-                directory = self.runs_dir / name
+            if numbered:
+                task_output(temporary, 0).parent.mkdir()  # Slurm makes no directories for output
+            else:
+                directory = self.runs_dir / sid
                 directory.mkdir()
                 made.append(directory)
-                if numbered:
-                    each(len(made) - 1, len(names))
-            if not numbered:
                 (run,) = runs.values()
                 write_json(directory / "run.json", {"rid": sid, "sid": sid, "index": 0, **run})
             write_text(temporary / SCRIPT, script, mode=0o755)

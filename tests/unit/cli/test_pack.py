@@ -164,11 +164,6 @@ def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str])
     assert lines[0] == (
         "hpml: packed 10 of 40 files, 10.0 MiB of 40.0 MiB in 10 s, 1.0 MiB/s, 30 s left"
     )
-    now = 0.0
-    with Meter("prepared", "tasks", terminal=False, clock=lambda: now) as meter:
-        now = 10.0
-        meter(0, 3, 0, 40)
-    assert capsys.readouterr().err == "hpml: prepared 3 of 40 tasks in 10 s\n"
 
 
 def test_a_quiet_run_is_quiet(shell: Shell, tmp_path: Path, tree: Path) -> None:

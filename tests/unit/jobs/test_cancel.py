@@ -33,7 +33,7 @@ def cut_off(world: World, seconds: float) -> Submission:
 
 
 def cancelled(
-    world: World, *submissions: Submission, sleep: Callable[[float], object] | None = None
+    world: World, *submissions: Submission, sleep: Callable[[float], None] | None = None
 ) -> tuple[list[dict[str, str]], list[str]]:
     said: list[str] = []
     done = cancel(

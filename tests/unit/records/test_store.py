@@ -59,21 +59,7 @@ def test_several_runs_have_names_of_their_own(store: Store) -> None:
     submission = prepare(store, sid, runs=12)
     assert submission.runs() == [(index, f"{sid}.{index}") for index in range(12)]
 
-
-def test_a_task_of_an_array_gets_a_directory_and_no_more(store: Store) -> None:
-    """What it needs of its own is written when it starts; how far the preparation is, is told."""
-    sid = "a-20240101-000000-abcdef"
-    told: list[tuple[int, int]] = []
-    store.prepare(
-        sid,
-        script="",
-        archive=b"PK",
-        submit={},
-        runs={3: {}, 5: {}},
-        each=lambda done, tasks: told.append((done, tasks)),
-    )
-    assert everything(store.runs_dir) == [f"{sid}.3", f"{sid}.5"]
-    assert told == [(1, 2), (2, 2)]
+    assert everything(store.runs_dir) == [], "what a task needs of its own is written by itself"
 
 
 def test_submissions_share_the_archive(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
