@@ -270,12 +270,11 @@ def settle(
     """
     moment = time.time() if now is None else now
     record = submission.record()
-    claimed = [
-        attempt.submitted_id
-        for _, rid in submission.runs()
-        for attempt in Run(store.runs_dir / rid).attempts()
-        if attempt.job_id
-    ]
+    if submission.is_array():  # a task that has not started has no directory
+        runs = [Run(store.runs_dir / rid) for _, rid in submission.runs()]
+    else:
+        runs = [store.run(submission.sid)]
+    claimed = [attempt.submitted_id for run in runs for attempt in run.attempts() if attempt.job_id]
     started = submission.started_at()
     outcome = recover(
         scheduler,
