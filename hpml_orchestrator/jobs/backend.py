@@ -50,9 +50,9 @@ def check_backend(job: Job, name: str, store: Store) -> None:
             value=job.mpi,
             hint="--set mpi=none starts the ranks without it; or submit it to a Slurm cluster",
         )
-    if name == "slurm" and job.array is not None and "\\" in str(store.runs_dir):
+    if name == "slurm" and job.array is not None and "\\" in str(store.root):
         raise InputError(
-            f"needs a file for each task's output, and the backslash in {store.runs_dir} keeps "
+            f"needs a file for each task's output, and the backslash in {store.root} keeps "
             "Slurm from naming them",
             field="array",
             value=job.array,

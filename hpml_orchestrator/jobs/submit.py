@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,9 @@ from hpml_orchestrator.jobs.site import topologies_of
 from hpml_orchestrator.jobs.snapshot import Snapshot, find
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.targets import default_directory, sweep
 from hpml_orchestrator.scheduler.local_resources import memory_mb
 from hpml_orchestrator.scheduler.model import SubmitRequest
@@ -183,6 +185,7 @@ def prepare(
             "created": moment,
             "backend": backend,
             "host": socket.gethostname(),
+            "submitter": asdict(this_owner(sid)),
             "comment": _comment(sid, rendered.site),
             "output": str(store.runs_dir / sid / "output.log"),
             "environment_names": sorted(travelling(environment, job.environment.inherit)),
@@ -267,27 +270,38 @@ def settle(
     """
     moment = time.time() if now is None else now
     record = submission.record()
-    claimed = [
-        attempt.submitted_id
-        for _, rid in submission.runs()
-        for attempt in store.run(rid).attempts()
-        if attempt.job_id
-    ]
+    if submission.is_array():  # a task that has not started has no directory
+        runs = [Run(store.runs_dir / rid) for _, rid in submission.runs()]
+    else:
+        runs = [store.run(submission.sid)]
+    claimed = [attempt.submitted_id for run in runs for attempt in run.attempts() if attempt.job_id]
+    started = submission.started_at()
     outcome = recover(
         scheduler,
         submission.directory,
         name=record["name"],
         prepared_at=float(record["created"]),
-        sbatch_started_at=submission.started_at(),
+        sbatch_started_at=started,
         attempt_job_ids=claimed,
         now=moment,
         grace_seconds=_SHORT_GRACE_SECONDS if submission.submitter_is_gone() else GRACE_SECONDS,
     )
+    if isinstance(outcome, Absent) and started is None and _is_being_submitted(record, moment):
+        return Undecided("hpml is about to call sbatch", _AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
         submission.record_refusal(outcome.refused, now=moment)
     if isinstance(outcome, Found):
         submission.record_job(outcome.job_id, how=outcome.how, now=moment)
     return outcome
+
+
+def _is_being_submitted(record: Mapping[str, Any], now: float) -> bool:
+    """Whether the hpml that prepared a submission a moment ago may still be about to submit it."""
+    return (
+        "submitter" in record
+        and now - float(record["created"]) < GRACE_SECONDS
+        and owner_is_alive(Owner(**record["submitter"]))
+    )
 
 
 def resume(

@@ -12,6 +12,7 @@ from pathlib import Path
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
+from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
 
 __all__ = ["EXIT_DUPLICATE", "claim", "node_name"]
@@ -69,6 +70,10 @@ def claim(submission: str) -> int:
     if array:  # before the id that completes the claim: whoever reads that one finds both
         write_text(started / "array_job_id", f"{array}\n")
     write_text(started / "job_id", f"{job_id}\n")
+    output = task_output(Path(submission), os.environ.get("SLURM_ARRAY_TASK_ID", ""))
+    link = run.directory / "output.log"
+    if output.exists() and not os.path.lexists(link):  # of a task: an earlier attempt may have it
+        link.symlink_to(os.path.relpath(output, run.directory))
     node = node_name()
     names = [
         name

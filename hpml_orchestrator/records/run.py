@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Attempt", "Run", "owner_name"]
+__all__ = ["Attempt", "Run", "owner_name", "task_output"]
 
 
 def owner_name(path: Path) -> str:
@@ -46,6 +46,16 @@ def _named(directory: Path, ending: str) -> list[Path]:
         return sorted(directory / name for name in os.listdir(directory) if name.endswith(ending))
     except OSError:
         return []
+
+
+def task_output(submission: Path, index: int | str) -> Path:
+    """Return the file that the scheduler writes the output of an array's task to.
+
+    Args:
+        submission: the submission's directory.
+        index: the task's index, or what stands for it.
+    """
+    return submission / "output" / f"{index}.log"
 
 
 @dataclass(frozen=True)
@@ -183,8 +193,15 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """The file of the script's standard output and error, all attempts in a row."""
-        return self.directory / "output.log"
+        """The file of the script's standard output and error, all attempts in a row.
+
+        An array's task has it in its submission, and makes a link to it when it starts.
+        """
+        path = self.directory / "output.log"
+        sid, _, index = self.rid.rpartition(".")
+        if index.isdigit() and not os.path.lexists(path):
+            return task_output(self.directory.parents[1] / "submissions" / sid, index)
+        return path
 
     def record(self) -> dict[str, Any]:
         """The plan of this run: `run.json`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from hpml_orchestrator.records.files import (
 )
 from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
 from hpml_orchestrator.records.owner import owner_is_alive
-from hpml_orchestrator.records.run import Attempt, Run
+from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.starts import begin, newest_start
 
 if TYPE_CHECKING:
@@ -165,8 +166,9 @@ class Submission:
 class Store:
     """All records below one root.
 
-    `<root>/submissions/<sid>/`, `<root>/runs/<rid>/`, `<root>/local/<host>/`. Safe on a shared file
-    system: names are made unique, files are published by rename, nothing is locked.
+    `<root>/submissions/<sid>/`, `<root>/runs/<rid>/`, `<root>/archives/`, `<root>/local/<host>/`.
+    Safe on a shared file system: names are made unique, files are published by rename, nothing is
+    locked.
     """
 
     def __init__(self, root: Path) -> None:
@@ -183,9 +185,14 @@ class Store:
         return self.root / "runs"
 
     @property
+    def archives_dir(self) -> Path:
+        """Where node archives live, one file per content, which submissions have hard links to."""
+        return self.root / "archives"
+
+    @property
     def places(self) -> tuple[Path, ...]:
         """All directories that records are written to; there may be others beside them."""
-        return (self.submissions_dir, self.runs_dir, self.root / "local")
+        return (self.submissions_dir, self.runs_dir, self.archives_dir, self.root / "local")
 
     def local_home(self, host: str) -> Path:
         """Where the local backend of one machine keeps its processes' records."""
@@ -204,12 +211,14 @@ class Store:
     ) -> Submission:
         """Write a submission and its runs completely, before anything is submitted.
 
+        A task of an array makes its directory itself when it starts: before, it needs nothing.
+
         Args:
             sid: the new id; a single run takes it too, those of an array get `.<index>`.
             script: text of the batch script.
             archive: bytes of `hpml-node.pyz`.
             submit: content of `submit.json`.
-            runs: array index -> content of `run.json`.
+            runs: array index -> content of `run.json`, which a task of an array does without.
             fill: puts more into the submission's directory, before the records are written.
             array: whether it is a job array; more than one run always are.
 
@@ -228,15 +237,16 @@ class Store:
             temporary.mkdir()
             made.append(temporary)
             fill(temporary)
-            for index, run in runs.items():
-                directory = self.runs_dir / names[index]
+            if numbered:
+                task_output(temporary, 0).parent.mkdir()  # Slurm makes no directories for output
+            else:
+                directory = self.runs_dir / sid
                 directory.mkdir()
                 made.append(directory)
-                write_json(
-                    directory / "run.json", {"rid": names[index], "sid": sid, "index": index, **run}
-                )
+                (run,) = runs.values()
+                write_json(directory / "run.json", {"rid": sid, "sid": sid, "index": 0, **run})
             write_text(temporary / SCRIPT, script, mode=0o755)
-            write_text(temporary / NODE_ARCHIVE, archive)
+            self._place_archive(archive, temporary / NODE_ARCHIVE)
             write_json(temporary / "submit.json", {"sid": sid, **submit})
             table = "".join(f"{index}\t{names[index]}\n" for index in sorted(names))
             write_text(temporary / RUN_TABLE, table)
@@ -254,6 +264,26 @@ class Store:
             _remove(made)
             raise
         return Submission(target)
+
+    def _place_archive(self, archive: bytes, path: Path) -> None:
+        """Write the node archive there: as a hard link to the store's copy, where there is one.
+
+        The copy is linked first and read then, so that it cannot change in between. One that a full
+        disk cut short or that somebody else owns is not used.
+        """
+        kept = self.archives_dir / f"{hashlib.sha256(archive).hexdigest()[:32]}.pyz"
+        with contextlib.suppress(OSError):
+            os.link(kept, path)
+            if path.stat().st_uid == os.geteuid() and path.read_bytes() == archive:
+                return
+            path.unlink()
+        write_text(path, archive, mode=0o444)
+        # Without hard links, or the right to write there, every submission has a copy of its own.
+        with contextlib.suppress(OSError):
+            self.archives_dir.mkdir(exist_ok=True)
+            temporary = self.archives_dir / path.parent.name
+            os.link(path, temporary)
+            os.replace(temporary, kept)
 
     def _remove_left_overs(self) -> None:
         """Remove what an hpml that was killed had begun to write: it may hold a copy of code."""

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from hpml_orchestrator.records.run import task_output
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -99,8 +101,8 @@ class SubmitRequest:
     Attributes:
         directory: the submission's directory (absolute). It becomes the job's working directory,
             which is how an own job is found again after a crash; it holds `job.sh`.
-        output: absolute path of the file for the script's standard output and error; each task of
-            an array has its own, see `task_output`.
+        output: absolute path of the file for the script's standard output and error, if it is no
+            array, each task of which has its own, see `task_output`.
         name: the job's name, for looking it up.
         comment: short text kept with the job; none when empty.
         environment: the complete environment of the sbatch process, all of which travels.
@@ -115,13 +117,8 @@ class SubmitRequest:
     array: bool = False
 
     def task_output(self, index: int | str) -> Path:
-        """Return the output file of an array's task: `<directory>.<index>/<name>`.
-
-        Args:
-            index: the task's index, or what stands for it.
-        """
-        parent = self.output.parent
-        return parent.with_name(f"{parent.name}.{index}") / self.output.name
+        """Return the output file of an array's task, of an index or what stands for it."""
+        return task_output(self.directory, index)
 
 
 class Scheduler(Protocol):

@@ -252,11 +252,12 @@ def test_ctrl_c_detaches_and_the_job_goes_on(shell: Shell, hpml: Hpml) -> None:
 
 
 def prepared(shell: Shell, name: str) -> tuple[Store, Submission]:
-    """A submission that was cut off before the scheduler was called."""
+    """A submission that was cut off long ago, before the scheduler was called."""
     store = Store(shell.records)
     rendered = render_job(load_job(shell.job(name)), Capabilities())
     argv, environment = ["hpml"], shell.environment()
-    made = prepare(store, rendered, backend="local", argv=argv, environment=environment)
+    now = time.time() - 1000
+    made = prepare(store, rendered, backend="local", argv=argv, environment=environment, now=now)
     return store, made
 
 

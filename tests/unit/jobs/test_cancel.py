@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hpml_orchestrator.jobs import cancel as cancel_module
@@ -30,14 +32,16 @@ def cut_off(world: World, seconds: float) -> Submission:
     return submission
 
 
-def cancelled(world: World, *submissions: Submission) -> tuple[list[dict[str, str]], list[str]]:
+def cancelled(
+    world: World, *submissions: Submission, sleep: Callable[[float], None] | None = None
+) -> tuple[list[dict[str, str]], list[str]]:
     said: list[str] = []
     done = cancel(
         world.store,
         list(submissions),
         notice=said.append,
         clock=world.clock.time,
-        sleep=world.clock.sleep,
+        sleep=sleep or world.clock.sleep,
     )
     return done, said
 
@@ -49,6 +53,18 @@ def test_a_run_that_is_being_submitted_is_waited_for(world: World) -> None:
     assert one == {"id": submission.sid, "job_id": "1", "outcome": "cancelled job 1"}
     assert said == [f"{submission.sid} is being submitted: waiting for its job"]
     assert world.scheduler.jobs["1"].states[-1][1] is JobState.CANCELLED
+
+
+def test_a_run_whose_hpml_is_about_to_call_sbatch_is_waited_for(world: World) -> None:
+    """Its records are there, its sbatch is not yet: that hpml lives, and the job will come."""
+    submission = world.prepare()
+
+    def sleep(_: float) -> None:
+        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+
+    (one,), said = cancelled(world, submission, sleep=sleep)
+    assert one["outcome"] == "cancelled job 1"
+    assert said == [f"{submission.sid} is being submitted: waiting for its job"]
 
 
 def test_a_run_that_gets_no_job_in_time_is_not_cancelled(world: World) -> None:
@@ -66,7 +82,10 @@ def test_a_run_that_gets_no_job_in_time_is_not_cancelled(world: World) -> None:
 
 def test_a_run_without_a_job_needs_no_waiting(world: World) -> None:
     """Never submitted is over: there is nothing to cancel, and nothing will come."""
-    (one,), said = cancelled(world, world.prepare())
+    submission = world.prepare()
+    world.clock.sleep(1000)
+    world.clock.sleeps.clear()
+    (one,), said = cancelled(world, submission)
     assert one["outcome"] == "is over already (NOT SUBMITTED)"
     assert not said
     assert not world.clock.sleeps

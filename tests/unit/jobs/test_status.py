@@ -220,6 +220,9 @@ def test_submissions_without_a_job(world: World) -> None:
     assert state_of(world, refused).reason == "no such account"
     never = world.prepare()
     found = state_of(world, never)
+    assert (found.state, found.reason) == ("SUBMITTING", "hpml is about to call sbatch")
+    world.clock.sleep(1000)
+    found = state_of(world, never)
     assert (found.state, found.over) == ("NOT SUBMITTED", True)
     assert f"hpml submit --resume {never.sid}" in found.reason
     cut = world.prepare()

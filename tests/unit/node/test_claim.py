@@ -11,6 +11,7 @@ import pytest
 
 from hpml_orchestrator.node.claim import EXIT_DUPLICATE
 from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.records.store import Run
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -109,12 +110,23 @@ def test_by_hand_there_is_no_table(node: Node, tmp_path: Path) -> None:
 
 
 def test_an_array_task_claims_its_own_run(node: Node) -> None:
-    """The table gives the run of each index; an index that it lacks is an error."""
+    """The table gives the run of each index; an index that it lacks is an error.
+
+    Its output lies in the submission, and from its first start on in its own directory, too.
+    """
     sid = "many-20240101-000000-abcdef"
     many = node.store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}, 7: {}})
     words = ("claim", str(many.directory))
-    out = node.call(*words, job_id="9", SLURM_ARRAY_TASK_ID="7")[1]
-    assert out == f"{node.store.runs_dir}/{sid}.7/attempts/0\n"
+    run = Run(node.store.runs_dir / f"{sid}.7")
+    output = many.directory / "output" / "7.log"
+    assert run.output == output
+    output.write_text("hi\n")
+    for restart in ("0", "1"):
+        task = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_RESTART_COUNT": restart}
+        out = node.call(*words, job_id="9", **task)[1]
+        assert out == f"{run.directory}/attempts/{restart}\n"
+        assert run.output == run.directory / "output.log"
+        assert run.output.read_text() == "hi\n"
     status, _, err = node.call(*words, job_id="9", SLURM_ARRAY_TASK_ID="3")
     assert (status, "has no run of index 3" in err) == (3, True)
 

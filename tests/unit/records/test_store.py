@@ -58,7 +58,47 @@ def test_several_runs_have_names_of_their_own(store: Store) -> None:
     sid = "a-20240101-000000-abcdef"
     submission = prepare(store, sid, runs=12)
     assert submission.runs() == [(index, f"{sid}.{index}") for index in range(12)]
-    assert store.run(f"{sid}.11").record()["index"] == 11
+
+    assert everything(store.runs_dir) == [], "what a task needs of its own is written by itself"
+
+
+def test_submissions_share_the_archive(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file per content, which nobody changes; where links cannot be had, each has a copy."""
+    first, second = (
+        prepare(store, f"a-2024010{day}-000000-abcdef").directory / "hpml-node.pyz"
+        for day in (1, 2)
+    )
+    (kept,) = (store.root / "archives").iterdir()
+    assert first.samefile(kept)
+    assert second.samefile(kept)
+    assert kept.stat().st_mode & 0o777 == 0o444
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no")))
+    third = prepare(store, "a-20240103-000000-abcdef").directory / "hpml-node.pyz"
+    assert third.read_bytes() == b"PK"
+    assert not third.samefile(kept)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign"])
+def test_an_archive_that_is_not_to_be_trusted_is_replaced(store: Store, damage: str) -> None:
+    """Cut short by a full disk, or somebody else's: a new one takes its place."""
+    first = prepare(store, "a-20240101-000000-abcdef").directory / "hpml-node.pyz"
+    (kept,) = (store.root / "archives").iterdir()
+    if damage == "foreign":
+        if os.getuid() != 0:
+            pytest.skip("needs root, to give a file away")
+        os.chown(kept, NOBODY, NOBODY)
+    else:
+        kept.chmod(0o644)
+        os.truncate(kept, 1)
+    second, third = (
+        prepare(store, f"a-2024010{day}-000000-abcdef").directory / "hpml-node.pyz"
+        for day in (2, 3)
+    )
+    assert second.read_bytes() == b"PK"
+    assert second.stat().st_uid == os.getuid()
+    assert second.samefile(kept)
+    assert third.samefile(kept)
+    assert not first.samefile(kept)
 
 
 def test_a_name_that_is_taken_leaves_the_first_as_it_was(store: Store) -> None:

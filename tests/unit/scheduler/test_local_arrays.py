@@ -26,12 +26,10 @@ __all__ = ["bench"]
 
 
 def request(bench: Bench, array: str, body: str, directory: str = "sub") -> SubmitRequest:
-    """An array whose tasks write to `<directory>/run.<index>/out.txt`."""
+    """An array whose tasks write to `<directory>/output/<index>.log`."""
     made = bench.request(f"#SBATCH --array={array}\n{body}", directory=directory)
-    made = replace(made, output=made.directory / "run" / "out.txt", array=True)
-    for index in range(10):
-        made.task_output(index).parent.mkdir(exist_ok=True)
-    return made
+    (made.directory / "output").mkdir()
+    return replace(made, array=True)
 
 
 def states(bench: Bench, job_ids: list[str]) -> list[str]:

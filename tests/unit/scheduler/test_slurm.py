@@ -76,11 +76,11 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 def test_each_task_has_an_output_of_its_own(tmp_path: Path) -> None:
-    """`%a` stands in the run's directory; a percent sign of the user's own stays one."""
-    request = replace(request_in(tmp_path), output=tmp_path / "100%" / "r" / "o.log", array=True)
-    assert f"--output={tmp_path}/100%%/r.%a/o.log" in slurm(FakeRunner({})).arguments(request)
-    assert request.task_output(7) == tmp_path / "100%" / "r.7" / "o.log"
-    backslash = replace(request, output=tmp_path / "a\\b" / "r" / "o.log")
+    """`%a` stands in the file's name; a percent sign of the user's own stays one."""
+    request = replace(request_in(tmp_path), directory=tmp_path / "100%", array=True)
+    assert f"--output={tmp_path}/100%%/output/%a.log" in slurm(FakeRunner({})).arguments(request)
+    assert request.task_output(7) == tmp_path / "100%" / "output" / "7.log"
+    backslash = replace(request, directory=tmp_path / "a\\b")
     with pytest.raises(SchedulerError, match="backslash"):
         slurm(FakeRunner({})).arguments(backslash)
 
