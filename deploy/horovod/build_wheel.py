@@ -50,8 +50,8 @@ done
 exec {compiler} "$@"
 """
 
-# PyTorch finds a CUDA toolkit, or a part of one, in these two places besides variables. Without GPU
-# operations Horovod needs none; it would want all of one, and the wheel would depend on the machine.
+# Where PyTorch looks for a CUDA toolkit, besides variables. Horovod without GPU operations needs
+# none, but would want the whole of what PyTorch finds, which is often a part.
 NO_CUDA = """
 import os, shutil
 which, exists = shutil.which, os.path.exists
