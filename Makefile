@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One torch build that was tried; its CPU wheel is enough for the demo and the tests.
+# The PyTorch that was tried. Without an NVIDIA driver its CPU build is taken, from PyTorch's own index if
+# pip is not set up for one; TORCH_INDEX= asks no index.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DEMO := .demo
 
 .DEFAULT_GOAL := help
@@ -26,7 +28,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.train: pyproject.toml | $(BIN)/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python deploy/torch/install.py '$(TORCH)' --cpu-index '$(TORCH_INDEX)'
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train]'
 	@touch $@
 

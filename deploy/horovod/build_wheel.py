@@ -50,6 +50,15 @@ done
 exec {compiler} "$@"
 """
 
+# Where PyTorch looks for a CUDA toolkit, besides variables. Horovod without GPU operations needs
+# none, but would want the whole of what PyTorch finds, which is often a part.
+NO_CUDA = """
+import os, shutil
+which, exists = shutil.which, os.path.exists
+shutil.which = lambda name, *more, **named: which(name, *more, **named) if name != "nvcc" else None
+os.path.exists = lambda path: path != "/usr/local/cuda" and exists(path)
+"""
+
 # What the environment is, asked of its own Python; a line of JSON.
 ASK = """
 import importlib.metadata as m, json, os, platform, sysconfig
@@ -227,7 +236,7 @@ def build(target: Target, cache: Path) -> Path:
 
 def _steps(target: Target, work: Path, made: Path) -> list[tuple[list[str], dict[str, str]]]:
     """Return the commands of a build with their environments; nothing is installed anywhere."""
-    tools, source = work / "tools", work / "source.txt"
+    tools, tweaks, source = work / "tools", work / "tweaks", work / "source.txt"
     source.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n", encoding="utf-8")
     compiler = work / "c++17"
     real = os.environ.get("CXX") or "g++"
@@ -239,10 +248,15 @@ def _steps(target: Target, work: Path, made: Path) -> list[tuple[list[str], dict
         **os.environ,
         "CXX": str(compiler),
         # Horovod's build is not isolated, for PyTorch has to be seen; its tools come this way.
-        "PYTHONPATH": str(tools),
+        "PYTHONPATH": f"{tweaks}:{tools}",
         "MAKEFLAGS": f"-j{_compilers_at_once()}",  # not those of a `make` that called this
         "TMPDIR": str(work),
     }
+    tweaks.mkdir()
+    if not any(name.startswith(("HOROVOD_GPU", "HOROVOD_CUDA")) for name in environment):
+        (tweaks / "sitecustomize.py").write_text(NO_CUDA, encoding="utf-8")
+        for name in ("CUDA_HOME", "CUDA_PATH"):
+            environment.pop(name, None)
     # No cache of pip's: it would hand out a wheel that was built for another PyTorch.
     options = "--no-cache-dir --no-build-isolation --no-deps --no-binary=horovod --require-hashes"
     wheel = [*pip, "wheel", "--verbose", *options.split(), "--wheel-dir", str(made)]

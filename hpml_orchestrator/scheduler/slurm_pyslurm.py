@@ -49,7 +49,7 @@ class PyslurmReader:
             raise InputError(
                 f"pyslurm cannot be used here: {error}",
                 hint="leave it out (the commands do the same), or build the pyslurm of exactly "
-                "your Slurm's version: pip install 'hpml-orchestrator[pyslurm]'",
+                "your Slurm's version, such as pip install 'pyslurm==25.11.*'",
             ) from error
 
     def jobs(self) -> list[Row]:

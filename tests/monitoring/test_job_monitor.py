@@ -67,7 +67,7 @@ def test_gpus_of_the_job_are_summed_up(
         process = monitor._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
-        eventually(lambda: told(attempt)["starts"] == 2)
+        eventually(lambda: told(attempt)["starts"] >= 2)  # on a busy machine it may start once more
         watched = time.monotonic() - counted
         gpusim.write(state.at().changed(0, events=(Event(1, 79),)))
         eventually(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))

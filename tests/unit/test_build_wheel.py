@@ -93,6 +93,27 @@ def test_missing_headers_are_named_too(tmp_path: Path) -> None:
     assert "python3-dev" in done.stderr
 
 
+@pytest.mark.parametrize(("asked", "toolkit"), [({}, False), ({"HOROVOD_GPU": "CUDA"}, True)])
+def test_no_cuda_toolkit_is_found_unless_gpus_are_asked_for(
+    tmp_path: Path, asked: dict[str, str], toolkit: bool
+) -> None:
+    """A build of PyTorch with CUDA looks for nvcc and CUDA_HOME; scripts here play all programs."""
+    known = {"torch": "2.13.0", "pip": "23", "abi": "a", "platform": "p", "libc": "l"}
+    seen = tmp_path / "seen"
+    look = "import os, shutil; print(bool(shutil.which('nvcc')), bool(os.environ.get('CUDA_HOME')))"
+    python = (
+        f"case $* in *' wheel --verbose '*) '{sys.executable}' -c \"{look}\" > '{seen}' ;;\n"
+        f"*' install '*) ;; *) echo '{json.dumps({**known, 'headers': True})}' ;; esac"
+    )
+    programs = {"python": python, **dict.fromkeys("cmake g++ make mpicxx mpirun nvcc".split(), ":")}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path), **asked}
+    call("--python", tmp_path / "python", "--cache", tmp_path / "cache", **environment)
+    assert seen.read_text() == f"{toolkit} {toolkit}\n"
+
+
 def test_a_python_that_is_not_there_is_a_wrong_option(tmp_path: Path) -> None:
     """Status 2 and one line."""
     done = call("--python", tmp_path / "python")

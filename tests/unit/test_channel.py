@@ -189,15 +189,13 @@ def test_warm_ups_do_not_let_every_step_through(reader: ChannelReader) -> None:
 
 
 def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script outside hpml runs through all calls: no socket, no error, almost no time."""
+    """A script outside hpml runs through all calls: no socket, no error."""
     for name in ("HPML_CHANNEL", "HPML_STOP_FILE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     channel = hpml_channel.Channel.from_env()
     assert channel._socket is None
-    began = time.thread_time()
-    for _ in range(100_000):
+    for _ in range(1000):
         channel.count(steps=1, samples=32)
-    assert time.thread_time() - began < 20  # 200 us a call, where a tenth of one is usual
     channel.event("rendezvous", anything=object())
     channel.gauge(loss=1)
     channel.result(a=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
@@ -347,7 +347,8 @@ def edit(repository: Repository, act: str, name: str, number: int) -> None:
         elif act == "delete":
             path.unlink()
         elif act == "run":
-            path.chmod(path.stat().st_mode ^ 0o111)
+            # A directory that its owner may not enter is read by root alone.
+            path.chmod(path.stat().st_mode ^ (0o011 if path.is_dir() else 0o111))
         elif act == "link":
             path.symlink_to("a.py")
         elif act == "add":
@@ -362,6 +363,7 @@ def edit(repository: Repository, act: str, name: str, number: int) -> None:
         pass  # the tree has no such file, or git has nothing to put aside
 
 
+@example(before=[("write", "lib/a.py"), ("run", "lib")], after=[])
 @settings(max_examples=25, deadline=None)
 @given(before=EDITS, after=EDITS)
 def test_later_edits_change_nothing(

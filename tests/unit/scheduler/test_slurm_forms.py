@@ -336,7 +336,7 @@ def test_without_pyslurm() -> None:
     """It is not installed here: what to do is said."""
     with pytest.raises(InputError, match="pyslurm cannot be used") as caught:
         PyslurmReader()
-    assert "hpml-orchestrator[pyslurm]" in caught.value.hint
+    assert "pip install 'pyslurm==" in caught.value.hint
 
 
 KEYS = st.sampled_from(
