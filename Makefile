@@ -2,10 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The PyTorch that was tried. Without an NVIDIA driver its CPU build is taken, from PyTorch's own index if
-# pip is not set up for one; TORCH_INDEX= asks no index.
+# The PyTorch that was tried.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DEMO := .demo
 
 .DEFAULT_GOAL := help
@@ -27,8 +25,14 @@ $(BIN)/pip:
 	  { echo 'python3 has no venv module: apt-get install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# uv knows PyTorch's own index, and takes the build for this machine's driver: without one, that for CPUs.
 $(VENV)/.train: pyproject.toml | $(BIN)/pip
-	$(BIN)/python deploy/torch/install.py '$(TORCH)' --cpu-index '$(TORCH_INDEX)'
+	@echo "make: installing $(TORCH) from PyTorch's own index: without an NVIDIA driver its CPU build, 200 MB"
+	@{ $(BIN)/pip install --quiet --disable-pip-version-check uv && UV_HTTP_RETRIES=0 \
+	  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=auto '$(TORCH)'; } || { \
+	  echo "make: that index did not help: installing what pip finds; PyPI's CUDA build is 3 GB, and 5 GB on disk"; \
+	  $(BIN)/pip install --disable-pip-version-check --progress-bar off '$(TORCH)' | grep -v '^Requirement already'; \
+	  $(BIN)/python -c 'import torch'; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train]'
 	@touch $@
 
