@@ -102,8 +102,8 @@ def render(
 
 
 def _in_job_file(value: Any) -> str:
-    """Return a value as a job file may have it: null and true, not as Python does."""
-    if isinstance(value, str):
+    """Return a value as a job file may have it, on one line: null and true, not as Python does."""
+    if isinstance(value, str) and "\n" not in value:
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
 

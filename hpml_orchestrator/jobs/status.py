@@ -383,6 +383,8 @@ def _reason(status: JobStatus, own: Attempt | None) -> str:
             return f"{failed[0].get('node')} was not made ready: {failed[0].get('message')}"
         if own.ended is not None and own.ended.get("reason") == "binding":
             return _misplaced(own)
+        if own.ended is not None and str(own.ended.get("reason")).startswith("environment.setup"):
+            return str(own.ended["reason"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm keeps the reason why it waited
     return "" if status.reason == "None" else status.reason

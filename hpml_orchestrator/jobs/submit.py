@@ -95,8 +95,8 @@ def render_job(
         here: whether it is for this machine, of which the profile's topologies tell nothing.
 
     Raises:
-        InputError: the job cannot be rendered, or templates of the user's own make a script that
-            cannot run.
+        InputError: the job cannot be rendered, or its `environment.setup` or templates of the
+            user's own make a script that cannot run.
     """
     room = (
         NodeRoom(memory_mb() or None)
@@ -105,6 +105,11 @@ def render_job(
     )
     complete = measured(resolved, room)
     targets = chosen_targets(complete)
+    setup = complete.job.environment.setup
+    if setup:
+        from hpml_orchestrator.jobs.script_check import check_setup  # noqa: PLC0415 - few have it
+
+        check_setup(setup, complete.origins["environment.setup"])
     snapshot = find(complete.job) if complete.job.snapshot else None
     topologies = {} if here else topologies_of(complete.job, site)
     script = render(

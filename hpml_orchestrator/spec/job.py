@@ -253,6 +253,11 @@ class Environment(_Model):
     venv: text.PathText | None = Field(
         default=None, description="Directory of a Python virtual environment."
     )
+    setup: text.ShellLines | None = Field(
+        default=None,
+        description="Shell lines to run after modules, venv and conda, before the ranks; one that "
+        "fails ends the job.",
+    )
     python: text.PathText = Field(
         default="python", description="Interpreter, looked up after activation."
     )

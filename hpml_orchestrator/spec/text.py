@@ -27,6 +27,7 @@ __all__ = [
     "PathText",
     "PlainWord",
     "Renamed",
+    "ShellLines",
     "StageName",
     "VariableName",
     "VariableValue",
@@ -75,6 +76,18 @@ def _argument(value: str) -> str:
         raise ValueError(
             f"is {size} bytes long; Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: "
             "put it into a file and pass the file's path"
+        )
+    return value
+
+
+def _shell_lines(value: str) -> str:
+    value = _no_nul(value).replace("\r\n", "\n")
+    found = re.search(r"[\x01-\x08\x0b-\x1f\x7f]", value)
+    if found:
+        line = value.count("\n", 0, found.start()) + 1
+        raise ValueError(
+            f"line {line}: must not hold the control character {found[0]!r}; in the shell "
+            f"it is $'\\x{ord(found[0]):02x}'"
         )
     return value
 
@@ -192,3 +205,4 @@ VariableName = Annotated[
 Argument = Annotated[str, AfterValidator(_argument)]
 VariableValue = Annotated[str, AfterValidator(_argument)]
 PathText = Annotated[str, AfterValidator(_path)]
+ShellLines = Annotated[str, AfterValidator(_shell_lines)]
