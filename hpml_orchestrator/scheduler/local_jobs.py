@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import fsync_dir, read_json, write_json, write_text
 from hpml_orchestrator.records.owner import boot_id
+from hpml_orchestrator.scheduler.local_arrays import finder
 from hpml_orchestrator.scheduler.local_boot import BOOT_SUPERVISOR, package_parent, srun_script
 from hpml_orchestrator.scheduler.local_processes import (
     SUPERVISOR_MARK,
@@ -69,10 +70,15 @@ Record = dict[str, Any]
 
 @dataclass
 class Job:
-    """One job: its directory and what its record says."""
+    """One job: its directory and what its record says.
+
+    `held`: whether it waits for other jobs; `doomed`: whether one of them did not end as wanted.
+    """
 
     directory: Path
     record: Record = field(repr=False)
+    held: bool = False
+    doomed: bool = False
 
     @property
     def job_id(self) -> str:
@@ -328,7 +334,30 @@ class Home:
                 found.append(job)
             elif job is not None:
                 self._over[number] = None
+        self._hold(found)
         return found
+
+    def _hold(self, jobs: list[Job]) -> None:
+        """Mark the jobs that wait for others, by how those others are now."""
+        known: dict[tuple[str, str], bool | None] = {}
+        numbers_of = finder(self)
+
+        def ended(job_id: str, end: str) -> bool | None:
+            """Whether it ended as wanted; None while it is not over."""
+            others = [self.load(number) for number in numbers_of(job_id)]
+            states = [job.state for job in others if job is not None]
+            if not all(state.over for state in states):
+                return None
+            well = all(state is JobState.COMPLETED for state in states)
+            return end == "any" or (bool(states) and well == (end == "ok"))
+
+        for job in jobs:
+            answers = set()
+            for job_id, end in job.record.get("after", ()) if job.state.waiting else ():
+                if (job_id, end) not in known:
+                    known[job_id, end] = ended(job_id, end)
+                answers.add(known[job_id, end])
+            job.held, job.doomed = not answers <= {True}, False in answers
 
     def next_number(self) -> int:
         """Return the number that the next job gets. Needs the lock."""
@@ -379,12 +408,18 @@ class Home:
         jobs = self.active()
         for number in self._half_written:  # its submission died: whoever submits holds the lock
             shutil.rmtree(self.jobs / str(number), ignore_errors=True)
-        for job in jobs:
-            if job.holds_slots and job.supervisor is None:
-                self._fail(job)
-            elif job.state is JobState.PENDING and job.cancelled:
-                self._finish(job, JobState.CANCELLED, "cancelled")
-        jobs = [job for job in jobs if not job.state.over]
+        before = None
+        while len(jobs) != before:  # an end may be what others wait for
+            before = len(jobs)
+            for job in jobs:
+                if job.holds_slots and job.supervisor is None:
+                    self._fail(job)
+                elif job.state is JobState.PENDING and job.cancelled:
+                    self._finish(job, JobState.CANCELLED, "cancelled")
+                elif job.doomed:
+                    self._finish(job, JobState.CANCELLED, "DependencyNeverSatisfied")
+            jobs = [job for job in jobs if not job.state.over]
+            self._hold(jobs)
         for job in Queue(jobs).line[:_SUPERVISED]:
             if job.supervisor is None:
                 self._spawn(job)
@@ -395,7 +430,9 @@ class Home:
         jobs = self.active()
         waiting = [job for job in jobs if not job.holds_slots]
         watched = [job for job in jobs if job.holds_slots] + Queue(jobs).line[:_SUPERVISED]
-        return any(job.supervisor is None for job in watched) or any(j.cancelled for j in waiting)
+        return any(job.supervisor is None for job in watched) or any(
+            job.cancelled or job.doomed for job in waiting
+        )
 
     def _fail(self, job: Job) -> None:
         if job.record["supervisor"]["boot"] != boot_id():

@@ -1,7 +1,7 @@
 """Whose turn it is on this machine: the order of the jobs that wait, and what each would get.
 
 Jobs start in the order of their ids. Tasks of an array have ids of their own, one after the other;
-those over the array's limit (`%2`) step aside and let later jobs pass.
+those over the array's limit (`%2`), and jobs that wait for others, let later jobs pass.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ class Queue:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._holders = [job for job in jobs if job.holds_slots]
         full = self._full_arrays()
-        self.line = [job for job in jobs if not job.holds_slots and job.array_id not in full]
+        self._held = {job.number for job in jobs if job.held}
+        self.line = [
+            job for job in jobs if not (job.holds_slots or job.held or job.array_id in full)
+        ]
         """The jobs that wait and may start as soon as there is room, in order."""
 
     def starts(self, job: Job) -> tuple[list[int], list[str]] | str:
         """Return the CPUs and GPUs that a waiting job gets now, or why it has to wait."""
+        if job.number in self._held:
+            return "Dependency"
         array = job.record.get("array")
         if array and job.array_id in self._full_arrays():
             limit = array["limit"]

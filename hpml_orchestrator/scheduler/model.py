@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["JobState", "JobStatus", "Scheduler", "SubmitRequest"]
+__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest"]
 
 
 class JobState(enum.StrEnum):
@@ -93,6 +93,19 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
+class Dependency:
+    """Another job whose end a job waits for.
+
+    Attributes:
+        job_id: its id, of a task of an array `<array's id>_<index>`.
+        end: `ok` where it has to complete, `notok` where it has to end otherwise, or `any`.
+    """
+
+    job_id: str
+    end: str
+
+
+@dataclass(frozen=True)
 class SubmitRequest:
     """One call of sbatch.
 
@@ -105,6 +118,7 @@ class SubmitRequest:
         comment: short text kept with the job; none when empty.
         environment: the complete environment of the sbatch process, all of which travels.
         array: whether the script asks for a job array.
+        after: jobs to wait for; all of them.
     """
 
     directory: Path
@@ -113,6 +127,7 @@ class SubmitRequest:
     comment: str
     environment: Mapping[str, str] = field(repr=False)
     array: bool = False
+    after: tuple[Dependency, ...] = ()
 
     def task_output(self, index: int | str) -> Path:
         """Return the output file of an array's task: `<directory>.<index>/<name>`.

@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 LATER = {
-    "dependency": "job dependencies",
     "checkpoint": "checkpoint signals and requeue",
 }
 """Fields that are planned and refused until what they need is there."""
@@ -147,6 +146,8 @@ class Resources(_Model):
     def _extra(cls, value: list[str]) -> list[str]:
         for option in value:
             name = option.partition("=")[0]
+            if name in ("--dependency", "--kill-on-invalid-dep"):
+                raise ValueError(f"{name} is hpml's: name the other run in `after`")
             if name in _OWN_DIRECTIVES and not _GRES_WITHOUT_GPUS.fullmatch(option):
                 raise ValueError(f"{name} has a field of its own or is set by hpml: leave it out")
         return value
@@ -196,7 +197,6 @@ _OWN_DIRECTIVES = frozenset(
         "export-file",
         "comment",
         "array",
-        "dependency",
         "wrap",
         "parsable",
         "open-mode",
@@ -329,6 +329,12 @@ class Job(_Model):
         description="Run one task per index: 0-9, 1,3,7 or 0-31:4; %2 behind it runs at most "
         "two at once.",
     )
+    after: list[Annotated[text.After, BeforeValidator(_plain)]] = Field(
+        default=[],
+        max_length=100,
+        description="Runs to wait for: RUN or ok:RUN starts once that one completed, any:RUN once "
+        "it is over, notok:RUN once it failed.",
+    )
     mpi: Literal["none", "pmix", "pmi2"] = Field(
         default="none",
         description="What srun offers to MPI programs, with launcher srun only.",
@@ -379,6 +385,11 @@ class Job(_Model):
     @classmethod
     def _array(cls, value: Any) -> Any:
         return None if value is None else str(parse_array(value))
+
+    @field_validator("after", mode="before")
+    @classmethod
+    def _one_run(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [] if value is None else [value]
 
     @field_validator("command")
     @classmethod

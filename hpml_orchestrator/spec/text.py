@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 
 __all__ = [
     "Address",
+    "After",
     "Argument",
     "Constraint",
     "Directive",
@@ -123,6 +124,14 @@ def _pattern(pattern: str, words: str, longest: int) -> AfterValidator:
     return AfterValidator(check)
 
 
+After = Annotated[
+    str,
+    _pattern(
+        r"((ok|any|notok):)?[A-Za-z0-9][A-Za-z0-9._+-]*",
+        "a run as `hpml list` names it, or one behind ok:, any: or notok:",
+        256,
+    ),
+]
 JobName = Annotated[
     str,
     _pattern(

@@ -338,3 +338,20 @@ def test_all_findings_come_at_once(load: Load) -> None:
         "foo",
     ]
     assert (caught.value.field, caught.value.value) == ("name", "a b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("after: afterok:1", "after.0: must be a run as `hpml list` names it, or one behind ok:"),
+        ("resources: {extra: [--dependency=singleton]}", "name the other run in `after`"),
+        (
+            'environment: {setup: "a\\n\\eb"}',
+            "environment.setup: line 2: must not hold the",
+        ),
+        ('environment: {setup: "a\\0"}', "environment.setup: must not hold a NUL character"),
+    ],
+)
+def test_dependencies_and_setup(load: Load, text: str, message: str) -> None:
+    """What is wrong with `after` and `environment.setup` is told with its place."""
+    assert message in message_of(load, text)
