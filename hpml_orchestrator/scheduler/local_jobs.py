@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import fsync_dir, read_json, write_json, write_text
 from hpml_orchestrator.records.owner import boot_id
-from hpml_orchestrator.scheduler.local_arrays import finder
 from hpml_orchestrator.scheduler.local_boot import BOOT_SUPERVISOR, package_parent, srun_script
 from hpml_orchestrator.scheduler.local_processes import (
     SUPERVISOR_MARK,
@@ -47,7 +46,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     processes,
 )
 from hpml_orchestrator.scheduler.local_processes import descendants as below
-from hpml_orchestrator.scheduler.local_queue import Queue
+from hpml_orchestrator.scheduler.local_queue import Queue, hold
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -334,30 +333,8 @@ class Home:
                 found.append(job)
             elif job is not None:
                 self._over[number] = None
-        self._hold(found)
+        hold(self, found)
         return found
-
-    def _hold(self, jobs: list[Job]) -> None:
-        """Mark the jobs that wait for others, by how those others are now."""
-        known: dict[tuple[str, str], bool | None] = {}
-        numbers_of = finder(self)
-
-        def ended(job_id: str, end: str) -> bool | None:
-            """Whether it ended as wanted; None while it is not over."""
-            others = [self.load(number) for number in numbers_of(job_id)]
-            states = [job.state for job in others if job is not None]
-            if not all(state.over for state in states):
-                return None
-            well = all(state is JobState.COMPLETED for state in states)
-            return end == "any" or (bool(states) and well == (end == "ok"))
-
-        for job in jobs:
-            answers = set()
-            for job_id, end in job.record.get("after", ()) if job.state.waiting else ():
-                if (job_id, end) not in known:
-                    known[job_id, end] = ended(job_id, end)
-                answers.add(known[job_id, end])
-            job.held, job.doomed = not answers <= {True}, False in answers
 
     def next_number(self) -> int:
         """Return the number that the next job gets. Needs the lock."""
@@ -419,7 +396,7 @@ class Home:
                 elif job.doomed:
                     self._finish(job, JobState.CANCELLED, "DependencyNeverSatisfied")
             jobs = [job for job in jobs if not job.state.over]
-            self._hold(jobs)
+            hold(self, jobs)
         for job in Queue(jobs).line[:_SUPERVISED]:
             if job.supervisor is None:
                 self._spawn(job)

@@ -11,12 +11,15 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.scheduler.local_arrays import finder
+from hpml_orchestrator.scheduler.model import JobState
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_orchestrator.scheduler.local_jobs import Job
+    from hpml_orchestrator.scheduler.local_jobs import Home, Job
 
-__all__ = ["Queue"]
+__all__ = ["Queue", "hold"]
 
 
 class Queue:
@@ -72,3 +75,26 @@ class Queue:
             job.array_id: job.record["array"]["limit"] for job in self._holders if job.array_id
         }
         return {one for one, limit in limits.items() if limit and running[one] >= limit}
+
+
+def hold(home: Home, jobs: Sequence[Job]) -> None:
+    """Mark the jobs that wait for others, by how those others are now."""
+    known: dict[tuple[str, str], bool | None] = {}
+    numbers_of = finder(home)
+
+    def ended(job_id: str, end: str) -> bool | None:
+        """Return whether it ended as wanted; None while it is not over."""
+        others = [home.load(number) for number in numbers_of(job_id)]
+        states = [job.state for job in others if job is not None]
+        if not all(state.over for state in states):
+            return None
+        well = all(state is JobState.COMPLETED for state in states)
+        return end == "any" or (bool(states) and well == (end == "ok"))
+
+    for job in jobs:
+        answers = set()
+        for job_id, end in job.record.get("after", ()) if job.state.waiting else ():
+            if (job_id, end) not in known:
+                known[job_id, end] = ended(job_id, end)
+            answers.add(known[job_id, end])
+        job.held, job.doomed = not answers <= {True}, False in answers

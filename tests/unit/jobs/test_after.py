@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,7 +30,7 @@ def found(world: World, words: Sequence[str], backend: str = "slurm") -> list[di
     )
 
 
-def run(world: World, name: str, **fields: str) -> str:
+def run(world: World, name: str, **fields: Any) -> str:
     submission = world.prepare(name, **fields)
     submit(submission, world.scheduler, environment=ENVIRONMENT, clock=world.clock.time)
     return submission.sid
