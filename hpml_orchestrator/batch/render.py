@@ -97,6 +97,7 @@ def render(
         **_places(job, site),
         "container_words": container_words,
         "container_mounts": container_mounts,
+        "setup": template.Raw((environment.setup or "").rstrip("\n")),
         "activates": bool(environment.modules or environment.venv or environment.conda),
         "workdir": workdir_word(job, snapshot),
         "command": _command(job, snapshot),

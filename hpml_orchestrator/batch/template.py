@@ -23,7 +23,7 @@ _OWN = {"run.dir": "HPML_RUN_DIR", "array.index": "SLURM_ARRAY_TASK_ID"}
 
 
 class Raw(str):
-    """Text that is shell code already, made by this module alone."""
+    """Text that is shell code already: made by this module, or `environment.setup`."""
 
     __slots__ = ()
 

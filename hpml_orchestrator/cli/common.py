@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STANDARD_OUTPUT",
+    "AfterOption",
     "BackendOption",
     "JobFile",
     "JsonOption",
@@ -60,6 +61,16 @@ SetOption = Annotated[
         "-s",
         metavar="FIELD=VALUE",
         help="Set a field over the job file's, such as resources.nodes=4; may be repeated.",
+        show_default=False,
+    ),
+]
+AfterOption = Annotated[
+    list[str],
+    typer.Option(
+        "--after",
+        metavar="[any:|notok:]RUN",
+        help="Start once that run completed; with any: once it is over, with notok: once it "
+        "failed. May be repeated: all of them. Replaces `after` of the job file.",
         show_default=False,
     ),
 ]
@@ -124,7 +135,11 @@ def refuse_gone_directory() -> None:
 
 
 def rendered_of(
-    context: typer.Context, job_file: str, settings: list[str], backend: str
+    context: typer.Context,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    after: list[str] | None = None,
 ) -> Rendered:
     """Load a job file through the site profile that counts for it, and render its script."""
     from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
@@ -132,6 +147,7 @@ def rendered_of(
     from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
 
     given = [parse_setting(setting) for setting in settings]
+    given += [("after", after)] if after else []
     site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
     return render_job(load_job(job_file, given, site), site=site, here=backend == "local")
 

@@ -14,6 +14,7 @@ import typer
 
 from hpml_orchestrator.cli.check import NoCheckOption, before_submission
 from hpml_orchestrator.cli.common import (
+    AfterOption,
     BackendOption,
     JobFile,
     JsonOption,
@@ -102,8 +103,8 @@ def render(
 
 
 def _in_job_file(value: Any) -> str:
-    """Return a value as a job file may have it: null and true, not as Python does."""
-    if isinstance(value, str):
+    """Return a value as a job file may have it, on one line: null and true, not as Python does."""
+    if isinstance(value, str) and "\n" not in value:
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -114,6 +115,7 @@ def submit(
         str, typer.Argument(metavar="[JOB_FILE]", help="Job file, YAML 1.2 or TOML.")
     ] = "",
     settings: SetOption = [],  # noqa: B006
+    after: AfterOption = [],  # noqa: B006
     backend: BackendOption = "auto",
     local: LocalOption = False,
     resume: Annotated[
@@ -133,7 +135,12 @@ def submit(
         from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
         from hpml_orchestrator.errors import InputError  # noqa: PLC0415
 
-        given = {"--set": settings, "--local": local, "--backend": backend != "auto"}
+        given = {
+            "--set": settings,
+            "--after": after,
+            "--local": local,
+            "--backend": backend != "auto",
+        }
         refuse_with("--resume", given)
         if job_file:
             raise InputError(
@@ -146,7 +153,7 @@ def submit(
         job_id = _resume(store, submission)
     else:
         submission, job_id = _submit(
-            context, job_file, settings, backend, local=local, checked=not no_check
+            context, job_file, settings, backend, after=after, local=local, checked=not no_check
         )
     words = ("{} is job {}" if resume else "submitted {} as job {}").format(
         submission.sid, _shown(submission, job_id)
@@ -191,6 +198,7 @@ def run(
     context: typer.Context,
     job_file: JobFile,
     settings: SetOption = [],  # noqa: B006
+    after: AfterOption = [],  # noqa: B006
     backend: BackendOption = "auto",
     local: LocalOption = False,
     no_check: NoCheckOption = False,
@@ -205,7 +213,7 @@ def run(
 
     store = store_of(context)
     submission, job_id = _submit(
-        context, job_file, settings, backend, local=local, checked=not no_check
+        context, job_file, settings, backend, after=after, local=local, checked=not no_check
     )
     typer.echo(f"hpml: submitted {submission.sid} as job {_shown(submission, job_id)}", err=True)
     state = follow(
@@ -233,11 +241,13 @@ def _submit(
     settings: list[str],
     backend: str,
     *,
+    after: list[str],
     local: bool,
     checked: bool,
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+    from hpml_orchestrator.jobs.after import outstanding  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
@@ -245,8 +255,9 @@ def _submit(
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
-    rendered = rendered_of(context, job_file, settings, name)
+    rendered = rendered_of(context, job_file, settings, name, after)
     store = store_of(context)
+    waits = outstanding(store, rendered.resolved.job.after, backend=name)
     if checked:
         before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
@@ -258,6 +269,7 @@ def _submit(
             backend=name,
             argv=sys.argv,
             environment=environment,
+            after=waits,
             notice=lambda text: typer.echo(f"hpml: {text}", err=True),
         )
         interrupt.sid = submission.sid
@@ -273,6 +285,7 @@ def _submit(
 
 
 def _resume(store: Store, submission: Submission) -> str:
+    from hpml_orchestrator.jobs.after import outstanding  # noqa: PLC0415
     from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
     from hpml_orchestrator.jobs.submit import resume  # noqa: PLC0415
 
@@ -284,4 +297,5 @@ def _resume(store: Store, submission: Submission) -> str:
         scheduler,
         environment=dict(os.environ),
         notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+        after=lambda words: outstanding(store, words, backend=str(record["backend"])),
     )

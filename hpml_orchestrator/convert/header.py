@@ -312,9 +312,9 @@ _LOST = {
     "dependency": (
         "lost",
         "the id of the other job changes with each submission",
-        "wait for the other run first: `hpml wait RUN && hpml submit JOB_FILE`",
+        "name the other run: `hpml submit --after RUN JOB_FILE`",
     ),
-    "kill-on-invalid-dep": ("dropped", "belongs to --dependency", ""),
+    "kill-on-invalid-dep": ("dropped", "comes with `after`", ""),
     "requeue": ("lost", "hpml has no requeue yet", "submit the job again by hand"),
     "no-requeue": ("dropped", "hpml asks for no requeue", ""),
     "signal": (

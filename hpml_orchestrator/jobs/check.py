@@ -23,6 +23,7 @@ from hpml_orchestrator.batch.check_topology import check_topology
 from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes, without_time
 from hpml_orchestrator.batch.static_form import static_form
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
+from hpml_orchestrator.jobs.after import outstanding
 from hpml_orchestrator.jobs.check_closed import with_closed
 from hpml_orchestrator.jobs.check_data import Sizes, check_stages, check_targets
 from hpml_orchestrator.jobs.check_files import check_files
@@ -30,6 +31,7 @@ from hpml_orchestrator.jobs.check_local import check_local, this_machine
 from hpml_orchestrator.jobs.check_modules import check_modules
 from hpml_orchestrator.jobs.check_monitor import check_monitor, check_port
 from hpml_orchestrator.jobs.check_records import check_records, one_machine
+from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 
 if TYPE_CHECKING:
@@ -147,6 +149,10 @@ def check_job(
         found += stages
         on_nodes = on_slurm and not one_machine(environment)
         found += check_records(records, on_nodes=on_nodes)
+        try:
+            outstanding(Store(records), job.after, backend=backend)
+        except HpmlError as error:
+            found.append(_as_finding(error))
         found += check_monitor(job, on_nodes=on_nodes)
         found += modules_answer.result()
         if cluster_answer is None:

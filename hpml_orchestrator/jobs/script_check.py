@@ -1,4 +1,4 @@
-"""Checks of a script that templates of the user's own have made: its directives and its shell."""
+"""Checks of what is a user's own in a script: `environment.setup`, and what his templates made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpml_orchestrator.spec.site import NEEDED_DIRECTIVES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["check_script"]
+__all__ = ["check_script", "check_setup"]
 
 _HPMLS = NEEDED_DIRECTIVES | {
     "comment",
@@ -47,6 +47,7 @@ _HPMLS = NEEDED_DIRECTIVES | {
 """Options that a template may not add: hpml finds the job by them, or counts its ranks."""
 
 _BASH_SECONDS = 10.0
+_LEFT_OPEN = "a quote, a bracket or an `if` or its like is left open"
 _HEAD = "#SBATCH"
 
 
@@ -64,6 +65,57 @@ def check_script(script: str, own: Sequence[str], directory: str) -> None:
     made = _Made(script, directory)
     made.check_directives(own)
     made.check_shell()
+
+
+def check_setup(lines: str, origin: str) -> None:
+    """Refuse an `environment.setup` that bash cannot read by itself: it must leave nothing open.
+
+    Args:
+        lines: the user's shell lines.
+        origin: where they come from, for the hint.
+
+    Raises:
+        InputError: names the line.
+    """
+    fault = _shell_fault(lines)
+    if fault is None:
+        return
+    number, words, at_end = fault
+    raise InputError(
+        f"line {number}: bash cannot read it: {words}",
+        field="environment.setup",
+        hint=f"{_LEFT_OPEN} in the {origin}" if at_end else f"fix it in the {origin}",
+    )
+
+
+def _shell_fault(script: str) -> tuple[int, str, bool] | None:
+    """Return line and words of bash's first complaint about a script, and whether it is at the end.
+
+    There bash only gave up: the mistake may be far before it. Nothing of the script is run.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "BASH_ENV"}
+    options = ["-O", "extglob"] if "extglob" in script else []  # which -n does not switch on
+    try:
+        done = subprocess.run(
+            ["bash", "--norc", "--noprofile", *options, "-n"],
+            input=script.encode("utf-8", "surrogateescape"),
+            env={**environment, "LC_ALL": "C"},
+            capture_output=True,
+            timeout=_BASH_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # no bash here: the nodes have one, and will say it
+    said = done.stderr.decode("utf-8", "replace").strip()
+    # A here-document without its end is a warning, and swallows the rest of the script.
+    if done.returncode == 0 and "here-document" not in said:
+        return None
+    first = said.split("\n", 1)[0]
+    match = re.match(r"(?:bash: )?line (\d+): (.*)", first)
+    number, words = (int(match[1]), match[2]) if match else (0, first)
+    begun = re.search(r"(?:on|at) line (\d+)", words)
+    at_end = begun is None and ("EOF" in words or "end of file" in words)
+    return int(begun[1]) if begun else number, words, at_end
 
 
 class _Made:
@@ -132,37 +184,18 @@ class _Made:
 
     def check_shell(self) -> None:
         """Have bash read the script, and run nothing of it."""
-        environment = {key: value for key, value in os.environ.items() if key != "BASH_ENV"}
-        try:
-            done = subprocess.run(
-                ["bash", "--norc", "--noprofile", "-n"],
-                input=self._script.encode("utf-8", "surrogateescape"),
-                env={**environment, "LC_ALL": "C"},
-                capture_output=True,
-                timeout=_BASH_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return  # no bash here: the nodes have one, and will say it
-        said = done.stderr.decode("utf-8", "replace").strip()
-        # A here-document without its end is a warning, and swallows the rest of the script.
-        if done.returncode == 0 and "here-document" not in said:
+        fault = _shell_fault(self._script)
+        if fault is None:
             return
-        first = said.split("\n", 1)[0]
-        match = re.match(r"(?:bash: )?line (\d+): (.*)", first)
-        number, words = (int(match[1]), match[2]) if match else (0, first)
-        begun = re.search(r"(?:on|at) line (\d+)", words)
+        number, words, at_end = fault
         words = f"bash cannot read the script: {words}"
-        if begun is None and ("EOF" in words or "end of file" in words):
-            # The line is where bash gave up, far behind the mistake.
+        if at_end:
             raise InputError(
                 f"{self._directory}: {words}",
                 field="templates",
-                hint="a quote, a bracket or an `if` or its like is left open in one of these "
-                "templates",
+                hint=f"{_LEFT_OPEN} in one of these templates",
             )
-        line = int(begun[1]) if begun else number
-        raise self._wrong(line, words, "mend the block that this line is in")
+        raise self._wrong(number, words, "mend the block that this line is in")
 
     def _wrong(self, number: int, words: str, hint: str) -> InputError:
         return InputError(f"{self._place(number)}: {words}", field="templates", hint=hint)

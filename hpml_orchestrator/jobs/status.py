@@ -353,7 +353,7 @@ def _state(
     exit_code = status.exit_code
     if ended is not None and (exit_code is None or status.state is JobState.FAILED):
         exit_code = int(ended["exit_code"])
-    reason = _reason(status, own)
+    reason = _reason(status, own, record)
     over = status.state.over
     if over and status.state is JobState.CANCELLED and status.started is None and own is None:
         exit_code = None
@@ -379,8 +379,14 @@ def _state(
     )
 
 
-def _reason(status: JobStatus, own: Attempt | None) -> str:
+def _reason(status: JobStatus, own: Attempt | None, record: dict[str, Any]) -> str:
     """Return why a job waits or ended: what hpml knows better before the scheduler's word."""
+    if status.reason.startswith("Dependency"):
+        runs = ", ".join(f"{one['run']} ({one['end']})" for one in record.get("after", ()))
+        if runs and status.state.waiting:
+            return f"waits for {runs}"
+        if runs and status.state is JobState.CANCELLED:
+            return f"did not start: it waited for {runs}, which ended otherwise"
     if status.state is JobState.FAILED and own is not None:
         failed = own.markers("failed")
         if failed:

@@ -27,7 +27,7 @@ from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.targets import default_directory, sweep
 from hpml_orchestrator.scheduler.local_resources import memory_mb
-from hpml_orchestrator.scheduler.model import SubmitRequest
+from hpml_orchestrator.scheduler.model import Dependency, SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
     GRACE_SECONDS,
     Absent,
@@ -97,8 +97,8 @@ def render_job(
         here: whether it is for this machine, of which the profile's topologies tell nothing.
 
     Raises:
-        InputError: the job cannot be rendered, or templates of the user's own make a script that
-            cannot run.
+        InputError: the job cannot be rendered, or its `environment.setup` or templates of the
+            user's own make a script that cannot run.
     """
     room = (
         NodeRoom(memory_mb() or None)
@@ -107,6 +107,11 @@ def render_job(
     )
     complete = measured(resolved, room)
     targets = chosen_targets(complete)
+    setup = complete.job.environment.setup
+    if setup:
+        from hpml_orchestrator.jobs.script_check import check_setup  # noqa: PLC0415 - few have it
+
+        check_setup(setup, complete.origins["environment.setup"])
     snapshot = find(complete.job) if complete.job.snapshot else None
     topologies = {} if here else topologies_of(complete.job, site)
     script = render(
@@ -131,6 +136,7 @@ def prepare(
     backend: str,
     argv: Sequence[str],
     environment: Mapping[str, str],
+    after: Sequence[Mapping[str, str]] = (),
     now: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Submission:
@@ -142,6 +148,7 @@ def prepare(
         backend: name of the scheduler that it is for.
         argv: the command line, for the record.
         environment: of the submitting process.
+        after: the runs that it waits for, as `after.outstanding` gives them.
         now: seconds since the epoch; the clock when left out.
         notice: takes a line to show, when the snapshot of the code takes long.
 
@@ -190,6 +197,7 @@ def prepare(
             "output": str(store.runs_dir / sid / "output.log"),
             "environment_names": sorted(travelling(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
+            "after": list(after),
             "site": [str(path) for path in rendered.site.sources] if rendered.site else [],
             "job": resolved,
             "provenance": provenance,
@@ -234,9 +242,10 @@ def _start(
     *,
     environment: Mapping[str, str],
     clock: Callable[[], float],
+    after: Sequence[Mapping[str, str]] | None = None,
 ) -> str | None:
     """Call sbatch as the start of that number; None where that must not be, or not any more."""
-    request = _request(submission, environment)
+    request = _request(submission, environment, after)
     _write_arguments(submission, scheduler.arguments(request))
     before = clock()
     if not submission.mark_started(now=before, number=number):
@@ -313,12 +322,24 @@ def resume(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
     notice: Callable[[str], None] = lambda _: None,
+    after: Callable[[Sequence[str]], Sequence[Mapping[str, str]]] | None = None,
 ) -> str:
     """Complete a submission that was cut off, and return its job's id.
 
     The job is looked for first. Only when it is certain that there is none, and that no sbatch of
     an earlier hpml can still make one, is it submitted; of several hpml that find so at the same
     time, by one.
+
+    Args:
+        store: where records live.
+        submission: which one.
+        scheduler: the one that it is for.
+        environment: of the submitting process.
+        clock: seconds since the epoch.
+        sleep: pauses for so many seconds.
+        notice: takes a line to show while it waits.
+        after: says which of the runs that it waits for are not over yet, as `after.outstanding`;
+            those on record when left out.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one.
@@ -339,7 +360,17 @@ def resume(
         if isinstance(outcome, Absent) and outcome.refused:
             raise _was_refused(submission, outcome.refused, outcome.hint)
         if isinstance(outcome, Absent):
-            job_id = _start(submission, scheduler, starts + 1, environment=environment, clock=clock)
+            waits = submission.record().get("after", ())
+            if after is not None and waits:
+                waits = after([f"{one['end']}:{one['run']}" for one in waits])
+            job_id = _start(
+                submission,
+                scheduler,
+                starts + 1,
+                environment=environment,
+                clock=clock,
+                after=waits,
+            )
             if job_id is not None:
                 return job_id
             outcome = Undecided("another hpml submits it at this moment", _AGAIN_SECONDS)
@@ -372,8 +403,13 @@ def _was_refused(submission: Submission, reason: str, hint: str = "") -> InputEr
     )
 
 
-def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRequest:
+def _request(
+    submission: Submission,
+    environment: Mapping[str, str],
+    after: Sequence[Mapping[str, str]] | None,
+) -> SubmitRequest:
     record = submission.record()
+    waits = record.get("after", ()) if after is None else after
     inherit = record["job"]["environment"]["inherit"]
     return SubmitRequest(
         directory=submission.directory,
@@ -382,6 +418,7 @@ def _request(submission: Submission, environment: Mapping[str, str]) -> SubmitRe
         comment=record["comment"],
         environment=travelling(environment, inherit),
         array=record["job"].get("array") is not None,
+        after=tuple(Dependency(one["job_id"], one["end"]) for one in waits),
     )
 
 

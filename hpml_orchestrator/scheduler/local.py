@@ -246,6 +246,7 @@ class LocalScheduler:
             "machine": plain(machine),
             "kill_wait_seconds": self._kill_wait(),
             "umask": _umask(),
+            "after": [[one.job_id, one.end] for one in request.after],
             "submitted": time.time(),
             "started": None,
             "ended": None,

@@ -29,7 +29,7 @@ _DEFAULT_WARNING_SECONDS = 60
 
 # What cannot be left out without changing what the job means.
 _REFUSED = {
-    "dependency": "submit the second job when the first one is over",
+    "dependency": "name the other run in `after` of the job file, or by --after",
 }
 
 
@@ -105,7 +105,7 @@ def read_directives(script: str) -> Directives:
         name, value, shown = option.name, option.value, option.shown
         if name in _REFUSED:
             raise SchedulerError(
-                f"{shown}: the local backend has no job dependencies", hint=_REFUSED[name]
+                f"{shown}: the local backend knows no such dependency", hint=_REFUSED[name]
             )
         if name == "output":
             continue  # the submission names the file, as an option on the command line would

@@ -46,7 +46,7 @@ from hpml_orchestrator.scheduler.local_processes import (
     processes,
 )
 from hpml_orchestrator.scheduler.local_processes import descendants as below
-from hpml_orchestrator.scheduler.local_queue import Queue
+from hpml_orchestrator.scheduler.local_queue import Queue, hold
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -69,10 +69,15 @@ Record = dict[str, Any]
 
 @dataclass
 class Job:
-    """One job: its directory and what its record says."""
+    """One job: its directory and what its record says.
+
+    `held`: whether it waits for other jobs; `doomed`: whether one of them did not end as wanted.
+    """
 
     directory: Path
     record: Record = field(repr=False)
+    held: bool = False
+    doomed: bool = False
 
     @property
     def job_id(self) -> str:
@@ -328,6 +333,7 @@ class Home:
                 found.append(job)
             elif job is not None:
                 self._over[number] = None
+        hold(self, found)
         return found
 
     def next_number(self) -> int:
@@ -379,12 +385,18 @@ class Home:
         jobs = self.active()
         for number in self._half_written:  # its submission died: whoever submits holds the lock
             shutil.rmtree(self.jobs / str(number), ignore_errors=True)
-        for job in jobs:
-            if job.holds_slots and job.supervisor is None:
-                self._fail(job)
-            elif job.state is JobState.PENDING and job.cancelled:
-                self._finish(job, JobState.CANCELLED, "cancelled")
-        jobs = [job for job in jobs if not job.state.over]
+        before = None
+        while len(jobs) != before:  # an end may be what others wait for
+            before = len(jobs)
+            for job in jobs:
+                if job.holds_slots and job.supervisor is None:
+                    self._fail(job)
+                elif job.state is JobState.PENDING and job.cancelled:
+                    self._finish(job, JobState.CANCELLED, "cancelled")
+                elif job.doomed:
+                    self._finish(job, JobState.CANCELLED, "DependencyNeverSatisfied")
+            jobs = [job for job in jobs if not job.state.over]
+            hold(self, jobs)
         for job in Queue(jobs).line[:_SUPERVISED]:
             if job.supervisor is None:
                 self._spawn(job)
@@ -395,7 +407,9 @@ class Home:
         jobs = self.active()
         waiting = [job for job in jobs if not job.holds_slots]
         watched = [job for job in jobs if job.holds_slots] + Queue(jobs).line[:_SUPERVISED]
-        return any(job.supervisor is None for job in watched) or any(j.cancelled for j in waiting)
+        return any(job.supervisor is None for job in watched) or any(
+            job.cancelled or job.doomed for job in waiting
+        )
 
     def _fail(self, job: Job) -> None:
         if job.record["supervisor"]["boot"] != boot_id():

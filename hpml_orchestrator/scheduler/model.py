@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["JobState", "JobStatus", "Scheduler", "SubmitRequest"]
+__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest"]
 
 
 class JobState(enum.StrEnum):
@@ -95,6 +95,19 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
+class Dependency:
+    """Another job whose end a job waits for.
+
+    Attributes:
+        job_id: its id, of a task of an array `<array's id>_<index>`.
+        end: `ok` where it has to complete, `notok` where it has to end otherwise, or `any`.
+    """
+
+    job_id: str
+    end: str
+
+
+@dataclass(frozen=True)
 class SubmitRequest:
     """One call of sbatch.
 
@@ -107,6 +120,7 @@ class SubmitRequest:
         comment: short text kept with the job; none when empty.
         environment: the complete environment of the sbatch process, all of which travels.
         array: whether the script asks for a job array.
+        after: jobs to wait for; all of them.
     """
 
     directory: Path
@@ -115,6 +129,7 @@ class SubmitRequest:
     comment: str
     environment: Mapping[str, str] = field(repr=False)
     array: bool = False
+    after: tuple[Dependency, ...] = ()
 
     def task_output(self, index: int | str) -> Path:
         """Return the output file of an array's task, of an index or what stands for it."""

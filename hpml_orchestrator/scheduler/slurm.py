@@ -157,12 +157,14 @@ class SlurmScheduler:
                 raise SchedulerError(
                     str(error), hint="keep the records elsewhere: --records DIR, or $HPML_HOME"
                 ) from error
+        after = ",".join(f"after{one.end}:{one.job_id}" for one in request.after)
         return [
             "sbatch",
             "--parsable",
             f"--chdir={request.directory}",
             f"--output={output}",
             *([f"--comment={request.comment}"] if request.comment else []),
+            *([f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []),
             "--export=ALL",
             "--open-mode=append",
             str(request.directory / "job.sh"),

@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 LATER = {
-    "dependency": "job dependencies",
     "checkpoint": "checkpoint signals and requeue",
 }
 """Fields that are planned and refused until what they need is there."""
@@ -188,12 +187,13 @@ _FIELD_OF = {
     "chdir": "workdir",
     "export": "environment",
     "array": "array",
+    **dict.fromkeys(("dependency", "kill-on-invalid-dep"), "after"),
     "wrap": "command",
 }
 _SET_BY_HPML = frozenset("comment open-mode output parsable".split())
 _UNSUPPORTED = frozenset(
-    "dependency error export-file get-user-env help input no-requeue requeue signal test-only "
-    "usage version wait".split()
+    "error export-file get-user-env help input no-requeue requeue test-only usage version "
+    "wait".split()
 )
 
 
@@ -235,6 +235,11 @@ class Environment(_Model):
     )
     venv: text.PathText | None = Field(
         default=None, description="Directory of a Python virtual environment."
+    )
+    setup: text.ShellLines | None = Field(
+        default=None,
+        description="Shell lines to run after modules, venv and conda, before the ranks; one that "
+        "fails ends the job.",
     )
     python: text.PathText = Field(
         default="python", description="Interpreter, looked up after activation."
@@ -307,6 +312,12 @@ class Job(_Model):
         description="Run one task per index: 0-9, 1,3,7 or 0-31:4; %2 behind it runs at most "
         "two at once.",
     )
+    after: list[Annotated[text.After, BeforeValidator(_plain)]] = Field(
+        default=[],
+        max_length=100,
+        description="Runs to wait for: RUN or ok:RUN starts once that one completed, any:RUN once "
+        "it is over, notok:RUN once it failed.",
+    )
     mpi: Literal["none", "pmix", "pmi2"] = Field(
         default="none",
         description="What srun offers to MPI programs, with launcher srun only.",
@@ -357,6 +368,11 @@ class Job(_Model):
     @classmethod
     def _array(cls, value: Any) -> Any:
         return None if value is None else str(parse_array(value))
+
+    @field_validator("after", mode="before")
+    @classmethod
+    def _one_run(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [] if value is None else [value]
 
     @field_validator("command")
     @classmethod

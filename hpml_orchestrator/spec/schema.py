@@ -35,6 +35,10 @@ def job_schema() -> dict[str, Any]:
         "minItems": 1,
         "minimum": 0,
     }
+    schema["properties"]["after"] |= {
+        "type": ["string", "integer", "array", "null"],
+        "items": {"type": ["string", "integer"]},
+    }
     for field in (
         schema["properties"]["args"],
         schema["properties"]["command"]["anyOf"][0],

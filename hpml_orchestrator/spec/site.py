@@ -36,7 +36,9 @@ NEEDED_DIRECTIVES = frozenset(
 )
 """Options that a submission cannot do without: hpml finds its jobs and their output by them."""
 
-PER_JOB = frozenset({"name", "array", "script", "module", "command", "args", "workdir", "stage"})
+PER_JOB = frozenset(
+    {"name", "array", "after", "script", "module", "command", "args", "workdir", "stage"}
+)
 """Fields of a job file that have no default in a site profile."""
 
 _UNLIMITED = ("unlimited", "infinite", "none")

@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 
 __all__ = [
     "Address",
+    "After",
     "Argument",
     "Constraint",
     "Directive",
@@ -27,6 +28,7 @@ __all__ = [
     "PathText",
     "PlainWord",
     "Renamed",
+    "ShellLines",
     "StageName",
     "VariableName",
     "VariableValue",
@@ -79,6 +81,18 @@ def _argument(value: str) -> str:
     return value
 
 
+def _shell_lines(value: str) -> str:
+    value = _no_nul(value).replace("\r\n", "\n")
+    found = re.search(r"[\x01-\x08\x0b-\x1f\x7f]", value)
+    if found:
+        line = value.count("\n", 0, found.start()) + 1
+        raise ValueError(
+            f"line {line}: must not hold the control character {found[0]!r}; in the shell "
+            f"it is $'\\x{ord(found[0]):02x}'"
+        )
+    return value
+
+
 def _path(value: str) -> str:
     value = _no_nul(value)
     size = len(value.encode("utf-8"))
@@ -110,6 +124,14 @@ def _pattern(pattern: str, words: str, longest: int) -> AfterValidator:
     return AfterValidator(check)
 
 
+After = Annotated[
+    str,
+    _pattern(
+        r"((ok|any|notok):)?[A-Za-z0-9][A-Za-z0-9._+-]*",
+        "a run as `hpml list` names it, or one behind ok:, any: or notok:",
+        256,
+    ),
+]
 JobName = Annotated[
     str,
     _pattern(
@@ -192,3 +214,4 @@ VariableName = Annotated[
 Argument = Annotated[str, AfterValidator(_argument)]
 VariableValue = Annotated[str, AfterValidator(_argument)]
 PathText = Annotated[str, AfterValidator(_path)]
+ShellLines = Annotated[str, AfterValidator(_shell_lines)]

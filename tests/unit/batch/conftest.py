@@ -56,6 +56,13 @@ class Sandbox:
 
     def run(self, script: str) -> dict[str, Any]:
         """Run a script as a job would run and return what its program saw."""
+        done = self.start(script)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        seen: dict[str, Any] = json.loads((self.root / "record.json").read_text())
+        return seen
+
+    def start(self, script: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a script as a job would run, however it ends."""
         self.count += 1
         text = self.submission / "job.sh"
         text.write_text(script, encoding="utf-8")
@@ -83,9 +90,7 @@ class Sandbox:
         canaries = [str(path) for path in self.root.rglob(CANARY)]
         assert not canaries, "a value became shell code"
         assert not (Path.home() / CANARY).exists()
-        assert done.returncode == 0, done.stderr.decode(errors="replace")
-        seen: dict[str, Any] = json.loads(record.read_text())
-        return seen
+        return done
 
 
 @pytest.fixture

@@ -48,7 +48,12 @@ APPTAINER = {"engine": "apptainer", "image": "/i m.sif", "mounts": ["/data:/data
 PYXIS = {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.05-py3", "mounts": ["/d"]}
 ENVIRONMENTS: list[dict[str, Any]] = [
     {},
-    {"modules": ["cuda/12.4", "gcc"], "venv": "/home/me/my env", "inherit": "minimal"},
+    {
+        "modules": ["cuda/12.4", "gcc"],
+        "venv": "/home/me/my env",
+        "inherit": "minimal",
+        "setup": "ulimit -n 4096\nTOOLS=$(command -v gcc)\nexport TOOLS\n",
+    },
     {"conda": "ml", "variables": {"A": "it's $HOME", "B": "{run.dir}/x", "C": ""}},
     {"container": APPTAINER, "python": "python3"},
     {"container": PYXIS, "modules": ["x"]},

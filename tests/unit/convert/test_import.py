@@ -83,7 +83,7 @@ def test_ranks_that_follow_from_gpus_are_left_out() -> None:
     ("line", "part"),
     [
         ("--requeue", "requeue"),
-        ("--dependency=afterok:1", "hpml wait"),
+        ("--dependency=afterok:1", "hpml submit --after"),
         ("--mem=0", "resources.memory"),
         ("--time=UNLIMITED", "resources.time"),
         ("--gpu-bind=closest", "hpml's to say"),

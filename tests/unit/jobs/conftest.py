@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ class World:
         """The one clock of hpml and of the scheduler."""
         return self.scheduler.clock
 
-    def prepare(self, name: str = "probe", backend: str = "slurm", **fields: Any) -> Submission:
+    def prepare(
+        self,
+        name: str = "probe",
+        backend: str = "slurm",
+        after: Sequence[Mapping[str, str]] = (),
+        **fields: Any,
+    ) -> Submission:
         """Prepare a submission of a small job."""
         path = self.root / f"{name}.yaml"
         path.write_text(json.dumps({"name": name, "command": ["true"], **fields}))
@@ -44,6 +51,7 @@ class World:
             backend=backend,
             argv=["hpml", "submit"],
             environment=environment,
+            after=after,
             now=self.clock.now,
         )
 

@@ -155,3 +155,27 @@ def test_nothing_of_the_script_is_run(office: Office, tmp_path: Path) -> None:
     made = tmp_path / "made"
     office.render("setup", f"touch {made}\n")
     assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("true\nfi", "line 2: bash cannot read it: syntax error near unexpected token `fi'"),
+        ("true\necho 'a\n", "line 2: bash cannot read it: unexpected EOF while looking for"),
+        ("if true\nthen", "line 3: bash cannot read it: syntax error: unexpected end of file"),
+        ("true\ncat <<END\nhpml", "line 2: bash cannot read it: warning: here-document"),
+        ("shopt -s extglob\r\necho !(a)", ""),
+    ],
+)
+def test_setup_has_to_be_shell(office: Office, lines: str, said: str) -> None:
+    """Lines that bash cannot read, or that would swallow the rest of the script, are refused."""
+    path = office.root / "job.yaml"
+    job = {"name": "a", "command": ["true"], "environment": {"setup": lines}}
+    path.write_text(json.dumps(job))
+    if not said:
+        assert "\necho !(a)\n\n" in render_job(load_job(path), HERE).script
+        return
+    with pytest.raises(InputError) as caught:
+        render_job(load_job(path), HERE)
+    assert caught.value.message.startswith(f"environment.setup: {said}")
+    assert "job file" in caught.value.hint

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,13 @@ from hpml_orchestrator.scheduler.local_processes import (
     send,
 )
 from hpml_orchestrator.scheduler.local_resources import gpu_ids, without_slurm
-from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler, SubmitRequest
+from hpml_orchestrator.scheduler.model import (
+    Dependency,
+    JobState,
+    JobStatus,
+    Scheduler,
+    SubmitRequest,
+)
 from tests.patience import PATIENCE_SECONDS, eventually
 
 if TYPE_CHECKING:
@@ -318,6 +324,46 @@ def test_jobs_that_fit_run_side_by_side_on_their_own_cpus_and_gpus(bench: Bench)
     scheduler.cancel([waits])
     status = scheduler.query([waits])[waits]
     assert (status.state, status.exit_code, status.started) == (JobState.CANCELLED, None, None)
+
+
+def test_jobs_wait_for_the_end_of_others(bench: Bench) -> None:
+    """Later jobs pass them; one that can never start is cancelled, which others may wait for."""
+
+    def submit(name: str, body: str, *after: tuple[str, str]) -> str:
+        waits = tuple(Dependency(job_id, end) for end, job_id in after)
+        request = bench.request(body, name=name, directory=name)
+        return bench.scheduler().submit(replace(request, after=waits))
+
+    for index in range(2):  # for the output of the array's tasks
+        (bench.path / f"good.{index}").mkdir()
+    gate = bench.path / "gate"
+    until = f"while [ ! -e {gate} ]; do sleep 0.02; done"
+    good = submit("good", f"#SBATCH --array=0-1\n{until}")
+    bad = submit("bad", f"#SBATCH -c 1\n{until}; exit 3")
+    waits = {
+        "both": submit("both", "true", ("ok", good), ("any", f"{good}_1"), ("notok", bad)),
+        "never": submit("never", "true", ("ok", bad), ("ok", good)),
+        "unlike": submit("unlike", "true", ("notok", good)),
+    }
+    waits["chain"] = submit("chain", "true", ("any", waits["never"]))
+    waits["doomed"] = submit("doomed", "true", ("ok", waits["never"]))
+    last = bench.request("true", name="free", directory="free")
+    states = bench.scheduler().query(list(waits.values()))
+    assert {(one.state, one.reason) for one in states.values()} == {
+        (JobState.PENDING, "Dependency")
+    }
+    free = bench.scheduler().submit(last)
+    gate.touch()
+    ends = {name: bench.over(job_id) for name, job_id in waits.items()}
+    assert {name: one.state for name, one in ends.items()} == {
+        "both": JobState.COMPLETED,
+        "never": JobState.CANCELLED,
+        "unlike": JobState.CANCELLED,
+        "chain": JobState.COMPLETED,
+        "doomed": JobState.CANCELLED,
+    }
+    assert ends["doomed"].reason == "DependencyNeverSatisfied"
+    assert bench.over(free).state is JobState.COMPLETED
 
 
 def test_a_long_queue_is_no_crowd_of_processes(bench: Bench) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from hpml_orchestrator.errors import NotFoundError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed, SubprocessRunner
-from hpml_orchestrator.scheduler.model import JobState, Scheduler, SubmitRequest
+from hpml_orchestrator.scheduler.model import Dependency, JobState, Scheduler, SubmitRequest
 from hpml_orchestrator.scheduler.slurm import PollSchedule, SlurmScheduler
 from hpml_orchestrator.testing import FakeClock, FakeRunner
 from tests.patience import PATIENCE_SECONDS, eventually
@@ -73,6 +73,14 @@ def test_arguments(tmp_path: Path) -> None:
         "--open-mode=append",
         f"{tmp_path}/job.sh",
     ]
+
+
+def test_dependencies_are_arguments(tmp_path: Path) -> None:
+    """All jobs have to end as wanted; one that does not leaves no job that waits for ever."""
+    after = (Dependency("12_3", "ok"), Dependency("7", "notok"))
+    arguments = SlurmScheduler().arguments(replace(request_in(tmp_path), after=after))
+    assert "--dependency=afterok:12_3,afternotok:7" in arguments
+    assert "--kill-on-invalid-dep=yes" in arguments
 
 
 def test_each_task_has_an_output_of_its_own(tmp_path: Path) -> None:

@@ -353,3 +353,23 @@ def test_an_option_with_a_field_of_its_own_has_one(load: Load, option: str) -> N
         if owns:
             text = name.replace(".", ": {") + ": [true]" + "}" * name.count(".")
             assert "there is no such field" not in message_of(load, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("after: afterok:1", "after.0: must be a run as `hpml list` names it, or one behind ok:"),
+        (
+            "resources: {extra: [--dependency=singleton]}",
+            "--dependency has a field of its own: after",
+        ),
+        (
+            'environment: {setup: "a\\n\\eb"}',
+            "environment.setup: line 2: must not hold the",
+        ),
+        ('environment: {setup: "a\\0"}', "environment.setup: must not hold a NUL character"),
+    ],
+)
+def test_dependencies_and_setup(load: Load, text: str, message: str) -> None:
+    """What is wrong with `after` and `environment.setup` is told with its place."""
+    assert message in message_of(load, text)

@@ -73,6 +73,8 @@ TAKEN: list[dict[str, Any]] = [
             "form": "static",
         },
     },
+    {**BASE, "after": "any:last", "environment": {"setup": "true\n"}},
+    {**BASE, "after": [4711, "notok:prepare-20261122-112154-1xx8bx.3"]},
     {
         **BASE,
         "stage": [
@@ -87,6 +89,9 @@ REFUSED: list[dict[str, Any]] = [
     {"script": "x.py"},
     {**BASE, "nam": "b"},
     {**BASE, "dependency": "afterok:1"},
+    {**BASE, "after": True},
+    {**BASE, "after": ["any:", True]},
+    {**BASE, "environment": {"setup": ["true"]}},
     {**BASE, "array": True},
     {**BASE, "array": []},
     {**BASE, "array": [-1]},
