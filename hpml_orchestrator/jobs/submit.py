@@ -308,7 +308,7 @@ def _is_being_submitted(record: Mapping[str, Any], now: float) -> bool:
     """Whether the hpml that prepared a submission a moment ago may still be about to submit it."""
     return (
         "submitter" in record
-        and now - float(record["created"]) < GRACE_SECONDS
+        and abs(now - float(record["created"])) < GRACE_SECONDS
         and owner_is_alive(Owner(**record["submitter"]))
     )
 

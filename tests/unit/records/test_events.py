@@ -12,8 +12,8 @@ from hpml_orchestrator.records.events import VOCABULARY, Event, append, read, re
 
 def test_the_vocabulary_is_the_house_s() -> None:
     """The names stand in architecture.md, in the same order."""
-    names = "queued started staging ready rendezvous warm-up step evaluation checkpoint stopping"
-    assert list(VOCABULARY) == [*names.split(), "ended"]
+    names = "queued started staging ready rendezvous warm-up step evaluation checkpoint signal"
+    assert list(VOCABULARY) == [*names.split(), "stopping", "ended"]
 
 
 def test_there_is_no_other_event() -> None:

@@ -92,7 +92,7 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {mail: {to: a, on: [x]}}", "resources.mail.on.0: must be 'begin', 'end'"),
         ("resources: {extra: [-N 3]}", "resources.extra.0: must be one long sbatch option"),
         ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own: reso"),
-        ("resources: {extra: [--signal=USR1@60]}", "resources.extra: --signal is not supported:"),
+        ("resources: {extra: [--requeue]}", "resources.extra: --requeue is not supported:"),
         ("resources: {extra: [--output=a]}", "resources.extra: --output is set by hpml: leave it"),
         ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has a field"),
         ("resources: {extra: [--gres=gpu]}", "resources.extra: --gres has a field"),

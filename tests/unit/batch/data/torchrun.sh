@@ -57,7 +57,7 @@ hpml_finish() {
   local code=$? own=''
   trap - EXIT
   trap '' TERM INT HUP QUIT USR1 USR2
-  [[ $code != 0 || -n $hpml_at_end ]] || code=1 hpml_reason='the script ended before its ranks'
+  [[ $code != 0 || -n $hpml_at_end ]] || code=1 hpml_reason=${hpml_reason:-the script ended before its ranks}
   [[ -n $hpml_signal ]] || hpml_stop_agents
   own=$("${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" torchrun) || :
   [[ -z $hpml_signal ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
