@@ -68,7 +68,7 @@ AfterOption = Annotated[
     list[str],
     typer.Option(
         "--after",
-        metavar="[any:|notok:]RUN",
+        metavar="RUN|any:RUN|notok:RUN",
         help="Start once that run completed; with any: once it is over, with notok: once it "
         "failed. May be repeated: all of them. Replaces `after` of the job file.",
         show_default=False,

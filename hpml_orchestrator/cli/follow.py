@@ -114,7 +114,7 @@ def fail_unless_completed(state: State) -> None:
     The reason was told before, by the last state or by the summary.
     """
     if state.state != "COMPLETED":
-        code = "" if state.exit_code is None else f", exit code {state.exit_code}"
+        code = f", exit code {state.exit_code}" if state.exit_code else ""
         message = f"job {state.job_id or '-'} ended {state.state}{code}"
         if _misplaced(state):
             raise JobFailedError(

@@ -106,6 +106,8 @@ def prune(
         print_json({"dry_run": not yes, **done.to_json()})
     else:
         _tell(done, dry_run=not yes)
+    if done.interrupted:
+        raise KeyboardInterrupt
     left = [sid for sid, _ in done.kept if sid in {one.sid for one in named}]
     if left:
         raise InputError("stays, as told above", field="RUN", value=", ".join(left))
@@ -152,7 +154,8 @@ def _tell(done: Pruned, *, dry_run: bool) -> None:
         typer.echo(f"stays: {sid} {reason}")
     number, size = counted(len(done.removed), "run"), human_bytes(done.bytes)
     if not dry_run:
-        typer.echo(f"removed {number}, {size} freed")
+        cut = "interrupted: " if done.interrupted else ""
+        typer.echo(f"{cut}removed {number}, {size} freed")
     elif done.removed:
         typer.echo(f"would remove {number} and free {size}; --yes removes them")
     else:

@@ -161,14 +161,20 @@ def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) 
     A run that is being submitted is waited for, some seconds. The exit status is 5 where it has no
     job then: it may get one yet, and was not cancelled.
     """
-    from hpml_orchestrator.errors import SchedulerUnavailable  # noqa: PLC0415
+    from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable  # noqa: PLC0415
     from hpml_orchestrator.jobs.cancel import NOT_CANCELLED  # noqa: PLC0415
     from hpml_orchestrator.jobs.cancel import cancel as cancel_runs  # noqa: PLC0415
 
     store = store_of(context)
+    try:
+        named = [store.resolve(word) for word in runs]
+    except HpmlError as error:
+        if len(runs) > 1:
+            error.hint = f"nothing was cancelled; {error.hint}"
+        raise
     done = cancel_runs(
         store,
-        [store.resolve(word) for word in runs],
+        named,
         notice=lambda text: typer.echo(f"hpml: {text}", err=True),
     )
     if as_json:

@@ -69,11 +69,13 @@ class Pruned:
         removed: the newest first.
         kept: id and reason of what was chosen and must stay.
         bytes: what the disk gets back by all of it.
+        interrupted: whether Ctrl-C came before all was removed; the next prune completes it.
     """
 
     removed: list[Removed] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     bytes: int = 0
+    interrupted: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it for programs."""
@@ -136,10 +138,7 @@ def prune(
         else:
             over.append(state)
     over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
-    remover.complete()
-    for state in over[keep:]:
-        remover.remove(state.submission.sid, state.submission.directory, state)
-    remover.remove_archives()
+    remover.remove_all(over[keep:])
     return remover.done
 
 
@@ -181,7 +180,17 @@ class _Remover:
         for name in _names(store.runs_dir):
             self.runs[re.sub(r"\.\d+$", "", name)].append(store.runs_dir / name)
 
-    def complete(self) -> None:
+    def remove_all(self, over: Iterable[State]) -> None:
+        """Remove these submissions, and what earlier removals left."""
+        try:
+            self._complete()
+            for state in over:
+                self.remove(state.submission.sid, state.submission.directory, state)
+            self.remove_archives()
+        except KeyboardInterrupt:  # what is gone is gone: the caller says so
+            self.done.interrupted = True
+
+    def _complete(self) -> None:
         """Remove what is left of submissions whose removal was cut off."""
         for name in _names(self._store.submissions_dir):
             hidden = _HIDDEN.fullmatch(name)

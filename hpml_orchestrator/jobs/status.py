@@ -351,7 +351,7 @@ def _state(
             status, lost = _own_status(job_id, own, trouble, submission, now)
     ended = own.ended if own is not None and status.state.over else None
     exit_code = status.exit_code
-    if ended is not None and (exit_code is None or status.state is JobState.FAILED):
+    if ended is not None and (not exit_code or status.state is JobState.FAILED):
         exit_code = int(ended["exit_code"])
     reason = _reason(status, own, record)
     over = status.state.over

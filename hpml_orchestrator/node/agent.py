@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -45,8 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["Agent", "main"]
 
 _POLL_SECONDS = 2.0
-_RANKS_SECONDS = 10.0
-"""How long data stay for ranks that live on after the job's end: well below Slurm's KillWait."""
+_KILL_WAIT_SECONDS = 30.0  # Slurm's default
+_CLEAN_SECONDS = 3.0
+"""How long before Slurm's SIGKILL the last ranks are ended, so that their data can be removed."""
 _RANK_LOOK_SECONDS = 0.2
 _WAKE_BYTES = 4096
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -66,6 +69,18 @@ def main(argv: list[str]) -> int:
     for number in _ENDING:  # Python gives its own handlers up before it exits
         signal.signal(number, signal.SIG_IGN)
     return status
+
+
+def kill_wait(environment: Mapping[str, str]) -> float:
+    """Return the seconds from a job's SIGTERM to its SIGKILL, as the cluster is configured."""
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        if "HPML_LOCAL_KILL_WAIT" in environment:
+            return float(environment["HPML_LOCAL_KILL_WAIT"])
+        command = ["scontrol", "show", "config"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=3, check=True)
+        found = re.search(r"^KillWait\s*=\s*(\d+)", told.stdout, re.MULTILINE)
+        return float(found[1]) if found else _KILL_WAIT_SECONDS
+    return _KILL_WAIT_SECONDS
 
 
 @dataclass
@@ -131,6 +146,12 @@ class Agent:
         """Whether a rank of this node lives; `may_begin` before the first has begun."""
         self._ranks += self._records.new()
         return any(is_alive(record) for record in self._ranks) if self._ranks else may_begin
+
+    def _kill_ranks(self) -> None:
+        """End the ranks that outlive the job: SIGKILL would come next, for this agent too."""
+        for record in filter(is_alive, self._ranks):
+            with contextlib.suppress(OSError):
+                os.kill(record["pid"], signal.SIGKILL)
 
     def run(self) -> int:
         """Plan, stage, report, listen, watch, wait for the end, clean up.
@@ -288,13 +309,16 @@ class Agent:
 
     def _wait(self, log: Path) -> None:
         """Wait until the job is over, or is being ended and no rank lives any more."""
-        until = math.inf
+        kill_at = math.inf
         while True:
             now = time.monotonic()
             if self._is_over():
-                until = min(until, now + _RANKS_SECONDS)
-                if now >= until or not self._rank_lives():
+                if not self._rank_lives():
                     return
+                if kill_at == math.inf:
+                    kill_at = now + max(1.0, kill_wait(os.environ) - _CLEAN_SECONDS)
+                if now >= kill_at:
+                    self._kill_ranks()
             elif self._asked_to_end and not self._rank_lives(may_begin=self._is_ready):
                 return
             looked = self._note_signals(log, now)

@@ -27,7 +27,7 @@ _SIGNALLED = 128
 
 # `slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-22T11:04:23 DUE TO TIME LIMIT ***`,
 # the same from 22.05 to 26.05; local jobs have the line from their supervisor.
-_CANCELLED = re.compile(r"\*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?")
+_CANCELLED = r"\*\*\* (JOB|STEP) {}\b\S* ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?"
 _CAUSES = {
     "TIME LIMIT": ("TIMEOUT", "time limit"),
     "PREEMPTION": ("PREEMPTED", "preempted"),
@@ -68,18 +68,22 @@ class Ending(NamedTuple):
     reason: str
 
 
-def ending(status: int, output: str, *, launcher: str = "", reason: str = "") -> Ending:
+def ending(
+    status: int, output: str, *, job_id: str, launcher: str = "", reason: str = ""
+) -> Ending:
     """Say how an attempt ended.
 
     Args:
         status: of the script.
         output: what the job wrote, or the end of it.
+        job_id: the job's, for other jobs' output may stand in it.
         launcher: the job's.
         reason: why, where the script knows better than its status.
     """
     if status == 0:
         return Ending(0, "COMPLETED", "completed")
-    causes = [(match[1], match[2] or "") for match in _CANCELLED.finditer(output)]
+    cancelled = re.finditer(_CANCELLED.format(re.escape(job_id)), output)
+    causes = [(match[1], match[2] or "") for match in cancelled]
     for known, (state, words) in _CAUSES.items():
         if any(cause.startswith(known) for _, cause in causes):
             return Ending(status, state, words)
@@ -91,17 +95,24 @@ def ending(status: int, output: str, *, launcher: str = "", reason: str = "") ->
 
 
 def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
-    """Return the ending of a job of which a rank failed: the one that its launcher names first."""
-    for pattern in _FAILED_RANK.get(launcher, ()):
-        match = re.search(pattern, output, re.MULTILINE)
-        if match is None:
-            continue
+    """Return the ending of a job of which a rank failed: the one that its launcher names first.
+
+    The status of srun is the highest of its ranks', so a line with a higher one is not its own.
+    """
+    matches = (
+        match
+        for pattern in _FAILED_RANK.get(launcher, ())
+        for match in re.finditer(pattern, output, re.MULTILINE)
+    )
+    for match in matches:
         named = match.groupdict()
         word = (named.get("word") or "").strip()
         if word.startswith("Out Of Memory"):
             return Ending(status, "OUT_OF_MEMORY", f"rank {match['rank']} ran out of memory")
         code = int(named.get("code") or 0)
         number = int(named.get("signal") or _SIGNAL_WORDS.get(word, 0) or max(0, -code))
+        if launcher == "srun" and max(code, number and _SIGNALLED + number) > status:
+            continue
         if number:
             words = f"rank {match['rank']} ended by {signal.Signals(number).name}"
             return Ending(_SIGNALLED + number, "FAILED", words)
@@ -122,7 +133,9 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
         launcher: the job's.
     """
     directory = Path(attempt)
-    end = ending(int(code), _output(directory), launcher=launcher, reason=reason)
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    output = _output(directory)
+    end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
     failed = _tell_bindings(Attempt(directory), completed=end.exit_code == 0)
     misplaced = failed or end.exit_code == BindingError.exit_code
     if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):

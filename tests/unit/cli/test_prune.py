@@ -45,6 +45,7 @@ def made(shell: Shell, store: Store) -> Callable[..., Submission]:
             store, rendered, backend="local", argv=["hpml"], environment={}, now=created
         )
         for _, rid in submission.runs():
+            (store.runs_dir / rid).mkdir(exist_ok=True)  # a task makes its own when it starts
             write_text(store.runs_dir / rid / "checkpoint.pt", "x" * 20_000)
         if job:
             submission.mark_started(now=created)

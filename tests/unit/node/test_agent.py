@@ -142,6 +142,27 @@ def test_no_signal_takes_the_data_of_living_ranks(
     assert list(target.iterdir()) == []
 
 
+def test_ranks_that_outlive_the_job_are_ended_before_their_data_go(
+    start: Callable[..., Running], source: Path, tmp_path: Path, until: Until
+) -> None:
+    """Slurm's SIGKILL would take the agent, too, and the data would stay in memory."""
+    target = tmp_path / "target"
+    target.mkdir()
+    words = ("--stage", "data", "tree", str(source), str(target))
+    running = start(*words, HPML_LOCAL_KILL_WAIT="0.5")
+    until(running.marker.exists)
+    stubborn = ["bash", "-c", "trap '' TERM; echo; while :; do sleep 0.1; done"]
+    with subprocess.Popen(stubborn, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        record(running.attempt, 0, rank.pid, cpu_list(os.sched_getaffinity(0)))
+        running.process.send_signal(signal.SIGTERM)
+        running.over()
+        assert rank.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert running.end() == (0, "")
+    assert list(target.iterdir()) == []
+
+
 def test_without_data_a_node_is_ready_at_once(start: Callable[..., Running], until: Until) -> None:
     """The marker says which names of the head node are known here."""
     running = start()

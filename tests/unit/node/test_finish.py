@@ -77,6 +77,14 @@ HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
             "srun",
             (1, "OUT_OF_MEMORY", "rank 0 ran out of memory"),
         ),
+        (  # of another job, and of an srun in a rank
+            5,
+            JOB.replace("5 ON", "55 ON").format("")
+            + SRUN.format(1, "Exited with exit code 42")
+            + SRUN.format("0-1", "Exited with exit code 5"),
+            "srun",
+            (5, "FAILED", "rank 0 exited with code 5"),
+        ),
         (1, SRUN.format(0, "Exited with exit code 1"), "torchrun", (1, "FAILED", "failed")),
         (1, TORCHRUN.format(7), "torchrun", (7, "FAILED", "rank 1 exited with code 7")),
         (1, TORCHRUN.format(-9), "torchrun", (137, "FAILED", "rank 1 ended by SIGKILL")),
@@ -87,10 +95,11 @@ HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
 )
 def test_what_ended_the_job(status: int, output: str, launcher: str, told: Any) -> None:
     """Slurm's own word first, then the rank that failed first, with its own status."""
-    assert ending(status, f"epoch 1\n{output}", launcher=launcher) == told
+    assert ending(status, f"epoch 1\n{output}", job_id="5", launcher=launcher) == told
     if told[2] == "failed":
         known = "environment.setup, line 2, exited with 3"
-        assert ending(status, output, launcher=launcher, reason=known).reason == known
+        given = ending(status, output, job_id="5", launcher=launcher, reason=known)
+        assert given.reason == known
 
 
 def test_only_what_this_attempt_wrote_counts(node: Node, tmp_path: Path) -> None:

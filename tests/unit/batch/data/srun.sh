@@ -38,7 +38,7 @@ hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
 export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
 
 # Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
-hpml_agent='' hpml_ranks='' hpml_reason='' hpml_signal='' hpml_at_end=''
+hpml_agent='' hpml_ranks='' hpml_reason='' hpml_at_end=''
 # shellcheck disable=SC2317,SC2329  # traps call them
 hpml_stop_agents() {
   [[ -n $hpml_agent ]] || return 0
@@ -52,14 +52,14 @@ hpml_finish() {
   trap - EXIT
   trap '' TERM INT HUP QUIT USR1 USR2
   [[ $code != 0 || -n $hpml_at_end ]] || code=1 hpml_reason=${hpml_reason:-the script ended before its ranks}
-  [[ -n $hpml_signal ]] || hpml_stop_agents
+  [[ $code != 0 ]] || hpml_stop_agents
   own=$("${hpml_python[@]}" finish "$hpml_attempt" "$code" "$hpml_reason" srun) || :
-  [[ -z $hpml_signal ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
+  [[ $code == 0 ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
   exit "${own:-$code}"
 }
 # shellcheck disable=SC2317,SC2329
 hpml_terminate() {
-  hpml_signal=$1 hpml_reason="the script got SIG$1"
+  hpml_reason="the script got SIG$1"
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
   exit "$((128 + $(kill -l "$1")))"
 }
@@ -85,7 +85,7 @@ export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
-  "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
+  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
   --no-gpus \
   --stage mesh tar /data/mesh.tar "$hpml_local" &
 hpml_agent=$!
