@@ -37,8 +37,6 @@ OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBM
 _UNDECIDED = (JobState.UNKNOWN.value, UNREADABLE, "SUBMITTING")
 _HIDDEN = re.compile(r"\.(.+)\.pruned")
 LEFT_OVER = "LEFT OVER"
-_SUBMITTING_SECONDS = 3600.0
-"""How long after its records were written a submission may still be about to call sbatch."""
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own block size
 
 
@@ -132,7 +130,7 @@ def prune(
             continue
         if before is not None and (state.ended or state.created) > before:
             continue
-        reason = _stays(state, remover.runs[state.submission.sid], now())
+        reason = _stays(state, remover.runs[state.submission.sid])
         if reason:
             kept.append((state.submission.sid, reason))
         else:
@@ -150,12 +148,10 @@ def _owner(directory: Path) -> int | None:
         return None
 
 
-def _stays(state: State, runs: Iterable[Path], now: float) -> str:
+def _stays(state: State, runs: Iterable[Path]) -> str:
     """Return why a submission must not be removed; empty where it may."""
     if not state.over:
         return f"is not over: {state.state}{f' ({state.reason})' if state.reason else ''}"
-    if state.state == "NOT SUBMITTED" and now - state.created < _SUBMITTING_SECONDS:
-        return "may be about to be submitted"
     try:
         attempts = sum(len(Run(directory).attempts()) for directory in runs)
     except RecordError as error:
@@ -206,6 +202,7 @@ class _Remover:
                 hidden = directory.with_name(f".{sid}.pruned")
                 os.rename(directory, hidden)
                 directory = hidden
+                self._links.clear()  # those before are gone from the files' own counts
             freed = sum(self._freed(path) for path in (*runs, directory))
             if not self._dry_run:
                 for path in (*runs, directory):

@@ -84,7 +84,12 @@ echo done \\"""
     [
         ("true\n\nsource /no/where.sh", 3, 1, "source /no/where.sh"),
         ("f() {\n  (exit 4)\n  true\n}\nf", 2, 4, "(exit 4)"),
-        ("for i in 1 2; do\n  if true; then\n    ls /no-$i | cat\n  fi\ndone", 3, 2, "ls /no-$i | cat"),
+        (
+            "for i in 1 2; do\n  if true; then\n    ls /no-$i | cat\n  fi\ndone",
+            3,
+            2,
+            "ls /no-$i | cat",
+        ),
         ("source ./loose.sh || exit 5\n[ 1 = 2 ] && true\nunknown", 3, 127, "unknown"),
         ("trap 'echo mine' EXIT; trap : ERR\nfalse", 2, 1, "false"),
         ("trap 'echo mine' EXIT\nset -e\nexit 6", 0, 6, ""),
