@@ -155,6 +155,27 @@ def test_every_end_is_called_by_its_name(desk: Desk) -> None:
     assert ended(jobs["crash"])["exit_code"] == 7
 
 
+def test_ranks_that_ignore_sigterm_keep_their_data_and_leave_none(desk: Desk) -> None:
+    """They end a moment before Slurm's SIGKILL, which the agent would not survive either."""
+    (desk.directory / "data").mkdir()
+    (desk.directory / "data" / "x").write_text("x")
+    stubborn = "trap '' TERM; echo begins; while sleep 0.1; do [ -e \"$0\" ] || echo GONE; done"
+    told = submitted(
+        desk,
+        "stubborn",
+        command=["bash", "-c", stubborn, "{stage.d}/x"],
+        resources={"time": "5:00", "memory": "100M"},
+        stage=[{"name": "d", "source": str(desk.directory / "data"), "target": "shm"}],
+    )
+    eventually(lambda: "begins" in output(told))
+    desk.hpml("cancel", told["id"])
+    desk.hpml("wait", told["id"], code=6)
+    eventually(lambda: not desk.slurm("squeue", "--noheader", f"--jobs={told['job_id']}"))
+    assert desk.staged() == []
+    assert "GONE" not in output(told)
+    assert ended(told)["reason"] == "cancelled"
+
+
 def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
     """The next attempt begins anew, and each tells its own end."""
     whole = {"nodes": 2, "cpus_per_rank": 4, "time": "5:00"}
