@@ -83,6 +83,9 @@ def _argument(value: str) -> str:
 
 def _shell_lines(value: str) -> str:
     value = _no_nul(value).replace("\r\n", "\n")
+    size = len(value.encode("utf-8"))
+    if size > MAX_ARGUMENT_BYTES:
+        raise ValueError(f"is {size} bytes long; put so much into a file, and `source` that")
     found = re.search(r"[\x01-\x08\x0b-\x1f\x7f]", value)
     if found:
         line = value.count("\n", 0, found.start()) + 1

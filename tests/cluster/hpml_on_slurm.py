@@ -58,7 +58,7 @@ class Desk:
             check=False,
         )
         assert code is None or done.returncode == code, f"{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
         return done
 
     def json(self, *arguments: str | Path, code: int | None = 0) -> Any:

@@ -245,7 +245,7 @@ def test_a_launcher_that_binds_as_well_is_caught(desk: Desk, kind: str) -> None:
     """A script that was edited by hand: Slurm binds the tasks, and hpml-bind binds them again."""
     made = job(desk, "srun", binding={"verify": "strict"}, resources={"nodes": 1})
     # the agent's srun has the word, too, and keeps it: it stands before a word of its own
-    change = ("--cpu-bind=none \\\n  --kill", f"{BOUND_TWICE[kind]} \\\n  --kill")
+    change = ('"${hpml_unbound[@]}" \\\n  --kill', f"{BOUND_TWICE[kind]} \\\n  --kill")
     code, output = by_hand(desk, made, change)
     assert code == 79, output
     assert "binding: 8 of 8 ranks WRONG" in output
@@ -255,7 +255,7 @@ def test_a_launcher_that_binds_as_well_is_caught(desk: Desk, kind: str) -> None:
 def test_a_step_without_the_jobs_cpus_is_caught(desk: Desk) -> None:
     """--cpus-per-task on srun means --exact: the step has fewer CPUs than the plan was made of."""
     made = job(desk, "srun", binding={"verify": "strict"}, resources={"nodes": 1})
-    change = ("--cpu-bind=none \\\n  --kill", "--cpus-per-task=2 --cpu-bind=none \\\n  --kill")
+    change = ('"${hpml_unbound[@]}" \\\n  --kill', "--cpus-per-task=2 --cpu-bind=none \\\n  --kill")
     code, output = by_hand(desk, made, change)
     assert code == 79, output
     assert "binding: 8 of 8 ranks WRONG" in output

@@ -37,7 +37,7 @@ def test_an_end_that_slurm_has_forgotten_is_in_the_runs_own_record(desk: Desk) -
     job.write_text(json.dumps({**record, "job_id": "4242"}))  # an id the controller never had
     (state,) = desk.json("status", submitted["id"])
     assert (state["state"], state["exit_code"]) == ("FAILED", 4)
-    assert "the job's own record" in state["reason"]
+    assert state["reason"] == "rank 0 exited with code 4"
     assert state["nodes"] == "node1"
     assert "(slurm) on node1, 1 rank" in desk.hpml("show", submitted["id"]).stdout
     assert "\tnode1\t" in desk.hpml("list").stdout

@@ -63,17 +63,21 @@ def test_devices_are_numbered_as_on_the_bus() -> None:
     assert script.index(line) < script.index("export CUDA_DEVICE_ORDER=FASTEST_FIRST\n")
 
 
-@pytest.mark.parametrize(("finish", "ends"), [(0, 3), (1, 3), (79, 79)])
-def test_a_wrong_binding_is_the_jobs_exit_status(tmp_path: Path, finish: int, ends: int) -> None:
-    """Of `finish` only the status that says so replaces the script's own.
+@pytest.mark.parametrize(
+    ("finish", "ends"), [("echo 79", 79), ("echo 7; exit 0", 7), ("exit 1", 3), ("kill -9 $$", 3)]
+)
+def test_what_ended_the_job_is_its_exit_status(tmp_path: Path, finish: str, ends: int) -> None:
+    """The status that `finish` prints replaces the script's own; one that fails prints none.
 
     A fake stands for `finish` alone: what it returns is another part's to test.
     """
     script = render(job(), HERE)
-    block = re.search(r"^hpml_agent='' .*?^trap hpml_terminate", script, re.MULTILINE | re.DOTALL)
+    block = re.search(
+        r"^hpml_agent='' .*?^trap 'hpml_terminate TERM'", script, re.MULTILINE | re.DOTALL
+    )
     assert block is not None
     fake = tmp_path / "fake"
-    fake.write_text(f"#!/bin/sh\nexit {finish}\n")
+    fake.write_text(f"#!/bin/sh\n{finish}\n")
     fake.chmod(0o755)
     start = f"set -euo pipefail; hpml_python=({fake}) hpml_attempt={tmp_path}\n"
     code = f"{start}{block[0]} TERM\nexit 3\n"
@@ -168,7 +172,7 @@ def test_mpirun_alone_has_no_number_of_cpus(tmp_path: Path) -> None:
 def test_horovodrun_starts_in_the_container() -> None:
     """Where Horovod is; without one the script says what is missing before a rank starts."""
     inside = render(job(launcher="horovodrun", environment={"container": APPTAINER}), HERE)
-    assert '\n"${hpml_container[@]}" horovodrun -np 1 -H localhost:1 ' in inside
+    assert '\n  exec "${hpml_container[@]}" horovodrun -np 1 -H localhost:1 ' in inside
     assert "command -v horovodrun" not in inside
     assert "command -v horovodrun" in render(job(launcher="horovodrun"), HERE)
 

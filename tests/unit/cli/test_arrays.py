@@ -36,7 +36,7 @@ def test_a_run_tells_the_counts(ran: tuple[Result, str]) -> None:
         f"run        {sid}  FAILED",
         "job        1 (local), 3 tasks",
         "tasks      2 of 3 done, 1 failed",
-        "task 2     FAILED, exit code 1: NonZeroExitCode",
+        "task 2     FAILED, exit code 1: rank 0 exited with code 1",
     ]
 
 

@@ -78,12 +78,12 @@ def test_a_failing_job_is_a_failing_run(failed: tuple[Result, str]) -> None:
 def test_the_reason_of_an_end_is_told_once(shell: Shell, failed: tuple[Result, str]) -> None:
     """By the summary of `run`, by the last state of `wait`: the error itself does not repeat it."""
     told, sid = failed
-    assert (told.out + told.err).count("NonZeroExitCode") == 1
-    assert "\nreason     NonZeroExitCode\n" in told.out
+    assert (told.out + told.err).count("rank 0 exited with code 42") == 1
+    assert "\nreason     rank 0 exited with code 42\n" in told.out
     assert "hpml: FAILED\n" in told.err
     waited = shell.hpml("wait", sid)
-    assert waited.err.count("NonZeroExitCode") == 1
-    assert "hpml: FAILED (NonZeroExitCode)\n" in waited.err
+    assert waited.err.count("rank 0 exited with code 42") == 1
+    assert "hpml: FAILED (rank 0 exited with code 42)\n" in waited.err
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="NO BINDING: one CPU alone")

@@ -334,8 +334,7 @@ def test_jobs_wait_for_the_end_of_others(bench: Bench) -> None:
         request = bench.request(body, name=name, directory=name)
         return bench.scheduler().submit(replace(request, after=waits))
 
-    for index in range(2):  # for the output of the array's tasks
-        (bench.path / f"good.{index}").mkdir()
+    (bench.path / "good" / "output").mkdir(parents=True)  # for the array's tasks
     gate = bench.path / "gate"
     until = f"while [ ! -e {gate} ]; do sleep 0.02; done"
     good = submit("good", f"#SBATCH --array=0-1\n{until}")
