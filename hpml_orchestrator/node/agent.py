@@ -335,7 +335,9 @@ class Agent:
 
         The script's own comes with its file, which a shared file system may show a moment later.
         """
-        if self._received and not self._over:
+        if self._over:
+            return math.inf
+        if self._received:
             self._note_at = min(self._note_at, now + _POLL_SECONDS)
             if now >= self._note_at:
                 received, self._received = self._received, []
