@@ -84,8 +84,8 @@ def traces(store: Store, submission: Submission) -> list[Path]:
         ("--state failed --keep 1", "d"),
         ("--older-than 30d --state cancelled", "c"),
         ("--keep 0", "a b c d"),
-        ("a b", "a b"),
-        ("a b --older-than 1d", "b"),
+        ("a- b-", "a b"),
+        ("a- b- --older-than 1d", "b"),
     ],
 )
 def test_what_is_chosen_goes_and_nothing_else(

@@ -6,6 +6,7 @@ and nothing left over, and the next run works.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -40,12 +41,14 @@ def process(node: Node, *words: object) -> Result:
 def copying(node: Node, started: subprocess.Popen[str]) -> Path:
     """Wait until the first files are there, and return the directory that is being filled."""
     end = time.monotonic() + 60
-    while not any(node.root.glob("*/hpml-*/*/.*.partial-*/*/*")):
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a directory that goes while glob looks
+            if any(node.root.glob("*/hpml-*/*/.*.partial-*/*/*")):
+                (partial,) = node.root.glob("*/hpml-*/*/.*.partial-*")
+                return partial
         assert time.monotonic() < end
         assert started.poll() is None, started.communicate()
         time.sleep(0.01)
-    (partial,) = node.root.glob("*/hpml-*/*/.*.partial-*")
-    return partial
 
 
 def failed(started: subprocess.Popen[str]) -> str:
