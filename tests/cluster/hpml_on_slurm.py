@@ -59,7 +59,7 @@ class Desk:
             check=False,
         )
         assert code is None or done.returncode == code, f"{done.stdout}\n{done.stderr}"
-        # Its own: torchrun logs one when another node's is slow to leave, and ends well.
+        # hpml's own: the output of the job stands there too, and torchrun may log one and go on.
         assert not re.search(r"Traceback[^\0]*hpml_orchestrator", done.stderr), done.stderr
         return done
 
