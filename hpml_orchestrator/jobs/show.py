@@ -13,7 +13,7 @@ from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.jobs.attempts import attempt_lines, attempt_reports
 from hpml_orchestrator.jobs.output_directory import output_directory
 from hpml_orchestrator.jobs.staged import staged_lines
-from hpml_orchestrator.jobs.texts import seconds_text
+from hpml_orchestrator.jobs.texts import clock_text, seconds_text
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.staging.capacity import exact_bytes
 
@@ -35,7 +35,6 @@ __all__ = [
 
 _SHORT_COMMIT = 7
 _SHOWN_TASKS = 10
-_CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
@@ -134,10 +133,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
         )
     lines += _training(summary)
     lines += [
-        (
-            "" if number else "signals",
-            f"{name} {count}x, last {time.strftime(_CLOCK, time.localtime(last))}",
-        )
+        ("" if number else "signals", f"{name} {count}x, last {clock_text(last)}")
         for number, (name, (count, last)) in enumerate(summary.signals.items())
     ]
     lines += [
