@@ -18,8 +18,9 @@ from hpml_orchestrator.cluster.model import (
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed
 from hpml_orchestrator.scheduler.slurm_cluster import groups_of, read_cluster, user_name
-from hpml_orchestrator.scheduler.slurm_records import limits_from
-from hpml_orchestrator.scheduler.slurm_scontrol import parse_config
+from hpml_orchestrator.scheduler.slurm_records import limits_from, node_from
+from hpml_orchestrator.scheduler.slurm_scontrol import parse_config, parse_records
+from hpml_orchestrator.scheduler.slurm_version import slurm_version
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parent / "data"
@@ -317,3 +318,44 @@ def test_who_runs_this() -> None:
     assert user_name()
     assert groups_of("nobody-has-this-name") == ()
     assert groups_of(user_name())
+
+
+def test_the_config_of_a_newer_slurm() -> None:
+    """25.11.7 prints the same names."""
+    text = (DATA / "25.11.7" / "config.txt").read_text()
+    assert limits_from(parse_config(text)) == Limits(
+        version=(25, 11, 7),
+        cluster="box",
+        accounting=True,
+        default_memory_per_cpu_mib=1000,
+        gres_names=("gpu",),
+    )
+
+
+def test_nodes_with_gpus() -> None:
+    """Four nodes of 16 CPUs and 4 GPUs, two of them in use."""
+    records = parse_records((DATA / "22.05.8" / "nodes.txt").read_text())
+    nodes = [node_from(record) for record in records]
+    assert {(node.cpus, node.memory_mib, node.gres) for node in nodes} == {
+        (16, 64_000, (Gres("gpu", "a100", 4),))
+    }
+    assert [(node.name, set(node.states)) for node in nodes] == [
+        ("node1", {"MIXED"}),
+        ("node2", {"MIXED"}),
+        ("node3", {"IDLE"}),
+        ("node4", {"IDLE"}),
+    ]
+
+
+def test_the_version_is_asked_once() -> None:
+    """Unless it is to be fresh; no version is an error."""
+    run = FakeRunner(
+        {"sbatch": [Completed(0, "slurm-wlm 22.05.8\n"), Completed(0, "slurm 26.05.0-0rc1\n")]}
+    )
+    assert slurm_version(run) == slurm_version(run) == (22, 5, 8)
+    assert run.count("sbatch") == 1
+    assert slurm_version(run, fresh=True) == (26, 5, 0)
+    with pytest.raises(SchedulerUnavailable, match="no version"):
+        slurm_version(FakeRunner({"sbatch": [Completed(0, "hello\n")]}))
+    with pytest.raises(SchedulerUnavailable, match="sbatch: broken"):
+        slurm_version(FakeRunner({"sbatch": [Completed(1, "", "sbatch: error: broken\n")]}))
