@@ -20,9 +20,9 @@ from hpml_orchestrator.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.jobs.check import Report
-    from hpml_orchestrator.jobs.submit import Rendered
+    from hpml_orchestrator.check.job import Report
     from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.runs.submit import Rendered
 
 __all__ = ["NoCheckOption", "before_submission", "register"]
 
@@ -54,7 +54,7 @@ def check(
     The exit status is 0 when nothing keeps the job from running, 2 when something does, and 5 when
     the cluster could not be asked or hides its nodes or partitions from you.
     """
-    from hpml_orchestrator.jobs.check import check_job  # noqa: PLC0415
+    from hpml_orchestrator.check.job import check_job  # noqa: PLC0415
 
     name = backend_name(backend, local=local)
     rendered = rendered_of(context, job_file, settings, name)
@@ -84,7 +84,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
     Raises:
         InputError: it would not run; names everything that is wrong with it.
     """
-    from hpml_orchestrator.jobs.check import check_job, refusal  # noqa: PLC0415
+    from hpml_orchestrator.check.job import check_job, refusal  # noqa: PLC0415
 
     report = check_job(
         rendered.resolved.job,

@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_orchestrator.jobs.submit import Rendered
     from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.runs.submit import Rendered
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -142,8 +142,8 @@ def rendered_of(
     after: list[str] | None = None,
 ) -> Rendered:
     """Load a job file through the site profile that counts for it, and render its script."""
-    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
-    from hpml_orchestrator.jobs.submit import render_job  # noqa: PLC0415
+    from hpml_orchestrator.runs.submit import render_job  # noqa: PLC0415
+    from hpml_orchestrator.site.profile import site_for  # noqa: PLC0415
     from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
 
     given = [parse_setting(setting) for setting in settings]
@@ -155,7 +155,7 @@ def rendered_of(
 def backend_name(backend: str, *, local: bool) -> str:
     """Return `slurm` or `local` for the options `--backend` and `--local`."""
     from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
-    from hpml_orchestrator.jobs.backend import choose  # noqa: PLC0415
+    from hpml_orchestrator.runs.backend import choose  # noqa: PLC0415
 
     if local:
         refuse_with("--local", {"--backend": backend not in {"auto", "local"}})

@@ -36,7 +36,7 @@ def parse_size(option: str, text: str) -> int:
         InputError: it is no size; names the option.
     """
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.spec.units import parse_bytes  # noqa: PLC0415
+    from hpml_orchestrator.spec.values import parse_bytes  # noqa: PLC0415
 
     try:
         return parse_bytes(text)

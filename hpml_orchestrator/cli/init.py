@@ -49,7 +49,7 @@ def init(
     from getpass import getuser  # noqa: PLC0415
     from socket import gethostname  # noqa: PLC0415
 
-    from hpml_orchestrator.jobs import site_profile  # noqa: PLC0415
+    from hpml_orchestrator import site as site_profile  # noqa: PLC0415
     from hpml_orchestrator.scheduler.command import SubprocessRunner  # noqa: PLC0415
 
     printed = output == "-" and not user

@@ -67,10 +67,10 @@ def render(
 
     The site profile counts for jobs of the cluster; with `--local` there is none.
     """
-    from hpml_orchestrator.batch.static_form import static_form, told  # noqa: PLC0415
     from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.jobs.show import explained, write_rendered  # noqa: PLC0415
+    from hpml_orchestrator.runs.show import explained, write_rendered  # noqa: PLC0415
+    from hpml_orchestrator.script.static_form import static_form, told  # noqa: PLC0415
 
     refuse_empty({"--output": output})
     if output:
@@ -247,10 +247,10 @@ def _submit(
 ) -> tuple[Submission, str]:
     from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.jobs.after import outstanding  # noqa: PLC0415
-    from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.jobs.submit import prepare  # noqa: PLC0415
-    from hpml_orchestrator.jobs.submit import submit as submit_prepared  # noqa: PLC0415
+    from hpml_orchestrator.runs.after import outstanding  # noqa: PLC0415
+    from hpml_orchestrator.runs.backend import open_backend  # noqa: PLC0415
+    from hpml_orchestrator.runs.submit import prepare  # noqa: PLC0415
+    from hpml_orchestrator.runs.submit import submit as submit_prepared  # noqa: PLC0415
 
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
@@ -285,9 +285,9 @@ def _submit(
 
 
 def _resume(store: Store, submission: Submission) -> str:
-    from hpml_orchestrator.jobs.after import outstanding  # noqa: PLC0415
-    from hpml_orchestrator.jobs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.jobs.submit import resume  # noqa: PLC0415
+    from hpml_orchestrator.runs.after import outstanding  # noqa: PLC0415
+    from hpml_orchestrator.runs.backend import open_backend  # noqa: PLC0415
+    from hpml_orchestrator.runs.submit import resume  # noqa: PLC0415
 
     record = submission.record()
     scheduler = open_backend(str(record["backend"]), store, host=str(record["host"]))

@@ -11,7 +11,7 @@ from hpml_orchestrator.cli.common import print_table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpml_orchestrator.jobs.bound import Bound, Place
+    from hpml_orchestrator.runs.bound import Bound, Place
 
 __all__ = ["print_places", "print_ranks"]
 

@@ -15,7 +15,7 @@ from hpml_orchestrator.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.jobs.prune import Pruned
+    from hpml_orchestrator.runs.prune import Pruned
 
 __all__ = ["register"]
 
@@ -76,7 +76,7 @@ def prune(
     """
     from hpml_orchestrator.cli.ages import parse_age  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.jobs.prune import prune as prune_runs  # noqa: PLC0415
+    from hpml_orchestrator.runs.prune import prune as prune_runs  # noqa: PLC0415
 
     if not runs and older_than is None and state is None and keep is None:
         raise InputError(
@@ -115,7 +115,7 @@ def prune(
 
 def _states(text: str | None) -> list[str]:
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.jobs.prune import OVER  # noqa: PLC0415
+    from hpml_orchestrator.runs.prune import OVER  # noqa: PLC0415
 
     if text is None:
         return []
@@ -136,7 +136,7 @@ def _states(text: str | None) -> list[str]:
 
 def _tell(done: Pruned, *, dry_run: bool) -> None:
     from hpml_orchestrator.errors import counted  # noqa: PLC0415
-    from hpml_orchestrator.jobs.texts import clock_text  # noqa: PLC0415
+    from hpml_orchestrator.runs.texts import clock_text  # noqa: PLC0415
     from hpml_orchestrator.staging.capacity import human_bytes  # noqa: PLC0415
 
     if done.removed:

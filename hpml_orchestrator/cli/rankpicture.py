@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.cli.sheet import Sheet
-    from hpml_orchestrator.jobs.bound import Place
     from hpml_orchestrator.placement.model import Plan
+    from hpml_orchestrator.runs.bound import Place
     from hpml_orchestrator.topology import Core, Gpu, Nic, Topology
 
 __all__ = ["RankBox", "Ranks", "of_places", "of_plan"]

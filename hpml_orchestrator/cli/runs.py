@@ -18,8 +18,8 @@ from hpml_orchestrator.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.jobs.status import State
     from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.runs.status import State
 
 __all__ = ["register"]
 
@@ -45,7 +45,7 @@ def list_(
     """List runs, the newest first."""
     from itertools import islice  # noqa: PLC0415
 
-    from hpml_orchestrator.jobs.status import states  # noqa: PLC0415
+    from hpml_orchestrator.runs.status import states  # noqa: PLC0415
 
     store = store_of(context)
     chosen = list(islice(store.submissions(), None if everything else number))
@@ -60,7 +60,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Say what state runs are in; without names, all that are not over."""
-    from hpml_orchestrator.jobs.status import states  # noqa: PLC0415
+    from hpml_orchestrator.runs.status import states  # noqa: PLC0415
 
     store = store_of(context)
     if runs:
@@ -76,7 +76,7 @@ def status(
 
 
 def _print_states(found: list[State], *, as_json: bool, none: str = "no runs") -> None:
-    from hpml_orchestrator.jobs.show import time_text  # noqa: PLC0415
+    from hpml_orchestrator.runs.show import time_text  # noqa: PLC0415
 
     if as_json:
         print_json([state.to_json() for state in found])
@@ -111,8 +111,8 @@ def logs(
 ) -> None:
     """Print a run's output; of a job array that of one task, RUN.INDEX."""
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
-    from hpml_orchestrator.jobs.ends import run_of  # noqa: PLC0415
-    from hpml_orchestrator.jobs.tail import Tail, start_of_last  # noqa: PLC0415
+    from hpml_orchestrator.runs.ends import run_of  # noqa: PLC0415
+    from hpml_orchestrator.runs.tail import Tail, start_of_last  # noqa: PLC0415
 
     store = store_of(context)
     submission = _one_run(store.resolve(run))
@@ -162,8 +162,8 @@ def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) 
     job then: it may get one yet, and was not cancelled.
     """
     from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable  # noqa: PLC0415
-    from hpml_orchestrator.jobs.cancel import NOT_CANCELLED  # noqa: PLC0415
-    from hpml_orchestrator.jobs.cancel import cancel as cancel_runs  # noqa: PLC0415
+    from hpml_orchestrator.runs.cancel import NOT_CANCELLED  # noqa: PLC0415
+    from hpml_orchestrator.runs.cancel import cancel as cancel_runs  # noqa: PLC0415
 
     store = store_of(context)
     try:
@@ -217,11 +217,11 @@ def show(
 
     Of a job array it shows the tasks, and of one of them (RUN.INDEX) what it shows of any run.
     """
-    from hpml_orchestrator.jobs.attempts import attempt_reports  # noqa: PLC0415
-    from hpml_orchestrator.jobs.bound import Bound  # noqa: PLC0415
-    from hpml_orchestrator.jobs.show import array_lines, summary_lines, task_rows  # noqa: PLC0415
-    from hpml_orchestrator.jobs.status import states  # noqa: PLC0415
-    from hpml_orchestrator.jobs.summary import Summary, binding_of, summarise  # noqa: PLC0415
+    from hpml_orchestrator.runs.attempts import attempt_reports  # noqa: PLC0415
+    from hpml_orchestrator.runs.bound import Bound  # noqa: PLC0415
+    from hpml_orchestrator.runs.show import array_lines, summary_lines, task_rows  # noqa: PLC0415
+    from hpml_orchestrator.runs.status import states  # noqa: PLC0415
+    from hpml_orchestrator.runs.summary import Summary, binding_of, summarise  # noqa: PLC0415
 
     store = store_of(context)
     submission = store.resolve(run)

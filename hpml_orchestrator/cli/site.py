@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     """Check what hpml finds here; the exit status is 1 when something that it needs is missing."""
-    from hpml_orchestrator.jobs.doctor import examine  # noqa: PLC0415
+    from hpml_orchestrator.site.doctor import examine  # noqa: PLC0415
 
     findings = examine(store_of(context), site=chosen_site(context))
     if as_json:

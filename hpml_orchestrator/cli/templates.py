@@ -39,8 +39,8 @@ def register(app: typer.Typer) -> None:
 @group.command("list")
 def list_(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the templates that count here: yours by the site profile, and hpml's own."""
-    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
-    from hpml_orchestrator.jobs.templates import templates  # noqa: PLC0415
+    from hpml_orchestrator.runs.templates import templates  # noqa: PLC0415
+    from hpml_orchestrator.site.profile import site_for  # noqa: PLC0415
 
     chosen = chosen_site(context)
     site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
@@ -68,8 +68,8 @@ def eject(
 ) -> None:
     """Write a template of your own that extends hpml's, with its blocks explained."""
     from hpml_orchestrator.cli.conflicts import refuse_empty  # noqa: PLC0415
-    from hpml_orchestrator.jobs import templates  # noqa: PLC0415
-    from hpml_orchestrator.jobs.site_profile import toml  # noqa: PLC0415
+    from hpml_orchestrator.runs import templates  # noqa: PLC0415
+    from hpml_orchestrator.site import toml  # noqa: PLC0415
 
     refuse_empty({"--output": output})
     path = templates.eject(name, output, whole=whole, force=force)

@@ -126,7 +126,7 @@ def wanted_by_words(ranks: int, asked: Asked) -> Wanted:
 
 def job_of(context: typer.Context, asked: Asked) -> SiteJob:
     """Load the job file of `--plan` through the site profile that counts for it."""
-    from hpml_orchestrator.jobs.site import site_for  # noqa: PLC0415
+    from hpml_orchestrator.site.profile import site_for  # noqa: PLC0415
     from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
 
     given = [parse_setting(setting) for setting in asked.settings]
@@ -136,7 +136,7 @@ def job_of(context: typer.Context, asked: Asked) -> SiteJob:
 
 def wanted_by_job(one: SiteJob, asked: Asked) -> Wanted:
     """Return what a job asks of each of its nodes."""
-    from hpml_orchestrator.batch.site_rules import as_asked, whole_nodes  # noqa: PLC0415
+    from hpml_orchestrator.script.site_rules import as_asked, whole_nodes  # noqa: PLC0415
 
     resources, binding = one.job.resources, one.job.binding
     site = one.site.site if one.site else None
@@ -164,7 +164,7 @@ def site_topology(one: SiteJob) -> tuple[str, Topology] | None:
     """
     if one.site is None:
         return None
-    from hpml_orchestrator.jobs.site import kinds_for, topologies_of  # noqa: PLC0415
+    from hpml_orchestrator.site.profile import kinds_for, topologies_of  # noqa: PLC0415
 
     kinds = kinds_for(one.job, one.site)
     found = {

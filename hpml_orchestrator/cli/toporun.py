@@ -12,9 +12,9 @@ from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.jobs.bound import Bound, Place
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["tell_run"]
@@ -36,7 +36,7 @@ def tell_run(store: Store, word: str, node: str, *, svg: str | None, as_json: bo
         NotFoundError: the run has written down no node, or not this one.
         InputError: it is an array, or the node's record is damaged.
     """
-    from hpml_orchestrator.jobs.bound import bound_of, node_topology  # noqa: PLC0415
+    from hpml_orchestrator.runs.bound import bound_of, node_topology  # noqa: PLC0415
     from hpml_orchestrator.topology.record import topology_json  # noqa: PLC0415
 
     submission = _one_run(store.resolve(word))
@@ -95,7 +95,7 @@ def _one_run(submission: Submission) -> Submission:
 
 
 def _attempt(store: Store, submission: Submission) -> Attempt:
-    from hpml_orchestrator.jobs.ends import run_of  # noqa: PLC0415
+    from hpml_orchestrator.runs.ends import run_of  # noqa: PLC0415
 
     attempt = run_of(store, submission).newest()
     if attempt is None:

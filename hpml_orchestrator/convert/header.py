@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.local_directives import parse_memory_mb, parse_time_limit
-from hpml_orchestrator.scheduler.sbatch_options import (
+from hpml_orchestrator.scheduler.local.directives import parse_memory_mb, parse_time_limit
+from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
     Option,

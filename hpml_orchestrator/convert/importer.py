@@ -28,7 +28,7 @@ from hpml_orchestrator.convert.resources import (
 from hpml_orchestrator.convert.starter import starter
 from hpml_orchestrator.convert.values import Expander
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.units import format_time
+from hpml_orchestrator.spec.values import format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from hpml_orchestrator.convert import parallel
 from hpml_orchestrator.convert.header import parse_gpus
 from hpml_orchestrator.convert.launch import BINDING, Launch, OptionReader, whole
 from hpml_orchestrator.convert.values import has_hole
-from hpml_orchestrator.scheduler.sbatch_options import SRUN, HeaderError, Word, read_options
+from hpml_orchestrator.scheduler.slurm.options import SRUN, HeaderError, Word, read_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,7 +3,7 @@
 Started once per rank, perhaps ten thousand times at once from a shared file system. So the node's
 agent plans, and this reads one line of the plan, obeys it, reads back what the kernel made of it,
 appends one line to the node's record and becomes the command in the same process. It imports next
-to nothing, and `batch/onefile.py` packs it with what it imports as a single module.
+to nothing, and `script/onefile.py` packs it with what it imports as a single module.
 
 It sets CPU affinity, preferred memory, OMP_NUM_THREADS (unless the job file does) and the names by
 which a rank finds its node's agent. HPML_NIC tells the nearest network card and nothing obeys it:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text
-from hpml_orchestrator.scheduler.slurm_messages import (
+from hpml_orchestrator.scheduler.slurm.messages import (
     final_refusal,
     hint_for,
     not_configured,
     transport_fault,
 )
-from hpml_orchestrator.scheduler.slurm_parse import parse_job_id
+from hpml_orchestrator.scheduler.slurm.parse import parse_job_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

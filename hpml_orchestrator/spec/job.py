@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpml_orchestrator.spec import text, units
+from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
 from hpml_orchestrator.spec.binding import Binding, policy_alone
 from hpml_orchestrator.spec.monitor import Monitor, on_or_off
@@ -91,7 +91,7 @@ class Resources(_Model):
         default=None,
         description="Memory per node, such as 64G; what is staged into RAM is added to it.",
     )
-    time: str = Field(default="01:00:00", description=f"Time limit: {units.TIME_FORMS}.")
+    time: str = Field(default="01:00:00", description=f"Time limit: {values.TIME_FORMS}.")
     partition: text.PlainWord | None = Field(default=None, description="Partition or partitions.")
     account: text.PlainWord | None = Field(default=None, description="Account to charge.")
     qos: text.PlainWord | None = Field(default=None, description="Quality of service.")
@@ -109,7 +109,7 @@ class Resources(_Model):
     def _shared(cls, value: int, info: ValidationInfo) -> int:
         if value == 1 or "gpus" not in info.data:
             return value
-        gpus, ranks = units.parse_gpus(info.data["gpus"]).count, info.data.get("ranks_per_node")
+        gpus, ranks = values.parse_gpus(info.data["gpus"]).count, info.data.get("ranks_per_node")
         if not gpus:
             raise ValueError("needs GPUs to share: give `gpus`, or leave it out")
         if ranks is not None and -(-ranks // gpus) != value:
@@ -127,19 +127,19 @@ class Resources(_Model):
                 "must be a number of GPUs per node, with a type such as a100:4 "
                 "or a MIG profile such as 1g.10gb:2"
             )
-        return str(units.parse_gpus(value)) or "0"
+        return str(values.parse_gpus(value)) or "0"
 
     @field_validator("memory", mode="before")
     @classmethod
     def _memory(cls, value: Any) -> Any:
-        return None if value is None else units.whole_mebibytes(value)
+        return None if value is None else values.whole_mebibytes(value)
 
     @field_validator("time", mode="before")
     @classmethod
     def _time(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError(f"must be a time limit: {units.TIME_FORMS}")  # noqa: TRY004
-        return units.format_time(units.parse_time(value))
+            raise ValueError(f"must be a time limit: {values.TIME_FORMS}")  # noqa: TRY004
+        return values.format_time(values.parse_time(value))
 
     @field_validator("extra")
     @classmethod
@@ -157,7 +157,7 @@ class Resources(_Model):
     @property
     def gpu_count(self) -> int:
         """GPUs per node."""
-        return units.parse_gpus(self.gpus).count
+        return values.parse_gpus(self.gpus).count
 
     @property
     def ranks(self) -> int:

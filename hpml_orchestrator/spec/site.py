@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpml_orchestrator.spec import text, units
+from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.job import MAX_LIST, Job
 
 __all__ = [
@@ -60,18 +60,18 @@ def _duration(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in _UNLIMITED:
         return "unlimited"
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"must be unlimited or a time limit: {units.TIME_FORMS}")  # noqa: TRY004
-    return units.format_time(units.parse_time(value))
+        raise ValueError(f"must be unlimited or a time limit: {values.TIME_FORMS}")  # noqa: TRY004
+    return values.format_time(values.parse_time(value))
 
 
 def _gpus(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, str, list)):
         raise ValueError("must be a number of GPUs, or types such as a100:4")  # noqa: TRY004
-    return str(units.parse_gpus(value)) or "0"
+    return str(values.parse_gpus(value)) or "0"
 
 
 Duration = Annotated[str, BeforeValidator(_duration)]
-Memory = Annotated[str, BeforeValidator(units.whole_mebibytes)]
+Memory = Annotated[str, BeforeValidator(values.whole_mebibytes)]
 GpuText = Annotated[str, BeforeValidator(_gpus)]
 Count = Annotated[StrictInt, Field(ge=0, le=10_000_000)]
 Some = Annotated[StrictInt, Field(ge=1, le=1_000_000_000)]

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from hpml_orchestrator.spec import text, units
+from hpml_orchestrator.spec import text, values
 
 __all__ = ["Stage"]
 
@@ -81,7 +81,7 @@ class Stage(BaseModel):
     @field_validator("size", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        return None if value is None else units.whole_mebibytes(value)
+        return None if value is None else values.whole_mebibytes(value)
 
     @model_validator(mode="after")
     def _distributable(self) -> Stage:

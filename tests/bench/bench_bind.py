@@ -28,9 +28,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from hpml_orchestrator.batch.archive import BINDER, build
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planfile import write
+from hpml_orchestrator.script.archive import BINDER, build
 
 GOAL = 2.0
 LEAST_RUNS = 10

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.batch import Capabilities, render
-from hpml_orchestrator.batch.check import check
-from hpml_orchestrator.batch.check_finding import errors_of
-from hpml_orchestrator.cluster import Cluster
-from hpml_orchestrator.scheduler.slurm_cluster import read_cluster
-from hpml_orchestrator.scheduler.slurm_groups import with_group_limits
+from hpml_orchestrator.check.finding import errors_of
+from hpml_orchestrator.check.rules import check
+from hpml_orchestrator.scheduler.cluster import Cluster
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
+from hpml_orchestrator.scheduler.slurm.groups import with_group_limits
+from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec import Job
 from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import eventually

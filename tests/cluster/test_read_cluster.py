@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.cluster.model import Gres
 from hpml_orchestrator.errors import SchedulerUnavailable
-from hpml_orchestrator.scheduler.slurm_cluster import read_cluster
+from hpml_orchestrator.scheduler.cluster import Gres
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 
 if TYPE_CHECKING:
     from pathlib import Path

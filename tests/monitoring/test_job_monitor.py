@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.gpusim.gpusim import Event, Process, State, a100
-from hpml_orchestrator.jobs.monitored import monitor_lines, monitored_nodes
 from hpml_orchestrator.node.arguments import MonitorWish
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.runs.monitored import monitor_lines, monitored_nodes
 from tests.patience import eventually
 
 if TYPE_CHECKING:

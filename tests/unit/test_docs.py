@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from hpml_orchestrator.batch import directives
 from hpml_orchestrator.cli.main import app
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.events import VOCABULARY
+from hpml_orchestrator.script import directives
 from hpml_orchestrator.spec import job_schema, load_job, site_schema
 from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.site_load import load_site

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.scheduler.local import LocalScheduler
+from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,6 +221,6 @@ def test_what_is_cancelled_while_it_waits_has_no_exit_status(shell: Shell) -> No
 
 def cpus() -> int:
     """All CPUs that the local backend gives away."""
-    from hpml_orchestrator.scheduler.local_resources import cpu_ids  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.local.resources import cpu_ids  # noqa: PLC0415
 
     return len(cpu_ids())

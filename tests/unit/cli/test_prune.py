@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.batch import Capabilities
-from hpml_orchestrator.jobs.submit import prepare, render_job
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.runs.submit import prepare, render_job
+from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 
 if TYPE_CHECKING:

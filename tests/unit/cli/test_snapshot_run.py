@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.scheduler.local_resources import cpu_ids
+from hpml_orchestrator.scheduler.local.resources import cpu_ids
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Shell

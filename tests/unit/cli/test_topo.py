@@ -16,8 +16,8 @@ import pytest
 from hpml_orchestrator.cli.rankpicture import RankBox, of_places, of_plan
 from hpml_orchestrator.cli.topo import names
 from hpml_orchestrator.cli.topopicture import picture
-from hpml_orchestrator.jobs.bound import Place
 from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.runs.bound import Place
 from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology, format_list, parse_list
 from hpml_orchestrator.topology.recognise import read_topology
 from hpml_orchestrator.topology.xml_guard import parse_xml

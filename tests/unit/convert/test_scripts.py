@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.batch import Capabilities, render
 from hpml_orchestrator.convert import Imported, Place, import_script, read_script
+from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec import Job, load_job
 from tests.unit.convert.expected import EXPECTED, Expected
 

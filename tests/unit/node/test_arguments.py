@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.batch.stage_words import entry_options, staging_options
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node.arguments import Entry, Limits, Wish, parse_arguments
+from hpml_orchestrator.script.stage_words import entry_options, staging_options
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
@@ -68,7 +68,7 @@ def test_limits_of_the_site() -> None:
 
 
 def test_the_agent_understands_what_a_script_says() -> None:
-    """Every option that `batch/stage_words.py` can write is one that is read here."""
+    """Every option that `script/stage_words.py` can write is one that is read here."""
     entry = {"name": "x", "source": "/s", "keep": True, "outside_links": True, "hash": False}
     site = Site.model_validate(
         {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.sbatch_options import SBATCH
+from hpml_orchestrator.scheduler.slurm.options import SBATCH
 from hpml_orchestrator.spec import ResolvedJob
 from hpml_orchestrator.spec.job import LATER
 

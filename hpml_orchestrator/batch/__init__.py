@@ -1,5 +1,0 @@
-"""The script: (job, capabilities) -> text through templates/, and what it is submitted with."""
-
-from hpml_orchestrator.batch.render import Capabilities, directives, render
-
-__all__ = ["Capabilities", "directives", "render"]

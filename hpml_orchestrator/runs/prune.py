@@ -1,0 +1,259 @@
+"""Remove old submissions with their runs, and say what that frees.
+
+A submission is renamed before anything of it is removed: from then on no command sees it, and the
+next prune completes what was cut off. Two at the same time do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.records.ids import stamp, stamp_of
+from hpml_orchestrator.records.run import Run, owner_name
+from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.staging.files import remove_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.scheduler.model import Scheduler
+
+__all__ = ["OVER", "Pruned", "Removed", "prune"]
+
+OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBMITTED")
+"""States in which a run may be removed."""
+
+_UNDECIDED = (JobState.UNKNOWN.value, UNREADABLE, "SUBMITTING")
+_HIDDEN = re.compile(r"\.(.+)\.pruned")
+LEFT_OVER = "LEFT OVER"
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own block size
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A submission that was removed, or would be.
+
+    Attributes:
+        id: of the submission.
+        state: how it ended; `LEFT OVER` where an earlier removal was cut off.
+        ended: seconds since the epoch, None where not known.
+        runs: how many directories of runs it had.
+        bytes: what the disk gets back; a file with several hard links counts where the last goes.
+    """
+
+    id: str
+    state: str
+    ended: float | None
+    runs: int
+    bytes: int
+
+
+@dataclass
+class Pruned:
+    """What a prune did, or would do.
+
+    Attributes:
+        removed: the newest first.
+        kept: id and reason of what was chosen and must stay.
+        bytes: what the disk gets back by all of it.
+        interrupted: whether Ctrl-C came before all was removed; the next prune completes it.
+    """
+
+    removed: list[Removed] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    bytes: int = 0
+    interrupted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {
+            "bytes": self.bytes,
+            "removed": [asdict(one) for one in self.removed],
+            "kept": [{"id": sid, "reason": reason} for sid, reason in self.kept],
+        }
+
+
+def prune(
+    store: Store,
+    named: Sequence[Submission] = (),
+    *,
+    older_seconds: float | None = None,
+    in_states: Sequence[str] = (),
+    keep: int = 0,
+    dry_run: bool = True,
+    backends: Callable[[str, str], Scheduler] | None = None,
+    now: Callable[[], float] = time.time,
+) -> Pruned:
+    """Remove submissions that are over, with all of their runs.
+
+    Never one that is not known to be over, and never another user's.
+
+    Args:
+        store: where records live.
+        named: which ones; all of the caller's own when left out.
+        older_seconds: only those that ended so long ago.
+        in_states: only those that ended so, of `OVER`; any when empty.
+        keep: of what the other arguments choose, so many of the newest stay.
+        dry_run: whether nothing is removed, and only said what would be.
+        backends: as `states` takes it.
+        now: the clock, in seconds since the epoch.
+
+    Raises:
+        RecordError: the records cannot be read.
+    """
+    before = None if older_seconds is None else now() - older_seconds
+    remover = _Remover(store, dry_run=dry_run)
+    kept = remover.done.kept
+    mine = []
+    for submission in dict.fromkeys(named) or store.submissions():
+        if before is not None and stamp_of(submission.sid) > stamp(before):
+            continue  # it cannot have ended before it was made
+        owner = _owner(submission.directory)
+        if owner == os.getuid():
+            mine.append(submission)
+        elif named and owner is not None:
+            kept.append((submission.sid, f"belongs to {owner_name(submission.directory)}"))
+    over = []
+    for state in states(store, mine, backends=backends, now=now):
+        if in_states and state.state not in (*in_states, *_UNDECIDED):
+            continue
+        if before is not None and (state.ended or state.created) > before:
+            continue
+        reason = _stays(state, remover.runs[state.submission.sid])
+        if reason:
+            kept.append((state.submission.sid, reason))
+        else:
+            over.append(state)
+    over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
+    remover.remove_all(over[keep:])
+    return remover.done
+
+
+def _owner(directory: Path) -> int | None:
+    """Return whose directory it is; None where it is gone."""
+    try:
+        return directory.stat().st_uid
+    except OSError:
+        return None
+
+
+def _stays(state: State, runs: Iterable[Path]) -> str:
+    """Return why a submission must not be removed; empty where it may."""
+    if not state.over:
+        return f"is not over: {state.state}{f' ({state.reason})' if state.reason else ''}"
+    try:
+        attempts = sum(len(Run(directory).attempts()) for directory in runs)
+    except RecordError as error:
+        return str(error)
+    return "was started again after its end" if attempts > state.attempts else ""
+
+
+class _Remover:
+    """Removes submissions, or only adds up what that would free.
+
+    Attributes:
+        done: what it did.
+        runs: the directories of runs by submission, also of those that are not there any more.
+    """
+
+    def __init__(self, store: Store, *, dry_run: bool) -> None:
+        self.done = Pruned()
+        self.runs: dict[str, list[Path]] = defaultdict(list)
+        self._store = store
+        self._dry_run = dry_run
+        self._links: Counter[tuple[int, int]] = Counter()
+        for name in _names(store.runs_dir):
+            self.runs[re.sub(r"\.\d+$", "", name)].append(store.runs_dir / name)
+
+    def remove_all(self, over: Iterable[State]) -> None:
+        """Remove these submissions, and what earlier removals left."""
+        try:
+            self._complete()
+            for state in over:
+                self.remove(state.submission.sid, state.submission.directory, state)
+            self.remove_archives()
+        except KeyboardInterrupt:  # what is gone is gone: the caller says so
+            self.done.interrupted = True
+
+    def _complete(self) -> None:
+        """Remove what is left of submissions whose removal was cut off."""
+        for name in _names(self._store.submissions_dir):
+            hidden = _HIDDEN.fullmatch(name)
+            directory = self._store.submissions_dir / name
+            if hidden and _owner(directory) == os.getuid():
+                self.remove(hidden[1], directory)
+
+    def remove(self, sid: str, directory: Path, state: State | None = None) -> None:
+        """Remove a submission with its runs, in an order that leaves nothing half when cut off."""
+        runs = self.runs[sid]
+        try:
+            if not self._dry_run:
+                hidden = directory.with_name(f".{sid}.pruned")
+                os.rename(directory, hidden)
+                directory = hidden
+                self._links.clear()  # those before are gone from the files' own counts
+            freed = sum(self._freed(path) for path in (*runs, directory))
+            if not self._dry_run:
+                for path in (*runs, directory):
+                    remove_tree(str(path))
+        except FileNotFoundError:
+            return  # another prune was faster
+        except OSError as error:
+            self.done.kept.append((sid, f"cannot be removed: {error.strerror}: {error.filename}"))
+            return
+        self.done.bytes += freed
+        end = (state.state, state.ended) if state else (LEFT_OVER, None)
+        self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
+
+    def remove_archives(self) -> None:
+        """Remove the store's copies of node archives that no submission has a link to any more."""
+        directory = self._store.root / "archives"
+        for name in _names(directory):
+            with contextlib.suppress(OSError):
+                info = os.lstat(directory / name)
+                gone = self._links[info.st_dev, info.st_ino] if self._dry_run else 0
+                if name.endswith(".pyz") and info.st_uid == os.getuid():
+                    if info.st_nlink - gone > 1:
+                        continue
+                    if not self._dry_run:
+                        os.unlink(directory / name)
+                    self.done.bytes += info.st_blocks * _BLOCK_BYTES
+
+    def _freed(self, top: Path) -> int:
+        """Return what the disk gets back when a directory goes; what cannot be read counts 0."""
+        freed = 0
+        pending = [str(top)]
+        while pending:
+            path = pending.pop()
+            with contextlib.suppress(OSError):
+                freed += os.lstat(path).st_blocks * _BLOCK_BYTES
+                with os.scandir(path) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(entry.path)
+                            continue
+                        info = entry.stat(follow_symlinks=False)
+                        links = self._links[info.st_dev, info.st_ino] + 1
+                        if info.st_nlink > 1:
+                            self._links[info.st_dev, info.st_ino] = links
+                        if links >= info.st_nlink:  # the last one
+                            freed += info.st_blocks * _BLOCK_BYTES
+        return freed
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []

@@ -1,0 +1,302 @@
+"""What a run did: phases, staging, throughput and accuracy, from its own records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.runs.bound import Bound, bound_of
+from hpml_orchestrator.runs.monitored import Monitored, monitor_lines, monitored_nodes, together
+from hpml_orchestrator.runs.staged import Staged, staged_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.runs.status import State
+
+__all__ = ["Phase", "Summary", "Timeline", "binding_of", "phases", "summarise"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of a run's time.
+
+    Attributes:
+        name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`, `end`;
+            `running` where the program reports nothing of itself.
+        seconds: wall-clock time.
+    """
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is worth telling of a run.
+
+    Attributes:
+        phases: the last attempt's time, stretch by stretch, without gaps.
+        staged_bytes, staged_files: brought to all nodes together.
+        staging_seconds: of the slowest node.
+        stages: each entry of `stage`, on all nodes.
+        nodes: nodes that were ready.
+        ranks: ranks that recorded where they ran.
+        world_size: ranks that there should be, as those that recorded it know; 0 if none did.
+        result: figures that the training reported at its end, units in the keys.
+        last_step: rank 0's last counters.
+        data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
+        samples_per_second: of all ranks: what the result says, else from the counters since the
+            warm-up ended; None if neither tells.
+        binding: whether the ranks ran where they should, in one line; empty if nothing tells.
+        binding_failed: whether the job failed for that; its output and `hpml show` tell of each
+            rank.
+        monitor: what the job's monitor saw on all nodes together; None where it had none.
+        monitored: the same of each node.
+        monitor_lines: both in words.
+        signals: those that did not end the job, by name: how often they came, and when last, in
+            seconds since the epoch.
+    """
+
+    phases: list[Phase] = field(default_factory=list)
+    staged_bytes: int = 0
+    staged_files: int = 0
+    staging_seconds: float = 0.0
+    stages: list[Staged] = field(default_factory=list)
+    nodes: int = 0
+    ranks: int = 0
+    world_size: int = 0
+    result: dict[str, Any] = field(default_factory=dict)
+    last_step: dict[str, Any] = field(default_factory=dict)
+    data_wait_ratio: float | None = None
+    samples_per_second: float | None = None
+    binding: str = ""
+    binding_failed: bool = False
+    monitor: Monitored | None = None
+    monitored: list[Monitored] = field(default_factory=list)
+    monitor_lines: list[str] = field(default_factory=list)
+    signals: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary for programs."""
+        return asdict(self)
+
+
+def summarise(state: State) -> Summary:
+    """Return the summary of a run's last attempt; empty where nothing was recorded.
+
+    Raises:
+        RecordError: its records may not be read.
+    """
+    attempt = state.run.newest()
+    if attempt is None:
+        return Summary()
+    timeline = Timeline(attempt.milestones())
+    ready = sorted(timeline.ready, key=lambda event: event.time)
+    steps = {rank: last.data for rank, (_, last) in timeline.steps.items()}
+    result = dict(timeline.result.data) if timeline.result else {}
+    result.pop("final", None)
+    bindings = attempt.bindings()
+    bound = binding_of(state)
+    ends = [] if state.ended is None else [state.ended]
+    if attempt.ended is not None:
+        # The scheduler's word may be rounded; the script's comes before the scheduler clears up.
+        ends.append(float(attempt.ended["time"]))
+    monitored = monitored_nodes(attempt)
+    return Summary(
+        phases=phases(
+            timeline,
+            queued=timeline.first.get("queued"),
+            bound=[time for one in bindings if (time := _figure(one, "time"))],
+            left=None if attempt.ended is None else float(attempt.ended["time"]),
+            ended=max(ends, default=None),
+        ),
+        staged_bytes=sum(int(_figure(event.data, "bytes")) for event in ready),
+        staged_files=sum(int(_figure(event.data, "files")) for event in ready),
+        staging_seconds=max((_figure(event.data, "seconds") for event in ready), default=0.0),
+        stages=staged_entries(ready),
+        nodes=len(ready),
+        ranks=len(bindings),
+        world_size=max((int(_figure(one, "world_size")) for one in bindings), default=0),
+        result=result,
+        last_step=dict(steps.get(0, {})),
+        data_wait_ratio=_data_wait(steps.values()),
+        samples_per_second=(
+            _figure(result, "samples_per_second") or None
+            if "samples_per_second" in result
+            else _rate(timeline.steps.values())
+        ),
+        binding=bound.line,
+        binding_failed=bound.fatal,
+        monitor=together(monitored),
+        monitored=monitored,
+        monitor_lines=monitor_lines(
+            monitored,
+            ready=[event.node for event in ready],
+            ended=None if attempt.ended is None else float(attempt.ended["time"]),
+        ),
+        signals=_signals(timeline.signals),
+    )
+
+
+def binding_of(state: State) -> Bound:
+    """Return what the last attempt's records tell of where its ranks ran.
+
+    Raises:
+        RecordError: they may not be read.
+    """
+    attempt = state.run.newest()
+    if attempt is None:
+        return Bound()
+    try:
+        asked = state.submission.record()["job"]["binding"]
+    except (HpmlError, KeyError, TypeError):
+        asked = None
+    return bound_of(attempt, asked)
+
+
+class Timeline:
+    """What a summary needs of an attempt's events, gathered in one pass that keeps few of them.
+
+    Args:
+        events: of one attempt, in any order.
+
+    Attributes:
+        first: when each kind of event happened first.
+        ready: the nodes' events of that name.
+        result: the last that a rank reported.
+        trained: when a rank last reported counters or a result.
+        steps: each rank's first and last counters.
+        signals: by name, how often each came to the script or a node, and when last.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.first: dict[str, float] = {}
+        self.ready: list[Event] = []
+        self.result: Event | None = None
+        self.trained: float | None = None
+        self.steps: dict[int, tuple[Event, Event]] = {}
+        self.signals: dict[str, dict[str, tuple[int, float]]] = {}
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        time = event.time
+        self.first[event.event] = min(time, self.first.get(event.event, time))
+        final = bool(event.data.get("final"))
+        if event.event == "step" or final:
+            self.trained = max(time, self.trained or time)
+        if final and (self.result is None or time >= self.result.time):
+            self.result = event
+        if event.event == "ready":
+            self.ready.append(event)
+        if event.event == "signal":
+            came = self.signals.setdefault(str(event.data.get("name")), {})
+            count, before = came.get(event.node, (0, time))
+            came[event.node] = count + int(_figure(event.data, "count")), max(before, time)
+        if event.event == "step" and event.rank is not None:
+            first, last = self.steps.get(event.rank, (event, event))
+            self.steps[event.rank] = (
+                event if time < first.time else first,
+                event if time >= last.time else last,
+            )
+
+
+def phases(
+    timeline: Timeline,
+    *,
+    queued: float | None = None,
+    bound: Sequence[float] = (),
+    left: float | None = None,
+    ended: float | None = None,
+) -> list[Phase]:
+    """Return the stretches between the marks of an attempt.
+
+    A mark that many ranks or nodes reach counts when the last of them does (nodes ready, training
+    over), since nobody goes on before; a beginning counts when the first begins. The warm-up ends,
+    and the training begins, with the first counters that a rank sent. A mark that was not recorded
+    joins its stretch to the next, so the stretches always add up to the whole. What was going on
+    when the script ended, without any training, lasted until then.
+
+    Args:
+        timeline: the attempt's.
+        queued: when it was handed to the scheduler.
+        bound: when each rank became its program.
+        left: when the script was over; where it left no word, all was over at once.
+        ended: when it was over.
+    """
+    first, trained = timeline.first, timeline.trained
+    marks: dict[str, float | None] = {
+        "queue": first.get("started"),
+        "start-up": first.get("staging", first.get("ready")),
+        "staging": max((event.time for event in timeline.ready), default=None),
+        "launch": first.get("rendezvous", max(bound, default=None)),
+        "running": None,
+        "rendezvous": first.get("warm-up"),
+        "warm-up": first.get("step"),
+        "training": trained,
+    }
+    going_on = "" if trained is not None else _going_on(first, launched=bool(bound))
+    if going_on:
+        marks[going_on] = ended if left is None else left
+    marks["end"] = ended
+    found = []
+    here = queued if queued is not None else first.get("started")
+    for name, mark in marks.items():
+        if mark is None or here is None:
+            continue
+        if name == "queue" and queued is None:
+            continue
+        found.append(Phase(name, round(max(0.0, mark - here), 6)))
+        here = max(here, mark)
+    return found
+
+
+def _going_on(first: Mapping[str, float], *, launched: bool) -> str:
+    """Return the stretch that began last; empty where nothing began."""
+    for event in ("warm-up", "rendezvous"):
+        if event in first:
+            return event
+    if "ready" in first or launched:
+        return "running" if launched else "launch"
+    if "staging" in first:
+        return "staging"
+    return "start-up" if "started" in first else ""
+
+
+def _signals(came: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, tuple[int, float]]:
+    """Count signals to the steps once, however many nodes they reached, and those to the script."""
+    found = {}
+    for name, places in came.items():
+        of_script = places.get("batch", (0, 0.0))[0]
+        of_steps = max((count for node, (count, _) in places.items() if node != "batch"), default=0)
+        found[name] = of_script + of_steps, max(last for _, last in places.values())
+    return found
+
+
+def _data_wait(steps: Collection[Mapping[str, Any]]) -> float | None:
+    """Return waited / (steps' whole time), both summed over the ranks."""
+    waited = sum(_figure(step, "data_wait_seconds_total") for step in steps)
+    stepped = sum(_figure(step, "step_seconds_total") for step in steps)
+    return waited / stepped if stepped > 0 else None
+
+
+def _rate(steps: Collection[tuple[Event, Event]]) -> float | None:
+    """Return samples/s of all ranks between their first counters and their last."""
+    counted = [
+        _figure(last.data, "samples_total") - _figure(first.data, "samples_total")
+        for first, last in steps
+    ]
+    began = min((first.time for first, _ in steps), default=0.0)
+    took = max((last.time for _, last in steps), default=0.0) - began
+    samples = sum(max(0.0, one) for one in counted)
+    return samples / took if samples and took > 0 else None
+
+
+def _figure(data: Mapping[str, Any], key: str) -> float:
+    """Return a figure that a rank reported; 0 where it reported none, or something else."""
+    value = data.get(key)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

@@ -1,0 +1,1 @@
+"""The local backend: the same batch script on this machine, without Slurm."""

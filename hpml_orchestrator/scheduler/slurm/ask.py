@@ -1,0 +1,83 @@
+"""How Slurm's commands are asked: their environment, their patience, what a failure means."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import CommandMissing
+from hpml_orchestrator.scheduler.slurm.messages import (
+    NOT_CONFIGURED,
+    NOT_CONFIGURED_HINT,
+    clean,
+    hint_for,
+    not_configured,
+    transport_fault,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.scheduler.command import Completed, Runner
+
+__all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "reading_environment", "unusable"]
+
+READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
+SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
+
+_ACCOUNTING_HINT = "accounting (slurmdbd) does not answer; try again in a moment"
+_SILENT_HINTS = {"sacct": _ACCOUNTING_HINT, "sacctmgr": _ACCOUNTING_HINT}
+_READ_HINT = "the controller may be busy or restarting: try again in a minute"
+# Their variables change what the commands show: a site's SQUEUE_PARTITION must not hide a job.
+_FOREIGN_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SDIAG_")
+_FOREIGN = frozenset({"SLURM_JSON", "SLURM_YAML", "SLURM_DEBUG_FLAGS"})
+
+
+def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a command that reads: times as seconds, lists uncut, in English.
+
+    Args:
+        env: what to start from; the process's own when none is given.
+    """
+    base = os.environ if env is None else env
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN
+    }
+    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
+
+
+def ask(
+    run: Runner,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = READ_TIMEOUT_SECONDS,
+) -> Completed:
+    """Run a command of Slurm's once; see `reading_environment` for `env`.
+
+    Raises:
+        CommandMissing: there is no such command.
+        SchedulerUnavailable: it gave no answer in time; says which service is silent.
+    """
+    try:
+        return run.run(argv, env=reading_environment(env), timeout=timeout)
+    except CommandMissing:
+        raise
+    except SchedulerUnavailable as error:
+        hint = error.hint or _SILENT_HINTS.get(argv[0], SILENT_HINT)
+        raise SchedulerUnavailable(error.message, hint=hint) from error
+
+
+def unusable(command: str, done: Completed) -> SchedulerUnavailable:
+    """Return the error for a command that ended without a usable answer."""
+    if not_configured(done.stderr):
+        return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
+    words = clean(done.stderr) or f"ended with status {done.returncode}"
+    if transport_fault(done.stderr):
+        hint = _SILENT_HINTS.get(command, SILENT_HINT)
+    else:
+        hint = hint_for(done.stderr) or _READ_HINT
+    return SchedulerUnavailable(f"{command}: {words}", hint=hint)

@@ -1,0 +1,452 @@
+"""Slurm by its command line: sbatch, squeue, sacct, scancel, of 22.05 and later."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import (
+    NotFoundError,
+    RecordError,
+    SchedulerError,
+    SchedulerUnavailable,
+)
+from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
+from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.slurm.ask import (
+    SILENT_HINT,
+    ask,
+    unusable,
+)
+from hpml_orchestrator.scheduler.slurm.messages import (
+    NOT_CONFIGURED,
+    NOT_CONFIGURED_HINT,
+    clean,
+    denied,
+    hint_for,
+    no_such_job,
+    not_configured,
+    transport_fault,
+)
+from hpml_orchestrator.scheduler.slurm.parse import (
+    SACCT_FIELDS,
+    SQUEUE_FORMAT,
+    TASK,
+    UNIT,
+    Row,
+    escape_output,
+    escape_task_output,
+    match,
+    parse_job_id,
+    parse_sacct,
+    parse_squeue,
+    valid_id,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.scheduler.command import Completed, Runner
+    from hpml_orchestrator.scheduler.model import SubmitRequest
+
+__all__ = ["SBATCH_ERR", "SBATCH_OUT", "PollSchedule", "SlurmScheduler"]
+
+SBATCH_OUT = "sbatch.out"
+SBATCH_ERR = "sbatch.err"
+
+QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
+SUBMIT_TIMEOUT_SECONDS = 300.0
+_TRIES = 3
+_JITTER = 0.2
+_IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
+_CLOCK_SKEW_SECONDS = 600.0
+_EARLIEST = 1_000_000_000
+
+_RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds out, and never submits twice"
+_ACCOUNTING_OFF = "accounting storage is disabled"
+
+
+class PollSchedule:
+    """Delays between polls, in seconds: short at first, 30 s in the long run, never in step.
+
+    >>> schedule = PollSchedule(jitter=0)
+    >>> [next(schedule) for _ in range(9)]
+    [1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 30.0, 30.0]
+    >>> schedule.reset()
+    >>> next(schedule)
+    1.0
+    """
+
+    DELAYS_SECONDS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 30.0)
+
+    def __init__(self, *, jitter: float = _JITTER, rng: random.Random | None = None) -> None:
+        self._jitter = jitter
+        self._rng = rng or random.Random()
+        self._index = 0
+
+    def __iter__(self) -> Iterator[float]:
+        return self
+
+    def __next__(self) -> float:
+        delay = self.DELAYS_SECONDS[min(self._index, len(self.DELAYS_SECONDS) - 1)]
+        self._index += 1
+        return delay * (1 + self._rng.uniform(-self._jitter, self._jitter))
+
+    def reset(self) -> None:
+        """Begin again with short delays, for example when a state has changed."""
+        self._index = 0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    job_ids: frozenset[str]
+    at: float
+    statuses: dict[str, JobStatus]
+
+
+class SlurmScheduler:
+    """The `Scheduler` of a Slurm cluster.
+
+    Args:
+        run: starts commands.
+        clock: for the rate limit and for waiting between tries.
+        min_interval: seconds in which a repeated query is answered from the last answer.
+        proc_root: where to look for a live sbatch.
+        rng: for jitter.
+        submit_timeout: seconds after which a hanging sbatch is left to itself.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        run: Runner | None = None,
+        *,
+        clock: Clock = time,
+        min_interval: float = 1.0,
+        proc_root: str = "/proc",
+        rng: random.Random | None = None,
+        submit_timeout: float = SUBMIT_TIMEOUT_SECONDS,
+    ) -> None:
+        self._runner = run or SubprocessRunner()
+        self._clock = clock
+        self._min_interval = min_interval
+        self._proc_root = proc_root
+        self._rng = rng or random.Random()
+        self._submit_timeout = submit_timeout
+        self._last: _Answer | None = None
+        self._over: dict[str, JobStatus] = {}
+        self._accounting = True  # until sacct says otherwise
+
+    def arguments(self, request: SubmitRequest) -> list[str]:
+        """Return the call of sbatch; no value of it goes through a shell.
+
+        Raises:
+            SchedulerError: an array's output cannot be named: the path has a backslash.
+        """
+        output = escape_output(str(request.output))
+        if request.array:
+            try:
+                output = escape_task_output(str(request.task_output(TASK)))
+            except ValueError as error:
+                raise SchedulerError(
+                    str(error), hint="keep the records elsewhere: --records DIR, or $HPML_HOME"
+                ) from error
+        after = ",".join(f"after{one.end}:{one.job_id}" for one in request.after)
+        return [
+            "sbatch",
+            "--parsable",
+            f"--chdir={request.directory}",
+            f"--output={output}",
+            *([f"--comment={request.comment}"] if request.comment else []),
+            *([f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []),
+            "--export=ALL",
+            "--open-mode=append",
+            str(request.directory / "job.sh"),
+        ]
+
+    def submit(self, request: SubmitRequest) -> str:
+        """Submit `job.sh` of the request's directory and return the job's id.
+
+        sbatch runs once and is never killed. When it gives no certain answer, what it did can be
+        found out by `recovery.recover`.
+
+        Raises:
+            SchedulerError: refused; no job exists.
+            SchedulerUnavailable: no usable answer; a job may exist.
+            NotFoundError: there is no such directory.
+        """
+        out, err = request.directory / SBATCH_OUT, request.directory / SBATCH_ERR
+        self._last = None
+        try:
+            returncode = self._runner.run_detached(
+                self.arguments(request),
+                env=request.environment,
+                timeout=self._submit_timeout,
+                cwd=request.directory,
+                stdout=out,
+                stderr=err,
+            )
+        except CommandMissing:
+            raise
+        except SchedulerUnavailable as error:
+            raise SchedulerUnavailable(error.message, hint=_RESUME_HINT) from error
+        job_id = parse_job_id(_read(out))
+        if job_id is not None:
+            return job_id
+        said = _read(err)
+        words = clean(said) or "without a word"
+        if returncode < 0:
+            raise SchedulerUnavailable(
+                f"sbatch was killed by signal {-returncode}: {words}", hint=_RESUME_HINT
+            )
+        if returncode == 0 or transport_fault(said) or "sbatch: " not in said:
+            raise SchedulerUnavailable(
+                f"sbatch gave no usable answer (status {returncode}): {words}", hint=_RESUME_HINT
+            )
+        if not_configured(said):
+            raise SchedulerError(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
+        raise SchedulerError(f"Slurm refused the job: {words}", hint=hint_for(said))
+
+    def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        """Return the status of each known job; unknown ids are left out.
+
+        squeue is asked first; sacct, where there is one, for what has left the queue. A job that
+        the queue has shown to be over stays so, although accounting lags behind. A job that has
+        left the queue while accounting does not answer, or still calls it alive, is UNKNOWN.
+
+        Raises:
+            SchedulerUnavailable: the controller gave no usable answer.
+        """
+        asked = [job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]
+        if not asked:
+            return {}
+        last, now = self._last, self._clock.monotonic()
+        if last and now - last.at < self._min_interval and last.job_ids.issuperset(asked):
+            return {key: last.statuses[key] for key in asked if key in last.statuses}
+        rows: list[Row] = []
+        for chunk in _chunks(_whole(asked)):
+            rows += self._squeue_jobs(chunk)
+        found = match(rows, asked)
+        for job_id in asked:
+            if job_id not in found and job_id in self._over:
+                found[job_id] = self._over[job_id]
+        found |= self._vanished([job_id for job_id in asked if job_id not in found])
+        self._over |= {key: status for key, status in found.items() if status.state.over}
+        self._last = _Answer(frozenset(asked), self._clock.monotonic(), found)
+        return {key: found[key] for key in asked if key in found}
+
+    def find(
+        self,
+        directory: Path,
+        *,
+        name: str,  # noqa: ARG002 - see below
+        since: float,
+    ) -> list[str]:
+        """Return the ids of this user's jobs whose working directory is `directory`, oldest first.
+
+        An empty list is an answer: the controller was reached, accounting too where there is one,
+        and neither knows of such a job. The name is not used: the directory decides, and a script
+        whose name was edited must be found as well.
+
+        Raises:
+            SchedulerUnavailable: no usable answer, which is not the same as no job.
+        """
+        found = _ids_in(self._squeue(["--me"]), directory)
+        if not found:
+            # A job that was cancelled before its begin time lies in the future of accounting, and
+            # without an end there sacct does not show it. It takes no start in the 1970s.
+            start = max(int(min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS), _EARLIEST)
+            window = [f"--starttime=uts{start}", "--endtime=now+365days"]
+            found = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
+        return sorted(found, key=int)
+
+    def submitting(self, directory: Path) -> bool:
+        """Return whether an sbatch of this machine and user still runs in that directory."""
+        wanted = os.path.realpath(directory)
+        try:
+            pids = [entry for entry in os.listdir(self._proc_root) if entry.isdigit()]
+        except OSError:
+            return False
+        return any(self._is_sbatch_in(os.path.join(self._proc_root, pid), wanted) for pid in pids)
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs in one call; those already over, or not known, are passed over in silence.
+
+        Raises:
+            SchedulerError: Slurm refused, for example because the job is another user's.
+            SchedulerUnavailable: no usable answer.
+        """
+        self._last = None
+        for chunk in _chunks([job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]):
+            done = self._run(["scancel", *chunk])
+            if done.returncode == 0 or no_such_job(done.stderr):
+                continue
+            words = clean(done.stderr)
+            if not_configured(done.stderr):
+                raise unusable("scancel", done)
+            if transport_fault(done.stderr) or done.returncode < 0:
+                raise SchedulerUnavailable(
+                    f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
+                    hint=SILENT_HINT,
+                )
+            hint = hint_for(done.stderr) or "`hpml status` says what state the job is in"
+            if denied(done.stderr):
+                hint = self._whose(chunk)
+            raise SchedulerError(f"Slurm did not cancel: {words}", hint=hint)
+
+    def _whose(self, job_ids: Sequence[str]) -> str:
+        """Return the hint for jobs that this user may not cancel: the names of their owners."""
+        which = f"--jobs={','.join(job_ids)}"
+        told = self._run(["squeue", "--all", "--noheader", which, "--format=%U %u"]).stdout
+        rows = {line.partition(" ")[::2] for line in told.splitlines()}
+        owners = sorted(name for uid, name in rows if uid != str(os.getuid()))
+        return (
+            f"the job belongs to {' and '.join(owners) or 'another user'}: only its owner, or an "
+            "operator or administrator of Slurm, can cancel it"
+        )
+
+    def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        """Ask accounting for jobs that the controller has forgotten."""
+        rows: list[Row] = []
+        try:
+            for chunk in _chunks(_whole(job_ids)):
+                rows += self._sacct([f"--jobs={','.join(chunk)}"])
+        except SchedulerUnavailable as error:
+            reason = f"gone from the queue, and accounting gives no answer: {error}"
+            return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
+        # Accounting lags: its row for all tasks of an array that wait may still count one that was
+        # taken out, of which nobody keeps a record. The queue was asked before and knows better.
+        asked = set(job_ids)
+        rows = [
+            row
+            for row in rows
+            if row.status.state.over or asked & {row.shown_id, row.shown_id.partition("_")[0]}
+        ]
+        found = match(rows, job_ids)
+        for job_id, status in found.items():
+            if not status.state.over:
+                reason = f"not seen in the queue; accounting still says {status.raw_state}"
+                found[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
+        return found
+
+    def _squeue_jobs(self, job_ids: Sequence[str]) -> list[Row]:
+        # squeue reads "28+1" as 28. One unknown id on its own is an error, among others it is not;
+        # versions may differ, and the list of all own jobs answers in any case.
+        asked = ",".join(dict.fromkeys(job_id.partition("+")[0] for job_id in job_ids))
+        try:
+            if "," in asked:
+                return self._squeue([f"--jobs={asked}"])
+            # For one id squeue asks for the federation first, and so waits twice as long for a
+            # controller that stands still; only a job that went to a sibling needs that.
+            rows = self._squeue(["--local", f"--jobs={asked}"])
+            if any("REVOKED" in row.status.raw_state for row in rows):
+                rows = self._squeue([f"--jobs={asked}"])
+        except _NoSuchJobError:
+            return [] if len(job_ids) == 1 else self._squeue(["--me"])
+        return rows
+
+    def _squeue(self, which: Sequence[str]) -> list[Row]:
+        argv = ["squeue", *which, "--all", "--states=all", "--noheader"]
+        done = self._read_command([*argv, f"--Format={SQUEUE_FORMAT}"])
+        if done.returncode == 0:
+            return parse_squeue(done.stdout)
+        if no_such_job(done.stderr):
+            raise _NoSuchJobError(clean(done.stderr))
+        raise unusable("squeue", done)
+
+    def _sacct(self, which: Sequence[str]) -> list[Row]:
+        """Return accounting's rows; none where the cluster keeps no accounting."""
+        if not self._accounting:
+            return []
+        argv = ["sacct", "--allocations", "--parsable2", "--noheader", f"--delimiter={UNIT}"]
+        try:
+            done = self._read_command([*argv, f"--format={SACCT_FIELDS}", *which])
+        except CommandMissing:
+            self._accounting = False
+            return []
+        if done.returncode == 0:
+            return parse_sacct(done.stdout)
+        if _ACCOUNTING_OFF in done.stderr + done.stdout:
+            self._accounting = False
+            return []
+        raise unusable("sacct", done)
+
+    def _read_command(self, argv: Sequence[str]) -> Completed:
+        """Run a command that changes nothing; tried again, ever later, while Slurm is busy.
+
+        Only what failed fast is tried again: a controller that let one command time out would do
+        so to the next, and somebody waits for the answer.
+        """
+        delay = 1.0
+        for left in range(_TRIES - 1, -1, -1):
+            began = self._clock.monotonic()
+            try:
+                done = self._run(argv)
+            except CommandMissing:
+                raise
+            except SchedulerUnavailable:
+                if not left or self._clock.monotonic() - began > QUICK_SECONDS:
+                    raise
+            else:
+                last = not left or self._clock.monotonic() - began > QUICK_SECONDS
+                if last or done.returncode <= 0 or not transport_fault(done.stderr):
+                    return done
+            self._clock.sleep(delay * (1 + self._rng.uniform(-_JITTER, _JITTER)))
+            delay *= 2
+        raise AssertionError  # pragma: no cover - the last try returns or raises
+
+    def _run(self, argv: Sequence[str]) -> Completed:
+        return ask(self._runner, argv)
+
+    def _is_sbatch_in(self, process: str, directory: str) -> bool:
+        try:
+            if os.stat(process).st_uid != os.getuid():
+                return False
+            with open(os.path.join(process, "comm"), encoding="utf-8", errors="replace") as stream:
+                if stream.read().strip() != "sbatch":
+                    return False
+            return os.readlink(os.path.join(process, "cwd")) == directory
+        except OSError:  # it has just ended, or is a zombie
+            return False
+
+
+class _NoSuchJobError(SchedulerError):
+    """The controller answered, and knows none of the jobs."""
+
+
+def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
+    wanted = {str(directory), os.path.realpath(directory)}
+    return {
+        row.shown_id.split("_")[0].split("+")[0] for row in rows if row.status.directory in wanted
+    }
+
+
+def _whole(job_ids: Sequence[str]) -> list[str]:
+    """Return the ids with arrays in place of their tasks: one id asks for ten thousand."""
+    return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+
+
+def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    length = 0
+    for job_id in job_ids:
+        if chunk and length + len(job_id) + 1 > _IDS_LENGTH_BYTES:
+            yield chunk
+            chunk, length = [], 0
+        chunk.append(job_id)
+        length += len(job_id) + 1
+    if chunk:
+        yield chunk
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (NotFoundError, RecordError):
+        return ""

@@ -1,0 +1,316 @@
+r"""What Slurm's commands print, as records; pure text in, plain values out.
+
+One row of squeue and of sacct has the same twelve columns, in this order:
+
+    raw id, id, state, exit, restarts, submitted, started, ended, nodes, reason, name, directory
+
+separated by the control character US (0x1f), so that a `|` in a job's name does no harm; squeue's
+rows end with RS (0x1e) and a newline, so that a newline in a name does none either. The directory
+is last and holds whatever is left. sacct has no count of restarts that works with 22.05, so its
+column is filled with a field that is always a number, and ignored.
+
+`id` is the array or heterogeneous form: `25_3`, `25_[4-9%2]` for tasks that still wait, `28+1`.
+Times are epoch seconds (`SLURM_TIME_FORMAT=%s`) or, where a site's wrapper drops that variable,
+ISO 8601 in local time. Exit codes are `3:0` (code:signal) from sacct, and the plain wait status
+(768 for code 3) from squeue.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.scheduler.arrays import covers
+from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.slurm.states import parse_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "SACCT_FIELDS",
+    "SQUEUE_FORMAT",
+    "TASK",
+    "Row",
+    "escape_output",
+    "escape_task_output",
+    "make_status",
+    "match",
+    "parse_exit",
+    "parse_job_id",
+    "parse_sacct",
+    "parse_squeue",
+    "parse_time",
+    "valid_id",
+]
+
+TASK = "%a"
+"""What stands for a task's index in `--output`."""
+
+UNIT = "\x1f"
+RECORD = "\x1e"
+
+# Size 0 is "as long as it is" (the default cuts at 20 bytes); what follows the size is a suffix.
+_SQUEUE_FIELDS = (
+    "JobID",
+    "JobArrayID",
+    "State",
+    "exit_code",
+    "RestartCnt",
+    "SubmitTime",
+    "StartTime",
+    "EndTime",
+    "NodeList",
+    "Reason",
+    "Name",
+    "WorkDir",
+)
+SQUEUE_FORMAT = f":0{UNIT},".join(_SQUEUE_FIELDS) + f":0{RECORD}"
+"""For `squeue --Format`."""
+
+SACCT_FIELDS = (
+    "JobIDRaw,JobID,State,ExitCode,AllocCPUS,Submit,Start,End,NodeList,Reason,JobName,WorkDir"
+)
+"""For `sacct --format`; AllocCPUS only fills the column of restarts."""
+
+_NOTHING = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
+_JOB_ID = re.compile(r"(\d+)(?:;(\S+))?", re.ASCII)
+_VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
+_SIGNAL_MASK = 0x7F
+_CODE_SHIFT = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: a job, one task of an array, or all tasks of it that still wait.
+
+    Attributes:
+        raw_id: the controller's own number of it.
+        shown_id: `25`, `25_3`, `25_[4-9%2]` or `28+1`.
+        status: everything else, under the shown id.
+    """
+
+    raw_id: str
+    shown_id: str
+    status: JobStatus
+
+
+def escape_output(path: str) -> str:
+    r"""Return a path such that sbatch's `--output` means just that file.
+
+    A backslash anywhere switches every `%` pattern off and is itself removed (observed with
+    22.05; `remove_path_slashes` in Slurm's source, also of the newest): then only backslashes are
+    to be doubled. Without one, `%` is to be doubled.
+
+    >>> escape_output("/data/100%/out.log")
+    '/data/100%%/out.log'
+    >>> print(escape_output("/data/a\\b/100%j.log"))
+    /data/a\\b/100%j.log
+    """
+    if "\\" in path:
+        return path.replace("\\", "\\\\")
+    return path.replace("%", "%%")
+
+
+def escape_task_output(path: str) -> str:
+    """Return, for a path with `%a` in it, an `--output` that gives each task of an array its own.
+
+    Raises:
+        ValueError: it has a backslash, which switches `%a` off.
+
+    >>> escape_task_output("/100%/run.%a/out.log")
+    '/100%%/run.%a/out.log'
+    """
+    if "\\" in path:
+        raise ValueError(f"{path!r} has a backslash, which keeps sbatch from naming a task's file")
+    before, pattern, after = path.rpartition(TASK)
+    return escape_output(before) + pattern + escape_output(after)
+
+
+def valid_id(job_id: str) -> bool:
+    """Return whether this can be a job's id: `25`, `25_3`, `28+1`."""
+    return _VALID_ID.fullmatch(job_id) is not None
+
+
+def parse_job_id(text: str) -> str | None:
+    r"""Return the id in what `sbatch --parsable` wrote, or None; a torn line is none.
+
+    >>> parse_job_id("4711;cluster\n")
+    '4711'
+    >>> parse_job_id("47") is None
+    True
+    """
+    for line in text.splitlines(keepends=True):
+        found = _JOB_ID.fullmatch(line.strip())
+        if found and line.endswith("\n") and valid_id(found[1]):
+            return found[1]
+    return None
+
+
+def parse_time(text: str) -> float | None:
+    """Return seconds since the epoch, or None for Slurm's many words for nothing.
+
+    >>> parse_time("1795217201")
+    1795217201.0
+    >>> parse_time("Unknown") is None
+    True
+    """
+    text = text.strip()
+    if text.lower() in _NOTHING:
+        return None
+    if _number(text):
+        return float(text) or None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def parse_exit(text: str) -> tuple[int, int] | None:
+    """Return (exit code, signal) of `3:0` or of a plain wait status, None where it is neither.
+
+    >>> parse_exit("0:15"), parse_exit("768"), parse_exit("9"), parse_exit("")
+    ((0, 15), (3, 0), (0, 9), None)
+    """
+    first, colon, second = text.strip().partition(":")
+    if not _number(first) or (colon and not _number(second)):
+        return None
+    if colon:
+        return int(first), int(second)
+    status = int(first)
+    if status == 1:  # the controller's own "failed before it began"; accounting has 1:0 for it
+        return 1, 0
+    signal = status & _SIGNAL_MASK
+    return (0, signal) if signal else (status >> _CODE_SHIFT, 0)
+
+
+def parse_squeue(text: str) -> list[Row]:
+    """Return the rows of `squeue --Format=SQUEUE_FORMAT`; what is no row is left out."""
+    rows = (_row(record.lstrip("\r\n"), restarts=True) for record in text.split(RECORD))
+    return [row for row in rows if row]
+
+
+def parse_sacct(text: str) -> list[Row]:
+    """Return the rows of `sacct --format=SACCT_FIELDS`; what is no row is left out."""
+    # A newline in a name or a directory does not begin a row; an id and a separator do.
+    records = re.split(rf"\n(?=\d+{UNIT})", text.removesuffix("\n"))
+    rows = (_row(record, restarts=False) for record in records)
+    return [row for row in rows if row]
+
+
+def make_status(
+    job_id: str,
+    raw_state: str,
+    *,
+    reason: str = "",
+    code: tuple[int, int] | None = None,
+    nodes: str = "",
+    submitted: float | None = None,
+    started: float | None = None,
+    ended: float | None = None,
+    restarts: int = 0,
+    name: str = "",
+    directory: str = "",
+) -> JobStatus:
+    """Return a status of what Slurm says, without what has not come true yet.
+
+    Args:
+        job_id: as Slurm shows it.
+        raw_state: Slurm's own word.
+        reason: or a word for none.
+        code: exit code and signal; ignored while the job is not over.
+        nodes: or a word for none.
+        submitted: seconds since the epoch.
+        started: a prediction until it has come true.
+        ended: a prediction until it has come true.
+        restarts: how often it was requeued.
+        name: the job's name.
+        directory: its working directory.
+    """
+    state = parse_state(raw_state)
+    nodes = _text(nodes)
+    code = code if state.over else None
+    return JobStatus(
+        job_id=job_id,
+        state=state,
+        raw_state=raw_state,
+        reason=_text(reason),
+        exit_code=code[0] if code else None,
+        signal=code[1] if code else 0,
+        nodes=nodes,
+        submitted=submitted,
+        # A job cancelled while it waited has a start, but no nodes.
+        started=started if nodes and not state.waiting else None,
+        ended=ended if state.over else None,
+        restarts=restarts,
+        name=name,
+        directory=directory,
+    )
+
+
+def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
+    """Return the status of each id that was asked for, as far as the rows know it.
+
+    An array's own id gets the status of the task that says most: one that runs, else one that
+    waits, else one that did not end well.
+    """
+    by_id: dict[str, list[Row]] = {}
+    several: dict[str, list[Row]] = {}
+    for row in rows:
+        base, _, task = row.shown_id.partition("_")
+        for key in {row.shown_id, _base(row.shown_id), row.raw_id}:
+            by_id.setdefault(key, []).append(row)
+        if not task or task.startswith("["):
+            several.setdefault(base, []).append(row)
+    found = {}
+    for job_id in job_ids:
+        known = by_id.get(job_id) or [
+            row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
+        ]
+        if known:
+            telling = min(known, key=_rank)
+            found[job_id] = replace(telling.status, job_id=job_id)
+    return found
+
+
+def _rank(row: Row) -> int:
+    state = row.status.state
+    if state.over:
+        return 3 if state is JobState.COMPLETED else 2
+    return 1 if state.waiting else 0
+
+
+def _base(job_id: str) -> str:
+    return re.split(r"[_+]", job_id, maxsplit=1)[0]
+
+
+def _row(text: str, *, restarts: bool) -> Row | None:
+    fields = text.split(UNIT, len(_SQUEUE_FIELDS) - 1)
+    if len(fields) != len(_SQUEUE_FIELDS) or not _number(fields[0].strip()):
+        return None
+    shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
+    status = make_status(
+        shown_id,
+        raw_state,
+        reason=fields[9],
+        code=parse_exit(fields[3]),
+        nodes=fields[8],
+        submitted=parse_time(fields[5]),
+        started=parse_time(fields[6]),
+        ended=parse_time(fields[7]),
+        restarts=int(count) if restarts and _number(count) else 0,
+        name=fields[10],
+        directory=fields[11],
+    )
+    return Row(fields[0].strip(), shown_id, status)
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _text(field: str) -> str:
+    field = field.strip()
+    return "" if field.lower() in _NOTHING else field

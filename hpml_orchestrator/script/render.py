@@ -1,0 +1,299 @@
+"""From a complete job to the text of its batch script: a pure function, no command is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator import __version__
+from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
+from hpml_orchestrator.script import template
+from hpml_orchestrator.script.archive import BINDER
+from hpml_orchestrator.script.code import script_word, workdir_word
+from hpml_orchestrator.script.monitor_words import monitor_words
+from hpml_orchestrator.script.site_rules import apply_rules
+from hpml_orchestrator.script.stage_words import entry_options, staging_options
+from hpml_orchestrator.script.static_form import static_form
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpml_orchestrator.script.code import SnapshotPaths
+    from hpml_orchestrator.spec import Job, Stage
+    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
+
+__all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
+
+MAX_SCRIPT_BYTES = 4 * 1024 * 1024
+"""Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
+
+
+def own_interpreter() -> str:
+    """Return the path of the Python that runs hpml, the same however hpml was started.
+
+    A virtual environment has its Python under several names; `sys.executable` is the one that was
+    used, and a script should not depend on that.
+    """
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    usual = os.path.join(sys.prefix, "bin", name)
+    return usual if os.access(usual, os.X_OK) else sys.executable
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What was found out about this installation before rendering.
+
+    Attributes:
+        interpreter: absolute path of the Python that runs hpml's own parts on the nodes.
+    """
+
+    interpreter: str = dataclasses.field(default_factory=own_interpreter)
+
+
+def render(
+    job: Job,
+    capabilities: Capabilities,
+    site: ResolvedSite | None = None,
+    *,
+    snapshot: SnapshotPaths | None = None,
+    topologies: Mapping[str, Topology] | None = None,
+    targets: Mapping[str, str] | None = None,
+) -> str:
+    """Return the batch script of a job; equal input gives equal bytes.
+
+    Args:
+        job: the job, complete.
+        capabilities: what was found out about this installation.
+        site: the site profile, if there is one.
+        snapshot: what of the job lies in the submission's copy of the code, if it takes one.
+        topologies: of the site profile's node types that have one, by the type's name.
+        targets: why each `target: auto` became what it is now, by the name of its entry.
+
+    Raises:
+        InputError: a placeholder names nothing, the job asks for what the site forbids, wants its
+            launcher to bind where that cannot be, or the script grows over Slurm's limit.
+    """
+    _check_placeholders(job)
+    resources, environment = job.resources, job.environment
+    container_words, container_mounts = _container(job, snapshot)
+    context = {
+        "version": __version__,
+        "job": job,
+        "directives": directives(job, site),
+        "interpreter": capabilities.interpreter,
+        "ranks_per_node": resources.ranks,
+        "cpus_per_rank": resources.cpus_per_rank,
+        "agent_options": [*_agent_options(job), *staging_options(job, site)],
+        "monitor": monitor_words(job),
+        "binder": BINDER,
+        "static": static_form(job, site, topologies or {}),
+        "variables": list(environment.variables.items()),
+        "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
+        **_places(job, site),
+        "container_words": container_words,
+        "container_mounts": container_mounts,
+        "setup": template.Raw((environment.setup or "").rstrip("\n")),
+        "activates": bool(environment.modules or environment.venv or environment.conda),
+        "workdir": workdir_word(job, snapshot),
+        "command": _command(job, snapshot),
+    }
+    directories = (site.site.templates,) if site and site.site.templates else ()
+    text = template.environment(directories).get_template(f"{job.launcher}.sh.j2").render(context)
+    size = len(text.encode("utf-8"))
+    if size > MAX_SCRIPT_BYTES:
+        raise InputError(
+            f"the script would have {size} bytes; Slurm takes at most {MAX_SCRIPT_BYTES}",
+            field="args",
+            hint="put long values into a file and pass the file's path",
+        )
+    return text
+
+
+def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
+    """Return the `#SBATCH` options of a job, in a fixed order, as the site wants them.
+
+    Raises:
+        InputError: the job asks for one that the site forbids.
+    """
+    lines = _own_directives(job)
+    if site is None or not site.site.directives:
+        return lines
+    files = {str(site.origin(f"directives.{name}")) for name in site.site.directives}
+    return apply_rules(lines, job, site.site.directives, origin=", ".join(sorted(files)))
+
+
+def _own_directives(job: Job) -> list[str]:
+    resources = job.resources
+    # mpirun counts the tasks of a node as the slots that it has there.
+    one_per_rank = job.launcher != "torchrun"
+    tasks = resources.ranks if one_per_rank else 1
+    lines = [
+        f"--job-name={job.name}",
+        f"--nodes={resources.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={resources.ranks * resources.cpus_per_rank // tasks}",
+    ]
+    if resources.gpu_count:
+        lines.append(f"--gpus-per-node={resources.gpus}")
+    if resources.memory:
+        lines.append(f"--mem={memory_mebibytes(job)}M")
+    lines.append(f"--time={resources.time}")
+    for name in ("partition", "account", "qos", "constraint"):
+        value = getattr(resources, name)
+        if value is not None:
+            lines.append(f"--{name}={value}")
+    if resources.exclusive:
+        lines.append("--exclusive")
+    if resources.mail is not None:
+        lines.append(f"--mail-user={resources.mail.to}")
+        lines.append(f"--mail-type={','.join(event.upper() for event in resources.mail.on)}")
+    if job.array is not None:
+        lines.append(f"--array={job.array}")
+    lines.append("--open-mode=append")
+    lines.extend(resources.extra)
+    return lines
+
+
+def memory_mebibytes(job: Job) -> int:
+    """Return the memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
+    own = int((job.resources.memory or "0M").removesuffix("M"))
+    staged = sum(
+        int(stage.size.removesuffix("M"))
+        for stage in job.stage
+        if stage.target == "shm" and stage.size is not None
+    )
+    return own + staged
+
+
+def _agent_options(job: Job) -> list[str]:
+    """Return what the agents plan by; what is as by default is left out but for the first three."""
+    binding, resources = job.binding, job.resources
+    options = [
+        f"--ranks {resources.ranks}",
+        f"--policy {binding.policy}",
+        f"--verify {binding.verify}",
+    ]
+    if resources.ranks_per_gpu > 1:
+        options.append(f"--ranks-per-gpu {resources.ranks_per_gpu}")
+    if binding.loader_workers:
+        options.append(f"--loader-workers {binding.loader_workers}")
+    if not binding.hardware_threads:
+        options.append("--one-thread")
+    if "OMP_NUM_THREADS" in job.environment.variables:
+        options.append("--keep-threads")
+    if not resources.gpu_count and not set(VISIBLE_VARIABLES) & set(job.environment.variables):
+        options.append("--no-gpus")
+    return options
+
+
+def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
+    """Return where the nodes keep what is staged, and how they reach one another."""
+    if site is None:
+        return {"ram": None, "scratch": None, "interfaces": ""}
+    partition = job.resources.partition
+    ram, scratch = (site.site.path(which, partition) for which in ("ram", "scratch"))
+    return {
+        "ram": ram and template.node_path(ram),
+        "scratch": scratch and template.node_path(scratch),
+        "interfaces": ",".join(site.site.interfaces_of(partition)),
+    }
+
+
+def _command(job: Job, snapshot: SnapshotPaths | None) -> list[Any]:
+    if job.command is not None:
+        return [*job.command, *job.args]
+    script = script_word(job, snapshot)
+    program = ["-m", job.module] if job.module is not None else [script]
+    return [job.environment.python, *program, *job.args]
+
+
+def _stage(stage: Stage, why: str) -> dict[str, Any]:
+    bases = {"shm": template.Raw('"$hpml_shm"'), "local": template.Raw('"$hpml_local"')}
+    return {
+        "name": stage.name,
+        "target": stage.target,
+        "variable": template.variable(f"stage.{stage.name}"),
+        "kind": stage.kind,
+        "source": stage.source,
+        "base": bases.get(stage.target, stage.target),
+        "options": entry_options(stage),
+        "why": why,
+    }
+
+
+def _container(job: Job, snapshot: SnapshotPaths | None) -> tuple[list[Any], list[Any]]:
+    """Return the words before the ranks' command, and what pyxis shall mount."""
+    container = job.environment.container
+    if container is None:
+        return [], []
+    _check_mounted(job, snapshot)
+    workdir = workdir_word(job, snapshot)
+    own = [template.Raw('"$hpml_submission"'), template.Raw('"$hpml_run"')]
+    if container.engine == "apptainer":
+        words: list[Any] = ["apptainer", "exec"]
+        if job.resources.gpu_count:
+            words.append("--nv")
+        mounts = [*own, *([] if snapshot else [workdir]), *container.mounts]
+        mounts += [template.Raw(f'"${template.variable(f"stage.{s.name}")}"') for s in job.stage]
+        for mount in mounts:
+            words += ["--bind", mount]
+        return [*words, "--pwd", workdir, container.image], []
+    mounts = [template.Raw(f'"{name}:{name}"') for name in ("$hpml_submission", "$hpml_run")]
+    if not snapshot:  # which lies in the submission
+        mounts.append(template.quote(f"{job.workdir}:{job.workdir}"))
+    for stage in job.stage:
+        name = template.variable(f"stage.{stage.name}")
+        mounts.append(template.Raw(f'"${name}:${name}"'))
+    mounts += [
+        template.quote(mount if ":" in mount else f"{mount}:{mount}") for mount in container.mounts
+    ]
+    return [], mounts
+
+
+def _check_mounted(job: Job, snapshot: SnapshotPaths | None) -> None:
+    """Refuse paths that a container cannot mount: colons and commas divide the options' parts."""
+    places = [] if snapshot else [("workdir", job.workdir)]
+    places += [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
+    for field, path in places:
+        if ":" in path or "," in path:
+            raise InputError(
+                "must have neither colon nor comma where the ranks run in a container",
+                field=field,
+                value=path,
+            )
+
+
+def _check_placeholders(job: Job) -> None:
+    known = {f"stage.{stage.name}" for stage in job.stage} | {"run.dir"}
+    if job.array is not None:
+        known.add("array.index")
+    places = [(f"args.{index}", value) for index, value in enumerate(job.args)]
+    places += [(f"command.{index}", value) for index, value in enumerate(job.command or [])]
+    places += [
+        (f"environment.variables.{name}", value)
+        for name, value in job.environment.variables.items()
+    ]
+    for field, value in places:
+        for found in template.placeholders(value, array=job.array is not None):
+            if found == "array.index" and job.array is None:
+                raise InputError(
+                    "{array.index} is the index of an array's task, and the job is no array",
+                    field=field,
+                    value=value,
+                    hint="give the job its tasks, such as `array: 0-9`, or leave it out",
+                )
+            if found not in known:
+                near = nearest(found, known)
+                raise InputError(
+                    f"{{{found}}} names nothing{' that is staged' * found.startswith('stage.')}",
+                    field=field,
+                    value=value,
+                    hint=f"did you mean {{{near}}}?"
+                    if near
+                    else "stage data under that name, or write the path itself",
+                )

@@ -1,0 +1,183 @@
+"""Whether the launcher itself can bind a job's ranks, and by which options: a pure function.
+
+Only where all is known before: the job gets whole nodes, and the site profile has the topology of
+every node that it may get. Then the plan that each node would make is made here, and written in the
+launcher's own words. hpml-bind still runs on the nodes, and proves that it came true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.placement import static
+from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.script.site_rules import as_asked, whole_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site import NodeType, Site
+    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
+
+__all__ = ["StaticForm", "static_form", "told"]
+
+_REDUCING = frozenset(
+    # options of sbatch after which a whole node is not all CPUs, or its tasks lie otherwise
+    "core-spec thread-spec hint threads-per-core ntasks-per-core ntasks-per-socket "
+    "sockets-per-node cores-per-socket extra-node-info overcommit oversubscribe".split()
+)
+
+
+@dataclass(frozen=True)
+class StaticForm:
+    """How the launcher binds the ranks, or why each node plans for itself.
+
+    Attributes:
+        name: the form, such as `map_ldom`; empty where each node plans for itself.
+        options: of srun or mpirun, which say the plan.
+        slots: cores of each local rank, where mpirun takes them from a rankfile.
+        missing: what keeps the launcher from binding, one phrase each; empty where it binds, and
+            where the job does not want it.
+    """
+
+    name: str = ""
+    options: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def static_form(
+    job: Job, site: ResolvedSite | None, topologies: Mapping[str, Topology]
+) -> StaticForm:
+    """Return the form that a job's script has.
+
+    Args:
+        job: the job, complete.
+        site: the site profile, if there is one.
+        topologies: of the node types that have one, by the type's name.
+
+    Raises:
+        InputError: the job wants it static, and it cannot be; names all that is missing.
+    """
+    if job.binding.form == "node":
+        return StaticForm()
+    asked = as_asked(job, site.site.directives) if site else job
+    missing = [*_of_job(job), *_of_site(asked, site.site if site else None, topologies)]
+    made = StaticForm(missing=tuple(missing))
+    if not missing and site is not None:
+        kinds = site.site.kinds_of(asked.resources.partition)
+        made = _common({name: _form(job, topologies[name]) for name in kinds})
+    if made.missing and job.binding.form == "static":
+        raise InputError(
+            f"cannot be static: {'; '.join(made.missing)}",
+            field="binding.form",
+            value="static",
+            hint="with `form: auto` each node plans for itself until all of this is so",
+        )
+    return made
+
+
+def told(form: StaticForm) -> str:
+    """Return in one line who binds the ranks, and why."""
+    if form.name:
+        return f"the launcher binds, by {form.name}; each node checks it"
+    if form.missing:
+        return f"each node plans for itself: {'; '.join(form.missing)}"
+    return "each node plans for itself"
+
+
+def _of_job(job: Job) -> Iterator[str]:
+    """What of the job alone keeps its launcher from binding."""
+    if job.launcher not in ("srun", "mpirun"):
+        yield f"{job.launcher} starts the ranks, and only srun and mpirun can bind them one by one"
+    if job.binding.policy == "none":
+        yield "policy none binds nothing"
+
+
+def _of_site(job: Job, site: Site | None, topologies: Mapping[str, Topology]) -> Iterator[str]:
+    """What is missing to know a job's nodes before, and to have them whole."""
+    if site is None:
+        yield "there is no site profile that tells the nodes' topology"
+        if not whole_nodes(job, site):
+            yield _NOT_WHOLE
+        return
+    wanted = job.resources.partition
+    names = site.partitions_of(wanted)
+    unknown = [name for name in names if name not in site.partitions]
+    if not names:
+        yield "the job names no partition, and the site profile has no default one"
+    elif unknown:
+        yield f"the site profile does not know partition {', '.join(unknown)}"
+    kinds = site.kinds_of(wanted)
+    if names and not unknown and not kinds:
+        yield f"the site profile names no node types of partition {', '.join(names)}"
+    if not whole_nodes(job, site):
+        yield _NOT_WHOLE
+    for option in job.resources.extra:
+        if option.removeprefix("--").partition("=")[0] in _REDUCING:
+            yield f"{option} leaves parts of a node out"
+    for name, kind in kinds.items():
+        yield from _of_kind(job, name, kind, topologies.get(name))
+
+
+_NOT_WHOLE = "the job does not get whole nodes (resources.exclusive)"
+
+
+def _of_kind(job: Job, name: str, kind: NodeType, topology: Topology | None) -> Iterator[str]:
+    """What of one type of nodes is not known, or not all the job's."""
+    if topology is None:
+        yield f"node type {name} has no topology in the site profile"
+        return
+    if topology.source in static.PARTIAL:
+        yield f"the topology of node type {name} ({topology.source}) does not tell of all cores"
+    cpus = len(topology.cpus)
+    if kind.cpus is not None and kind.cpus != cpus:
+        yield f"jobs can have {kind.cpus} CPUs of node type {name}, and its topology has {cpus}"
+    gpus, there = job.resources.gpu_count, len(topology.devices)
+    if gpus != there:
+        yield f"the job asks for {gpus} of the {there} GPUs that nodes of type {name} have"
+
+
+def _form(job: Job, topology: Topology) -> StaticForm:
+    """Return the most readable form that says exactly what the nodes themselves would plan."""
+    binding = job.binding
+    made = plan(
+        topology,
+        job.resources.ranks,
+        policy=binding.policy,
+        ranks_per_gpu=job.resources.ranks_per_gpu,
+        loader_workers=binding.loader_workers,
+        smt=binding.hardware_threads,
+    )
+    if job.launcher == "mpirun":
+        by = static.openmpi_map_by(topology, made)
+        if by.value is not None:
+            return StaticForm(by.name, tuple(by.value.split()))
+        file = static.openmpi_rankfile(topology, made, ["localhost"])
+        if file.value is None:
+            return StaticForm(missing=(file.reason,))
+        slots = [line.rpartition("slot=")[2] for line in file.value.splitlines()]
+        return StaticForm(file.name, slots=tuple(slots))
+    found = [static.slurm_ldoms(topology, made), static.slurm_masks(made)]
+    # The form `cores` makes the step as large as its tasks, and Slurm chooses which cores those
+    # are: it says the plan where they are all cores of the node.
+    if sum(len(one.cores) for one in made.ranks) == len(topology.cores):
+        found.insert(1, static.slurm_cores(topology, made))
+    best = next((one for one in found if one.value is not None), None)
+    if best is None or best.value is None:
+        return StaticForm(missing=(found[-1].reason,))
+    memory = static.slurm_memory(made).value
+    return StaticForm(best.name, (*best.value.split(), *([memory] if memory else [])))
+
+
+def _common(forms: Mapping[str, StaticForm]) -> StaticForm:
+    """Return the form that all node types have alike."""
+    different = list(dict.fromkeys(forms.values()))
+    if len(different) == 1:
+        return different[0]
+    named = " and ".join(forms)
+    return StaticForm(missing=(f"ranks lie differently on nodes of the types {named}",))

@@ -1,0 +1,188 @@
+"""Before a submission it is known whether the monitor will start, and who will see it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.check.finding import Finding
+from hpml_orchestrator.check.monitor import check_monitor, check_port
+from hpml_orchestrator.spec import Job
+
+MOUNTS = "server:/home /shared nfs rw 0 0\nnone /ram tmpfs rw 0 0\n"
+TLS = "tls_server_config: {cert_file: c, key_file: k"
+USERS = f"basic_auth_users: {{a: $2y$10${'x' * 53}}}"
+Found = list[Finding]
+
+
+def told(tmp_path: Path, *, missing: str = "", gpus: int = 0, **monitor: Any) -> Found:
+    """What is found of a job that other machines run."""
+    fields = {"name": "a", "command": ["true"], "resources": {"gpus": gpus}}
+    job = Job.model_validate({**fields, "monitor": {"enabled": True, **monitor}})
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS)
+    return check_monitor(
+        job, on_nodes=True, mounts=str(mounts), installed=lambda name: name not in missing.split()
+    )
+
+
+def written(tmp_path: Path, text: str) -> str:
+    """A web-config file; braces that are open are closed."""
+    path = tmp_path / "web.yml"
+    path.write_text(text + "}" * (text.count("{") - text.count("}")))
+    return str(path)
+
+
+def locked(tmp_path: Path) -> str:
+    """A file that brings TLS and asks for users."""
+    return written(tmp_path, f"{USERS}\n{TLS}")
+
+
+def codes(found: Found) -> list[str]:
+    """Their codes; none of them keeps a job from running."""
+    assert {one.level for one in found} <= {"warning"}
+    assert all(one.hint for one in found)
+    return [one.code for one in found]
+
+
+def test_without_a_monitor_nothing_is_looked_at(tmp_path: Path) -> None:
+    """Whatever its fields say."""
+    assert told(tmp_path, missing="hpml_exporters", enabled=False, listen="0.0.0.0:1") == []
+
+
+def test_loopback_is_for_the_node_alone(tmp_path: Path) -> None:
+    """It is safe, and no Prometheus of a cluster will find it; on one machine that is well."""
+    assert codes(told(tmp_path)) == ["monitor.alone"]
+    assert codes(told(tmp_path, listen="[::1]:0")) == ["monitor.alone"]
+    job = Job.model_validate({"name": "a", "command": ["true"], "monitor": {"enabled": True}})
+    assert check_monitor(job, on_nodes=False) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (None, "monitor.open"),
+        ("", "monitor.open"),
+        ("basic_auth_users: {}", "monitor.open"),
+        (TLS, "monitor.open"),
+        (f"{TLS}, client_auth_type: RequireAnyClientCert", "monitor.open"),
+        (f"{TLS}, client_auth_type: VerifyClientCertIfGiven, client_ca: c", "monitor.open"),
+        (f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca: c", ""),
+        (USERS, "monitor.unencrypted"),
+        (f"{USERS}\n{TLS}", ""),
+    ],
+)
+def test_an_open_door_is_told(tmp_path: Path, text: str | None, code: str) -> None:
+    """What counts is whom the file asks for, not that there is one; loopback needs none."""
+    config = written(tmp_path, text) if text is not None else None
+    found = told(tmp_path, listen="0.0.0.0:0", web_config=config)
+    assert codes(found) == [code] * bool(code)
+    assert {one.field for one in found} <= {"monitor.web_config" if config else "monitor.listen"}
+    assert codes(told(tmp_path, web_config=config)) == ["monitor.alone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("basic_auth_users: {a: geheim-geheim}", "basic_auth_users.a: this is no hash of bcrypt"),
+        ("basic_auth_user: {}", "basic_auth_user: there is no such field"),
+        ("tls_server_config: {cert_file: c}", "tls_server_config.key_file: it is missing"),
+        ("[unclosed", "line 1"),
+    ],
+)
+def test_a_file_that_the_exporter_would_refuse(tmp_path: Path, text: str, words: str) -> None:
+    """Then nothing at all is monitored, whatever it listens at; secrets are not shown."""
+    config = written(tmp_path, text)
+    for listen in ("127.0.0.1:0", "0.0.0.0:0"):
+        found = told(tmp_path, listen=listen, web_config=config)
+        (one,) = [each for each in found if each.code != "monitor.alone"]
+        assert one.code == "monitor.web_config"
+        assert words in one.message
+        assert one.message.endswith("the job will not be monitored")
+        assert "geheim" not in str(found)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """It is not there."""
+    found = told(tmp_path, listen="0.0.0.0:0", web_config="/none")
+    assert codes(found) == ["monitor.web_config"]
+
+
+@pytest.mark.parametrize("command", ["/no/such/python", "/bin/true", "/bin/false"])
+def test_without_a_reader_nothing_is_said_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """That the exporter is missing, and so the job will not be monitored, is told anyway."""
+    monkeypatch.setattr(sys, "executable", command)
+    config = written(tmp_path, "")
+    found = told(tmp_path, missing="hpml_exporters", listen="0.0.0.0:0", web_config=config)
+    assert codes(found) == ["monitor.missing"]
+
+
+@pytest.mark.parametrize(
+    ("listen", "whole", "found"),
+    [
+        ("0.0.0.0:9500", False, True),
+        ("127.0.0.1:9500", False, True),
+        ("[::1]:9500", False, True),
+        ("0.0.0.0:9500", True, False),
+        ("0.0.0.0:0", False, False),
+        ("0.0.0.0:00", False, False),
+    ],
+)
+def test_a_port_that_another_job_may_have(*, listen: str, whole: bool, found: bool) -> None:
+    """On a node that is not the job's alone; with port 0 each takes one of its own."""
+    monitor = {"enabled": True, "listen": listen}
+    job = Job.model_validate({"name": "a", "command": ["true"], "monitor": monitor})
+    seen = check_port(job, whole=whole)
+    assert codes(seen) == ["monitor.port"] * found
+    assert all(one.value == listen and ":0`" in one.hint for one in seen)
+    off = job.model_copy(update={"monitor": job.monitor.model_copy(update={"enabled": False})})
+    assert check_port(off, whole=whole) == []
+
+
+@pytest.mark.parametrize(
+    ("port", "user", "found"),
+    [(80, 1000, True), (1023, 1000, True), (1024, 1000, False), (0, 1000, False), (80, 0, False)],
+)
+def test_a_port_that_is_for_root(
+    monkeypatch: pytest.MonkeyPatch, *, port: int, user: int, found: bool
+) -> None:
+    """The monitor would be refused it on the node, whoever else is there."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monitor = {"enabled": True, "listen": f"127.0.0.1:{port}"}
+    job = Job.model_validate({"name": "a", "command": ["true"], "monitor": monitor})
+    seen = check_monitor(job, on_nodes=False, installed=lambda _name: True)
+    assert codes(seen) == ["monitor.port"] * found
+    assert all("below 1024 are for root" in one.message for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("missing", "gpus", "code"),
+    [
+        ("hpml_exporters", 0, "monitor.missing"),
+        ("hpml_exporters nvitop", 1, "monitor.missing"),
+        ("nvitop", 1, "monitor.no_gpus"),
+        ("pynvml", 1, "monitor.no_gpus"),
+        ("nvitop", 0, ""),
+    ],
+)
+def test_what_is_not_installed(tmp_path: Path, missing: str, gpus: int, code: str) -> None:
+    """The exporter, or what it needs to see GPUs where the job has some."""
+    found = told(
+        tmp_path, missing=missing, gpus=gpus, listen="10.0.0.1:0", web_config=locked(tmp_path)
+    )
+    assert codes(found) == [code] * bool(code)
+
+
+def test_targets_where_nobody_finds_them(tmp_path: Path) -> None:
+    """A directory of this machine, and one that cannot be written."""
+    named: dict[str, Any] = {"listen": "10.0.0.1:0", "web_config": locked(tmp_path)}
+    assert codes(told(tmp_path, targets="/dev/shm/targets", **named)) == ["monitor.targets_local"]
+    wrong = str(tmp_path / "mounts" / "targets")  # below a file nobody can make a directory
+    (found,) = [one for one in told(tmp_path, targets=wrong, **named) if one.code[-1] != "l"]
+    assert (found.code, found.field, found.value) == ("monitor.targets", "monitor.targets", wrong)

@@ -1,0 +1,40 @@
+"""`/proc/PID/stat` is read whatever a process is called."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.records.process import read_stat
+
+
+def test_this_process() -> None:
+    """The kernel and Python agree on who we are."""
+    stat = read_stat(os.getpid())
+    assert stat is not None
+    assert (stat.pid, stat.parent) == (os.getpid(), os.getppid())
+    assert (stat.group, stat.session) == (os.getpgrp(), os.getsid(0))
+    assert not stat.ended
+
+
+@pytest.mark.parametrize("name", ["a b", "x) S 1 (y", "", "é"])
+def test_names_do_not_mislead(tmp_path: Path, name: str) -> None:
+    """A name may hold what separates fields."""
+    (tmp_path / "7").mkdir()
+    fields = " ".join(str(number) for number in range(4, 53))
+    (tmp_path / "7" / "stat").write_text(f"7 ({name}) Z {fields}\n")
+    stat = read_stat(7, str(tmp_path))
+    assert stat is not None
+    assert (stat.name, stat.parent, stat.group, stat.session) == (name, 4, 5, 6)
+    assert (stat.cpu_ticks, stat.start_ticks, stat.ended) == (14 + 15, 22, True)
+
+
+@pytest.mark.parametrize("text", ["", "7 (a) S 1", "7 (a"])
+def test_what_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    """A process that has just gone leaves nothing, or half a line."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(text)
+    assert read_stat(7, str(tmp_path)) is None
+    assert read_stat(8, str(tmp_path)) is None

@@ -1,0 +1,129 @@
+"""What the tests of a job's way share: a store, prepared submissions, jobs that write records."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.files import append_line, write_json, write_text
+from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.runs.submit import prepare, render_job
+from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.testing import FakeClock, FakeScheduler
+from tests.unit.runs.repositories import Repository, init
+
+
+class World:
+    """A store, a small Slurm in memory, and the jobs' own hands on their records."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.store = Store(root / "records")
+        self.scheduler = FakeScheduler(FakeClock())
+
+    @property
+    def clock(self) -> FakeClock:
+        """The one clock of hpml and of the scheduler."""
+        return self.scheduler.clock
+
+    def prepare(
+        self,
+        name: str = "probe",
+        backend: str = "slurm",
+        after: Sequence[Mapping[str, str]] = (),
+        **fields: Any,
+    ) -> Submission:
+        """Prepare a submission of a small job."""
+        path = self.root / f"{name}.yaml"
+        path.write_text(json.dumps({"name": name, "command": ["true"], **fields}))
+        rendered = render_job(load_job(path), Capabilities("/usr/bin/python3"))
+        environment = {"PATH": "/bin", "USER": "me", "SLURM_JOB_ID": "9", "TOKEN": "x"}
+        return prepare(
+            self.store,
+            rendered,
+            backend=backend,
+            argv=["hpml", "submit"],
+            environment=environment,
+            after=after,
+            now=self.clock.now,
+        )
+
+    def starts(self, submission: Submission, job_id: str, number: int = 0) -> Path:
+        """Write what a job writes when it starts."""
+        attempt = self.store.runs_dir / submission.label / "attempts" / str(number)
+        for name in ("started", "events", "nodes", "binding"):
+            (attempt / name).mkdir(parents=True)
+        write_text(attempt / "started" / "job_id", f"{job_id}\n")
+        queued = submission.started_at()
+        if number == 0 and queued is not None:
+            events.append(attempt / "events" / "batch.jsonl", "queued", node="batch", now=queued)
+        self.event(attempt, "started", nodes="n[1-2]")
+        return attempt
+
+    def event(self, attempt: Path, event: str, rank: int | None = None, **data: Any) -> None:
+        """Write one event now."""
+        node = "batch" if event in ("started", "ended") else "n1"
+        path = attempt / "events" / f"{node}.jsonl"
+        events.append(path, event, node=node, rank=rank, now=self.clock.now, **data)
+
+    def binds(self, attempt: Path, rank: int) -> None:
+        """Write where a rank runs."""
+        line = json.dumps({"rank": rank, "node": "n1", "cpus": [rank]})
+        append_line(attempt / "binding" / "n1.jsonl", line)
+
+    def ends(
+        self, attempt: Path, code: int = 0, reason: str = "completed", state: str = ""
+    ) -> None:
+        """Write what a job writes when it ends."""
+        end: dict[str, Any] = {"exit_code": code, "reason": reason}
+        end["state"] = state or ("FAILED" if code else "COMPLETED")
+        write_json(attempt / "ended.json", {**end, "time": self.clock.now})
+        self.event(attempt, "ended", **end)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A fresh world."""
+    return World(tmp_path)
+
+
+GIT_CONFIG = """\
+[user]
+name = Ada
+email = ada@example.org
+[init]
+defaultBranch = main
+[protocol "file"]
+allow = always
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, so that no git settings of the machine matter."""
+    directory = tmp_path / "home"
+    directory.mkdir()
+    (directory / ".gitconfig").write_text(GIT_CONFIG)
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(directory))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    return directory
+
+
+@pytest.fixture
+def repository(tmp_path: Path, home: Path) -> Repository:
+    """A repository with one commit: two scripts, one in a directory."""
+    assert home.is_dir()
+    made = init(tmp_path / "code")
+    made.write("train.py", "print('old')\n")
+    made.write("tools/eval.py", "print('eval')\n")
+    made.commit()
+    return made

@@ -1,0 +1,91 @@
+"""Cancelling ends what has a job, waits for what is about to get one, and says what it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpml_orchestrator.records.store import Submission
+from hpml_orchestrator.runs import cancel as cancel_module
+from hpml_orchestrator.runs import status as status_module
+from hpml_orchestrator.runs.cancel import cancel
+from hpml_orchestrator.runs.submit import submit
+from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.testing import Fault, Killed
+from tests.unit.runs.conftest import World
+
+
+@pytest.fixture(autouse=True)
+def _scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cancel_module, status_module):
+        monkeypatch.setattr(module, "open_backend", lambda *_, **__: world.scheduler)
+
+
+def cut_off(world: World, seconds: float) -> Submission:
+    """A submission whose hpml was killed and whose sbatch is answered after so many seconds."""
+    submission = world.prepare()
+    world.scheduler.delay_seconds = seconds
+    world.scheduler.faults = [Fault.KILLED_DURING]
+    with pytest.raises(Killed):
+        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    return submission
+
+
+def cancelled(
+    world: World, *submissions: Submission, sleep: Callable[[float], None] | None = None
+) -> tuple[list[dict[str, str]], list[str]]:
+    said: list[str] = []
+    done = cancel(
+        world.store,
+        list(submissions),
+        notice=said.append,
+        clock=world.clock.time,
+        sleep=sleep or world.clock.sleep,
+    )
+    return done, said
+
+
+def test_a_run_that_is_being_submitted_is_waited_for(world: World) -> None:
+    """Its job appears after some seconds, and is cancelled."""
+    submission = cut_off(world, 4.0)
+    (one,), said = cancelled(world, submission)
+    assert one == {"id": submission.sid, "job_id": "1", "outcome": "cancelled job 1"}
+    assert said == [f"{submission.sid} is being submitted: waiting for its job"]
+    assert world.scheduler.jobs["1"].states[-1][1] is JobState.CANCELLED
+
+
+def test_a_run_whose_hpml_is_about_to_call_sbatch_is_waited_for(world: World) -> None:
+    """Its records are there, its sbatch is not yet: that hpml lives, and the job will come."""
+    submission = world.prepare()
+
+    def sleep(_: float) -> None:
+        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+
+    (one,), said = cancelled(world, submission, sleep=sleep)
+    assert one["outcome"] == "cancelled job 1"
+    assert said == [f"{submission.sid} is being submitted: waiting for its job"]
+
+
+def test_a_run_that_gets_no_job_in_time_is_not_cancelled(world: World) -> None:
+    """The others are, at once; of this one it is said that nothing was cancelled."""
+    stuck = cut_off(world, 1000.0)
+    other = world.prepare()
+    submit(other, world.scheduler, environment={}, clock=world.clock.time)
+    began = world.clock.now
+    done, _ = cancelled(world, stuck, other, stuck)
+    assert [(one["id"], one["job_id"]) for one in done] == [(stuck.sid, ""), (other.sid, "1")]
+    assert done[0]["outcome"].startswith("not cancelled: it is being submitted (sbatch still")
+    assert done[1]["outcome"] == "cancelled job 1"
+    assert 10 < world.clock.now - began < 30
+
+
+def test_a_run_without_a_job_needs_no_waiting(world: World) -> None:
+    """Never submitted is over: there is nothing to cancel, and nothing will come."""
+    submission = world.prepare()
+    world.clock.sleep(1000)
+    world.clock.sleeps.clear()
+    (one,), said = cancelled(world, submission)
+    assert one["outcome"] == "is over already (NOT SUBMITTED)"
+    assert not said
+    assert not world.clock.sleeps

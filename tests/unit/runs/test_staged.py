@@ -1,0 +1,123 @@
+"""What came of each entry of `stage`, joined over the nodes, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpml_orchestrator.records.events import Event
+from hpml_orchestrator.runs.staged import Staged, payback_text, staged_entries, staged_lines
+
+ENTRY = {
+    "name": "train",
+    "path": "/local/hpml-7/c-1/train",
+    "bytes": 3 * 1024**2,
+    "files": 30,
+    "seconds": 2.0,
+    "bytes_per_second": 1572864,
+    "method": "copy",
+    "reused": False,
+    "kept": False,
+    "digest": "xxh3_128:00",
+}
+PAYBACK = {"stage_seconds": 2.0, "remote_seconds": 1.5, "local_seconds": 0.5, "epochs": 3}
+
+
+def ready(*entries: dict[str, Any], node: str = "n1") -> Event:
+    return Event(10.0, "ready", node, None, {"bytes": 1, "stages": list(entries)})
+
+
+def lines(*events: Event) -> list[str]:
+    return staged_lines(staged_entries(events))
+
+
+def test_one_node_tells_where_how_and_how_fast() -> None:
+    """Path, size, method, time and rate, in one line."""
+    assert lines(ready(ENTRY)) == [
+        "train: 30 files, 3.0 MiB in /local/hpml-7/c-1/train, by copy in 2.00 s, 1.5 MiB/s"
+    ]
+
+
+def test_nodes_are_joined() -> None:
+    """Sums of bytes and files, the slowest node's time and rate, each method once."""
+    slow = {**ENTRY, "seconds": 4.0, "bytes_per_second": 786432, "method": "chain"}
+    reused = {**ENTRY, "seconds": 0.001, "bytes_per_second": 0, "reused": True, "kept": True}
+    (found,) = staged_entries([ready(ENTRY), ready(slow), ready(reused)])
+    assert (found.nodes, found.files, found.bytes, found.seconds) == (3, 90, 9 * 1024**2, 4.0)
+    assert (found.bytes_per_second, found.methods) == (786432, ("copy", "chain"))
+    assert (found.reused, found.kept, found.digests) == (1, 1, ("xxh3_128:00",))
+    assert staged_lines([found])[0] == (
+        "train: 90 files, 9.0 MiB in /local/hpml-7/c-1/train on 3 nodes, by copy and chain in "
+        "4.00 s, 768.0 KiB/s and node, 1 of 3 nodes had it already; kept on 1 of 3 nodes for "
+        "later jobs"
+    )
+
+
+def test_reuse_and_what_it_cost_is_said() -> None:
+    """Data that was there already has no rate; a private base and what had to go are told."""
+    again = {**ENTRY, "seconds": 0.004, "reused": True, "kept": True, "bytes_per_second": 0}
+    assert lines(ready(again))[0].endswith("there already (4 ms); kept for later jobs")
+    why = "/tmp is this job's own"
+    alone = {**ENTRY, "private": why, "evicted": ["/data/old", "/data/older"]}
+    assert lines(ready(alone))[0].endswith(
+        f"1.5 MiB/s; later jobs cannot reuse it: {why}; /data/old, /data/older had to go for it"
+    )
+
+
+def test_nodes_that_differ_are_told() -> None:
+    """Two digests of one entry mean that nodes have other data than each other."""
+    other = {**ENTRY, "digest": "xxh3_128:ff"}
+    assert "NOT have the same data" in lines(ready(ENTRY), ready(other, node="n2"))[1]
+    without = {**ENTRY, "digest": ""}
+    assert len(lines(ready(ENTRY), ready(without))) == 1
+    other_function = {**ENTRY, "digest": "blake2b_128:ff"}
+    assert len(lines(ready(ENTRY), ready(other_function, node="n2"))) == 1
+    first, second = ({**one, "method": "partition"} for one in (ENTRY, other))
+    assert len(lines(ready(first), ready(second, node="n2"))) == 1
+
+
+def test_whether_it_paid_is_one_sentence() -> None:
+    """After how many epochs, with both times; beside what the job file says that it reads."""
+    times = (
+        "one reading takes 1.50 s from the source and 0.50 s from the node out of the page cache, "
+        "staging took 2.00 s"
+    )
+    told = {**PAYBACK, "warm": True}
+    assert payback_text(Staged("a")) == ""
+    assert payback_text(Staged("a", payback=told)) == f"staging pays after 3 epochs: {times}"
+    assert payback_text(Staged("a", payback=told, epochs=10)) == (
+        f"staging pays after 3 epochs of 10, and saves 8.00 s: {times}"
+    )
+    assert payback_text(Staged("a", payback=told, epochs=2)) == (
+        f"staging pays after 3 epochs, but the job reads it 2 times: {times}"
+    )
+    never = {**told, "epochs": None}
+    assert payback_text(Staged("a", payback=never)) == f"staging never pays: {times}"
+
+
+def test_the_node_on_which_it_pays_last_counts() -> None:
+    """Never is later than any number of epochs."""
+    one, two, never = ({**ENTRY, "payback": {**PAYBACK, "epochs": n}} for n in (1, 2, None))
+    assert staged_entries([ready(one), ready(two)])[0].payback == two["payback"]
+    assert staged_entries([ready(never), ready(two)])[0].payback == never["payback"]
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*ENTRY, "payback", "evicted", "epochs"})), ODD), ODD)
+def test_records_of_any_form_are_no_fault(odd: dict[str, Any], stages: Any) -> None:
+    """Damaged or of another release: what cannot be understood is passed over."""
+    events = [ready({**ENTRY, **odd}), Event(1.0, "ready", "n1", None, {"stages": stages})]
+    staged_lines(staged_entries(events))
+
+
+def test_records_of_older_releases_have_no_entries() -> None:
+    """Then there is nothing to say of them."""
+    assert staged_entries([Event(1.0, "ready", "n1", None, {"bytes": 1, "files": 1})]) == []

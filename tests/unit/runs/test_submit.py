@@ -1,0 +1,258 @@
+"""A submission is written down before it is made, and completed when it was cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.runs.submit import resume, submit
+from hpml_orchestrator.scheduler.model import SubmitRequest
+from hpml_orchestrator.script import archive
+from hpml_orchestrator.site.environment import travelling
+from hpml_orchestrator.testing import Fault, Killed
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Submission
+    from tests.unit.runs.conftest import World
+
+ENVIRONMENT = {"PATH": "/bin"}
+
+
+def go(world: World, submission: Submission) -> str:
+    return submit(submission, world.scheduler, environment=ENVIRONMENT, clock=world.clock.time)
+
+
+def again(world: World, submission: Submission, said: list[str] | None = None) -> str:
+    return resume(
+        world.store,
+        submission,
+        world.scheduler,
+        environment=ENVIRONMENT,
+        clock=world.clock.time,
+        sleep=world.clock.sleep,
+        notice=(said if said is not None else []).append,
+    )
+
+
+def test_a_prepared_submission_says_everything(world: World) -> None:
+    """Job, script, archive, provenance, and which variables travel, but not their values."""
+    submission = world.prepare()
+    record = submission.record()
+    assert (record["name"], record["backend"]) == ("probe", "slurm")
+    assert record["created"] == world.clock.now
+    assert record["comment"] == f"hpml:{submission.sid}"
+    assert record["output"] == f"{world.store.runs_dir}/{submission.sid}/output.log"
+    assert record["environment_names"] == ["PATH", "TOKEN", "USER"]
+    assert record["job"]["command"] == ["true"]
+    assert record["provenance"]["command_line"] == ["hpml", "submit"]
+    assert submission.script.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=probe\n")
+    assert (submission.directory / "hpml-node.pyz").read_bytes() == archive.build()
+    assert world.scheduler.jobs == {}
+
+
+def test_the_job_is_recorded(world: World) -> None:
+    """The marker stands before sbatch is called, the id after it, the arguments to the byte."""
+    submission = world.prepare()
+    assert go(world, submission) == "1"
+    job = submission.job()
+    assert job is not None
+    assert (job["job_id"], job["how"]) == ("1", "sbatch")
+    assert submission.started_at() == world.clock.now
+    arguments = (submission.directory / "arguments").read_bytes().split(b"\0")[:-1]
+    assert arguments == [b"sbatch", str(submission.script).encode()]
+    assert again(world, submission) == "1"
+    assert len(world.scheduler.jobs) == 1
+
+
+def test_a_refusal_is_recorded(world: World) -> None:
+    """No job came of it, and resuming says why instead of trying again."""
+    submission = world.prepare()
+    world.scheduler.faults = [Fault.REFUSED]
+    with pytest.raises(SchedulerError, match="Invalid account"):
+        go(world, submission)
+    refused = submission.refused()
+    assert refused is not None
+    assert "Invalid account" in refused["reason"]
+    with pytest.raises(InputError, match="the scheduler refused it: .*Invalid account"):
+        again(world, submission)
+    assert world.scheduler.jobs == {}
+
+
+def test_a_refusal_that_was_not_recorded_is_found(world: World) -> None:
+    """Hpml died after sbatch had refused: resuming reads that, records it, and submits nothing."""
+    submission = world.prepare()
+    submission.mark_started(now=world.clock.now)
+    words = "sbatch: error: Batch job submission failed: Invalid account specified\n"
+    write_text(submission.directory / "sbatch.out", "")
+    write_text(submission.directory / "sbatch.err", words)
+    with pytest.raises(InputError, match="the scheduler refused it"):
+        again(world, submission)
+    assert submission.refused() is not None
+    assert world.scheduler.jobs == {}
+
+
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST_ANSWER])
+def test_no_answer_is_no_refusal(world: World, fault: Fault) -> None:
+    """The error says how to go on; going on finds the job, or makes it when there is none."""
+    submission = world.prepare()
+    world.scheduler.faults = [fault]
+    with pytest.raises(SchedulerUnavailable) as caught:
+        go(world, submission)
+    assert f"hpml submit --resume {submission.sid}" in caught.value.hint
+    said: list[str] = []
+    assert again(world, submission, said) == "1"
+    assert len(world.scheduler.jobs) == 1
+    job = submission.job()
+    assert job is not None
+    assert job["how"] == ("queue" if fault is Fault.LOST_ANSWER else "sbatch")
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.BOTH_KILLED, Fault.KILLED_AFTER]
+)
+def test_a_killed_hpml_makes_one_job(world: World, fault: Fault) -> None:
+    """Wherever it is killed: resuming, twice, leaves exactly one job."""
+    submission = world.prepare()
+    world.scheduler.faults = [fault]
+    with pytest.raises(Killed):
+        go(world, submission)
+    first = again(world, submission)
+    world.clock.sleep(1000)
+    assert again(world, submission) == first
+    assert len(world.scheduler.jobs) == 1
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_who_looked_too_early_does_not_submit(world: World, killed: bool) -> None:
+    """While one hpml looks, another submits: the first finds its start taken, and then the job.
+
+    The same when there was a start before, whose hpml was killed.
+    """
+    submission = world.prepare()
+    if killed:
+        submission.mark_started(now=world.clock.now)
+        world.clock.sleep(1000)
+    look = world.scheduler.find
+    between: list[str] = []
+
+    def find(directory: Path, *, name: str, since: float) -> list[str]:
+        found = look(directory, name=name, since=since)
+        if not between:
+            between.append("")  # the other one's own look
+            between.append(again(world, submission))
+        return found
+
+    world.scheduler.find = find  # type: ignore[method-assign]
+    assert again(world, submission) == between[1] == "1"
+    assert len(world.scheduler.jobs) == 1
+    assert submission.starts() == 1 + killed
+
+
+def test_a_submission_that_another_hpml_has_taken_is_left_to_it(world: World) -> None:
+    """Resumed in the moment between its records and its sbatch: the first hpml calls none."""
+    submission = world.prepare()
+    assert again(world, submission) == "1"
+    with pytest.raises(SchedulerUnavailable, match="another hpml") as caught:
+        go(world, submission)
+    assert f"hpml submit --resume {submission.sid}" in caught.value.hint
+    assert len(world.scheduler.jobs) == 1
+
+
+def test_a_start_that_was_long_under_way_is_not_used(world: World) -> None:
+    """A file server stood still for minutes: others may have gone on, so sbatch is not called."""
+    submission = world.prepare()
+    times = iter([100.0, 400.0])
+    with pytest.raises(SchedulerUnavailable, match="too slow"):
+        submit(submission, world.scheduler, environment=ENVIRONMENT, clock=lambda: next(times))
+    assert world.scheduler.jobs == {}
+    assert again(world, submission) == "1"
+
+
+def test_a_waiting_hpml_sees_the_job_of_the_other_at_once(world: World) -> None:
+    """It does not sit out the two minutes that it would wait for an sbatch that nobody sees."""
+    submission = world.prepare()
+    begun = world.clock.now
+    submission.mark_started(now=begun)
+
+    def sleep(seconds: float) -> None:
+        world.clock.sleep(seconds)
+        if world.clock.now - begun >= 3:
+            submission.record_job("7", how="sbatch", now=world.clock.now)
+
+    got = resume(
+        world.store,
+        submission,
+        world.scheduler,
+        environment=ENVIRONMENT,
+        clock=world.clock.time,
+        sleep=sleep,
+    )
+    assert got == "7"
+    assert world.clock.now - begun < 5
+    assert world.scheduler.jobs == {}
+
+
+def test_a_job_that_has_started_is_known_by_its_own_word(world: World) -> None:
+    """The attempt that it claimed names it, also when the queue does not show it any more."""
+    submission = world.prepare()
+    submission.mark_started(now=world.clock.now)
+    world.starts(submission, "77")
+    assert again(world, submission) == "77"
+    job = submission.job()
+    assert job is not None
+    assert job["how"] == "job"
+    assert world.scheduler.jobs == {}
+
+
+def test_waiting_is_told(world: World) -> None:
+    """While nobody can know yet, resuming says what it waits for."""
+    submission = world.prepare()
+    world.scheduler.faults = [Fault.KILLED_DURING]
+    with pytest.raises(Killed):
+        go(world, submission)
+    said: list[str] = []
+    again(world, submission, said)
+    assert said
+    assert all("asking again in" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("environment", "inherit", "travels"),
+    [
+        ({"PATH": "/b", "HOME": "/h", "TOKEN": "x", "LC_ALL": "C"}, "minimal", "PATH HOME LC_ALL"),
+        ({"PATH": "/b", "TOKEN": "x", "A B": "y", "BASH_FUNC_f%%": "() {"}, "all", None),
+        ({"SLURM_JOB_ID": "1", "SBATCH_ACCOUNT": "a", "SLURM_CONF": "/c"}, "all", "SLURM_CONF"),
+        ({"SLURM_JOB_ID": "1", "SLURM_CONF": "/c"}, "minimal", "SLURM_CONF"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "PMI_RANK": "0"}, "all", ""),
+        ({"HPML_HOME": "/r", "TORCHELASTIC_RUN_ID": "1", "OMPI_COMM": "1"}, "all", ""),
+        ({"OMPI_MCA_btl": "tcp", "PRTE_LAUNCHED": "1", "PMIX_RANK": "0"}, "all", ""),
+        ({"TMPDIR": "/t", "HOSTNAME": "h", "PWD": "/p", "SHLVL": "1", "_": "x"}, "all", ""),
+        ({"SSH_AUTH_SOCK": "/s", "DISPLAY": ":0", "TMUX": "x", "STY": "y"}, "all", ""),
+        ({"CUDA_VISIBLE_DEVICES": "0", "BASH_ENV": "/x", "ENV": "/y"}, "all", ""),
+        ({"CUDA_HOME": "/c", "PYTHONPATH": "/p", "VIRTUAL_ENV": "/v"}, "all", None),
+    ],
+)
+def test_what_travels(environment: Mapping[str, str], inherit: str, travels: str | None) -> None:
+    """All but the session's, the scheduler's and the launcher's; or only what a login has."""
+    kept = environment if travels is None else {name: environment[name] for name in travels.split()}
+    assert travelling(environment, inherit) == kept
+
+
+def test_the_same_travels_to_every_backend(world: World) -> None:
+    """The request carries exactly the variables that the record names."""
+    submission = world.prepare(environment={"inherit": "minimal"})
+    seen: dict[str, str] = {}
+    original = world.scheduler.submit
+
+    def spy(request: SubmitRequest) -> str:
+        seen.update(request.environment)
+        return original(request)
+
+    world.scheduler.submit = spy  # type: ignore[method-assign]
+    submit(submission, world.scheduler, environment={"PATH": "/b", "X": "y", "SLURM_JOB_ID": "3"})
+    assert seen == {"PATH": "/b"}

@@ -1,0 +1,634 @@
+"""SlurmScheduler against a fake runner, and the real runner against small commands."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpml_orchestrator.errors import NotFoundError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import CommandMissing, Completed, SubprocessRunner
+from hpml_orchestrator.scheduler.model import Dependency, JobState, Scheduler, SubmitRequest
+from hpml_orchestrator.scheduler.slurm.client import PollSchedule, SlurmScheduler
+from hpml_orchestrator.testing import FakeClock, FakeRunner
+from tests.patience import PATIENCE_SECONDS, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+DATA = Path(__file__).parent / "data" / "22.05.8"
+SQUEUE = Completed(0, (DATA / "squeue.txt").read_text())
+SACCT = Completed(0, (DATA / "sacct.txt").read_text())
+NO_SUCH_JOB = Completed(1, "", "slurm_load_jobs error: Invalid job id specified\n")
+TIMED_OUT = Completed(1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n")
+NO_ACCOUNTING = Completed(1, "", "Slurm accounting storage is disabled\n")
+NO_CONFIGURATION = Completed(
+    1,
+    "",
+    "squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+    "squeue: fatal: Could not establish a configuration source\n",
+)
+DBD_DOWN = Completed(1, "", "sacct: error: Problem talking to the database: Connection refused\n")
+
+
+def slurm(
+    runner: FakeRunner, clock: FakeClock | None = None, proc_root: str = "/proc"
+) -> SlurmScheduler:
+    clock = clock or FakeClock()
+    return SlurmScheduler(runner, clock=clock, rng=random.Random(0), proc_root=proc_root)
+
+
+def request_in(directory: Path) -> SubmitRequest:
+    return SubmitRequest(
+        directory, directory / "100%.log", "train", "hpml:1", {"PATH": "/bin", "HPML_X": "1"}
+    )
+
+
+def sbatch(tmp_path: Path, answer: Completed | BaseException) -> str:
+    return slurm(FakeRunner({"sbatch": [answer]})).submit(request_in(tmp_path))
+
+
+def test_is_a_scheduler() -> None:
+    """It has everything that the Protocol asks for."""
+    scheduler: Scheduler = SlurmScheduler()
+    assert scheduler.name == "slurm"
+
+
+def test_arguments(tmp_path: Path) -> None:
+    """Sbatch gets one argument per value, as it is."""
+    assert SlurmScheduler().arguments(request_in(tmp_path)) == [
+        "sbatch",
+        "--parsable",
+        f"--chdir={tmp_path}",
+        f"--output={tmp_path}/100%%.log",
+        "--comment=hpml:1",
+        "--export=ALL",
+        "--open-mode=append",
+        f"{tmp_path}/job.sh",
+    ]
+
+
+def test_dependencies_are_arguments(tmp_path: Path) -> None:
+    """All jobs have to end as wanted; one that does not leaves no job that waits for ever."""
+    after = (Dependency("12_3", "ok"), Dependency("7", "notok"))
+    arguments = SlurmScheduler().arguments(replace(request_in(tmp_path), after=after))
+    assert "--dependency=afterok:12_3,afternotok:7" in arguments
+    assert "--kill-on-invalid-dep=yes" in arguments
+
+
+def test_each_task_has_an_output_of_its_own(tmp_path: Path) -> None:
+    """`%a` stands in the file's name; a percent sign of the user's own stays one."""
+    request = replace(request_in(tmp_path), directory=tmp_path / "100%", array=True)
+    assert f"--output={tmp_path}/100%%/output/%a.log" in slurm(FakeRunner({})).arguments(request)
+    assert request.task_output(7) == tmp_path / "100%" / "output" / "7.log"
+    backslash = replace(request, directory=tmp_path / "a\\b")
+    with pytest.raises(SchedulerError, match="backslash"):
+        slurm(FakeRunner({})).arguments(backslash)
+
+
+def test_the_tasks_of_an_array_are_one_question() -> None:
+    """Squeue and sacct are asked for the array; the answer is told task by task."""
+    rest = "\x1f" * 9 + "\x1e\n"
+    queue = f"9\x1f9_[4-7%2]\x1fPENDING{rest}12\x1f9_3\x1fRUNNING{rest}"
+    done = "10\x1f9_1\x1fCOMPLETED\x1f0:0\x1f1\x1f1\x1f2\x1f3\x1fn1\x1f\x1fa\x1f/d"
+    runner = FakeRunner({"squeue": [Completed(0, queue)], "sacct": [Completed(0, done + "\n")]})
+    asked = [f"9_{n}" for n in range(1, 8)]
+    found = slurm(runner).query(asked)
+    assert [(key, status.state.value) for key, status in found.items()] == [
+        ("9_1", "COMPLETED"),
+        ("9_3", "RUNNING"),
+        *((f"9_{n}", "PENDING") for n in range(4, 8)),
+    ]
+    queued, accounted = runner.calls
+    assert "--jobs=9" in queued.argv
+    assert "--jobs=9" in accounted.argv
+    assert queued.env["SLURM_BITSTR_LEN"] == "0"
+
+
+def test_accounting_does_not_bring_a_cancelled_task_back() -> None:
+    """Gone from the queue's list of tasks that wait, it is unknown, though accounting lists it."""
+    rest = "\x1f" * 9 + "\x1e\n"
+    queue = f"9\x1f9_[4-6%2]\x1fPENDING{rest}"
+    tail = "\x1f0:0\x1f1\x1f1\x1fUnknown\x1fUnknown\x1f\x1f\x1fa\x1f/d\n"
+    account = f"9\x1f9_[4-7%2]\x1fPENDING{tail}10\x1f9_3\x1fRUNNING{tail}"
+    runner = FakeRunner({"squeue": [Completed(0, queue)], "sacct": [Completed(0, account)]})
+    found = slurm(runner).query(["9_3", "9_4", "9_7"])
+    assert {key: status.state.value for key, status in found.items()} == {
+        "9_3": "UNKNOWN",
+        "9_4": "PENDING",
+    }
+
+
+def test_submit(tmp_path: Path) -> None:
+    """The id is returned, the environment travels unchanged, and the answer is kept on disk."""
+    runner = FakeRunner({"sbatch": [Completed(0, "4711;box\n")]})
+    assert slurm(runner).submit(request_in(tmp_path)) == "4711"
+    assert runner.calls[0].env == {"PATH": "/bin", "HPML_X": "1"}
+    assert runner.calls[0].cwd == tmp_path
+    assert (tmp_path / "sbatch.out").read_text() == "4711;box\n"
+
+
+def test_refused(tmp_path: Path) -> None:
+    """A refusal is in Slurm's words, with a hint."""
+    text = "sbatch: error: Batch job submission failed: Invalid account specified\n"
+    with pytest.raises(SchedulerError) as caught:
+        sbatch(tmp_path, Completed(1, "", text))
+    assert not isinstance(caught.value, SchedulerUnavailable)
+    assert str(caught.value) == (
+        "Slurm refused the job: Batch job submission failed: Invalid account specified"
+    )
+    assert "account" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Completed(
+            1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv\n"
+        ),
+        Completed(0, "", ""),
+        Completed(0, "47", ""),
+        Completed(-9, "", ""),
+        Completed(-15, "", "sbatch: error: Batch job submission failed: Invalid account\n"),
+        Completed(127, "", "wrapper: broken\n"),
+        SchedulerUnavailable("sbatch has not ended in 300 s and still works"),
+    ],
+)
+def test_no_usable_answer(tmp_path: Path, answer: Completed | BaseException) -> None:
+    """Without a certain answer the user is told how to find out, and sbatch runs only once."""
+    runner = FakeRunner({"sbatch": [answer]})
+    with pytest.raises(SchedulerUnavailable) as caught:
+        slurm(runner).submit(request_in(tmp_path))
+    assert "hpml submit --resume ID" in caught.value.hint
+    assert runner.count("sbatch") == 1
+
+
+def test_an_id_counts_more_than_the_status(tmp_path: Path) -> None:
+    """If sbatch printed an id there is a job, however sbatch ended."""
+    assert sbatch(tmp_path, Completed(1, "12\n", "sbatch: error: whatever\n")) == "12"
+
+
+def test_no_sbatch(tmp_path: Path) -> None:
+    """Without Slurm the user is pointed to --local."""
+    request = SubmitRequest(tmp_path, tmp_path / "o", "n", "c", {"PATH": str(tmp_path)})
+    with pytest.raises(CommandMissing) as caught:
+        SlurmScheduler().submit(request)
+    assert "--local" in caught.value.hint
+
+
+def test_query() -> None:
+    """Many jobs take one squeue; unknown and impossible ids are left out."""
+    runner = FakeRunner({"squeue": [SQUEUE], "sacct": [NO_ACCOUNTING]})
+    found = slurm(runner).query(["3", "5", "3", "999", "nonsense", "--help"])
+    assert list(found) == ["3", "5"]
+    assert found["3"].exit_code == 3
+    argv = runner.calls[0].argv
+    assert "--jobs=3,5,999" in argv
+    assert {"--all", "--states=all", "--noheader"} <= set(argv)
+    assert runner.count("squeue") == 1
+
+
+def test_query_of_nothing() -> None:
+    """No ids, no call."""
+    assert slurm(FakeRunner({})).query([]) == {}
+    assert slurm(FakeRunner({})).query(["nonsense"]) == {}
+
+
+def test_one_unknown_id() -> None:
+    """Squeue fails for one unknown id on its own; that is an answer."""
+    runner = FakeRunner({"squeue": [NO_SUCH_JOB], "sacct": [Completed(0)]})
+    assert slurm(runner).query(["999"]) == {}
+    assert runner.count("squeue") == 1
+
+
+def test_unknown_among_others() -> None:
+    """Where an unknown id fails the whole call, all own jobs are asked for instead."""
+    runner = FakeRunner({"squeue": [NO_SUCH_JOB, SQUEUE], "sacct": [Completed(0)]})
+    assert list(slurm(runner).query(["3", "999"])) == ["3"]
+    assert "--me" in runner.calls[1].argv
+
+
+def test_vanished_jobs_come_from_accounting() -> None:
+    """A job that has left the queue is looked up in accounting."""
+    runner = FakeRunner({"squeue": [Completed(0)], "sacct": [SACCT]})
+    found = slurm(runner).query(["3", "11", "999"])
+    assert {key: s.state.value for key, s in found.items()} == {"3": "FAILED", "11": "TIMEOUT"}
+    assert "--jobs=3,11,999" in runner.calls[1].argv
+
+
+def test_gone_but_alive_in_accounting_is_unknown() -> None:
+    """Accounting lags: a job that the controller has forgotten does not run."""
+    runner = FakeRunner({"squeue": [NO_SUCH_JOB], "sacct": [SACCT]})
+    status = slurm(runner).query(["5"])["5"]
+    assert status.state is JobState.UNKNOWN
+    assert "accounting still says RUNNING" in status.reason
+
+
+def test_over_stays_over() -> None:
+    """A job once seen over is not asked for in accounting when it leaves the queue."""
+    clock = FakeClock()
+    runner = FakeRunner({"squeue": [SQUEUE, NO_SUCH_JOB], "sacct": [SACCT]})
+    scheduler = slurm(runner, clock)
+    first = scheduler.query(["3"])
+    clock.sleep(10)
+    assert scheduler.query(["3"]) == first
+    assert runner.count("sacct") == 0
+
+
+def test_without_accounting_sacct_is_asked_once() -> None:
+    """A cluster without accounting is found out by the first call."""
+    clock = FakeClock()
+    runner = FakeRunner({"squeue": [NO_SUCH_JOB], "sacct": [NO_ACCOUNTING]})
+    scheduler = slurm(runner, clock)
+    assert scheduler.query(["3"]) == {}
+    clock.sleep(10)
+    assert scheduler.query(["3"]) == {}
+    assert runner.count("sacct") == 1
+
+
+def test_without_sacct() -> None:
+    """No sacct on this machine is no accounting."""
+    assert slurm(FakeRunner({"squeue": [NO_SUCH_JOB]})).query(["3"]) == {}
+
+
+def test_accounting_down() -> None:
+    """Live jobs are answered while accounting is down; vanished ones are UNKNOWN, not gone."""
+    runner = FakeRunner({"squeue": [SQUEUE], "sacct": [DBD_DOWN]})
+    found = slurm(runner).query(["5", "777"])
+    assert found["5"].state is JobState.RUNNING
+    assert found["777"].state is JobState.UNKNOWN
+    assert "Connection refused" in found["777"].reason
+    assert runner.count("sacct") == 3
+
+
+def test_busy_controller_is_asked_again() -> None:
+    """Reading is tried three times, ever later, and then given up."""
+    clock = FakeClock()
+    runner = FakeRunner({"squeue": [TIMED_OUT, TIMED_OUT, SQUEUE]})
+    assert list(slurm(runner, clock).query(["3"])) == ["3"]
+    assert [round(seconds) for seconds in clock.sleeps] == [1, 2]
+    runner = FakeRunner({"squeue": [TIMED_OUT]})
+    with pytest.raises(SchedulerUnavailable, match="Socket timed out") as caught:
+        slurm(runner).query(["3"])
+    assert runner.count("squeue") == 3
+    assert caught.value.hint
+
+
+def test_hanging_squeue_is_asked_again() -> None:
+    """A command that had to be killed is tried again as well."""
+    runner = FakeRunner({"squeue": [SchedulerUnavailable("squeue gave no answer in 60 s"), SQUEUE]})
+    assert list(slurm(runner).query(["3"])) == ["3"]
+
+
+def test_a_dead_controller_is_not_asked_for_ever() -> None:
+    """What timed out is not tried again: nobody waits a minute for a status."""
+    clock = FakeClock()
+
+    class Slow(FakeRunner):
+        def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+            clock.now += 10
+            return super().run(argv, env=env, timeout=timeout)
+
+    killed = SchedulerUnavailable("squeue gave no answer in 60 s")
+    runner = Slow({"squeue": [TIMED_OUT, killed, TIMED_OUT, killed]})
+    for tries in (1, 2):
+        with pytest.raises(SchedulerUnavailable) as caught:
+            slurm(runner, clock).query(["3"])
+        assert "scontrol ping" in caught.value.hint
+        assert runner.count("squeue") == tries
+    for tries in (3, 4):
+        with pytest.raises(SchedulerUnavailable) as caught:
+            slurm(runner, clock).find(Path("/x"), name="n", since=0)
+        assert "scontrol ping" in caught.value.hint
+        assert runner.count("squeue") == tries
+    assert clock.sleeps == []
+
+
+def test_one_id_is_asked_for_without_the_federation() -> None:
+    """That takes one wait for a dead controller, not two; siblings are asked where it matters."""
+    runner = FakeRunner({"squeue": [SQUEUE]})
+    slurm(runner).query(["3"])
+    slurm(runner).query(["3", "5"])
+    assert ["--local" in call.argv for call in runner.calls] == [True, False]
+    text = SQUEUE.stdout
+    assert "FAILED" in text
+    gone = Completed(0, text.replace("FAILED", "REVOKED"))
+    runner = FakeRunner({"squeue": [gone, SQUEUE]})
+    assert slurm(runner).query(["3"])["3"].state is JobState.FAILED
+    assert ["--local" in call.argv for call in runner.calls] == [True, False]
+
+
+def test_without_configuration(tmp_path: Path) -> None:
+    """Slurm's packages without a slurm.conf are named as what they are, at once."""
+    said = NO_CONFIGURATION.stderr.replace("squeue:", "sbatch:")
+    with pytest.raises(SchedulerError, match="installed here but not configured") as caught:
+        sbatch(tmp_path, Completed(1, "", said))
+    assert not isinstance(caught.value, SchedulerUnavailable)
+    assert "--local" in caught.value.hint
+    runner = FakeRunner({"squeue": [NO_CONFIGURATION], "scancel": [NO_CONFIGURATION]})
+    for call in (
+        lambda: slurm(runner).query(["3"]),
+        lambda: slurm(runner).find(Path("/x"), name="n", since=0),
+        lambda: slurm(runner).cancel(["3"]),
+    ):
+        with pytest.raises(SchedulerUnavailable, match="^Slurm is installed here but") as caught:
+            call()
+        assert "--local" in caught.value.hint
+    assert len(runner.calls) == 3
+
+
+def test_other_failures_are_not_tried_again() -> None:
+    """A failure that waiting does not mend is reported at once."""
+    runner = FakeRunner({"squeue": [Completed(1, "", "squeue: error: no such option\n")]})
+    with pytest.raises(SchedulerUnavailable, match="no such option"):
+        slurm(runner).query(["3"])
+    assert runner.count("squeue") == 1
+
+
+def test_rate_limit() -> None:
+    """A repeated query within a second is answered from memory; other ids are asked for."""
+    clock = FakeClock()
+    runner = FakeRunner({"squeue": [SQUEUE], "sacct": [NO_ACCOUNTING], "scancel": [Completed(0)]})
+    scheduler = slurm(runner, clock)
+    first = scheduler.query(["3", "5"])
+    clock.sleep(0.5)
+    assert scheduler.query(["5", "3"]) == first
+    assert list(scheduler.query(["5"])) == ["5"]
+    assert runner.count("squeue") == 1
+    scheduler.query(["7"])
+    assert runner.count("squeue") == 2
+    clock.sleep(1.5)
+    scheduler.query(["7"])
+    assert runner.count("squeue") == 3
+    scheduler.cancel(["7"])
+    scheduler.query(["7"])
+    assert runner.count("squeue") == 4, "nothing old after a cancel"
+
+
+def test_long_lists_are_cut() -> None:
+    """Ids beyond what one argument may hold go into further calls."""
+    runner = FakeRunner({"squeue": [Completed(0)], "sacct": [NO_ACCOUNTING]})
+    slurm(runner).query([str(1_000_000 + n) for n in range(5000)])
+    calls = [call for call in runner.calls if call.argv[0] == "squeue"]
+    assert len(calls) == 2
+    ids: list[str] = []
+    for call in calls:
+        (jobs,) = [a for a in call.argv if a.startswith("--jobs=")]
+        assert len(jobs) < 100_000
+        ids += jobs.removeprefix("--jobs=").split(",")
+    assert len(set(ids)) == 5000
+
+
+def test_environment_of_reading_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the user's environment may hide a job or change the format."""
+    monkeypatch.setenv("SQUEUE_PARTITION", "none")
+    monkeypatch.setenv("SACCT_FORMAT", "jobid")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/x.conf")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    runner = FakeRunner({"squeue": [SQUEUE]})
+    slurm(runner).query(["3"])
+    env = runner.calls[0].env
+    assert "SQUEUE_PARTITION" not in env
+    assert "SACCT_FORMAT" not in env
+    assert (env["LC_ALL"], env["SLURM_TIME_FORMAT"]) == ("C", "%s")
+    assert env["SLURM_CONF"] == "/etc/slurm/x.conf"
+
+
+def test_find_in_the_queue() -> None:
+    """Jobs are found by their exact directory, oldest first, arrays once."""
+    runner = FakeRunner({"squeue": [SQUEUE]})
+    found = slurm(runner).find(Path("/tmp/hpml-capture"), name="any", since=0)
+    assert found == [str(n) for n in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 16)]
+    odd = Path("/tmp/hpml-capture/with\nnewline")
+    assert slurm(runner).find(odd, name="any", since=0) == ["14"]
+    assert "--me" in runner.calls[0].argv
+
+
+def test_find_in_accounting() -> None:
+    """What has left the queue is looked for in accounting, from the submission on."""
+    clock = FakeClock(1795218700.0)
+    runner = FakeRunner({"squeue": [Completed(0)], "sacct": [SACCT]})
+    since = 1795218517.0
+    odd = Path("/tmp/hpml-capture/with\nnewline")
+    assert slurm(runner, clock).find(odd, name="any", since=since) == ["14"]
+    assert {"--starttime=uts1795217917", "--endtime=now+365days"} <= set(runner.calls[1].argv)
+    assert slurm(runner, clock).find(Path("/tmp"), name="any", since=since) == []
+
+
+def test_find_with_a_clock_that_is_behind() -> None:
+    """A start in the future, which sacct refuses, is never asked for."""
+    runner = FakeRunner({"squeue": [Completed(0)], "sacct": [Completed(0)]})
+    slurm(runner, FakeClock(1.8e9)).find(Path("/x"), name="", since=1.9e9)
+    assert "--starttime=uts1799999400" in runner.calls[1].argv
+    slurm(runner, FakeClock(1.8e9)).find(Path("/x"), name="", since=0.0)
+    assert "--starttime=uts1000000000" in runner.calls[3].argv
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"squeue": [TIMED_OUT]},
+        {"squeue": [NO_SUCH_JOB]},
+        {"squeue": [Completed(1)]},
+        {"squeue": [Completed(0)], "sacct": [DBD_DOWN]},
+        {"squeue": [Completed(-9)]},
+        {},
+    ],
+)
+def test_no_answer_is_not_no_job(answers: dict[str, Sequence[Completed]]) -> None:
+    """Only an answer of the controller, and of accounting, may say that there is no job."""
+    with pytest.raises(SchedulerError):
+        slurm(FakeRunner(answers)).find(Path("/x"), name="n", since=0)
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    return tmp_path / "proc"
+
+
+def process(proc: Path, pid: str, comm: str, cwd: Path) -> None:
+    (proc / pid).mkdir(parents=True)
+    (proc / pid / "comm").write_text(f"{comm}\n")
+    (proc / pid / "cwd").symlink_to(cwd)
+
+
+def test_submitting(tmp_path: Path, proc: Path) -> None:
+    """Only a live sbatch in that very directory counts."""
+    here = tmp_path / "here"
+    here.mkdir()
+    process(proc, "10", "bash", here)
+    process(proc, "11", "sbatch", tmp_path)
+    (proc / "12").mkdir()  # ended while we looked
+    (proc / "self").mkdir()
+    scheduler = slurm(FakeRunner({}), proc_root=str(proc))
+    assert not scheduler.submitting(here)
+    process(proc, "13", "sbatch", here)
+    assert scheduler.submitting(here)
+    (tmp_path / "link").symlink_to(here)
+    assert scheduler.submitting(tmp_path / "link")
+
+
+def test_submitting_without_proc(tmp_path: Path) -> None:
+    """A machine without /proc shows no process."""
+    assert not slurm(FakeRunner({}), proc_root=str(tmp_path / "none")).submitting(tmp_path)
+
+
+def test_submitting_sees_a_real_process(tmp_path: Path) -> None:
+    """A running process called sbatch is seen in this machine's /proc, and then no more."""
+    fake = tmp_path / "sbatch"
+    fake.symlink_to("/bin/sleep")
+    child = subprocess.Popen([str(fake), "600"], cwd=tmp_path)
+    try:
+        # The kernel lets the parent go on a moment before the child has its new name.
+        assert eventually(lambda: SlurmScheduler().submitting(tmp_path))
+    finally:
+        child.kill()
+        child.wait()
+    assert not SlurmScheduler().submitting(tmp_path)
+
+
+def test_cancel() -> None:
+    """Many jobs take one scancel."""
+    runner = FakeRunner({"scancel": [Completed(0)]})
+    slurm(runner).cancel(["1", "2_3", "1", "bad id"])
+    assert [call.argv for call in runner.calls] == [("scancel", "1", "2_3")]
+    slurm(FakeRunner({})).cancel([])
+
+
+def test_cancel_what_is_over() -> None:
+    """Jobs that are over or not known are passed over."""
+    text = "scancel: error: Kill job error on job id 9: Invalid job id specified\n"
+    slurm(FakeRunner({"scancel": [Completed(1, "", text)]})).cancel(["9"])
+
+
+def test_cancel_fails() -> None:
+    """Another user's job is an error; a lost answer is another, and is not tried again."""
+    denied = "scancel: error: Kill job error on job id 9: Access/permission denied\n"
+    for answer, owner in (
+        (Completed(0, f"{os.getuid()} me\n77777 ada\n"), "ada"),
+        (Completed(1, "", "slurm_load_jobs error: Invalid job id specified\n"), "another user"),
+    ):
+        runner = FakeRunner({"scancel": [Completed(1, "", denied)], "squeue": [answer]})
+        with pytest.raises(SchedulerError, match="permission denied") as caught:
+            slurm(runner).cancel(["8", "9"])
+        assert not isinstance(caught.value, SchedulerUnavailable)
+        assert caught.value.hint.startswith(f"the job belongs to {owner}: only its owner, or an op")
+    lost = "scancel: error: Kill job error on job id 9: Socket timed out on send/recv operation\n"
+    runner = FakeRunner({"scancel": [Completed(140, "", lost)]})
+    with pytest.raises(SchedulerUnavailable) as unavailable:
+        slurm(runner).cancel(["9"])
+    assert "scontrol ping" in unavailable.value.hint
+    assert runner.count("scancel") == 1
+
+
+def test_poll_schedule_jitters() -> None:
+    """Delays grow to 30 s and never leave their margin."""
+    delays = PollSchedule(rng=random.Random(1))
+    for _ in range(3):
+        seen = [delay for delay, _ in zip(delays, range(12), strict=False)]
+        assert all(0.8 <= a / b <= 1.2 for a, b in zip(seen, PollSchedule(jitter=0), strict=False))
+        delays.reset()
+
+
+def test_runner_reads_output() -> None:
+    """Output is captured, also what is no UTF-8; standard input is empty."""
+    code = r"import sys; sys.stdout.buffer.write(b'\xff' + sys.stdin.buffer.read()); sys.exit(3)"
+    done = SubprocessRunner().run([sys.executable, "-c", code], env={}, timeout=PATIENCE_SECONDS)
+    assert done == Completed(3, "\udcff", "")
+
+
+def test_runner_times_out() -> None:
+    """A command that hangs is killed, and that is no answer."""
+    with pytest.raises(SchedulerUnavailable, match=r"no answer in 0\.1 s"):
+        SubprocessRunner().run(["sleep", "30"], env=dict(os.environ), timeout=0.1)
+
+
+def test_runner_cannot_execute(tmp_path: Path) -> None:
+    """A command that may not be run is no answer either."""
+    (tmp_path / "squeue").write_text("")
+    with pytest.raises(SchedulerUnavailable, match="cannot start"):
+        SubprocessRunner().run([str(tmp_path / "squeue")], env={}, timeout=120)
+
+
+def detached(tmp_path: Path, code: str, timeout: float = PATIENCE_SECONDS) -> int:
+    return SubprocessRunner().run_detached(
+        ["sh", "-c", code],
+        env={"PATH": os.environ["PATH"], "X": "1"},
+        timeout=timeout,
+        cwd=tmp_path,
+        stdout=tmp_path / "sbatch.out",
+        stderr=tmp_path / "sbatch.err",
+    )
+
+
+def test_detached_answers_into_files(tmp_path: Path) -> None:
+    """The command itself writes its answer, in its directory, with just its environment."""
+    (tmp_path / "sbatch.out").write_text("old answer\n")
+    assert detached(tmp_path, "pwd; env | grep -c ^X=1; echo no >&2; exit 4") == 4
+    assert (tmp_path / "sbatch.out").read_text() == f"{tmp_path}\n1\n"
+    assert (tmp_path / "sbatch.err").read_text() == "no\n"
+
+
+def test_detached_is_killed_by_a_signal(tmp_path: Path) -> None:
+    """A signal is a negative status."""
+    assert detached(tmp_path, "kill -9 $$") == -9
+
+
+def test_detached_has_its_own_session(tmp_path: Path) -> None:
+    """Ctrl-C at the terminal does not reach it."""
+    detached(tmp_path, "ps -o sid= -p $$ || cut -d' ' -f6 /proc/$$/stat")
+    assert int((tmp_path / "sbatch.out").read_text()) != os.getsid(0)
+
+
+def wait_for_text(path: Path) -> str:
+    eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+    return path.read_text()
+
+
+@pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")
+def test_detached_is_left_alone_past_its_time(tmp_path: Path) -> None:
+    """A slow sbatch is never killed: its answer still arrives."""
+    with pytest.raises(SchedulerUnavailable, match="still works"):
+        detached(tmp_path, "until [ -e go ]; do sleep 0.02; done; echo 7", timeout=0.05)
+    assert (tmp_path / "sbatch.out").read_text() == ""
+    (tmp_path / "go").touch()
+    assert wait_for_text(tmp_path / "sbatch.out") == "7\n"
+
+
+def test_detached_without_directory(tmp_path: Path) -> None:
+    """A missing directory is named, before anything is started."""
+    with pytest.raises(NotFoundError):
+        detached(tmp_path / "none", "echo")
+
+
+def test_answer_outlives_a_killed_hpml(tmp_path: Path) -> None:
+    """When hpml is killed while sbatch works, sbatch's answer is still written."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "sbatch").write_text(
+        "#!/bin/sh\ntouch began\nuntil [ -e go ]; do sleep 0.02; done\necho 42\n"
+    )
+    (bin_dir / "sbatch").chmod(0o755)
+    code = (
+        "import pathlib, sys\n"
+        "from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler\n"
+        "from hpml_orchestrator.scheduler.model import SubmitRequest\n"
+        "d = pathlib.Path(sys.argv[1])\n"
+        "env = {'PATH': f'{d}/bin:/usr/bin:/bin'}\n"
+        "SlurmScheduler().submit(SubmitRequest(d, d / 'o', 'n', 'c', env))\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
+    assert eventually((tmp_path / "began").exists)
+    assert SlurmScheduler().submitting(tmp_path)
+    os.killpg(child.pid, signal.SIGINT)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    (tmp_path / "go").touch()
+    assert wait_for_text(tmp_path / "sbatch.out") == "42\n"

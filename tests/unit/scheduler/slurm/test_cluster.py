@@ -1,0 +1,361 @@
+"""A cluster is read from what scontrol and sacctmgr printed on a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.scheduler.cluster import (
+    Association,
+    Gres,
+    Limits,
+    Node,
+    Partition,
+    Qos,
+    Reservation,
+)
+from hpml_orchestrator.scheduler.command import CommandMissing, Completed
+from hpml_orchestrator.scheduler.slurm.cluster import groups_of, read_cluster, user_name
+from hpml_orchestrator.scheduler.slurm.records import limits_from, node_from
+from hpml_orchestrator.scheduler.slurm.scontrol import parse_config, parse_records
+from hpml_orchestrator.scheduler.slurm.version import slurm_version
+from hpml_orchestrator.testing import FakeRunner
+
+DATA = Path(__file__).parent / "data"
+SILENT = "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)\n"
+
+
+def said(name: str) -> list[Completed | BaseException]:
+    return [Completed(0, (DATA / "22.05.8" / name).read_text())]
+
+
+def runner(**changed: Completed | BaseException) -> FakeRunner:
+    """Answers as a real 22.05.8 did; `changed` names a kind."""
+    answers = {
+        "scontrol --all show config": said("config.txt"),
+        "scontrol --all show partition": said("show-partition.txt"),
+        "scontrol --all show node": said("show-node.txt"),
+        "scontrol --all show reservation": said("show-reservation.txt"),
+        "sacctmgr -nP show user": said("sacctmgr-user.txt"),
+        "sacctmgr -nP show qos": said("sacctmgr-qos.txt"),
+    }
+    for key in answers:
+        kind = key.split()[-1]
+        if kind in changed:
+            answers[key] = [changed[kind]]
+    return FakeRunner(answers)
+
+
+def test_limits_partitions_and_nodes() -> None:
+    """As they were set on that cluster."""
+    cluster = read_cluster(runner(), user="ada", groups=["users"])
+    assert cluster.user == "ada"
+    assert cluster.groups == ("users",)
+    assert cluster.limits == Limits(
+        version=(22, 5, 8),
+        cluster="devcluster",
+        accounting=True,
+        default_memory_per_cpu_mib=4000,
+        gres_names=("gpu",),
+    )
+    nodes = ("node1", "node2")
+    main, low, long, staff, empty = cluster.partitions
+    assert main == Partition("main", default=True, nodes=nodes, total_nodes=2, total_cpus=8)
+    assert low == Partition("low", nodes=nodes, total_nodes=2, total_cpus=8)
+    assert long == Partition(
+        "long",
+        nodes=nodes,
+        total_nodes=2,
+        total_cpus=8,
+        max_seconds=216_000,
+        default_seconds=1800,
+        min_nodes=1,
+        max_nodes=2,
+        max_cpus_per_node=3,
+        max_memory_per_cpu_mib=2000,
+        default_memory_per_cpu_mib=500,
+        allow_accounts=("dev", "root"),
+        deny_qos=("normal",),
+        exclusive=True,
+    )
+    assert staff == Partition(
+        "staff",
+        state="DRAIN",
+        nodes=("node2",),
+        total_nodes=1,
+        total_cpus=4,
+        max_seconds=5400,
+        min_nodes=1,
+        max_memory_per_node_mib=8000,
+        default_memory_per_node_mib=1000,
+        deny_accounts=("dev",),
+        allow_qos=("normal",),
+        allow_groups=("wheel", "adm"),
+        qos="normal",
+        root_only=True,
+        reservation_only=True,
+    )
+    assert empty == Partition("empty", min_nodes=1)
+    assert cluster.nodes == (
+        Node(
+            "node1",
+            states=frozenset({"IDLE"}),
+            partitions=("main", "low", "long"),
+            cores_per_socket=4,
+            cpus=4,
+            memory_mib=16_000,
+            gres=(Gres("gpu", "a100", 2),),
+            features=frozenset({"fast", "gpu"}),
+        ),
+        Node(
+            "node2",
+            states=frozenset({"IDLE", "DRAIN"}),
+            partitions=("main", "low", "long", "staff"),
+            cores_per_socket=4,
+            cpus=4,
+            memory_mib=16_000,
+            gres=(Gres("gpu", "a100", 2),),
+            reason="bad disk = slow, see ticket=12",
+        ),
+    )
+    assert [node.up for node in cluster.nodes] == [True, False]
+
+
+def test_reservations() -> None:
+    """One for users, one for an account."""
+    cluster = read_cluster(runner(), user="ada", groups=[])
+    assert cluster.reservations == (
+        Reservation(
+            "course",
+            users=("root", "nobody"),
+            partition="main",
+            nodes=("node1",),
+            started=1798859045.0,
+            ended=1798862645.0,
+        ),
+        Reservation(
+            "lab",
+            accounts=("dev",),
+            partition="main",  # nobody named one: Slurm took the default
+            nodes=("node2",),
+            started=1798945445.0,
+            ended=1798949045.0,
+        ),
+    )
+
+
+def test_associations_and_qos() -> None:
+    """With their limits, memory in MiB, and the default account."""
+    cluster = read_cluster(runner(), user="ada", groups=[])
+    assert cluster.associations == (
+        Association("root", qos=("normal",)),
+        Association(
+            "lab",
+            partition="main",
+            default=True,
+            qos=("high", "normal"),
+            default_qos="high",
+            max_seconds=1800,
+            max_submit_jobs=3,
+            max_tres_per_job={"gres/gpu": 2, "mem": 10_240},
+            max_tres_per_node={"cpu": 2},
+            group_tres={"cpu": 50},
+        ),
+    )
+    assert cluster.qos == (
+        Qos("normal"),
+        Qos(
+            "high",
+            flags=frozenset({"DenyOnLimit", "NoDecay"}),
+            max_seconds=172_800,
+            max_submit_jobs_per_user=5,
+            min_tres_per_job={"cpu": 2, "gres/gpu": 1},
+            max_tres_per_job={"cpu": 100, "mem": 65_536},
+            max_tres_per_node={"cpu": 3},
+            max_tres_per_user={"gres/gpu:a100": 8},
+            group_tres={"mem": 1500, "node": 4},
+        ),
+    )
+
+
+def test_one_call_per_kind_in_a_clean_environment() -> None:
+    """A site's own variables change nothing, and times come as numbers."""
+    run = runner()
+    read_cluster(
+        run, user="ada", groups=[], env={"SCONTROL_FUTURE": "1", "SLURM_CONF": "/c", "PATH": "/b"}
+    )
+    asked = sorted(" ".join(call.argv[:4]) for call in run.calls)
+    assert asked == [
+        "sacctmgr -nP show qos",
+        "sacctmgr -nP show user",
+        "scontrol --all show config",
+        "scontrol --all show node",
+        "scontrol --all show partition",
+        "scontrol --all show reservation",
+    ]
+    for call in run.calls:
+        assert call.env == {
+            "SLURM_CONF": "/c",
+            "PATH": "/b",
+            "LC_ALL": "C",
+            "SLURM_TIME_FORMAT": "%s",
+            "SLURM_BITSTR_LEN": "0",
+        }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Completed(1, "", "sacctmgr: error: Problem talking to the database: Connection refused\n"),
+        CommandMissing("there is no command sacctmgr"),
+        SchedulerUnavailable("sacctmgr gave no answer in 60 s"),
+    ],
+)
+def test_accounting_that_does_not_answer_is_no_error(answer: Completed | BaseException) -> None:
+    """Then nobody knows the associations, which is not the same as having none."""
+    cluster = read_cluster(runner(user=answer, qos=answer), user="ada", groups=[])
+    assert cluster.associations is None
+    assert cluster.qos is None
+    assert len(cluster.nodes) == 2
+
+
+def test_a_user_without_associations_has_none() -> None:
+    """Accounting answered: the user is not in it."""
+    cluster = read_cluster(runner(user=Completed(0, "")), user="ada", groups=[])
+    assert cluster.associations == ()
+
+
+def test_a_cluster_without_accounting_is_not_asked_for_it() -> None:
+    """It would only complain."""
+    config = (DATA / "22.05.8" / "config.txt").read_text()
+    config = config.replace("accounting_storage/slurmdbd", "accounting_storage/none")
+    run = runner(config=Completed(0, config))
+    cluster = read_cluster(run, user="ada", groups=[])
+    assert not cluster.limits.accounting
+    assert cluster.associations is None
+    assert run.count("sacctmgr") == 0
+
+
+def test_a_controller_that_does_not_answer() -> None:
+    """The words are Slurm's, and a hint says what to do."""
+    down = Completed(1, "", SILENT)
+    with pytest.raises(SchedulerUnavailable, match="Unable to contact") as caught:
+        read_cluster(
+            runner(config=down, partition=down, node=down, reservation=down), user="a", groups=[]
+        )
+    assert caught.value.message == (
+        "scontrol: Unable to contact slurm controller (connect failure)"
+    )
+    assert "scontrol ping" in caught.value.hint
+
+
+def test_no_slurm_here() -> None:
+    """The missing command is named."""
+    with pytest.raises(CommandMissing, match="scontrol"):
+        read_cluster(FakeRunner({}), user="ada", groups=[])
+
+
+def test_what_a_site_hides_is_empty() -> None:
+    """PrivateData: the controller answers, but not this user."""
+    denied = Completed(1, "", "slurm_load_node error: Access/permission denied\n")
+    cluster = read_cluster(runner(node=denied, reservation=denied), user="ada", groups=[])
+    assert cluster.nodes == ()
+    assert cluster.reservations == ()
+    assert len(cluster.partitions) == 5
+
+
+def test_specialised_cpus_and_memory_are_not_for_jobs() -> None:
+    """CPUEfctv where there is one, and memory without what the system keeps."""
+    text = (
+        "NodeName=a CPUEfctv=14 CPUTot=16\n   RealMemory=64000 MemSpecLimit=4000\n   State=IDLE\n"
+    )
+    old = "NodeName=b CPUTot=16\n   RealMemory=64000\n   State=DOWN*\n"
+    first, second = read_cluster(runner(node=Completed(0, text + old)), user="ada", groups=[]).nodes
+    assert (first.cpus, first.memory_mib) == (14, 60_000)
+    assert (second.cpus, second.memory_mib, second.up) == (16, 64_000, False)
+
+
+def test_limits_of_another_site() -> None:
+    """What a site with linear selection, enforcement and plugins says."""
+    limits = limits_from(
+        parse_config(
+            "AccountingStorageEnforce = associations,limits,qos,safe\n"
+            "AccountingStorageType = accounting_storage/slurmdbd\n"
+            "EnforcePartLimits = ANY\n"
+            "GresTypes = gpu,mps,shard\n"
+            "JobSubmitPlugins = lua,require_timelimit\n"
+            "MaxArraySize = 100001\n"
+            "MaxMemPerCPU = 8000\n"
+            "MaxTasksPerNode = 1024\n"
+            "SchedulerParameters = bf_continue,max_script_size=1000,defer\n"
+            "SelectType = select/linear\n"
+            "SelectTypeParameters = CR_ONE_TASK_PER_CORE\n"
+            "SLURM_VERSION = 24.11.5\n"
+            "TmpFS = /scratch\n"
+        )
+    )
+    assert limits == Limits(
+        version=(24, 11, 5),
+        max_array_size=100_001,
+        max_script_bytes=1000,
+        max_tasks_per_node=1024,
+        enforce_partition_limits="ANY",
+        accounting=True,
+        accounting_enforce=frozenset({"associations", "limits", "qos", "safe"}),
+        memory_consumable=False,
+        whole_nodes=True,
+        max_memory_per_cpu_mib=8000,
+        tmp_fs="/scratch",
+        gres_names=("gpu", "mps", "shard"),
+        submit_plugins=("lua", "require_timelimit"),
+    )
+
+
+def test_who_runs_this() -> None:
+    """A user whom nobody knows has no groups."""
+    assert user_name()
+    assert groups_of("nobody-has-this-name") == ()
+    assert groups_of(user_name())
+
+
+def test_the_config_of_a_newer_slurm() -> None:
+    """25.11.7 prints the same names."""
+    text = (DATA / "25.11.7" / "config.txt").read_text()
+    assert limits_from(parse_config(text)) == Limits(
+        version=(25, 11, 7),
+        cluster="box",
+        accounting=True,
+        default_memory_per_cpu_mib=1000,
+        gres_names=("gpu",),
+    )
+
+
+def test_nodes_with_gpus() -> None:
+    """Four nodes of 16 CPUs and 4 GPUs, two of them in use."""
+    records = parse_records((DATA / "22.05.8" / "nodes.txt").read_text())
+    nodes = [node_from(record) for record in records]
+    assert {(node.cpus, node.memory_mib, node.gres) for node in nodes} == {
+        (16, 64_000, (Gres("gpu", "a100", 4),))
+    }
+    assert [(node.name, set(node.states)) for node in nodes] == [
+        ("node1", {"MIXED"}),
+        ("node2", {"MIXED"}),
+        ("node3", {"IDLE"}),
+        ("node4", {"IDLE"}),
+    ]
+
+
+def test_the_version_is_asked_once() -> None:
+    """Unless it is to be fresh; no version is an error."""
+    run = FakeRunner(
+        {"sbatch": [Completed(0, "slurm-wlm 22.05.8\n"), Completed(0, "slurm 26.05.0-0rc1\n")]}
+    )
+    assert slurm_version(run) == slurm_version(run) == (22, 5, 8)
+    assert run.count("sbatch") == 1
+    assert slurm_version(run, fresh=True) == (26, 5, 0)
+    with pytest.raises(SchedulerUnavailable, match="no version"):
+        slurm_version(FakeRunner({"sbatch": [Completed(0, "hello\n")]}))
+    with pytest.raises(SchedulerUnavailable, match="sbatch: broken"):
+        slurm_version(FakeRunner({"sbatch": [Completed(1, "", "sbatch: error: broken\n")]}))

@@ -1,0 +1,174 @@
+"""Counts, sizes, times, TRES, GRES and states of nodes are read in every form of Slurm's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpml_orchestrator.scheduler.cluster import Gres
+from hpml_orchestrator.scheduler.slurm.values import (
+    node_states,
+    parse_bytes,
+    parse_count,
+    parse_duration,
+    parse_gres,
+    parse_memory,
+    parse_tres,
+    parse_version,
+    plain,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1-00:00:00", 86_400),
+        ("1-02:03:04", 93_784),
+        ("1-02:03", 93_780),
+        ("1-02", 93_600),
+        ("00:01:00", 60),
+        ("30:00", 1800),
+        ("90", 5400),
+        ("00:00.250", 0.25),
+        ("365-00:00:00", 31_536_000),
+        *((word, None) for word in ("UNLIMITED", "INFINITE", "NONE", "N/A", "INVALID", "Unknown")),
+        ("Partition_Limit", None),
+        ("4294967295", None),
+        ("", None),
+    ],
+)
+def test_time_spans(text: str, seconds: float | None) -> None:
+    """A word for no limit, or for nothing, is None."""
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"),
+    [
+        ("16000", 16_000),
+        ("62.50G", 64_000),
+        ("1000M", 1000),
+        ("1000Mc", 1000),
+        ("1000Mn", 1000),
+        ("2T", 2_097_152),
+        ("512K", 0),
+        ("16?", 16),
+        ("0", 0),
+        ("UNLIMITED", None),
+        ("(null)", None),
+        ("18446744073709551615", None),
+        ("lots", None),
+    ],
+)
+def test_memory(text: str, mib: int | None) -> None:
+    """In MiB, whatever the unit; sacct's c and n say per CPU and per node."""
+    assert parse_memory(text) == mib
+
+
+def test_bytes_of_what_accounting_measured() -> None:
+    """There sacct and sstat print a bare number of bytes where it is small."""
+    assert parse_bytes("1234K", "") == 1_263_616
+    assert parse_bytes("512", "") == 512
+
+
+def test_counts() -> None:
+    """Slurm's numbers for "not set" and "no limit" are no counts."""
+    assert [parse_count(text) for text in ("7", "4K", "2M")] == [7, 4096, 2_097_152]
+    for text in ("UNLIMITED", "4294967294", "4294967295", "18446744073709551614", "-1", "x", ""):
+        assert parse_count(text) is None
+
+
+def test_tres() -> None:
+    """Types of GPUs keep their names, memory is in MiB, what is not set is left out."""
+    assert parse_tres("cpu=16,mem=62.50G,billing=16,gres/gpu=4,gres/gpu:a100=4") == {
+        "cpu": 16,
+        "mem": 64_000,
+        "billing": 16,
+        "gres/gpu": 4,
+        "gres/gpu:a100": 4,
+    }
+    assert parse_tres("cpu=-1,node=3,energy=18446744073709551614") == {"node": 3}
+    for text in ("", "(null)", "N/A", "cpu", "=4"):
+        assert parse_tres(text) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "gres"),
+    [
+        ("(null)", ()),
+        ("N/A", ()),
+        ("", ()),
+        ("gpu:4", (Gres("gpu", "", 4),)),
+        ("gpu", (Gres("gpu", "", 1),)),
+        ("gpu:a100", (Gres("gpu", "a100", 1),)),
+        ("gpu:a100:4(S:0-1)", (Gres("gpu", "a100", 4),)),
+        ("gpu:a100:4(IDX:0-1,3)", (Gres("gpu", "a100", 4),)),
+        ("gpu:1g.10gb:7(S:0)", (Gres("gpu", "1g.10gb", 7),)),
+        ("gpu:a100:no_consume:4", (Gres("gpu", "a100", 4),)),
+        ("lustre:no_consume:4K", (Gres("lustre", "", 4096),)),
+        ("gres/gpu:2", (Gres("gpu", "", 2),)),
+        (
+            "gpu:a100:2(S:0,2),gpu:v100:1(S:1),mps:2M",
+            (Gres("gpu", "a100", 2), Gres("gpu", "v100", 1), Gres("mps", "", 2_097_152)),
+        ),
+        ("gpu:a100:2(S:0),gpu:a100:2(S:1)", (Gres("gpu", "a100", 4),)),
+    ],
+)
+def test_gres(text: str, gres: tuple[Gres, ...]) -> None:
+    """Sockets and indices are no part of the count; commas may stand in brackets."""
+    assert parse_gres(text) == gres
+
+
+@pytest.mark.parametrize(
+    ("text", "states"),
+    [
+        ("IDLE", {"IDLE"}),
+        ("IDLE+DRAIN", {"IDLE", "DRAIN"}),
+        ("DOWN*", {"DOWN", "NOT_RESPONDING"}),
+        ("MIXED+PLANNED", {"MIXED", "PLANNED"}),
+        ("IDLE+CLOUD+POWERED_DOWN", {"IDLE", "CLOUD", "POWERED_DOWN"}),
+        ("idle~", {"IDLE", "POWERED_DOWN"}),
+        ("MIXED#", {"MIXED", "POWERING_UP"}),
+        ("IDLE!", {"IDLE", "POWER_DOWN"}),
+        ("IDLE%", {"IDLE", "POWERING_DOWN"}),
+        ("DOWN$", {"DOWN", "MAINTENANCE"}),
+        ("MIXED@", {"MIXED", "REBOOT_REQUESTED"}),
+        ("DOWN^*+DRAIN", {"DOWN", "REBOOT_ISSUED", "NOT_RESPONDING", "DRAIN"}),
+        ("IDLE-", {"IDLE", "PLANNED"}),
+        ("IDLE+", {"IDLE"}),
+        ("", set()),
+    ],
+)
+def test_states_of_nodes(text: str, states: set[str]) -> None:
+    """Marks stand for flags."""
+    assert node_states(text) == states
+
+
+def test_versions() -> None:
+    """As sbatch of Debian, of a distribution's package and of a release candidate say it."""
+    assert parse_version("slurm-wlm 22.05.8") == (22, 5, 8)
+    assert parse_version("slurm 24.11.5-1.el9") == (24, 11, 5)
+    assert parse_version("slurm 26.05.0-0rc1") == (26, 5, 0)
+    assert parse_version("25.11.7") == (25, 11, 7)
+    assert parse_version("what?") == ()
+
+
+def test_words_for_nothing() -> None:
+    """A name that only begins like one of them stays."""
+    assert [plain(text) for text in ("(null)", "N/A", " n/s ", "None", "nonesuch")] == [
+        *[""] * 4,
+        "nonesuch",
+    ]
+
+
+@given(st.text(alphabet="0123456789:-.KMGcn?(),=+*~ gpua/UNL\n", max_size=40))
+def test_any_text_is_read_or_passed_over(text: str) -> None:
+    """What nobody knows stops no reader."""
+    for read in (parse_count, parse_bytes, parse_memory, parse_duration):
+        value = read(text)
+        assert value is None or value >= 0
+    assert all(count >= 0 for count in parse_tres(text).values())
+    assert all(one.count >= 0 for one in parse_gres(text))
+    assert "" not in node_states(text)
+    assert all(part >= 0 for part in parse_version(text))

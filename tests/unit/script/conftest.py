@@ -1,0 +1,105 @@
+"""A place in which rendered scripts run for real."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.script import archive
+from hpml_orchestrator.spec import ResolvedJob, load_job
+
+CANARY = "canary-of-hpml"
+
+RECORDER = """\
+import json, os, sys
+with open(os.environ["RECORD_TO"], "w") as stream:
+    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}, stream)
+"""
+
+
+class Sandbox:
+    """A directory in which rendered scripts run for real."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.submission = root / "submission"
+        self.submission.mkdir()
+        (self.submission / "hpml-node.pyz").write_bytes(archive.build())
+        self.bin = root / "bin"
+        self.bin.mkdir()
+        srun = self.bin / "srun"
+        srun.write_text(
+            f'#!/bin/sh\nexec {sys.executable} -I -S "{self.submission}/hpml-node.pyz" srun "$@"\n'
+        )
+        srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+        (root / "recorder.py").write_text(RECORDER)
+        self.count = 0
+
+    def load(self, data: dict[str, Any]) -> ResolvedJob:
+        """Load a job through its file; JSON is YAML."""
+        path = self.root / "job.yaml"
+        path.write_text(json.dumps(data))
+        return load_job(path)
+
+    def set(self, data: dict[str, Any]) -> ResolvedJob:
+        """Load a job whose fields come from the command line, which spares the YAML parser."""
+        path = self.root / "job.yaml"
+        path.write_text("{}\n")
+        return load_job(path, list(data.items()))
+
+    def run(self, script: str) -> dict[str, Any]:
+        """Run a script as a job would run and return what its program saw."""
+        done = self.start(script)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        seen: dict[str, Any] = json.loads((self.root / "record.json").read_text())
+        return seen
+
+    def start(self, script: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a script as a job would run, however it ends."""
+        self.count += 1
+        text = self.submission / "job.sh"
+        text.write_text(script, encoding="utf-8")
+        subprocess.run(["bash", "-n", str(text)], check=True, timeout=120)
+        record = self.root / "record.json"
+        record.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", str(text)],
+            cwd=self.submission,
+            env={
+                "PATH": f"{self.bin}:/usr/bin:/bin",
+                "HOME": str(self.root),
+                "SLURM_JOB_ID": str(self.count),
+                "SLURM_NNODES": "1",
+                "SLURM_JOB_NODELIST": "node1",
+                "SLURMD_NODENAME": "node1",
+                "SLURM_CLUSTER_NAME": "sandbox",
+                "RECORD_TO": str(record),
+                "LC_ALL": "C.UTF-8",
+            },
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        canaries = [str(path) for path in self.root.rglob(CANARY)]
+        assert not canaries, "a value became shell code"
+        assert not (Path.home() / CANARY).exists()
+        return done
+
+
+@pytest.fixture
+def make_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Sandbox]:
+    """Make a fresh sandbox each time."""
+    return lambda: Sandbox(tmp_path_factory.mktemp("sandbox"))
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    """A fresh sandbox."""
+    return Sandbox(tmp_path)

@@ -1,0 +1,280 @@
+"""No value of a job file ever becomes shell code: scripts are run, not only read.
+
+The script runs under real bash with hpml's own node archive and the local backend's srun; a program
+at the end of it writes down what it was given. A value that became code would leave a canary file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.spec import Job
+
+if TYPE_CHECKING:
+    from tests.unit.script.conftest import Sandbox
+
+CANARY = "canary-of-hpml"
+PAYLOADS = [
+    "plain",
+    f"$(touch {CANARY})",
+    f"`touch {CANARY}`",
+    f"'; touch {CANARY}; '",
+    f'"; touch {CANARY}; "',
+    f"a\ntouch {CANARY}\nb",
+    f"\n\n#SBATCH --wrap='touch {CANARY}'\n",
+    f"a; touch {CANARY} #",
+    f"&& touch {CANARY} || touch {CANARY} &",
+    f"${{IFS}}$(touch${{IFS}}{CANARY})",
+    f"\\\\'$(touch {CANARY})\\'",
+    f"!! {{{{ 7*7 }}}} {{% raw %}} $(touch {CANARY})",
+    "ünïcödé \u2028 \u00a0 漢字 \U0001f600 \x07\x1b[0m\r\t\x7f",
+    "*?[a-z]~ ~root {a,b} $HOME ${PATH}",
+    "-n",
+    "--",
+    "",
+    "\\",
+    "'",
+    '"',
+    "trailing newline\n",
+]
+
+
+def job_with(sandbox: Sandbox, payload: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "probe",
+        "launcher": "srun",
+        "command": [sys.executable, str(sandbox.root / "recorder.py"), payload],
+        "args": [payload, f"--x={payload}"],
+        "environment": {"variables": {"VALUE": payload}},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=range(len(PAYLOADS)))
+def test_arguments_variables_and_paths_arrive_as_they_were_written(
+    sandbox: Sandbox, payload: str
+) -> None:
+    """Arguments, variables, the working directory and staging paths reach the program unchanged."""
+    name = payload.replace("/", "_")[:200].strip() or "dir"
+    workdir = sandbox.root / f"w{name}"
+    workdir.mkdir()
+    source = sandbox.root / f"s{name}"
+    source.mkdir()
+    (source / "x").write_text("x")
+    target = sandbox.root / f"t{name}"
+    target.mkdir()
+    data = job_with(
+        sandbox,
+        payload,
+        workdir=str(workdir),
+        stage=[{"name": "data", "source": str(source), "target": str(target)}],
+    )
+    data["args"].append("{stage.data}" + payload)
+    resolved = sandbox.load(data)
+    seen = sandbox.run(render(resolved.job, Capabilities()))
+    staged = f"{target}/hpml-{os.getuid()}/sandbox-1/data"
+    assert seen["argv"] == [payload, payload, f"--x={payload}", staged + payload]
+    assert seen["env"]["VALUE"] == payload
+    assert seen["cwd"] == str(workdir)
+    assert list(target.iterdir()) == []
+
+
+def fields(data: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every place of the JSON Schema's job where a value can stand."""
+    places: list[tuple[str, ...]] = []
+    schema = Job.model_json_schema()
+
+    def walk(node: dict[str, Any], prefix: tuple[str, ...]) -> None:
+        for choice in (node, *node.get("anyOf", ())):
+            if "$ref" in choice:
+                walk(schema["$defs"][choice["$ref"].rsplit("/", 1)[-1]], prefix)
+            if choice.get("type") == "array":
+                walk(choice["items"], (*prefix, "0"))
+                if "$ref" not in choice["items"]:
+                    places.append((*prefix, "0"))
+            if choice.get("additionalProperties") not in (None, False):
+                places.extend([(*prefix, "<key>"), (*prefix, "<value>")])
+            for key, value in choice.get("properties", {}).items():
+                places.append((*prefix, key))
+                walk(value, (*prefix, key))
+
+    walk(schema, prefix)
+    return sorted(set(places))
+
+
+def put(data: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    here: Any = data
+    for depth, part in enumerate(place):
+        last = depth == len(place) - 1
+        following = place[depth + 1] if not last else ""
+        if part == "<key>":
+            here[value] = "x"
+            return
+        if part == "<value>":
+            here["NAME"] = value
+            return
+        empty: Any = [] if following == "0" else {}
+        if part == "0":
+            if last:
+                here[:] = [value]
+                return
+            if not here:
+                here.append({})
+            here = here[0]
+        elif last:
+            here[part] = value
+        else:
+            if not isinstance(here.get(part), type(empty)):
+                here[part] = empty
+            here = here[part]
+
+
+PLACES = fields(None)
+REQUIRED: dict[tuple[str, ...], dict[str, Any]] = {
+    ("stage", "0"): {"name": "data", "source": "/nowhere"},
+    ("resources", "mail"): {"to": "me"},
+    ("environment", "container"): {"engine": "apptainer", "image": "i.sif"},
+}
+
+
+def test_every_field_of_the_schema_is_tried() -> None:
+    """The places include the deep ones, so the test below does not silently try nothing."""
+    for place in (
+        ("name",),
+        ("resources", "extra", "0"),
+        ("environment", "variables", "<key>"),
+        ("environment", "container", "mounts", "0"),
+        ("stage", "0", "source"),
+        ("resources", "mail", "on", "0"),
+    ):
+        assert place in PLACES
+
+
+def job_holding(place: tuple[str, ...], value: str) -> dict[str, Any]:
+    """The smallest job in which that value stands at that place."""
+    data: dict[str, Any] = {"name": "probe", "script": "x.py"}
+    if place[0] in ("module", "command"):
+        del data["script"]
+    for prefix, required in REQUIRED.items():
+        if place[: len(prefix)] == prefix:
+            put(data, prefix, dict(required))
+    put(data, place, value)
+    return data
+
+
+@pytest.mark.parametrize(
+    "place", [place for place in PLACES if place != ("environment", "setup")], ids=".".join
+)
+def test_a_value_in_any_field_is_refused_or_stays_data(
+    sandbox: Sandbox, place: tuple[str, ...]
+) -> None:
+    """Whatever stands in a field, the loader refuses it by name or the script carries it quoted.
+
+    `environment.setup` is shell code, the user's own.
+    """
+    for payload in PAYLOADS[1:]:
+        data = job_holding(place, payload)
+        try:
+            script = render(sandbox.set(data).job, Capabilities())
+        except InputError:
+            continue
+        assert no_code(script, sandbox.root), (place, payload)
+
+
+def no_code(script: str, workdir: Path) -> bool:
+    """Whether bash, running the script's words with every command replaced, leaves no canary.
+
+    Reads the script with `bash -n`, and evaluates it with each external program turned into a
+    no-op by an empty PATH: expansions and substitutions still happen, so a payload would act. A
+    canary lies where the script was then: in its first directory, or in the job's workdir.
+    """
+    scratch = Path(os.environ.get("TMPDIR", "/tmp")) / f"no-code-{os.getpid()}"
+    scratch.mkdir(exist_ok=True)
+    (scratch / CANARY).unlink(missing_ok=True)
+    touch = scratch / "bin"
+    touch.mkdir(exist_ok=True)
+    link = touch / "touch"
+    if not link.exists():
+        link.symlink_to("/usr/bin/touch")
+    # every guard that would end the script early is answered: the claim, the archive, the waits
+    (touch / "fake-python").write_text("#!/bin/sh\necho /nowhere/attempts/0\n")
+    (touch / "fake-python").chmod(0o755)
+    text = "\n".join(
+        f"hpml_interpreter={touch}/fake-python" if line.startswith("hpml_interpreter=") else line
+        for line in script.split("\n")
+    )
+    (scratch / "hpml-node.pyz").write_bytes(b"")
+    (scratch / "job.sh").write_text(text, encoding="utf-8")
+    subprocess.run(["bash", "-n", "job.sh"], cwd=scratch, check=True, timeout=120)
+    subprocess.run(
+        ["/bin/bash", "job.sh"],
+        cwd=scratch,
+        env={"PATH": str(touch), "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    return not any(scratch.rglob(CANARY)) and not any(workdir.rglob(CANARY))
+
+
+def test_the_canary_sings(sandbox: Sandbox) -> None:
+    """A value that did reach the script unquoted would be noticed."""
+    script = render(sandbox.set({"name": "probe", "command": ["VALUE"]}).job, Capabilities())
+    assert no_code(script, sandbox.root)
+    for payload in (f"$(touch {CANARY})", f"x\n) ; touch {CANARY} ; (:", f"`touch {CANARY}`"):
+        assert not no_code(script.replace("VALUE", payload), sandbox.root), payload
+        (sandbox.root / CANARY).unlink(missing_ok=True)
+
+
+@settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(
+        st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=80),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_text_arrives_unchanged(make_sandbox: Callable[[], Sandbox], texts: list[str]) -> None:
+    """Random Unicode in arguments and variables reaches the program to the character."""
+    sandbox = make_sandbox()
+    data = job_with(sandbox, "end")
+    texts = [text.replace("{stage.", "{stage_").replace("{run.dir}", "") for text in texts]
+    data["args"] = texts
+    data["environment"]["variables"] = {f"V{index}": text for index, text in enumerate(texts)}
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    assert seen["argv"] == ["end", *texts]
+    assert [seen["env"][f"V{index}"] for index in range(len(texts))] == texts
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_a_megabyte_in_any_field_is_refused_by_name(
+    sandbox: Sandbox, place: tuple[str, ...]
+) -> None:
+    """A value of 1 MB fits no argument and no path: the error names the field and says its size."""
+    data = job_holding(place, "x" * 1_000_000)
+    with pytest.raises(InputError) as caught:
+        render(sandbox.set(data).job, Capabilities())
+    assert place[0] in str(caught.value)
+    assert len(str(caught.value)) < 4000
+
+
+def test_the_longest_argument_arrives_whole(sandbox: Sandbox) -> None:
+    """128 KiB less one byte, the most that Linux passes, arrives to the byte."""
+    data = job_with(sandbox, "end")
+    data["args"] = ["é" * 65_535]
+    data["environment"] = {}
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    assert seen["argv"] == ["end", "é" * 65_535]

@@ -1,0 +1,303 @@
+"""A site profile says of a cluster what the cluster said, and hpml reads it."""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpml_orchestrator.scheduler.cluster import Association, Cluster, Gres, Limits, Node, Partition
+from hpml_orchestrator.site import Surroundings, group_nodes, profile_text
+from hpml_orchestrator.site.look import Interface, Look, Place
+from hpml_orchestrator.spec.site import Site
+from tests.unit.site.init.conftest import IDLE, loaded, uncommented
+
+ODD = st.one_of(
+    st.sampled_from(
+        ["gpu", "gpu.a", "a b", 'q"q', "ü", "x" * 300, "", "a]b", "#", "a\nb", "-x", "\udcff"]
+    ),
+    st.text(max_size=8),
+)
+NAMES = st.lists(ODD, max_size=4).map(tuple)
+NUMBERS = st.one_of(st.none(), st.integers(0, 2**70))
+WHOLE = st.integers(0, 2**40)
+GRES = st.builds(
+    Gres,
+    name=st.sampled_from(["gpu", "mps", "shard"]) | ODD,
+    kind=st.sampled_from(["", "a100", "1g.10gb", "2080ti", "3090"]) | ODD,
+    count=st.integers(0, 20_000),
+)
+NODES = st.builds(
+    Node,
+    name=ODD,
+    states=st.frozensets(st.sampled_from(["IDLE", "DOWN", "DRAIN", "x"]) | ODD, max_size=3),
+    partitions=NAMES,
+    sockets=WHOLE,
+    cpus=WHOLE,
+    memory_mib=WHOLE,
+    tmp_disk_mib=WHOLE,
+    gres=st.lists(GRES, max_size=3).map(tuple),
+    features=st.frozensets(ODD, max_size=4),
+    reason=st.text(),
+)
+PARTITIONS = st.builds(
+    Partition,
+    name=ODD,
+    state=st.sampled_from(["UP", "DOWN", "DRAIN", "INACTIVE"]) | ODD,
+    default=st.booleans(),
+    nodes=NAMES,
+    total_nodes=WHOLE,
+    max_seconds=NUMBERS,
+    default_seconds=NUMBERS,
+    max_nodes=NUMBERS,
+    max_cpus_per_node=NUMBERS,
+    max_memory_per_node_mib=NUMBERS,
+    max_memory_per_cpu_mib=NUMBERS,
+    allow_accounts=st.none() | NAMES,
+    deny_accounts=NAMES,
+    allow_qos=st.none() | NAMES,
+    allow_groups=st.none() | NAMES,
+    exclusive=st.booleans(),
+    qos=ODD,
+)
+CLUSTERS = st.builds(
+    Cluster,
+    limits=st.builds(
+        Limits,
+        version=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+        cluster=ODD,
+        max_array_size=WHOLE,
+        max_script_bytes=WHOLE,
+        tmp_fs=st.sampled_from(["/tmp", "/local", "/tmp/%h"]) | ODD,
+        whole_nodes=st.booleans(),
+        memory_consumable=st.booleans(),
+        gres_names=NAMES,
+        submit_plugins=NAMES,
+    ),
+    partitions=st.lists(PARTITIONS, max_size=4, unique_by=lambda one: one.name).map(tuple),
+    nodes=st.lists(NODES, max_size=5, unique_by=lambda one: one.name).map(tuple),
+    user=ODD,
+    associations=st.none()
+    | st.lists(st.builds(Association, account=ODD, default=st.booleans()), max_size=3).map(tuple),
+)
+LOOKS = st.builds(
+    Look,
+    host=ODD,
+    places=st.lists(
+        st.builds(
+            Place,
+            name=st.sampled_from(["ram", "TmpFS", "path", "$LOCAL", "$TMPDIR"]),
+            path=ODD.map(lambda name: f"/{name}"),
+            filesystem=st.sampled_from(["ext4", "xfs", "tmpfs", "nfs4"]) | ODD,
+            total_kib=WHOLE,
+            free_kib=WHOLE,
+            writable=st.booleans(),
+        ),
+        max_size=3,
+    ).map(tuple),
+    interfaces=st.lists(st.builds(Interface, ODD, WHOLE, st.booleans(), st.booleans())).map(tuple),
+    infiniband=NAMES,
+    modules=st.none() | NAMES,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(CLUSTERS, LOOKS, ODD)
+def test_whatever_slurm_says_becomes_a_profile(cluster: Cluster, look: Look, odd: str) -> None:
+    """Odd names, quotes, unicode and absurd numbers never make a file that hpml does not read."""
+    looks = {group.name: look for group in group_nodes(cluster)}
+    for around in (Surroundings(odd, odd, odd, look), Surroundings(looks=looks)):
+        text = profile_text(cluster, around)
+        text.encode("utf-8")
+        loaded(text)
+        Site.model_validate(uncommented(text))
+    assert profile_text(cluster) == profile_text(cluster)
+
+
+def test_a_partition_tells_its_limits(small: Cluster) -> None:
+    """Time, nodes, CPUs, memory and who may use it."""
+    gpu = loaded(profile_text(small)).partitions["gpu"]
+    assert gpu.model_dump() == {
+        "default": False,
+        "node_types": ["a100x4"],
+        "nodes": 2,
+        "max_nodes": 2,
+        "max_time": "1-00:00:00",
+        "default_time": "01:00:00",
+        "max_cpus_per_node": 120,
+        "max_memory_per_node": "500000M",
+        "exclusive": False,
+        "accounts": ["physics"],
+        "qos": ["normal", "long"],
+    }
+
+
+def test_a_partition_that_starts_nothing_says_so(small: Cluster) -> None:
+    """The state is a remark: it was so when the profile was written."""
+    text = profile_text(small)
+    assert "# DRAIN when this was written: takes no new jobs." in text
+    everything = loaded(text).partitions["all"]
+    assert (everything.max_time, everything.exclusive) == ("unlimited", True)
+    assert everything.node_types == ["a100x4", "cpu"]
+
+
+def test_nodes_are_grouped_by_equal_hardware(small: Cluster) -> None:
+    """Each kind with its list, count and size; what is down is told with its reason."""
+    text = profile_text(small)
+    kinds = loaded(text).node_types
+    assert list(kinds) == ["a100x4", "cpu"]
+    kind = kinds["a100x4"]
+    assert (kind.nodes, kind.count, kind.cpus, kind.gpus) == ("gpu[1-2]", 2, 128, "a100:4")
+    assert (kind.memory, kind.local_disk, kind.threads_per_core) == ("524288M", "1843200M", 2)
+    assert "Out of service when this was written: 1 of 2." in text
+    assert '# - gpu2: DOWN+NOT_RESPONDING: fan "3" is dead ü' in text
+
+
+def test_mixed_and_odd_gpus_are_named_sensibly() -> None:
+    """MIG slices beside whole GPUs, types without a name, and equal GPUs on unequal nodes."""
+
+    def node(name: str, memory: int, *gres: Gres) -> Node:
+        return Node(name, IDLE, memory_mib=memory, gres=gres)
+
+    nodes = (
+        node("a", 1, Gres("gpu", "1g.10gb", 7), Gres("gpu", "a100", 1)),
+        node("b", 1, Gres("gpu", "", 2)),
+        node("c", 1, Gres("gpu", "a100", 4)),
+        node("d", 1, Gres("gpu", "a100", 4)),
+        node("e", 2, Gres("gpu", "a100", 4)),
+        node("f", 2, Gres("shard", "", 4)),
+    )
+    groups = {group.name: fold for group in group_nodes(Cluster(nodes=nodes)) for fold in [group]}
+    assert {name: [one.name for one in group.nodes] for name, group in groups.items()} == {
+        "a100x4": ["c", "d"],
+        "1g10gbx7-a100x1": ["a"],
+        "gpux2": ["b"],
+        "a100x4-2": ["e"],
+        "cpu": ["f"],
+    }
+    text = profile_text(Cluster(nodes=nodes))
+    kinds = loaded(text).node_types
+    assert kinds["1g10gbx7-a100x1"].gpus == "1g.10gb:7,a100:1"
+    assert kinds["gpux2"].gpus == "2"
+    assert "Other generic resources: shard::4." in text
+
+
+def test_a_big_cluster_is_quick_and_readable(big: Cluster) -> None:
+    """10,000 nodes with a feature per rack: kinds by hardware, no line too wide, in a moment."""
+    started = time.monotonic()
+    text = profile_text(big)
+    assert time.monotonic() - started < 60
+    site = loaded(text)
+    assert (len(site.partitions), len(site.node_types)) == (60, 40)
+    assert sum(kind.count or 0 for kind in site.node_types.values()) == 10_000
+    assert all(kind.features == ["ib"] for kind in site.node_types.values())
+    assert "# Uneven: some have more features, 250 in all." in text
+    assert text.count("\n") < 1_500
+    assert max(map(len, text.split("\n"))) < 1_100  # a node list is one value, and long
+
+
+@pytest.mark.parametrize(
+    ("accounts", "expected"),
+    [
+        ((Association("physics"),), "physics"),
+        ((Association("physics"), Association("physics", partition="gpu")), "physics"),
+        ((Association("physics", default=True),), None),
+        ((Association("physics"), Association("math")), None),
+        ((), None),
+        (None, None),
+    ],
+)
+def test_an_account_is_set_where_only_one_can_be_meant(
+    small: Cluster, accounts: tuple[Association, ...] | None, expected: str | None
+) -> None:
+    """One account and no default of Slurm's: that one; else the choice is the user's."""
+    site = loaded(profile_text(replace(small, associations=accounts)))
+    assert site.defaults["resources"].get("account") == expected
+
+
+def test_a_partition_is_set_where_it_is_the_only_one(small: Cluster) -> None:
+    """Slurm has no default and one partition: jobs go there."""
+    first = small.partitions[0]
+
+    def default(*partitions: Partition) -> object:
+        site = loaded(profile_text(replace(small, partitions=partitions)))
+        return site.defaults["resources"].get("partition")
+
+    assert default(first) == "gpu"
+    assert default(replace(first, default=True)) is None
+    assert default(*small.partitions) is None
+
+
+def test_facts_make_rules_for_directives(small: Cluster) -> None:
+    """select/linear knows GPUs by --gres alone; memory that is not counted is told of."""
+    linear = replace(small, limits=replace(small.limits, whole_nodes=True, memory_consumable=False))
+    text = profile_text(linear)
+    assert loaded(text).directives["gpus-per-node"].rename == "--gres=gpu:{item}"
+    assert "--mem is taken and not enforced" in text
+    assert loaded(profile_text(small)).directives == {}
+
+
+def test_scratch_is_slurms_directory_where_it_has_one(small: Cluster) -> None:
+    """TmpFS other than /tmp with a disk counts; a pattern with a per-cent sign cannot."""
+
+    def scratch(tmp_fs: str) -> str | None:
+        limits = replace(small.limits, tmp_fs=tmp_fs)
+        return loaded(profile_text(replace(small, limits=limits))).paths.scratch
+
+    assert scratch("/local/scratch") == "/local/scratch"
+    assert scratch("/tmp") is None
+    assert scratch("/local/%h") is None
+
+
+def test_the_login_node_is_not_taken_for_the_nodes(small: Cluster) -> None:
+    """What a look at the login node found is proposed, not set."""
+    here = Look("login", interfaces=(Interface("eno1", 1000, False, True),), modules=("gcc/12",))
+    text = profile_text(small, Surroundings(here=here))
+    site = loaded(text)
+    assert (site.interfaces, site.modules) == ([], [])
+    assert '#interfaces = ["eno1"]  # the login node\'s' in text
+    assert '#modules = ["gcc/12"]  # The login node has 1.' in text
+
+
+def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
+    """The largest local disk, the best network, the topology; a kind not looked at says why."""
+    look = Look(
+        "gpu1",
+        places=(
+            Place("ram", "/dev/shm", "tmpfs", 1000, 900, True),
+            Place("$LOCAL_SCRATCH", "/nvme/job.1", "xfs", 5000, 4000, True),
+            Place("path", "/scratch", "lustre", 90_000, 90_000, True),
+        ),
+        interfaces=(
+            Interface("ib0", 200_000, True, True),
+            Interface("eno1", 1_000, False, True),
+        ),
+        infiniband=("mlx5_0: ACTIVE, 200 Gb/sec (4X HDR)",),
+        modules=("cuda/12.4",),
+    )
+    around = Surroundings(
+        looks={"a100x4": look, "cpu": "no node of this kind was idle"},
+        topologies={"a100x4": "topology/a100x4.xml"},
+    )
+    text = profile_text(small, around)
+    site = loaded(text)
+    kind = site.node_types["a100x4"]
+    assert (kind.scratch, kind.interfaces) == ("$LOCAL_SCRATCH", ["ib0"])
+    assert kind.topology == "topology/a100x4.xml"
+    assert site.modules == ["cuda/12.4"]
+    assert "# Not looked at: no node of this kind was idle." in text
+    assert re.search(
+        r"^#   srun -N1 -n1 --exclusive -p \S+ -w \S+ hpml topo --json > cpu\.json\n"
+        r'# topology = "cpu\.json"$',
+        text,
+        re.MULTILINE,
+    ), "how to have one without lstopo"
+    assert "from Slurm 22.05.8" in text
+    assert "- ib0: IP over InfiniBand, 200 Gbit/s" in text
+    assert "a look at 1 of 2 kinds of nodes" in " ".join(text.replace("\n#", "").split())
+    assert tomllib.loads(text)["node_types"]["cpu"].keys().isdisjoint({"scratch", "interfaces"})

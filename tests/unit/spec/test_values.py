@@ -1,0 +1,141 @@
+"""Quantities are read in Slurm's forms, and refused in every other one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpml_orchestrator.spec.values import format_time, parse_bytes, parse_gpus, parse_time
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        (30, 1800),
+        ("30", 1800),
+        ("30:00", 1800),
+        ("10:00", 600),
+        ("00:30", 30),
+        ("1:00:00", 3600),
+        ("100:00:00", 360_000),
+        ("1-0", 86_400),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("1-12:30:15", 131_415),
+        (" 90 ", 5400),
+    ],
+)
+def test_time_limits_mean_what_slurm_means(written: str | int, seconds: int) -> None:
+    """A bare number is minutes, two parts are minutes and seconds, a dash divides off days."""
+    assert parse_time(written) == seconds
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "x", "-5", 0, "0:00", "1:2:3:4", "1-2:3:4:5", "1.5", "1h", True, "1 0", "9" * 40, "٣٠"],
+)
+def test_no_time_limit(written: str | int) -> None:
+    """What is in none of Slurm's forms, zero, or over ten years is refused."""
+    with pytest.raises(ValueError, match="must be"):
+        parse_time(written)
+
+
+@given(st.integers(1, 3650 * 86_400))
+def test_times_survive_being_written(seconds: int) -> None:
+    """Every time limit reads back as the same one after it was written as Slurm writes it."""
+    assert parse_time(format_time(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        (512, 512 * 1024**2),
+        ("512", 512 * 1024**2),
+        ("512M", 512 * 1024**2),
+        ("64G", 64 * GIB),
+        ("64GB", 64 * GIB),
+        ("64GiB", 64 * GIB),
+        ("64 g", 64 * GIB),
+        ("1T", 1024 * GIB),
+        ("8K", 8192),
+        (" 8K ", 8192),
+    ],
+)
+def test_sizes_mean_what_slurm_means(written: str | int, size: int) -> None:
+    """A bare number is MiB; K, M, G, T are powers of 1024, however they are spelled."""
+    assert parse_bytes(written) == size
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "0", "-1G", "1.5G", "8B", "8iB", "1P", "1025T", "G", "64 G B", True, "8\u212a", "٨G"],
+)
+def test_no_size(written: str | int) -> None:
+    """Bytes, fractions, nothing, too much, and letters that only look like K are refused."""
+    with pytest.raises(ValueError, match="must be"):
+        parse_bytes(written)
+
+
+@given(st.integers(1, 1023), st.sampled_from("KMGT"))
+def test_sizes_survive_being_written(number: int, unit: str) -> None:
+    """A size with its unit is that many times the unit."""
+    factor = {"K": 1024, "M": 1024**2, "G": GIB, "T": 1024 * GIB}[unit]
+    assert parse_bytes(f"{number}{unit}") == parse_bytes(f"{number}{unit.lower()}iB")
+    assert parse_bytes(f"{number}{unit}") == number * factor
+
+
+@pytest.mark.parametrize(
+    ("written", "text", "count"),
+    [
+        (0, "", 0),
+        (4, "4", 4),
+        ("4", "4", 4),
+        ("a100", "a100:1", 1),
+        ("a100:4", "a100:4", 4),
+        ("a100:0", "", 0),
+        ("1g.10gb:2", "1g.10gb:2", 2),
+        ("1g.10gb", "1g.10gb:1", 1),
+        ("nvidia_a100_1g.5gb:3", "nvidia_a100_1g.5gb:3", 3),
+        ("2080ti:4", "2080ti:4", 4),
+        ("3090:2,a100:1", "3090:2,a100:1", 3),
+        ("a100:2,v100:1", "a100:2,v100:1", 3),
+        (["a100:2", "v100"], "a100:2,v100:1", 3),
+        ([2], "2", 2),
+        ([], "", 0),
+    ],
+)
+def test_gpus_of_a_node(written: Any, text: str, count: int) -> None:
+    """A number, a type with or without a number, a MIG profile, or a list of such."""
+    gpus = parse_gpus(written)
+    assert (str(gpus), gpus.count) == (text, count)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("", ",", "a100:", "a100:x", ":4", "-1", "4.0", "a b", "a100:1,a100:2", "a100:1,v100:0"),
+        *("aé:4", "a\u0664:\u0664", "x" * 65, "10000", "a;b", "$(x)", "a100\n", "2080ti", "4:4"),
+        *([True], [["a"]], [{}]),
+    ],
+)
+def test_no_gpus(written: Any) -> None:
+    """Anything else is refused: blanks, repeats, letters that a script could not hold."""
+    with pytest.raises(ValueError, match="must be|names one|asks for"):
+        parse_gpus(written)
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z][a-z0-9_]{0,10}", fullmatch=True), st.integers(1, 9999), max_size=4
+    )
+)
+def test_gpus_survive_being_written(kinds: dict[str, int]) -> None:
+    """A list of types reads back as itself, and adds up."""
+    gpus = parse_gpus([f"{kind}:{number}" for kind, number in kinds.items()])
+    assert gpus.count == sum(kinds.values())
+    assert parse_gpus(str(gpus) or "0") == gpus
