@@ -1,18 +1,16 @@
-"""How the tests are shared out among workers, and what they all need."""
+"""What all tests need."""
 
 from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-CLUSTER = "tests/cluster/"
 
 # An example that takes 200 ms, hypothesis' limit, is one during which the machine was busy.
 # CI tries the same examples each time: it judges a change, and people's runs look for new ones.
@@ -25,23 +23,6 @@ settings.register_profile(
     database=None if os.environ.get("CI") == "true" else settings().database,
 )
 settings.load_profile("patient")
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give whole files to a worker, and all tests of the real cluster to one: they share it.
-
-    In place of `--dist=loadgroup`: pytest 9.2 took away what xdist 3.8 needs to see its groups, and
-    without them that mode shares out every test by itself, in silence.
-    """
-    from xdist.scheduler import (  # type: ignore[import-untyped]  # noqa: PLC0415 - if used
-        LoadScopeScheduling,
-    )
-
-    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.partition("::")[0]
-
-    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import hpml_exporters
-import pytest
 
 import hpml_orchestrator
 
@@ -51,7 +50,6 @@ EXPORTER_ARROWS: dict[str, set[str]] = {
         "roots",
     },
 }
-ROOMS_OF_EXPORTERS = {path.parent.name for path in EXPORTERS.glob("*/__init__.py")}
 TOO_HEAVY = {"typer", "rich", "pydantic", "jinja2", "torch", "numpy", "pandas", "requests"}
 HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subprocess", "logging"}
 
@@ -84,14 +82,14 @@ def test_every_room_is_in_the_plan() -> None:
     assert len(SOURCES) > 50
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_uses_what_the_plan_says(room: str) -> None:
+def test_a_room_uses_what_the_plan_says() -> None:
     """It imports itself, the ground, and exactly the rooms of its row in architecture.md."""
-    used: dict[str, str] = {}
-    for path in (PACKAGE / room).rglob("*.py"):
-        used |= {room_of(name): path.name for name in imports(path) if name.split(".")[0] == NAME}
-    used = {name: path for name, path in used.items() if name not in GROUND | {room}}
-    assert set(used) == ARROWS[room], used
+    used: dict[str, set[str]] = {}
+    for room in ROOMS:
+        names = {name for path in (PACKAGE / room).rglob("*.py") for name in imports(path)}
+        known = {room_of(name) for name in names if name.split(".")[0] == NAME}
+        used[room] = known - GROUND - {room}
+    assert used == ARROWS
 
 
 def test_the_ground_knows_no_room() -> None:
@@ -111,13 +109,12 @@ def test_there_is_no_circle() -> None:
             del left[room]
 
 
-@pytest.mark.parametrize("room", [room for room in PLAIN if room in ROOMS])
-def test_what_travels_is_standard_library_only(room: str) -> None:
+def test_what_travels_is_standard_library_only() -> None:
     """Records, staging and node run where nothing is installed."""
     allowed = {*sys.stdlib_module_names, NAME}
-    for path in (PACKAGE / room).rglob("*.py"):
+    paths = [path for room in PLAIN for path in (PACKAGE / room).rglob("*.py")]
+    for path in [PACKAGE / "errors.py", *paths]:
         assert {name.split(".")[0] for name in imports(path)} <= allowed, path
-    assert {name.split(".")[0] for name in imports(PACKAGE / "errors.py")} <= allowed
 
 
 def test_nothing_imports_the_command_line() -> None:
@@ -127,17 +124,12 @@ def test_nothing_imports_the_command_line() -> None:
             assert not any(name.startswith(f"{NAME}.cli") for name in imports(path)), path
 
 
-def modules() -> list[str]:
-    """Every module of the package that can be imported without effect."""
-    found = [one.name for one in pkgutil.walk_packages([str(PACKAGE)], f"{NAME}.")]
-    return [name for name in found if not name.endswith("__main__")]
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_public_names_are_there(room: str) -> None:
+def test_public_names_are_there() -> None:
     """`__all__` names what is there, once each, and every module but a package's own has one."""
-    for name in modules():
-        if room_of(name) != room:
+    names = [one.name for one in pkgutil.walk_packages([str(PACKAGE)], f"{NAME}.")]
+    names += [exported_name(path) for path in EXPORTED if path.name != "__main__.py"]
+    for name in names:
+        if name.endswith("__main__"):
             continue
         module = importlib.import_module(name)
         public = getattr(module, "__all__", None)
@@ -148,18 +140,17 @@ def test_public_names_are_there(room: str) -> None:
         assert all(hasattr(module, one) for one in public), name
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_all_is_complete(room: str) -> None:
+def test_all_is_complete() -> None:
     """A room's `__init__` lists every name that it brings together."""
-    path = PACKAGE / room / "__init__.py"
-    module = importlib.import_module(f"{NAME}.{room}")
-    brought = {
-        alias.asname or alias.name
-        for node in ast.parse(path.read_text("utf-8")).body
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
-        for alias in node.names
-    }
-    assert brought == set(getattr(module, "__all__", []))
+    for room in ROOMS:
+        module = importlib.import_module(f"{NAME}.{room}")
+        brought = {
+            alias.asname or alias.name
+            for node in ast.parse((PACKAGE / room / "__init__.py").read_text("utf-8")).body
+            if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+            for alias in node.names
+        }
+        assert brought == set(getattr(module, "__all__", [])), room
 
 
 def imported_at_once(path: Path) -> set[str]:
@@ -185,32 +176,31 @@ def exported_name(path: Path) -> str:
     return ".".join([EXPORTER, *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
-@pytest.mark.parametrize("path", EXPORTED, ids=exported_name)
-def test_an_exporter_stays_small(path: Path) -> None:
-    """It knows few rooms of hpml, and imports what is heavy where it is used, or never.
+def test_exporters_stay_small() -> None:
+    """They know few rooms of hpml, and import what is heavy where it is used, or never.
 
-    Its process lives on every node for as long as the node does.
+    Their process lives on every node for as long as the node does.
     """
-    known = imports(path)
-    ours = {room_of(name) for name in known if name.split(".")[0] == NAME}
-    assert ours <= OURS_FOR_EXPORTERS
-    assert not {name.split(".")[0] for name in known} & TOO_HEAVY
-    at_once = imported_at_once(path)
-    # GPUs' modules are imported by their own thread, and nvitop brings logging anyway.
-    late = {"nvitop", "pynvml", "logging"} if path.name.startswith("gpu_") else set()
-    assert at_once <= {*sys.stdlib_module_names, NAME, EXPORTER} | late
-    assert not at_once & (HEAVY_AT_IMPORT - late) or path.parent.name == "server"
+    for path in EXPORTED:
+        known = imports(path)
+        ours = {room_of(name) for name in known if name.split(".")[0] == NAME}
+        assert ours <= OURS_FOR_EXPORTERS, path
+        assert not {name.split(".")[0] for name in known} & TOO_HEAVY, path
+        at_once = imported_at_once(path)
+        # GPUs' modules are imported by their own thread, and nvitop brings logging anyway.
+        late = {"nvitop", "pynvml", "logging"} if path.name.startswith("gpu_") else set()
+        assert at_once <= {*sys.stdlib_module_names, NAME, EXPORTER} | late, path
+        assert not at_once & (HEAVY_AT_IMPORT - late) or path.parent.name == "server", path
 
 
-@pytest.mark.parametrize("part", sorted(EXPORTER_ARROWS))
-def test_parts_of_the_exporters_keep_to_themselves(part: str) -> None:
+def test_parts_of_the_exporters_keep_to_themselves() -> None:
     """Collectors know no server, the server no metrics, and descriptions nothing at all."""
-    files = [EXPORTERS / f"{part}.py"] if part not in ROOMS_OF_EXPORTERS else EXPORTERS / part
-    paths = files if isinstance(files, list) else sorted(files.rglob("*.py"))
-    assert paths
-    for path in paths:
-        known = {name.split(".")[1] for name in imports(path) if name.startswith(f"{EXPORTER}.")}
-        assert known <= EXPORTER_ARROWS[part] | {part}, path
+    for part, allowed in EXPORTER_ARROWS.items():
+        folder = EXPORTERS / part
+        paths = list(folder.rglob("*.py")) if folder.is_dir() else [EXPORTERS / f"{part}.py"]
+        for path in paths:
+            known = {one.split(".")[1] for one in imports(path) if one.startswith(f"{EXPORTER}.")}
+            assert known <= allowed | {part}, path
 
 
 def test_only_the_command_line_knows_the_exporters() -> None:
@@ -220,28 +210,9 @@ def test_only_the_command_line_knows_the_exporters() -> None:
             assert not any(name.split(".")[0] == EXPORTER for name in imports(path)), path
 
 
-@pytest.mark.parametrize("path", EXPORTED, ids=exported_name)
-def test_public_names_of_exporters_are_there(path: Path) -> None:
-    """`__all__` names what is there, once each; a package without names of its own needs none."""
-    if path.name == "__main__.py":
-        assert "__all__" in path.read_text("utf-8")
-        return
-    module = importlib.import_module(exported_name(path))
-    public = getattr(module, "__all__", None)
-    if public is None:
-        assert hasattr(module, "__path__"), "no __all__"
-        return
-    assert len(set(public)) == len(public)
-    assert all(hasattr(module, one) for one in public)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [*SOURCES, *EXPORTED],
-    ids=lambda path: str(path.relative_to(PACKAGE if path in SOURCES else EXPORTERS)),
-)
-def test_every_file_says_what_it_is(path: Path) -> None:
+def test_every_file_says_what_it_is() -> None:
     """A module begins with a sentence, and stays under 500 lines."""
-    text = path.read_text("utf-8")
-    assert ast.get_docstring(ast.parse(text)), "no docstring"
-    assert text.count("\n") <= 500
+    for path in [*SOURCES, *EXPORTED]:
+        text = path.read_text("utf-8")
+        assert ast.get_docstring(ast.parse(text)), f"{path}: no docstring"
+        assert text.count("\n") <= 500, path

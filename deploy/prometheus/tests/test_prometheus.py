@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.monitoring.prometheus_support import BootPrometheus, Promtool
 
-INSTALL = Path(__file__).parents[2] / "deploy" / "prometheus" / "install.sh"
+INSTALL = Path(__file__).parents[2] / "prometheus" / "install.sh"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cluster.conftest import skip_or_fail
 
-SCRIPT = Path(__file__).parents[2] / "deploy" / "horovod" / "build_wheel.py"
+SCRIPT = Path(__file__).parents[2] / "horovod" / "build_wheel.py"
 
 
 @pytest.fixture

@@ -298,7 +298,7 @@ def test_the_library_is_built_once(tmp_path: Path) -> None:
 
 def test_the_sources_are_small() -> None:
     """No file of the simulator has more than 500 lines."""
-    folder = Path(__file__).parents[2] / "deploy" / "gpusim"
+    folder = Path(__file__).parents[2] / "gpusim"
     sources = [path for path in folder.rglob("*") if path.suffix in {".c", ".h", ".py"}]
     long = {path.name: path.read_text().count("\n") for path in sources}
     assert len(long) > 10

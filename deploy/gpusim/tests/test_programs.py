@@ -23,7 +23,7 @@ from tests.unit.exporters.server.support import held_port
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GPUSIM = Path(__file__).parents[2] / "deploy" / "gpusim" / "gpusim"
+GPUSIM = Path(__file__).parents[2] / "gpusim" / "gpusim"
 GIB = 1 << 30
 
 # What nvitop says about every device and every MIG device, as JSON.

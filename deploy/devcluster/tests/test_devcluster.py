@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.cluster.conftest import SlurmCluster
 
-DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
+DEVCLUSTER = Path(__file__).parents[2] / "devcluster" / "devcluster"
 
 
 def processes_mentioning(text: str) -> list[str]:
