@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ignored_signals, pytest_runtest_makereport
+
+__all__ = ["ignored_signals", "pytest_runtest_makereport"]
+
 DEPLOY = Path(__file__).parent
 ALL = os.environ.get("HPML_TOOLS") == "1"
 

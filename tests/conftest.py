@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 # An example that takes 200 ms, hypothesis' limit, is one during which the machine was busy.
 # CI tries the same examples each time: it judges a change, and people's runs look for new ones.
@@ -23,6 +23,24 @@ settings.register_profile(
     database=None if os.environ.get("CI") == "true" else settings().database,
 )
 settings.load_profile("patient")
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip a test; on CI that is a failure."""
+    pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a skipped test fail on CI: there all is installed, but for hardware that is not there."""
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if "HARDWARE:" not in reason:
+            report.outcome, report.longrepr = "failed", f"on CI nothing may skip: {reason}"
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -291,7 +291,7 @@ class _Boot:
         add = ("sacctmgr", "-i", "add")
         self._must("slurmdbd", *add, "cluster", "devcluster")
         self._must("slurmdbd", *add, "account", "dev", "Description=dev", "Organization=dev")
-        self._must("slurmdbd", *add, "user", "root,nobody", "account=dev")
+        self._must("slurmdbd", *add, "user", "root,nobody,games", "account=dev")
         self._report("slurmdbd knows the cluster's users")
 
     def _slurmctld(self) -> None:

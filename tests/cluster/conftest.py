@@ -11,9 +11,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.cluster.user import install
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,13 +118,6 @@ def require_cluster() -> None:
         skip_or_fail(f"NO CLUSTER TESTS: {obstacle}")
 
 
-def skip_or_fail(reason: str) -> NoReturn:
-    """Skips where something is missing; on CI that is a failure."""
-    if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)
-
-
 @contextlib.contextmanager
 def booted(*options: str | Path, shares: Sequence[Path] = ()) -> Iterator[SlurmCluster]:
     """Boots a cluster and takes it down again; what is shared, and this checkout, is on its nodes.
@@ -134,7 +130,11 @@ def booted(*options: str | Path, shares: Sequence[Path] = ()) -> Iterator[SlurmC
         started = devcluster(
             *("up", "--json", "--box", box, *options),
             # a checkout may itself lie below /tmp
-            *(word for share in (*shares, DEVCLUSTER.parents[2]) for word in ("--share", share)),
+            *(
+                word
+                for share in (*shares, DEVCLUSTER.parents[2], install())
+                for word in ("--share", share)
+            ),
         )
         if started.returncode != 0:
             pytest.fail(f"the cluster does not boot:\n{started.stderr}", pytrace=False)

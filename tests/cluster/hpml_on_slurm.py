@@ -6,29 +6,40 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests import patience
+from tests.cluster.user import HPML, PYTHON, UID, VENV, hand_over
+
+__all__ = ["HPML", "PYTHON", "ROOT", "UID", "Desk", "eventually"]
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
 
 ROOT = Path(__file__).parents[2]
-HPML = [sys.executable, "-m", "hpml_orchestrator.cli"]
 _SECONDS = 240
 
 
 @dataclass
 class Desk:
-    """A user's desk: a directory, records of its own, and a cluster to send jobs to."""
+    """An ordinary user's desk: a directory, records of its own, and a cluster to send jobs to."""
 
     cluster: SlurmCluster
     directory: Path
     more: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=lambda: HPML)  # how hpml is called, and as whom
+
+    def __post_init__(self) -> None:
+        """Let the user work there."""
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Give what lies there to the user, files that a test has made too."""
+        if self.words is HPML:
+            hand_over(self.directory)
 
     @property
     def records(self) -> Path:
@@ -39,8 +50,9 @@ class Desk:
         return {
             **self.cluster.environment,
             "HPML_HOME": str(self.records),
+            "HOME": str(self.directory),
             "XDG_CONFIG_HOME": str(self.directory / "config"),  # not the developer's own profile
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{VENV}/bin:{os.environ['PATH']}",
             **self.more,
         }
 
@@ -48,8 +60,9 @@ class Desk:
         self, *arguments: str | Path, code: int | None = 0, seconds: float = _SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Call hpml; `code` is the exit status that is wanted, None for any."""
+        self.hand_over()
         done = subprocess.run(
-            [*HPML, *map(str, arguments)],
+            [*self.words, *map(str, arguments)],
             env=self.environment,
             cwd=self.directory,
             stdin=subprocess.DEVNULL,
@@ -83,7 +96,7 @@ class Desk:
             f"{node}:{path}"
             for node in self.cluster.nodes
             for path in self.cluster.leftovers(node)
-            if f"/hpml-{os.getuid()}" in path
+            if f"/hpml-{UID}" in path
         ]
 
     def jobs_of(self, submission: Path) -> list[str]:

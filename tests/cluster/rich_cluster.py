@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.cluster.conftest import SlurmCluster, booted, clean_environment
 
-USER = "nobody"
+USER = "games"
 # Two kinds of nodes, and a MIG profile beside whole GPUs on one of them.
 CONFIGURATION = """\
 EnforcePartLimits=NO
@@ -62,10 +62,10 @@ modify qos grpq set GrpTRES=cpu=4,node=2 MaxTRESPerUser=mem=3000
 modify qos minq set MinTRESPerJob=cpu=4
 modify qos cap set MaxTRESPerJob=node=2
 add user root account=vip
-add user nobody account=course
+add user games account=course
 modify account course set MaxWall=00:20:00 MaxTRES=cpu=4 GrpTRES=mem=6000
-modify user nobody account=dev set qos+=fast,slow,gpuq,tiny,grpq,minq
-modify user nobody account=course set qos=normal
+modify user games account=dev set qos+=fast,slow,gpuq,tiny,grpq,minq
+modify user games account=course set qos=normal
 modify user root set qos+=fast,slow
 """
 

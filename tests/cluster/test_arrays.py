@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import SlurmCluster, skip_or_fail
+from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk, eventually
+from tests.conftest import skip_or_fail
 
 SMALL = {"time": "5:00", "memory": "50M"}
 # Task 2 fails; the others wait for their release, so that nothing depends on the machine's speed.

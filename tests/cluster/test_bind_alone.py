@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster

@@ -11,14 +11,14 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster.conftest import booted, skip_or_fail
-from tests.cluster.hpml_on_slurm import HPML, Desk
+from tests.cluster.conftest import booted
+from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,7 @@ def job(desk: Desk, launcher: str, **fields: Any) -> Path:
     resources = {"nodes": 2, "gpus": 8, "cpus_per_rank": 32, "time": "5", "exclusive": True}
     more = {"resources": {**resources, **fields.pop("resources", {})}}
     command = [
-        sys.executable,
+        PYTHON,
         str(desk.directory / "rank.py"),
         str(desk.directory / "seen"),
         SECONDS,
@@ -171,7 +171,7 @@ def in_a_shell(desk: Desk, before: str) -> list[str]:
         "-c",
         f'{before} "$@"',
         "rank",
-        *[sys.executable, str(desk.directory / "rank.py"), str(desk.directory / "seen"), "20"],
+        *[PYTHON, str(desk.directory / "rank.py"), str(desk.directory / "seen"), "20"],
     ]
 
 

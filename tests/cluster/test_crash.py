@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
 from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

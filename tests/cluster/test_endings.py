@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import Desk, eventually
+from tests.cluster.hpml_on_slurm import PYTHON, Desk, eventually
+from tests.cluster.user import VENV
 
 # A rank that notes signals, and whether its data are there, until it may end.
 CATCH = """\
@@ -83,7 +83,7 @@ def test_signals_for_the_ranks_reach_them_and_nothing_else(desk: Desk, launcher:
         args=["{stage.d}/x", str(go)],
         resources={"nodes": 2, "ranks_per_node": 2, "time": "5:00"},
         stage=[{"name": "d", "source": str(desk.directory / "data"), "target": "shm"}],
-        environment={"python": sys.executable, "venv": sys.prefix},
+        environment={"python": PYTHON, "venv": str(VENV)},
     )
     eventually(lambda: output(told).count(":begins") == 4, what=output(told))
     job_id = str(told["job_id"])

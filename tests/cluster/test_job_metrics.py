@@ -143,7 +143,7 @@ def own_cluster(where: Path, settings: str) -> AbstractContextManager[SlurmClust
 def grouped() -> Iterator[Site]:
     """Two slurmd of one machine with control groups, and our prolog and epilog."""
     if not Path("/sys/fs/cgroup/freezer/tasks").exists():
-        pytest.skip("no control groups of version 1 here")
+        pytest.skip("HARDWARE: no control groups of version 1 here")
     with place() as where:
         options = NodeOptions(roots=Roots(run=str(where / "run")))
         with own_cluster(where, GROUPS + install_prolog(where)) as cluster:

@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster.hpml_on_slurm import HPML, ROOT, Desk, eventually
+from tests.cluster.hpml_on_slurm import HPML, PYTHON, ROOT, Desk, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,11 +71,9 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     desk = Desk(slurm_cluster, tmp_path)
     for name in ("ddp_images.py", "hpml_channel.py", "make_digits.py", "digits.yaml"):
         shutil.copy(ROOT / "training_jobs" / name, tmp_path)
-    subprocess.run(
-        [sys.executable, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120
-    )
+    subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
     sets = [f"--set=resources.{key}={value}" for key, value in TWO_BY_TWO.items()]
-    sets.append(f"--set=environment.python={sys.executable}")
+    sets.append(f"--set=environment.python={PYTHON}")
     rendered = subprocess.run(
         [*HPML, "render", *sets, "digits.yaml"],
         cwd=tmp_path,
@@ -150,7 +147,7 @@ def test_ranks_started_by_srun_see_their_data_and_their_places(desk: Desk, data:
     )
     file = desk.job(
         "places",
-        command=[sys.executable, "-c", program],
+        command=[PYTHON, "-c", program],
         resources=TWO_BY_TWO,
         stage=stage_both(data),
     )
@@ -186,7 +183,7 @@ def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) 
     program = "import os, sys, time; os.environ['RANK'] == '3' and sys.exit(9); time.sleep(600)"
     file = desk.job(
         "failing",
-        command=[sys.executable, "-c", program],
+        command=[PYTHON, "-c", program],
         resources=TWO_BY_TWO,
         stage=stage_both(data),
     )
@@ -223,7 +220,7 @@ def test_a_requeued_job_makes_a_second_attempt_of_the_same_run(desk: Desk, data:
     )
     file = desk.job(
         "requeued",
-        command=[sys.executable, "-c", program],
+        command=[PYTHON, "-c", program],
         stage=stage_both(data),
     )
     submitted = desk.json("submit", file)
@@ -269,9 +266,7 @@ def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
 def test_the_ranks_need_no_hpml_of_their_own(desk: Desk) -> None:
     """In a virtual environment without hpml the ranks start, bound and recorded, all the same."""
     venv = desk.directory / "bare venv"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=120
-    )
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=120)
     program = (
         "import importlib.util, os, sys; print('HPML', importlib.util.find_spec("
         "'hpml_orchestrator'), sys.prefix, os.environ['HPML_CHANNEL'][:5])"

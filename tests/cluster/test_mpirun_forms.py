@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.conftest import booted, skip_or_fail
-from tests.cluster.hpml_on_slurm import HPML, Desk
+from tests.cluster.conftest import booted
+from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,7 @@ def test_mpirun_binds_by_sockets(desk: Desk) -> None:
     made = desk.job(
         "sockets",
         launcher="mpirun",
-        command=[sys.executable, "-c", "import time; time.sleep(2)"],
+        command=[PYTHON, "-c", "import time; time.sleep(2)"],
         resources={
             "nodes": 2,
             "ranks_per_node": 2,

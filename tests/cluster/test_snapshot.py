@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.cluster.hpml_on_slurm import HPML, Desk
+from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
@@ -41,7 +40,7 @@ def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: 
         script="tools/train.py",
         workdir=str(top),
         snapshot=True,
-        environment={"python": sys.executable},
+        environment={"python": PYTHON},
         resources={"nodes": 2, "time": "5:00", "extra": ["--hold"]},
     )
     rendered = subprocess.run(
@@ -89,7 +88,7 @@ def test_a_rendered_directory_runs_by_hand(slurm_cluster: SlurmCluster, tmp_path
         script="train.py",
         workdir=str(top),
         snapshot=True,
-        environment={"python": sys.executable},
+        environment={"python": PYTHON},
         resources={"time": "5:00"},
     )
     desk.hpml("render", job, "-o", "out")

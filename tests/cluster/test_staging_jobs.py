@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster.hpml_on_slurm import Desk, eventually
+from tests.cluster.hpml_on_slurm import UID, Desk, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Desk]:
     """An empty desk; what it keeps on the nodes goes with it."""
     one = Desk(slurm_cluster, tmp_path)
     yield one
-    root = f"hpml-{os.getuid()}"
+    root = f"hpml-{UID}"
     one.slurm("srun", "-N2", "rm", "-rf", f"/tmp/{root}", f"/dev/shm/{root}")
     assert one.staged() == []
 

@@ -30,9 +30,9 @@ time.sleep(3)
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_gpu() -> None:
-    torch = pytest.importorskip("torch", reason="SKIPPED, NOT TESTED: no torch here")
+    torch = pytest.importorskip("torch", reason="HARDWARE: no torch here")
     if not torch.cuda.is_available():
-        pytest.skip("SKIPPED, NOT TESTED: no CUDA device; no record of a real one was made")
+        pytest.skip("HARDWARE: no CUDA device; no record of a real one was made")
 
 
 def test_the_record_of_a_rank_names_its_real_device(tmp_path: Path) -> None:

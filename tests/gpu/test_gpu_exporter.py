@@ -33,7 +33,7 @@ while time.time() < until:
 
 def _smi() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
-        pytest.skip("SKIPPED, NOT TESTED: no nvidia-smi, so no real GPU was read")
+        pytest.skip("HARDWARE: no nvidia-smi, so no real GPU was read")
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -41,7 +41,7 @@ def _smi() -> list[dict[str, str]]:
         check=False,
     )
     if done.returncode != 0:
-        pytest.skip(f"SKIPPED, NOT TESTED: nvidia-smi: {done.stdout.strip()}")
+        pytest.skip(f"HARDWARE: nvidia-smi: {done.stdout.strip()}")
     rows = [line.split(", ") for line in done.stdout.splitlines()]
     return [dict(zip(QUERY.split(","), row, strict=True)) for row in rows]
 
@@ -128,9 +128,9 @@ def test_numbers_agree_with_nvidia_smi(collector: Collector) -> None:
 
 def test_work_is_seen(collector: Collector, tmp_path: Path) -> None:
     """Matrix products: busy, energy, power, memory and (on Hopper) tensor cores say so."""
-    torch = pytest.importorskip("torch", reason="SKIPPED, NOT TESTED: no torch to make work with")
+    torch = pytest.importorskip("torch", reason="HARDWARE: no torch to make work with")
     if not torch.cuda.is_available():
-        pytest.skip("SKIPPED, NOT TESTED: torch finds no CUDA device")
+        pytest.skip("HARDWARE: torch finds no CUDA device")
     (tmp_path / "work.py").write_text(WORK)
     uuid = _smi()[0]["uuid"]
     with subprocess.Popen(

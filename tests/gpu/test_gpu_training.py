@@ -14,10 +14,10 @@ LIMIT_SECONDS = 300
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_gpu() -> None:
-    torch = pytest.importorskip("torch", reason="SKIPPED, NOT TESTED: no torch here")
+    torch = pytest.importorskip("torch", reason="HARDWARE: no torch here")
     if not torch.cuda.is_available():
         pytest.skip(
-            "SKIPPED, NOT TESTED: no CUDA device (torch.cuda.is_available() is False with torch "
+            "HARDWARE: no CUDA device (torch.cuda.is_available() is False with torch "
             f"{torch.__version__}); NCCL and mixed precision were not exercised"
         )
 

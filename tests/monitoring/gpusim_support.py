@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.gpusim.gpusim import GpusimError, Simulator, State
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

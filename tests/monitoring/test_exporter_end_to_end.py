@@ -169,7 +169,7 @@ def node(
     GPUs found: variables of hpml's own do not travel with a submission.
     """
     if request.param == "cgroup" and not Path("/sys/fs/cgroup/freezer/tasks").exists():
-        pytest.skip("no control groups of version 1 here")
+        pytest.skip("HARDWARE: no control groups of version 1 here")
     first = 1_000_000 + os.getpid() % 1_000_000
     own = tmp_path / "slurm.conf"
     options = ("--nodes", "1", "--cpus", "8", "--gpus", "4", "--no-accounting")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = "README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml".split()

@@ -19,7 +19,7 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.unit.training_runs import JOBS, finish, launch, result_of, run
 
 TRAIN = JOBS / "horovod_images.py"

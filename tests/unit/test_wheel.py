@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("hatchling", "build")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.topology.sysfs import read_sysfs
-from tests.cluster.conftest import DEVCLUSTER, SlurmCluster, booted, skip_or_fail
+from tests.cluster.conftest import DEVCLUSTER, SlurmCluster, booted
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 SCRIPT = Path(__file__).parents[2] / "horovod" / "build_wheel.py"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Shell

@@ -21,7 +21,7 @@ from hpml_orchestrator.cli.main import app
 from hpml_orchestrator.cli.manpages import RELEASED, pages
 from hpml_orchestrator.cli.manual import manual
 from hpml_orchestrator.cli.manualtext import markdown, plain
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.unit.cli.test_words import HPML, in_terminal
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.unit.cli.conftest import HPML, Result
 from tests.unit.cli.stage_node import Node, grow, same
 from tests.unit.staging.test_archive import make as archive

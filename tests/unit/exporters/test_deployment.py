@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "deploy" / "systemd" / "hpml-exporter-node.service"

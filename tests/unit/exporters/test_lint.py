@@ -17,7 +17,7 @@ from hpml_exporters.metricsdoc import page
 from hpml_exporters.render import openmetrics, text
 from prometheus_client.openmetrics import parser
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[3]
 GOOD = MetricSpec(

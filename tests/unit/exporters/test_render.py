@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 COUNTER = MetricSpec("hpml_x_bytes_total", "counter", "Bytes of x.", ("a", "b"), "bytes", "x")
 GAUGE = MetricSpec("hpml_x_watts", "gauge", "Power of x.", ("a",), "watts", "x")

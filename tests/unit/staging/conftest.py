@@ -14,7 +14,7 @@ import pytest
 
 import hpml_orchestrator
 from hpml_orchestrator.staging import Bases, CopyStager
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

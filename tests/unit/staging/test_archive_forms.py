@@ -16,7 +16,7 @@ import pytest
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StageResult
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 
 def stage(stager: CopyStager, path: Path, name: str = "data") -> StageResult:

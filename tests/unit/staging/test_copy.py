@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

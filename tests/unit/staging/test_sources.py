@@ -32,7 +32,7 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.request import kind_of
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
