@@ -181,8 +181,17 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpirun"])
-@pytest.mark.parametrize("kind", SABOTAGE)
+@pytest.mark.parametrize(
+    ("kind", "launcher"),
+    [
+        ("taskset", "srun"),
+        ("hidden", "torchrun"),
+        pytest.param("hidden", "srun", marks=pytest.mark.slow),
+        pytest.param("taskset", "torchrun", marks=pytest.mark.slow),
+        pytest.param("taskset", "mpirun", marks=pytest.mark.slow),
+        pytest.param("hidden", "mpirun", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sabotaged_program_fails_in_strict_mode(desk: Desk, kind: str, launcher: str) -> None:
     """A program that narrows itself, or hides GPUs, is caught while it runs, and named."""
     if launcher == "mpirun" and not shutil.which("mpirun"):

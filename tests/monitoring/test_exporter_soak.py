@@ -115,6 +115,7 @@ def soaked(
     assert server.value(f"count({ours})") <= 800 + 25 * JOBS
 
 
+@pytest.mark.slow
 def test_two_minutes(exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus) -> None:
     """With jobs that come and go every second, XID errors and clients that hang."""
     soaked(exporter, gpusim, prometheus, seconds=120, turn=1)

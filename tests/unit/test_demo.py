@@ -1,0 +1,41 @@
+"""`make demo`, the first of the README's two commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import skip_or_fail
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.alone  # it trains on all cores
+def test_the_demo_trains_and_prints_its_report(tmp_path: Path) -> None:
+    """A real model is trained through the local backend, and the run is on record."""
+    if shutil.which("make") is None or not (ROOT / ".venv" / ".train").exists():
+        skip_or_fail("NO DEMO: it is run by make, with the environment that make has made")
+    done = subprocess.run(
+        ["make", "-C", ROOT, "-o", ".venv/.train", "demo", f"DEMO={tmp_path}/demo"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\naccuracy " in done.stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "hpml_orchestrator.cli", "--records", tmp_path / "demo" / "records"]
+        + ["list", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (run,) = json.loads(listed.stdout)
+    assert run["state"] == "COMPLETED"
