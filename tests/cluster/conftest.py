@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster.user import install
+from tests.cluster.user import Directories, install
 from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
@@ -150,6 +151,18 @@ def booted(*options: str | Path, shares: Sequence[Path] = ()) -> Iterator[SlurmC
         ended = devcluster("down", "--purge", "--box", box)
         shutil.rmtree(box, ignore_errors=True)
         assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture(scope="session")
+def tmp_path_factory() -> Directories:
+    """Makes directories of the user, in place of pytest's, which are closed to others."""
+    return Directories(install() / "tests")
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: Directories) -> Path:
+    """A directory of the user."""
+    return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:30])
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
     sets = [f"--set=resources.{key}={value}" for key, value in TWO_BY_TWO.items()]
     sets.append(f"--set=environment.python={PYTHON}")
+    desk.hand_over()
     rendered = subprocess.run(
         [*HPML, "render", *sets, "digits.yaml"],
         cwd=tmp_path,

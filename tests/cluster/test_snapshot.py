@@ -43,6 +43,7 @@ def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: 
         environment={"python": PYTHON},
         resources={"nodes": 2, "time": "5:00", "extra": ["--hold"]},
     )
+    desk.hand_over()
     rendered = subprocess.run(
         [*HPML, "render", job],
         env=desk.environment,

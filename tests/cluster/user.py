@@ -18,7 +18,17 @@ from pathlib import Path
 
 from tests.conftest import skip_or_fail
 
-__all__ = ["AS_USER", "HOME", "HPML", "PYTHON", "UID", "VENV", "hand_over", "install"]
+__all__ = [
+    "AS_USER",
+    "HOME",
+    "HPML",
+    "PYTHON",
+    "UID",
+    "VENV",
+    "Directories",
+    "hand_over",
+    "install",
+]
 
 ROOT = Path(__file__).parents[2]
 _IS_ROOT = os.geteuid() == 0
@@ -75,6 +85,24 @@ def hand_over(directory: Path) -> None:
     for parent in directory.parents:
         if parent.stat().st_uid == 0 and parent.is_relative_to(tempfile.gettempdir()):
             parent.chmod(parent.stat().st_mode | 0o111)
+
+
+class Directories:
+    """Makes temporary directories that belong to the user; used as pytest's tmp_path_factory."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        base.mkdir(exist_ok=True)
+
+    def getbasetemp(self) -> Path:
+        """Return the directory that holds all others."""
+        return self._base
+
+    def mktemp(self, name: str) -> Path:
+        """Make a directory."""
+        made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._base))
+        hand_over(made)
+        return made
 
 
 def _python() -> str:

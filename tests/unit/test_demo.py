@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -30,8 +31,8 @@ def test_the_demo_trains_and_prints_its_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\naccuracy " in done.stdout
     listed = subprocess.run(
-        [sys.executable, "-m", "hpml_orchestrator.cli", "--records", tmp_path / "demo" / "records"]
-        + ["list", "--json"],
+        [sys.executable, "-m", "hpml_orchestrator.cli", "list", "--json"],
+        env={**os.environ, "HPML_HOME": str(tmp_path / "demo" / "records")},
         capture_output=True,
         text=True,
         timeout=60,

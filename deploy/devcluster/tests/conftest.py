@@ -1,5 +1,5 @@
 """A real cluster for the development cluster's own tests."""
 
-from tests.cluster.conftest import bare_cluster, slurm_cluster
+from tests.cluster.conftest import bare_cluster, slurm_cluster, tmp_path, tmp_path_factory
 
-__all__ = ["bare_cluster", "slurm_cluster"]
+__all__ = ["bare_cluster", "slurm_cluster", "tmp_path", "tmp_path_factory"]
