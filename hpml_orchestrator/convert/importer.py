@@ -8,11 +8,12 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.body import OWN, PATHS, Body
+from hpml_orchestrator.convert.body import OWN, Body, Line
 from hpml_orchestrator.convert.header import allocation, known_variables, read_request
 from hpml_orchestrator.convert.launchers import PYTHON
 from hpml_orchestrator.convert.report import Draft, Finding, Report, write_yaml
 from hpml_orchestrator.convert.resources import job_size
+from hpml_orchestrator.convert.setup import PATHS, Setup
 from hpml_orchestrator.convert.values import Values, has_hole, holes, shell_word, shown
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import format_time, size_text
@@ -144,7 +145,7 @@ class _Import:
                 "look for [X] MPI in `horovodrun --check-build`",
             )
         if launcher in ("mpirun", "horovodrun"):
-            other = next((name for name in self.body.modules if _OTHER_MPI.search(name)), "")
+            other = next((name for name in self._modules() if _OTHER_MPI.search(name)), "")
             why = ""
             if launch.container is not None and launch.container["engine"] == "pyxis":
                 why = "pyxis is a part of srun"
@@ -160,6 +161,10 @@ class _Import:
             self.put("launcher", launcher)
         if mpi:
             self.put("mpi", "pmix")
+
+    def _modules(self) -> list[str]:
+        lines = self.body.lines
+        return [name for line in lines if line.kind == "module" for name in line.value.split()]
 
     def _program(self) -> None:
         launch, directory = self.launch, self.launch.directory
@@ -301,18 +306,16 @@ class _Import:
             self.put("resources.time", format_time(seconds), "time")
 
     def _environment(self) -> None:
-        launch, body = self.launch, self.body
+        launch = self.launch
         words = [*(self.words if self.evaluated else []), *launch.variables.values()]
-        sources = " ".join(
-            source for word in [*words, launch.directory] for _, source in holes(word)
-        )
-        body.arrange(set(re.findall(r"[A-Za-z_]\w*", sources)))
-        for field, value, line, text in body.fields(self.place.path):
-            self.draft.put(f"environment.{field}", value, line, text)
+        sources = " ".join(source for word in words for _, source in holes(word))
+        lines = Setup(self.body, set(re.findall(r"[A-Za-z_]\w*", sources)))
+        for field, value, line in lines.fields(self.place.path):
+            self.draft.put(f"environment.{field}", value, line.line, line.source)
         self._export()
-        setup = [*self._own_values(), *body.setup(self.workdir)]
-        for name, (value, line, text) in body.exports().items():
-            self._variable(name, value, line, text, setup)
+        setup = [*self._slurm_values(lines.kept), *lines.lines(self.workdir)]
+        for name, (value, number, text) in lines.variables.items():
+            self._variable(name, value, number, text, setup)
         for name, value in launch.variables.items():
             self._variable(name, value, launch.line, f"{name}={shown(value)}", setup)
         if has_hole(launch.directory):
@@ -334,12 +337,12 @@ class _Import:
                 launch.lost("cd", "a container starts in workdir", "write workdir")
                 self.report.merge(launch.report)
         if setup:
-            first = body.kept[0] if body.kept else launch
+            first = lines.kept[0] if lines.kept else launch
             self.draft.put("environment.setup", "\n".join(setup) + "\n", first.line, first.source)
 
-    def _own_values(self) -> list[str]:
+    def _slurm_values(self, lines: list[Line]) -> list[str]:
         """Return lines that give setup the values of the script's own job; reports the others."""
-        text = "\n".join(line.source for line in self.body.kept)
+        text = "\n".join(line.source for line in lines)
         size = self.size
         now = {
             **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.convert.header import Gpus
 
-__all__ = ["PYTHON", "Launch", "peel"]
+__all__ = ["OUTPUT", "PYTHON", "Launch", "peel"]
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _MAX_LAYERS = 20
@@ -339,7 +339,7 @@ _SRUN_QUIET = frozenset(
     "gpus-per-task ntasks-per-gpu partition account qos pty immediate nodelist jobid input "
     "disable-status propagate preserve-env constraint".split()
 )
-_SRUN_OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
+OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 
 
 def _srun(launch: Launch) -> Launch:
@@ -372,7 +372,7 @@ def _srun(launch: Launch) -> Launch:
         elif name in _BINDING_OPTIONS:
             launch.lost(f"srun {shown(option.shown)}", *_BINDING)
         elif name in ("output", "error"):
-            launch.lost(f"srun {shown(option.shown)}", *_SRUN_OUTPUT)
+            launch.lost(f"srun {shown(option.shown)}", *OUTPUT)
         elif name not in _SRUN_QUIET and (name, value) != ("mem", "0"):
             why = (
                 "is known in the job only" if name in fields else "steps of hpml have no such limit"

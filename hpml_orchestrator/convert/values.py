@@ -107,8 +107,8 @@ class Values:
         self.defaults: dict[str, str] = {}
         self.sourced = False  # whether a file that is not read may have set anything
 
-    def assign(self, source: str) -> str:
-        """Set a variable by the source of an assignment; return its value, a hole if unknown."""
+    def assign(self, source: str) -> tuple[str, str]:
+        """Set a variable by the source of an assignment; return its name and value."""
         name, operator, rest = ASSIGNMENT.fullmatch(source).groups()  # type: ignore[union-attr]
         opaque = f'\0"${name}"\0'
         if rest.startswith("("):
@@ -117,14 +117,14 @@ class Values:
             before = self.variables.get(name, ()) if operator == "+=" else ()
             known = before is not None and not any(map(has_hole, items))
             self.variables[name] = (*(before or ()), *items) if known else None
-            return " ".join(items) if known else opaque
+            return name, " ".join(items) if known else opaque
         value = self.text(rest)
         if operator == "+=":
             before = self.variables.get(name)
             value = before[0] + value if before is not None and len(before) == 1 else opaque
         keep = (stable(value) or _LAUNCHER.search(value)) and len(value) < _MAX_VALUE
         self.variables[name] = (value,) if keep else None
-        return value if keep else opaque
+        return name, value if keep else opaque
 
     def forget(self, source: str) -> None:
         """Treat variables that a command may set as unknown; all of them where it reads a file."""
