@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.launchers import OUTPUT, PYTHON, Launch, peel
+from hpml_orchestrator.convert.launch import OUTPUT, PYTHON, Launch
+from hpml_orchestrator.convert.peel import peel
 from hpml_orchestrator.convert.shell import ASSIGNMENT, Piece, Token, split_script
 from hpml_orchestrator.convert.staging import Staging, is_local
 from hpml_orchestrator.convert.values import PROVIDED, Values, has_hole, shown, stable
@@ -115,9 +116,8 @@ class Body:
         called = position < len(commands) and commands[position][1][0].text in self._functions
         simple = not piece.block or bool(re.match(r"[^|&;]*\|\|\s*[{(]", piece.source))
         if piece.block == "function":
-            self._functions[_words(piece.tokens)[piece.source.startswith("function ")]] = next(
-                filter(None, launches), None
-            )
+            name = _words(piece.tokens)[piece.source.startswith("function ")]
+            self._functions[name] = next(filter(None, launches), None)
         if position < len(launches) and simple and carried and not called:
             for _, tokens in before:
                 self._read(_part(piece, tokens))
@@ -126,10 +126,18 @@ class Body:
             self.add("launch", piece, launch=launch)
         elif position < len(launches):
             self.values.forget(piece.source)
-            for launch in launches if piece.block != "function" else []:
-                if launch is not None:
-                    self.add("launch", piece, launch=launch, block=piece.block or "&&")
-        elif operators and not piece.block and carried:
+            inner = [launch for launch in launches if launch and piece.block != "function"]
+            for launch in inner:
+                self.add("launch", piece, launch=launch, block=piece.block or "&&")
+        else:
+            self._read_other(piece, commands, operators)
+
+    def _read_other(
+        self, piece: Piece, commands: list[tuple[str, list[Token]]], operators: list[str]
+    ) -> None:
+        """Read a piece that launches nothing."""
+        carried = set(operators) == {"&&"} and all(_is_carried(tokens) for _, tokens in commands)
+        if carried and not piece.block:
             for _, tokens in commands:
                 self._read(_part(piece, tokens))
         elif operators[:1] == ["||"] and _is_carried(commands[0][1]):
@@ -390,10 +398,10 @@ def _export(body: Body, piece: Piece, words: list[str], texts: list[str]) -> Non
     if re.search("[fnpA]", options):
         body.keep(piece)
         return
-    assigned = {}
+    assigned: dict[str, str] = {}
     for text in texts[1:]:
         if ASSIGNMENT.match(text):
-            assigned |= [body.values.assign(text)]
+            assigned |= dict([body.values.assign(text)])
         elif text.isidentifier():
             items = body.values.variables.get(text)
             assigned[text] = items[0] if items else f'\0"${text}"\0'

@@ -35,37 +35,21 @@ Gpus = tuple[tuple[str, int], ...]
 
 @dataclass
 class Request:
-    """What the header asks for; None where it does not say.
+    """What the header asks for, by the long names of its options.
 
     Attributes:
-        memory_mb: per node in MiB; 0 is all of it.
-        seconds: time limit; 0 is none.
-        plain: fields of `resources` whose values are taken as they are.
+        numbers: counts; memory in MiB, 0 for all of it; time limit in seconds, 0 for none.
+        gpus: of `--gpus`, `--gpus-per-node` (`--gres` too) and `--gpus-per-task`.
+        texts: values that are taken as they are.
+        mail_on: events to write mail about.
         extra: options for `resources.extra`.
         options: the last option of each name.
     """
 
-    name: str | None = None
-    nodes: int | None = None
-    ntasks: int | None = None
-    ntasks_per_node: int | None = None
-    ntasks_per_gpu: int | None = None
-    cpus_per_task: int | None = None
-    cpus_per_gpu: int | None = None
-    gpus: Gpus | None = None
-    gpus_per_node: Gpus | None = None
-    gpus_per_task: Gpus | None = None
-    memory_mb: int | None = None
-    memory_per_cpu_mb: int | None = None
-    memory_per_gpu_mb: int | None = None
-    seconds: int | None = None
-    array: str | None = None
-    directory: str | None = None
-    exclusive: bool = False
-    mail_to: str | None = None
+    numbers: dict[str, int] = field(default_factory=dict)
+    gpus: dict[str, Gpus] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     mail_on: list[str] = field(default_factory=list)
-    export: str | None = None
-    plain: dict[str, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     options: dict[str, Option] = field(default_factory=dict)
 
@@ -105,11 +89,9 @@ def read_request(script: str, report: Report) -> Request:
                 f"line {option.line}: {option.shown}: {error}",
                 hint="correct the #SBATCH line; sbatch refuses it, too",
             ) from None
-    memory = {"mem": "memory_mb", "mem-per-cpu": "memory_per_cpu_mb"}
-    memory["mem-per-gpu"] = "memory_per_gpu_mb"
-    *earlier, last = [name for name in request.options if name in memory] or [""]
+    *earlier, last = [name for name in request.options if name in _MEMORY] or [""]
     for name in earlier:
-        setattr(request, memory[name], None)
+        del request.numbers[name]
         option = request.options[name]
         report.lost(option.line, option.shown, f"--{last} below it replaces it")
     return request
@@ -139,11 +121,12 @@ def _apply(request: Request, option: Option, report: Report) -> None:
             "hpml does not know this sbatch option",
             "if your site's sbatch has it, write it into resources.extra",
         )
-    elif name in _FIELDS:
-        attribute, read = _FIELDS[name]
-        setattr(request, attribute, read(value))
-    elif name in ("partition", "account", "qos", "constraint"):
-        request.plain[name] = value
+    elif name in _NUMBERS:
+        request.numbers[name] = _NUMBERS[name](value)
+    elif name in ("gpus", "gpus-per-node", "gpus-per-task"):
+        request.gpus[name] = parse_gpus(value.replace("gpu:", "")).kinds
+    elif name in _TEXTS:
+        request.texts[name] = value
     elif name in _SPECIAL:
         _SPECIAL[name](request, option, report)
     elif name in _NOT_CARRIED:
@@ -167,12 +150,12 @@ def _extra(request: Request, option: Option, report: Report) -> None:
 
 def _nodes(request: Request, option: Option, report: Report) -> None:
     least, dash, most = option.value.partition("-")
-    request.nodes = _count(least)
-    if dash and _count(most) != request.nodes:
+    nodes = request.numbers["nodes"] = _count(least)
+    if dash and _count(most) != nodes:
         report.changed(
             option.line,
             option.shown,
-            f"a job file has one number of nodes: {request.nodes}, the smallest",
+            f"a job file has one number of nodes: {nodes}, the smallest",
             f"for more: --set resources.nodes={_count(most)}",
         )
 
@@ -188,13 +171,12 @@ def _gres(request: Request, option: Option, report: Report) -> None:
         elif part and part.lower() != "none":
             others.append(part)
     if gpus:
-        request.gpus_per_node = tuple(gpus)
+        request.gpus["gpus-per-node"] = tuple(gpus)
     if others:
         _extra(request, dataclasses.replace(option, value=",".join(others)), report)
 
 
-def _exclusive(request: Request, option: Option, report: Report) -> None:
-    request.exclusive = True
+def _exclusive(_: Request, option: Option, report: Report) -> None:
     if option.value:
         why = "hpml asks for whole nodes without further conditions"
         report.changed(option.line, option.shown, why)
@@ -223,29 +205,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _gpus(text: str) -> Gpus:
-    return parse_gpus(text.replace("gpu:", "")).kinds
-
-
-_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "job-name": ("name", str),
-    "ntasks": ("ntasks", _count),
-    "ntasks-per-node": ("ntasks_per_node", _count),
-    "ntasks-per-gpu": ("ntasks_per_gpu", _count),
-    "cpus-per-task": ("cpus_per_task", _count),
-    "cpus-per-gpu": ("cpus_per_gpu", _count),
-    "gpus": ("gpus", _gpus),
-    "gpus-per-node": ("gpus_per_node", _gpus),
-    "gpus-per-task": ("gpus_per_task", _gpus),
-    "mem": ("memory_mb", parse_memory_mb),
-    "mem-per-cpu": ("memory_per_cpu_mb", parse_memory_mb),
-    "mem-per-gpu": ("memory_per_gpu_mb", parse_memory_mb),
-    "time": ("seconds", lambda text: parse_time_limit(text) or 0),
-    "array": ("array", str),
-    "chdir": ("directory", str),
-    "mail-user": ("mail_to", str),
-    "export": ("export", str),
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+_NUMBERS: dict[str, Callable[[str], int]] = {
+    **dict.fromkeys(
+        "ntasks ntasks-per-node ntasks-per-gpu cpus-per-task cpus-per-gpu".split(), _count
+    ),
+    **dict.fromkeys(_MEMORY, parse_memory_mb),
+    "time": lambda text: parse_time_limit(text) or 0,
 }
+_TEXTS = frozenset("job-name array chdir mail-user export partition account qos constraint".split())
 _SPECIAL: dict[str, Callable[[Request, Option, Report], None]] = {
     "nodes": _nodes,
     "gres": _gres,
@@ -300,15 +268,20 @@ class Allocation:
     @property
     def gpu_count(self) -> int:
         """GPUs of each node."""
-        return sum(number for _, number in self.gpus)
+        return _total(self.gpus)
+
+
+def _total(gpus: Gpus | None) -> int:
+    return sum(number for _, number in gpus or ())
 
 
 def allocation(request: Request, report: Report) -> Allocation:
     """Return the allocation; where Slurm may choose the number of nodes, the fewest."""
-    per_node, tasks = request.ntasks_per_node, request.ntasks
-    total_gpus = sum(number for _, number in request.gpus or ())
-    gpus_per_node = sum(number for _, number in request.gpus_per_node or ())
-    nodes = request.nodes
+    numbers = request.numbers
+    per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
+    total_gpus = _total(request.gpus.get("gpus"))
+    gpus_per_node = _total(request.gpus.get("gpus-per-node"))
+    nodes = numbers.get("nodes")
     if nodes is None and tasks and per_node:
         nodes = -(-tasks // per_node)
     if nodes is None and total_gpus and gpus_per_node:
@@ -320,21 +293,22 @@ def allocation(request: Request, report: Report) -> Allocation:
     nodes = nodes or 1
     if tasks is None and per_node:
         tasks = nodes * per_node
-    if tasks is None and request.ntasks_per_gpu:
-        tasks = request.ntasks_per_gpu * (total_gpus or nodes * gpus_per_node)
+    if tasks is None and "ntasks-per-gpu" in numbers:
+        tasks = numbers["ntasks-per-gpu"] * (total_gpus or nodes * gpus_per_node)
     tasks_per_node = -(-tasks // nodes) if tasks else 1
-    gpus = request.gpus_per_node or ()
-    if request.gpus_per_node is None and request.gpus is not None:
-        gpus = tuple((kind, -(-number // nodes)) for kind, number in request.gpus)
-        if any(number % nodes for _, number in request.gpus):
+    gpus = request.gpus.get("gpus-per-node", ())
+    if not gpus and "gpus" in request.gpus:
+        gpus = tuple((kind, -(-number // nodes)) for kind, number in request.gpus["gpus"])
+        if any(number % nodes for _, number in request.gpus["gpus"]):
             option = request.options["gpus"]
             why = f"a job file has the same number of GPUs on each of {nodes} nodes: rounded up"
             report.changed(option.line, option.shown, why)
-    elif request.gpus_per_node is None:
-        gpus = tuple((kind, each * tasks_per_node) for kind, each in request.gpus_per_task or ())
-    cpus = tasks_per_node * (request.cpus_per_task or 1)
-    if request.cpus_per_gpu and not request.cpus_per_task:
-        cpus = request.cpus_per_gpu * sum(number for _, number in gpus)
+    elif not gpus:
+        each = request.gpus.get("gpus-per-task", ())
+        gpus = tuple((kind, number * tasks_per_node) for kind, number in each)
+    cpus = tasks_per_node * numbers.get("cpus-per-task", 1)
+    if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
+        cpus = numbers["cpus-per-gpu"] * _total(gpus)
     return Allocation(nodes, tasks, tasks_per_node, gpus, cpus or 1)
 
 
@@ -343,7 +317,7 @@ def known_variables(request: Request, given: Allocation) -> dict[str, str]:
     known: dict[str, int | None] = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), given.nodes),
         "SLURM_CPUS_ON_NODE": given.cpus,
-        "SLURM_CPUS_PER_TASK": request.cpus_per_task,
+        "SLURM_CPUS_PER_TASK": request.numbers.get("cpus-per-task"),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks),
         "SLURM_NTASKS_PER_NODE": given.tasks_per_node if given.tasks else None,
         **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), given.gpu_count),

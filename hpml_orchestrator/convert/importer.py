@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.convert.body import OWN, Body, Line
 from hpml_orchestrator.convert.header import allocation, known_variables, read_request
-from hpml_orchestrator.convert.launchers import PYTHON
+from hpml_orchestrator.convert.launch import PYTHON
 from hpml_orchestrator.convert.report import Draft, Finding, Report, write_yaml
 from hpml_orchestrator.convert.resources import job_size
 from hpml_orchestrator.convert.setup import PATHS, Setup
@@ -89,10 +89,12 @@ class _Import:
         _check_interpreter(text, self.report)
         self.request = read_request(text, self.report)
         self.given = allocation(self.request, self.report)
-        self.start = os.path.normpath(os.path.join(place.directory, self.request.directory or ""))
+        self.start = os.path.normpath(
+            os.path.join(place.directory, self.request.texts.get("chdir", ""))
+        )
         self.known = known_variables(self.request, self.given)
         self.known["SLURM_SUBMIT_DIR"] = place.directory
-        self.known["SLURM_JOB_NAME"] = self.request.name or name
+        self.known["SLURM_JOB_NAME"] = self.request.texts.get("job-name") or name
         self.values = Values(place.environment, self.known, self.start)
         self.body = Body(text, self.values, self.report)
         self.launch = self.body.launch
@@ -107,8 +109,8 @@ class _Import:
 
     def run(self) -> Imported:
         self._name()
-        if self.request.array is not None:
-            self.put("array", self.request.array, "array")
+        if "array" in self.request.texts:
+            self.put("array", self.request.texts["array"], "array")
         self._launcher()
         self._program()
         self._resources()
@@ -126,7 +128,9 @@ class _Import:
 
     def _name(self) -> None:
         option = self.request.option("job-name")
-        wanted = self.request.name or os.path.splitext(os.path.basename(self.name))[0]
+        wanted = (
+            self.request.texts.get("job-name") or os.path.splitext(os.path.basename(self.name))[0]
+        )
         made = re.sub(r"[^A-Za-z0-9._+-]+", "-", wanted).lstrip("._+-")[:64] or "job"
         if option and made != wanted:
             why = f"a job's name has letters, digits and . _ + - only: {made}"
@@ -252,7 +256,8 @@ class _Import:
                 why = f"replaced by its value here: {value}"
                 self.report.changed(self.launch.line, f"${name}", why)
         for name, value in self.known.items():
-            if re.search(rf"\$\{{?{name}\b", source) and re.search(rf"\b{value}\b", text):
+            read = re.search(rf"\$\{{?{name}\b", source)
+            if read and value.isdigit() and re.search(rf"\b{value}\b", text):
                 why = f"written as {value}: change it together with resources"
                 self.report.changed(self.launch.line, f"${name}", why)
         for expansion, value in self.values.defaults.items():
@@ -260,11 +265,9 @@ class _Import:
                 why = f"set neither here nor in the script: {value}"
                 self.report.changed(0, expansion, why)
 
-    def _resources(self) -> None:
-        size, request = self.size, self.request
+    def _ranks(self) -> None:
+        size = self.size
         gpu_count = sum(number for _, number in size.gpus)
-        if size.nodes != 1:
-            self.put("resources.nodes", size.nodes, "nodes")
         if gpu_count:
             gpus = [f"{kind}:{number}" if kind else number for kind, number in size.gpus]
             names = ("gres", "gpus-per-node", "gpus", "gpus-per-task")
@@ -274,6 +277,12 @@ class _Import:
             self.put("resources.ranks_per_gpu", each, "ntasks-per-node", "ntasks", "ntasks-per-gpu")
         elif size.ranks != (gpu_count or 1):
             self.put("resources.ranks_per_node", size.ranks, "ntasks-per-node", "ntasks")
+
+    def _resources(self) -> None:
+        size, request = self.size, self.request
+        if size.nodes != 1:
+            self.put("resources.nodes", size.nodes, "nodes")
+        self._ranks()
         if size.cpus_per_rank != 1:
             cpus = size.cpus_per_rank
             self.put("resources.cpus_per_rank", cpus, "cpus-per-task", "cpus-per-gpu")
@@ -281,12 +290,13 @@ class _Import:
             memory = size_text(size.memory_mb)
             self.put("resources.memory", memory, "mem", "mem-per-cpu", "mem-per-gpu")
         self._time()
-        for name, value in request.plain.items():
-            self.put(f"resources.{name}", value, name)
-        if request.exclusive:
+        for name in ("partition", "account", "qos", "constraint"):
+            if name in request.texts:
+                self.put(f"resources.{name}", request.texts[name], name)
+        if "exclusive" in request.options:
             self.put("resources.exclusive", True, "exclusive")
         if request.mail_on:
-            to = request.mail_to or self.place.environment.get("USER", "")
+            to = request.texts.get("mail-user") or self.place.environment.get("USER", "")
             self.put("resources.mail.to", to, "mail-user", "mail-type")
             if sorted(request.mail_on) != ["end", "fail"]:
                 self.put("resources.mail.on", request.mail_on, "mail-type")
@@ -295,7 +305,7 @@ class _Import:
             self.put("resources.extra", request.extra, first)
 
     def _time(self) -> None:
-        option, seconds = self.request.option("time"), self.request.seconds
+        option, seconds = self.request.option("time"), self.request.numbers.get("time")
         if option is None:
             why = f"hpml asks for {_DEFAULT_TIME}, sbatch for the partition's default"
             self.report.changed(0, "no --time", why, "write resources.time")
@@ -321,8 +331,8 @@ class _Import:
         if has_hole(launch.directory):
             setup.append(f"cd {shell_word(launch.directory)}")
         if self.evaluated:
-            words = " ".join(self._for_setup(word) for word in self.words)
-            setup += [f"printf -v IMPORTED_COMMAND '%q ' {words}", "export IMPORTED_COMMAND"]
+            command = " ".join(self._for_setup(word) for word in self.words)
+            setup += [f"printf -v IMPORTED_COMMAND '%q ' {command}", "export IMPORTED_COMMAND"]
             launch.changed(
                 self.report,
                 "needs a shell to fill in its arguments: environment.setup does, once",

@@ -10,7 +10,7 @@ from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.header import Gpus, Request
-    from hpml_orchestrator.convert.launchers import Launch
+    from hpml_orchestrator.convert.launch import Launch
     from hpml_orchestrator.convert.report import Report
 
 __all__ = ["Size", "job_size"]
@@ -39,7 +39,11 @@ def job_size(request: Request, given: Allocation, launch: Launch, report: Report
         and launch.total < given.tasks
     )
     if part_of_tasks:  # as steps that run side by side: the job file asks for this step's share
-        cpus = launch.cpus or request.cpus_per_task or -(-given.cpus // given.tasks_per_node)
+        cpus = (
+            launch.cpus
+            or request.numbers.get("cpus-per-task")
+            or -(-given.cpus // given.tasks_per_node)
+        )
         given = Allocation(nodes, nodes * ranks, ranks, launch.gpus or given.gpus, cpus * ranks)
     else:
         cpus = -(-given.cpus // ranks)
@@ -123,7 +127,10 @@ def _even(total: int, nodes: int, launch: Launch, report: Report) -> int:
 
 def _memory(request: Request, given: Allocation, report: Report) -> int | None:
     option = request.option("mem", "mem-per-cpu", "mem-per-gpu")
-    if request.memory_mb == 0 and option is not None:
+    numbers = request.numbers
+    if option is None or numbers.get("mem"):
+        return numbers.get("mem")
+    if "mem" in numbers:
         report.lost(
             option.line,
             option.shown,
@@ -131,12 +138,10 @@ def _memory(request: Request, given: Allocation, report: Report) -> int | None:
             "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows the nodes' MB)",
         )
         return None
-    if request.memory_mb is not None or option is None:
-        return request.memory_mb
-    if request.memory_per_cpu_mb is not None:
-        number, each, unit = given.cpus, request.memory_per_cpu_mb, "CPUs"
+    if "mem-per-cpu" in numbers:
+        number, each, unit = given.cpus, numbers["mem-per-cpu"], "CPUs"
     else:
-        number, each, unit = given.gpu_count, request.memory_per_gpu_mb or 0, "GPUs"
+        number, each, unit = given.gpu_count, numbers["mem-per-gpu"], "GPUs"
     report.changed(
         option.line,
         option.shown,

@@ -1,7 +1,7 @@
 """Divide the lines before the launch between fields of `environment` and `environment.setup`.
 
 Module loads and activations are fields as long as no shell line that may matter comes before them.
-Exported variables are fields unless a later shell line may need them. All that stays keeps its order.
+Exported variables are fields unless a later shell line may need them. What stays keeps its order.
 """
 
 from __future__ import annotations

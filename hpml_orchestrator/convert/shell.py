@@ -46,7 +46,7 @@ def _parentheses(depth: int) -> str:
 
 _PARENTHESES = rf"\((?:{_parentheses(_MAX_NESTING)})*+\)"
 _WORD = (
-    rf"(?:[^\s;&|<>()'\"\\$`]|\\.|'[^']*+'|{_double(_MAX_NESTING)}|{_expansion(_MAX_NESTING)}"
+    rf"(?:[^ \t\r\n;&|<>()'\"\\$`]|\\.|'[^']*+'|{_double(_MAX_NESTING)}|{_expansion(_MAX_NESTING)}"
     rf"|\$(?![({{'])|(?<==){_PARENTHESES}|[<>]{_PARENTHESES})++"
 )
 TOKEN = re.compile(
@@ -107,7 +107,7 @@ class _Splitter:
         if self.tokens:
             start = self.tokens[0].start
             line = bisect_right(self.lines, start) + 1
-            source = self.text[start:end].rstrip()
+            source = self.text[start:end].rstrip(" \t\r\n")
             self.pieces.append(Piece(line, source, tuple(self.tokens), self.block, background))
         self._reset()
 

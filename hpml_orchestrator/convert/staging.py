@@ -101,33 +101,16 @@ class Staging:
         return True
 
     def _tar(self, words: list[str], line: int, text: str) -> bool:
-        archive, directory, extracts, members = "", self.values.directory, False, False
-        rest = list(words)
-        while rest:
-            word = rest.pop(0)
-            first = len(rest) == len(words) - 1
-            if word in ("-C", "--directory") and rest:
-                directory = rest.pop(0)
-            elif word.startswith(("--directory=", "--file=")):
-                option, _, value = word.partition("=")
-                directory, archive = (value, archive) if "dir" in option else (directory, value)
-            elif re.fullmatch(r"-?[a-zA-Z]+", word) and (word.startswith("-") or first):
-                extracts = extracts or "x" in word
-                if word.endswith("f") and rest:
-                    archive = rest.pop(0)
-            elif word in ("--extract", "--get"):
-                extracts = True
-            else:
-                members = True
-        place = self.path(directory) if directory else ""
-        if not extracts or members or not (place.startswith("\x01") or is_local(place)):
+        archive, directory = _extraction(words)
+        place = self.path(directory or self.values.directory)
+        if not archive or not (place.startswith("\x01") or is_local(place)):
             return False
         held = self.path(archive)
         for entry in self.entries:
             if entry.file and os.path.join(entry.place, entry.file) == held:
                 entry.kind, entry.file, entry.place = "tar", "", place
                 return True
-        if not archive or archive == "-" or has_hole(archive):
+        if archive == "-" or has_hole(archive):
             return False
         self._add(archive, "auto" if _ARCHIVE.search(archive) else "tar", place, line, text)
         return True
@@ -161,3 +144,25 @@ class Staging:
         best.used = True
         rest = f"/{os.path.basename(best.source)}" if exact else path[len(best.place) :]
         return f"{{stage.{best.name}}}{rest}"
+
+
+def _extraction(words: list[str]) -> tuple[str, str]:
+    """Return archive and directory of a tar that extracts a whole archive; empty for others."""
+    archive, directory, extracts = "", "", False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        option, equals, value = word.partition("=")
+        if word in ("-C", "--directory") and rest:
+            directory = rest.pop(0)
+        elif equals and option in ("--directory", "--file"):
+            directory, archive = (value, archive) if option == "--directory" else (directory, value)
+        elif re.fullmatch(r"--extract|--get|-?[a-zA-Z]+", word) and (
+            word.startswith("-") or len(rest) == len(words) - 1
+        ):
+            extracts = extracts or "x" in word or word == "--get"
+            if word.endswith("f") and rest:
+                archive = rest.pop(0)
+        else:
+            return "", ""
+    return (archive, directory) if extracts else ("", "")
