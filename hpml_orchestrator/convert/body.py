@@ -48,7 +48,7 @@ class Line:
         kind: `keep`, `quiet`, `assign`, `module`, `purge`, `venv`, `conda`, `hook`, `stage` or
             `launch`.
         directory: where it runs; empty where that is known in the job only.
-        value: of a module, venv or conda line.
+        value: of a module, venv, conda or mkdir line.
         assigned: variables that it sets.
         exported: whether programs see these.
         launch: what it starts.
@@ -152,17 +152,19 @@ class Body:
         texts = _words(tokens)
         if texts and all(map(ASSIGNMENT.match, texts)):
             assigned = dict(map(self.values.assign, texts))
-            self.add("assign", piece, assigned=assigned, exported=self.exports_all)
+            exported = self.exports_all or bool(assigned.keys() & self.values.environment.keys())
+            self.add("assign", piece, assigned=assigned, exported=exported)
             return
         words = self.values.words(texts) or [""]
         name = os.path.basename(words[0])
         redirects = [token.text for token in tokens if token.kind == "redirect"]
         if name in _HANDLERS:
             _HANDLERS[name](self, piece, words, texts)
-        elif self.staging.take(words, piece.line, piece.source):
+        elif self.staging.take(_on_nodes(words, piece), piece.line, piece.source):
             self.add("stage", piece)
         elif name in _QUIET and all(re.search(r"<|&\d$|/dev/", text) for text in redirects):
-            self.add("quiet", piece)
+            paths = [self.staging.path(word) for word in words[1:] if not word.startswith("-")]
+            self.add("quiet", piece, value="\n".join(paths) if name == "mkdir" else "")
         else:
             self.keep(piece)
 
@@ -254,6 +256,17 @@ class Body:
             self.staging.entries.clear()
             for line in self.lines:
                 line.kind = "keep" if line.kind == "stage" else line.kind
+        places = [f"{entry.place}/" for entry in self.staging.entries]
+        for line in self.lines:
+            made = [f"{path}/" for path in line.value.split("\n")]
+            if (
+                line.value
+                and line.kind == "quiet"
+                and all(any(place.startswith(path) for place in places) for path in made)
+            ):
+                line.kind = "stage"
+                why = "hpml makes the directories of staged data"
+                self.report.add("dropped", line.line, line.source, why)
         self.lines = [line for line in self.lines if line.kind != "stage"]
 
 
@@ -322,6 +335,13 @@ def _inside_shell(launch: Launch) -> Launch:
     program = os.path.basename(inner.words[0]) if inner.words else ""
     known = inner.launcher == "torchrun" or PYTHON.fullmatch(program)
     return inner if known and all(map(stable, inner.words)) else launch
+
+
+def _on_nodes(words: list[str], piece: Piece) -> list[str]:
+    """Return the command that srun starts on the nodes, or the words themselves."""
+    if os.path.basename(words[0]) != "srun":
+        return words
+    return peel(Launch(piece.line, piece.source, words, "")).words or words
 
 
 def _rank(launch: Launch) -> tuple[bool, bool]:

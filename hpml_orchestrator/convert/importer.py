@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.body import OWN, Body, Line
+from hpml_orchestrator.convert.body import OWN, Body
 from hpml_orchestrator.convert.header import allocation, known_variables, read_request
 from hpml_orchestrator.convert.launch import PYTHON
 from hpml_orchestrator.convert.report import Draft, Finding, Report, write_yaml
@@ -322,8 +322,8 @@ class _Import:
         lines = Setup(self.body, set(re.findall(r"[A-Za-z_]\w*", sources)))
         for field, value, line in lines.fields(self.place.path):
             self.draft.put(f"environment.{field}", value, line.line, line.source)
-        self._export()
-        setup = [*self._slurm_values(lines.kept), *lines.lines(self.workdir)]
+        text = "\n".join([*(line.source for line in lines.kept), sources])
+        setup = [*self._export(text), *self._slurm_values(text), *lines.lines(self.workdir)]
         for name, (value, number, text) in lines.variables.items():
             self._variable(name, value, number, text, setup)
         for name, value in launch.variables.items():
@@ -343,16 +343,15 @@ class _Import:
                 image = os.path.join(self.workdir, container["image"])
                 container["image"] = self.place.path(image)
             self.put("environment.container", container)
-            if any(line.startswith("cd ") for line in setup[-3:]):
-                launch.lost("cd", "a container starts in workdir", "write workdir")
-                self.report.merge(launch.report)
+            if self.workdir != launch.directory:
+                why = "the ranks of a container start in workdir"
+                self.report.lost(launch.line, launch.source, why, "write workdir")
         if setup:
             first = lines.kept[0] if lines.kept else launch
             self.draft.put("environment.setup", "\n".join(setup) + "\n", first.line, first.source)
 
-    def _slurm_values(self, lines: list[Line]) -> list[str]:
+    def _slurm_values(self, text: str) -> list[str]:
         """Return lines that give setup the values of the script's own job; reports the others."""
-        text = "\n".join(line.source for line in lines)
         size = self.size
         now = {
             **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
@@ -374,11 +373,12 @@ class _Import:
         word = word.replace("{run.dir}", '\0"$HPML_RUN_DIR"\0')
         return shell_word(word.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0'))
 
-    def _export(self) -> None:
-        """Set what `--export` says about the environment that travels."""
+    def _export(self, text: str) -> list[str]:
+        """Set what `--export` says about the environment; return it as lines that setup needs."""
         option = self.request.option("export")
+        lines: list[str] = []
         if option is None:
-            return
+            return lines
         parts = [part for part in option.value.split(",") if part]
         if not {"ALL", "all"} & set(parts):
             self.put("environment.inherit", "minimal", "export")
@@ -387,9 +387,11 @@ class _Import:
             value = value if equals else self.place.environment.get(name, "")
             if value:
                 self.put(f"environment.variables.{name}", value, "export")
+                lines += [f"export {name}={shlex.quote(value)}"] if name in text else []
             elif name.upper() not in ("ALL", "NONE", "NIL"):
                 todo = f"write environment.variables.{name}"
                 self.report.lost(option.line, option.shown, f"{name} is not set here", todo)
+        return lines
 
     def _variable(self, name: str, value: str, line: int, text: str, setup: list[str]) -> None:
         """Set a variable of the ranks; in setup where its value is known in the job only."""

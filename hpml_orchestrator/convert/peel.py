@@ -84,8 +84,6 @@ def _srun(launch: Launch) -> Launch:
             changes["gpus"] = _gpus(value)
         elif name.startswith("container-") and value:
             container[name] = value
-        elif name == "export":
-            _export(launch, value)
         elif name == "mpi":
             changes["mpi"] = value not in ("none", "")
         else:
@@ -102,7 +100,10 @@ def _srun(launch: Launch) -> Launch:
 
 
 def _report_step_option(launch: Launch, name: str, value: str, text: str) -> None:
-    """Report an option of srun that hpml's own srun does not get."""
+    """Read `--export`; report other options of srun that hpml's own srun does not get."""
+    if name == "export":
+        _export(launch, value)
+        return
     unbound = name == "cpu-bind" and set(value.split(",")) <= {"none", "no", "v", "verbose"}
     if unbound or name in _SRUN_QUIET or (name, value) == ("mem", "0"):
         return

@@ -300,6 +300,7 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
          ["module swap a b", "source v/bin/activate"]),
         (["set -e", "module load a && source v/bin/activate"], []),
         (["set -e", "date"], ["set -e", "date"]),
+        (["#SBATCH --export=ALL,A=1", "./f $A"], ["export A=1", "./f $A"]),
         # each line runs where it ran
         (["mkdir out", "cd sub", "./prepare"],
          ["cd /home/ada/proj", "mkdir out", "cd /home/ada/proj/sub", "./prepare"]),
@@ -307,6 +308,7 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
          ["cd $(mktemp -d)", "cd /home/ada/proj", "./prepare"]),
         (["source $SLURM_SUBMIT_DIR/env.sh"],
          ["SLURM_SUBMIT_DIR=/home/ada/proj", "source $SLURM_SUBMIT_DIR/env.sh"]),
+        (["ls", "mkdir $TMPDIR/d", "cp f.h5 $TMPDIR/d", "cp g.h5 /tmp/d/"], ["ls"]),
         # copies stay where shell lines work on them
         (["cp /d/a.zip $TMPDIR", "unzip $TMPDIR/a.zip"],
          ["cp /d/a.zip $TMPDIR", "unzip $TMPDIR/a.zip"]),
@@ -376,6 +378,13 @@ def test_an_archive_that_is_copied_and_unpacked_is_one_entry() -> None:
     )
     assert made.job["stage"] == [{"name": "set", "source": "/data/set.tgz", "kind": "tar"}]
     assert made.job["args"] == ["--data", "{stage.set}/set"]
+
+
+def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
+    """As multi-node scripts do."""
+    made = imported("srun -N2 --ntasks-per-node=1 cp -r /d/set $TMPDIR/", "python t.py $TMPDIR/set")
+    assert made.job["stage"] == [{"name": "set", "source": "/d/set"}]
+    assert made.job["args"] == ["{stage.set}"]
 
 
 def test_a_command_line_that_is_put_together_is_taken_apart() -> None:
