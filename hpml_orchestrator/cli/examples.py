@@ -59,8 +59,8 @@ EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("The same for site profiles:", "hpml schema site"),
     ],
     "import": [
-        ("Print the job file of a script:", "hpml import train.sh"),
-        ("Write it, over one that is there:", "hpml import train.sh -o train.yaml --force"),
+        ("Convert a script and print the job file:", "hpml import train.sh"),
+        ("Write it, replacing an existing file:", "hpml import train.sh -o train.yaml --force"),
     ],
     "check": [
         ("Would the cluster take this job:", "hpml check job.yaml"),

@@ -1,4 +1,4 @@
-"""Commands that bring in what users have already: import."""
+"""`hpml import`: convert an sbatch script to a job file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def import_(
     script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="Script for sbatch.", show_default=False)
+        str, typer.Argument(metavar="SCRIPT", help="The sbatch script.", show_default=False)
     ],
     output: Annotated[
         str,
@@ -34,18 +34,18 @@ def import_(
             "--output",
             "-o",
             metavar="JOB_FILE",
-            help="Write the job file there.",
+            help="Write the job file there instead of to stdout.",
             show_default=False,
         ),
     ] = "",
     force: Annotated[
-        bool, typer.Option("--force", help="With --output: replace a file that is there.")
+        bool, typer.Option("--force", help="With --output: replace an existing file.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the job file of a script for sbatch, and say on standard error what it lacks.
+    """Convert an sbatch script to a job file; warnings go to stderr.
 
-    The script is read, and nothing of it is run.
+    The script is only read: nothing in it is run.
     """
     from pathlib import Path  # noqa: PLC0415
 
@@ -58,7 +58,7 @@ def import_(
         raise InputError("is written as YAML", field="--output", value=output, hint="job.yaml")
     if target is not None and not force and os.path.lexists(target):
         raise InputError(
-            "is there already", field="--output", value=output, hint="--force replaces it"
+            "exists already", field="--output", value=output, hint="--force replaces it"
         )
     base = str(target.parent) if target else directory
     place = Place(directory=directory, base=base, environment=dict(os.environ))
@@ -72,16 +72,16 @@ def import_(
                 "output": str(target) if target else None,
                 "job": made.job,
                 "text": made.text,
-                "findings": [one.to_json() for one in made.findings],
+                "findings": [finding.to_json() for finding in made.findings],
             }
         )
         return
     if target is None:
         sys.stdout.buffer.write(made.text.encode("utf-8"))
         sys.stdout.flush()
-    _tell(os.path.basename(script), made.findings)
+    _print_findings(os.path.basename(script), made.findings)
     if target is not None:
-        typer.echo(f"wrote {output}; to look at its script: hpml render {output}", err=True)
+        typer.echo(f"wrote {output}; `hpml render {output}` prints its batch script", err=True)
 
 
 def _check(text: str) -> None:
@@ -116,17 +116,13 @@ def _write(target: Path, text: str, *, force: bool) -> None:
         ) from error
 
 
-_WORDS = {
-    "lost": "not carried over",
-    "changed": "carried otherwise",
-    "dropped": "not needed",
-}
+_KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not needed"}
 
 
-def _tell(name: str, findings: tuple[Finding, ...]) -> None:
-    for one in findings:
-        where = f"{name}:{one.line}" if one.line else name
-        typer.echo(f"{where}: {_WORDS[one.kind]}: {one.text}", err=True)
-        typer.echo(f"    {one.why}", err=True)
-        if one.todo:
-            typer.echo(f"    -> {one.todo}", err=True)
+def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:
+    for finding in findings:
+        where = f"{name}:{finding.line}" if finding.line else name
+        typer.echo(f"{where}: {_KINDS[finding.kind]}: {finding.text}", err=True)
+        typer.echo(f"    {finding.why}", err=True)
+        if finding.todo:
+            typer.echo(f"    -> {finding.todo}", err=True)

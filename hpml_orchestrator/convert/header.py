@@ -1,4 +1,4 @@
-"""From the `#SBATCH` lines of a script to what it asks for, in one plain record."""
+"""Read the `#SBATCH` header of a script, and compute what Slurm would allocate for it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from hpml_orchestrator.scheduler.slurm.options import (
     header_words,
     read_options,
 )
+from hpml_orchestrator.spec.values import parse_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.convert.findings import Report
+    from hpml_orchestrator.convert.report import Report
 
-__all__ = ["Gpus", "Request", "apply_option", "count", "parse_gpus", "read_request"]
+__all__ = ["Allocation", "Gpus", "Request", "allocation", "known_variables", "read_request"]
 
-_OTHERS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
+_OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _DIRECTIVE = re.compile(r"--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:@/+=%*()\[\]|&-]+)?")
+_MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
 
 Gpus = tuple[tuple[str, int], ...]
 """Type and number of GPUs; an empty type means any."""
@@ -33,42 +35,26 @@ Gpus = tuple[tuple[str, int], ...]
 
 @dataclass
 class Request:
-    """What the header asks for; None where it does not say.
+    """What the header asks for, by the long names of its options.
 
     Attributes:
-        memory_mb: per node in MiB; 0 is all of it.
-        seconds: time limit; 0 is none.
-        simple: fields of `resources` whose values are taken as they are.
+        numbers: counts; memory in MiB, 0 for all of it; time limit in seconds, 0 for none.
+        gpus: of `--gpus`, `--gpus-per-node` (`--gres` too) and `--gpus-per-task`.
+        texts: values that are taken as they are.
+        mail_on: events to write mail about.
         extra: options for `resources.extra`.
-        options: last option of each name, for messages.
+        options: the last option of each name.
     """
 
-    name: str | None = None
-    nodes: int | None = None
-    ntasks: int | None = None
-    ntasks_per_node: int | None = None
-    ntasks_per_gpu: int | None = None
-    cpus_per_task: int | None = None
-    cpus_per_gpu: int | None = None
-    gpus: Gpus | None = None
-    gpus_per_node: Gpus | None = None
-    gpus_per_task: Gpus | None = None
-    memory_mb: int | None = None
-    memory_per_cpu_mb: int | None = None
-    memory_per_gpu_mb: int | None = None
-    seconds: int | None = None
-    array: str | None = None
-    directory: str | None = None
-    exclusive: bool = False
-    mail_to: str | None = None
+    numbers: dict[str, int] = field(default_factory=dict)
+    gpus: dict[str, Gpus] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     mail_on: list[str] = field(default_factory=list)
-    export: str | None = None
-    simple: dict[str, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     options: dict[str, Option] = field(default_factory=dict)
 
-    def said(self, *names: str) -> Option | None:
-        """Return the option of these names that the script has."""
+    def option(self, *names: str) -> Option | None:
+        """Return the first of these options that the script has."""
         return next((self.options[name] for name in names if name in self.options), None)
 
 
@@ -88,59 +74,43 @@ def read_request(script: str, report: Report) -> Request:
         if word.text in ("hetjob", "packjob"):
             raise InputError(
                 f"line {word.line}: #SBATCH {word.text}: hpml has no heterogeneous jobs",
-                hint="make one script, and one job file, per component",
+                hint="write one script, and one job file, per component",
             )
         raise InputError(
-            f"line {word.line}: {word.text!r} in an #SBATCH line is no option",
-            hint="sbatch refuses it, too: remove it, or put quotes around a value with blanks",
+            f"line {word.line}: {word.text!r} in an #SBATCH line is not an option",
+            hint="remove it, or quote a value with blanks; sbatch refuses it, too",
         )
     request = Request()
     for option in options:
         try:
-            apply_option(request, option, report)
+            _apply(request, option, report)
         except ValueError as error:
             raise InputError(
                 f"line {option.line}: {option.shown}: {error}",
                 hint="correct the #SBATCH line; sbatch refuses it, too",
             ) from None
-    _exclude_each_other(request, report)
+    *earlier, last = [name for name in request.options if name in _MEMORY] or [""]
+    for name in earlier:
+        del request.numbers[name]
+        option = request.options[name]
+        report.lost(option.line, option.shown, f"--{last} below it replaces it")
     return request
 
 
 def _check_system(script: str) -> None:
     for number, line in enumerate(script.split("\n"), start=1):
-        for mark, system in _OTHERS.items():
+        for mark, system in _OTHER_SYSTEMS.items():
             if line.startswith(mark):
                 raise InputError(
                     f"line {number}: {line[:40]!r} belongs to {system}, and there is no #SBATCH "
-                    "line: this is no Slurm script",
+                    "line: this is not a Slurm script",
                     hint="`hpml import` reads scripts for sbatch; write the #SBATCH lines first",
                 )
         if line.strip() and not line.lstrip().startswith("#"):
             return
 
 
-def _exclude_each_other(request: Request, report: Report) -> None:
-    """Of options that exclude each other keep the last, as sbatch does for memory."""
-    names = {"mem": "memory_mb", "mem-per-cpu": "memory_per_cpu_mb"}
-    names["mem-per-gpu"] = "memory_per_gpu_mb"
-    given = [name for name in request.options if name in names]
-    for name in given[:-1]:
-        option = request.options[name]
-        setattr(request, names[name], None)
-        report.lost(
-            option.line,
-            option.shown,
-            f"--{given[-1]} stands below it, and Slurm takes one of the two",
-        )
-
-
-def apply_option(request: Request, option: Option, report: Report) -> None:
-    """Put one option into a request.
-
-    Raises:
-        ValueError: its value is none that sbatch would take.
-    """
+def _apply(request: Request, option: Option, report: Report) -> None:
     request.options.pop(option.name, None)  # the last one also stands last
     request.options[option.name] = option
     name, value = option.name, option.value
@@ -148,18 +118,19 @@ def apply_option(request: Request, option: Option, report: Report) -> None:
         report.lost(
             option.line,
             option.shown,
-            "no sbatch option that hpml knows",
+            "hpml does not know this sbatch option",
             "if your site's sbatch has it, write it into resources.extra",
         )
-    elif name in _FIELDS:
-        attribute, read = _FIELDS[name]
-        setattr(request, attribute, read(value))
-    elif name in _SIMPLE:
-        request.simple[name] = value
+    elif name in _NUMBERS:
+        request.numbers[name] = _NUMBERS[name](value)
+    elif name in ("gpus", "gpus-per-node", "gpus-per-task"):
+        request.gpus[name] = parse_gpus(value.replace("gpu:", "")).kinds
+    elif name in _TEXTS:
+        request.texts[name] = value
     elif name in _SPECIAL:
         _SPECIAL[name](request, option, report)
-    elif name in _LOST:
-        kind, why, todo = _LOST[name]
+    elif name in _NOT_CARRIED:
+        kind, why, todo = _NOT_CARRIED[name]
         report.add(kind, option.line, option.shown, why, todo)  # type: ignore[arg-type]
     else:
         _extra(request, option, report)
@@ -168,28 +139,24 @@ def apply_option(request: Request, option: Option, report: Report) -> None:
 def _extra(request: Request, option: Option, report: Report) -> None:
     text = f"--{option.name}={option.value}" if option.value else f"--{option.name}"
     if not _DIRECTIVE.fullmatch(text):
-        report.lost(
-            option.line,
-            option.shown,
-            "its value has characters that hpml lets into no script",
-            "set it in your environment, as in SBATCH_… variables, if you need it",
-        )
+        why = "its value has characters that a job file does not allow"
+        report.lost(option.line, option.shown, why, "set it as an SBATCH_… variable if you need it")
         return
-    request.extra = [one for one in request.extra if one.partition("=")[0] != f"--{option.name}"]
+    request.extra = [
+        other for other in request.extra if other.partition("=")[0] != f"--{option.name}"
+    ]
     request.extra.append(text)
 
 
 def _nodes(request: Request, option: Option, report: Report) -> None:
     least, dash, most = option.value.partition("-")
-    if not dash and re.search(r"[,:]", option.value):
-        raise ValueError("is no number of nodes, as it is a list")
-    request.nodes = count(least)
-    if dash and count(most) != request.nodes:
+    nodes = request.numbers["nodes"] = _count(least)
+    if dash and _count(most) != nodes:
         report.changed(
             option.line,
             option.shown,
-            f"a job file has one number of nodes: {request.nodes}, the least",
-            f"for more: --set resources.nodes={count(most)}",
+            f"a job file has one number of nodes: {nodes}, the smallest",
+            f"for more: --set resources.nodes={_count(most)}",
         )
 
 
@@ -198,160 +165,162 @@ def _gres(request: Request, option: Option, report: Report) -> None:
     others: list[str] = []
     for part in option.value.split(","):
         name, *rest = part.removeprefix("gres:").split("(")[0].replace("=", ":").split(":")
-        if name.removeprefix("gres/") != "gpu":
+        if name.removeprefix("gres/") == "gpu":
+            number = int(rest.pop()) if rest and re.fullmatch(r"[0-9]{1,4}", rest[-1]) else 1
+            gpus.append((rest[0] if rest else "", number))
+        elif part and part.lower() != "none":
             others.append(part)
-            continue
-        number = int(rest.pop()) if rest and re.fullmatch(r"\d{1,4}", rest[-1], re.ASCII) else 1
-        gpus.append((rest[0] if rest else "", number))
     if gpus:
-        request.gpus_per_node = tuple(gpus)
-    others = [one for one in others if one and one.lower() != "none"]
+        request.gpus["gpus-per-node"] = tuple(gpus)
     if others:
         _extra(request, dataclasses.replace(option, value=",".join(others)), report)
 
 
-def _exclusive(request: Request, option: Option, report: Report) -> None:
-    request.exclusive = True
+def _exclusive(_: Request, option: Option, report: Report) -> None:
     if option.value:
-        report.changed(
-            option.line,
-            option.shown,
-            "hpml asks for whole nodes, whoever is on the others",
-            "for nodes shared with your own jobs leave resources.exclusive out",
-        )
-
-
-_MAIL = {
-    **{name.upper(): (name,) for name in ("begin", "end", "fail", "requeue")},
-    "TIME_LIMIT_80": ("time_limit_80",),
-    "TIME_LIMIT_90": ("time_limit_90",),
-    "ALL": ("begin", "end", "fail", "requeue"),
-}
+        why = "hpml asks for whole nodes without further conditions"
+        report.changed(option.line, option.shown, why)
 
 
 def _mail_type(request: Request, option: Option, report: Report) -> None:
     request.mail_on = []
-    for event in option.value.upper().split(","):
-        if event == "NONE":
-            request.mail_on = []
-        elif event in _MAIL:
-            request.mail_on += [one for one in _MAIL[event] if one not in request.mail_on]
+    for event in option.value.lower().split(","):
+        if event in ("none", "all"):
+            request.mail_on = _MAIL_EVENTS[:4] if event == "all" else []
+        elif event in _MAIL_EVENTS:
+            request.mail_on.append(event)
         else:
             report.lost(
                 option.line,
                 option.shown,
-                f"resources.mail has no {event}",
-                "there are begin, end, fail, requeue, time_limit_80 and time_limit_90",
+                f"resources.mail has no {event.upper()}",
+                f"events are {', '.join(_MAIL_EVENTS)}",
             )
+    request.mail_on = list(dict.fromkeys(request.mail_on))
 
 
-def count(text: str) -> int:
-    """Return a number above zero.
-
-    Raises:
-        ValueError: it is none, or over a million.
-    """
-    if not re.fullmatch(r"\d{1,7}", text.strip(), re.ASCII) or int(text) < 1:
-        raise ValueError(f"{text!r} is no number above zero")
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text.strip()) or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number above zero")
     return int(text)
 
 
-def parse_gpus(text: str) -> Gpus:
-    """Return types and numbers of `[type:]number[,...]`.
-
-    Raises:
-        ValueError: it is no such list.
-    """
-    found = []
-    for part in text.split(","):
-        kind, _, number = part.rpartition(":")
-        if not re.fullmatch(r"\d{1,5}", number, re.ASCII):
-            raise ValueError(f"{part!r} is no number of GPUs")
-        found.append((kind.removeprefix("gpu:"), int(number)))
-    return tuple(found)
-
-
-_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "job-name": ("name", str),
-    "ntasks": ("ntasks", count),
-    "ntasks-per-node": ("ntasks_per_node", count),
-    "ntasks-per-gpu": ("ntasks_per_gpu", count),
-    "cpus-per-task": ("cpus_per_task", count),
-    "cpus-per-gpu": ("cpus_per_gpu", count),
-    "gpus": ("gpus", parse_gpus),
-    "gpus-per-node": ("gpus_per_node", parse_gpus),
-    "gpus-per-task": ("gpus_per_task", parse_gpus),
-    "mem": ("memory_mb", parse_memory_mb),
-    "mem-per-cpu": ("memory_per_cpu_mb", parse_memory_mb),
-    "mem-per-gpu": ("memory_per_gpu_mb", parse_memory_mb),
-    "time": ("seconds", lambda text: parse_time_limit(text) or 0),
-    "array": ("array", str),
-    "chdir": ("directory", str),
-    "mail-user": ("mail_to", str),
-    "export": ("export", str),
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+_NUMBERS: dict[str, Callable[[str], int]] = {
+    **dict.fromkeys(
+        "ntasks ntasks-per-node ntasks-per-gpu cpus-per-task cpus-per-gpu".split(), _count
+    ),
+    **dict.fromkeys(_MEMORY, parse_memory_mb),
+    "time": lambda text: parse_time_limit(text) or 0,
 }
-_SIMPLE = frozenset({"partition", "account", "qos", "constraint"})
+_TEXTS = frozenset("job-name array chdir mail-user export partition account qos constraint".split())
 _SPECIAL: dict[str, Callable[[Request, Option, Report], None]] = {
     "nodes": _nodes,
     "gres": _gres,
     "exclusive": _exclusive,
     "mail-type": _mail_type,
 }
-_OUTPUT = (
-    "changed",
-    "hpml keeps all output in the run's record",
-    "`hpml logs RUN` prints it, `hpml logs -f RUN` follows it",
-)
-_CALL = ("dropped", "belongs to the call of sbatch, not to the job", "")
-_BINDING = ("lost", "where ranks run on a node is hpml's to say", "")
-_LOST = {
+_OUTPUT = ("changed", "hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
+_NOT_CARRIED = {
     "output": _OUTPUT,
     "error": _OUTPUT,
-    "input": ("lost", "ranks read no standard input", "give the program a file's name"),
-    "open-mode": ("dropped", "hpml always appends", ""),
     "dependency": (
         "lost",
         "the id of the other job changes with each submission",
         "name the other run: `hpml submit --after RUN JOB_FILE`",
     ),
-    "kill-on-invalid-dep": ("dropped", "comes with `after`", ""),
-    "requeue": ("lost", "hpml has no requeue yet", "submit the job again by hand"),
-    "no-requeue": ("dropped", "hpml asks for no requeue", ""),
-    "signal": (
-        "lost",
-        "hpml sends no signal before the time limit yet",
-        "write checkpoints at an interval of your own",
-    ),
+    "clusters": ("lost", "hpml submits to the cluster it runs on", "run it on a login node there"),
     "comment": ("lost", "hpml writes the run's id there", ""),
-    "use-min-nodes": ("dropped", "a job file has one number of nodes", ""),
-    "clusters": (
-        "lost",
-        "hpml speaks with the cluster that it is called on",
-        "call it on a login node of that cluster, or set SLURM_CONF",
-    ),
-    "wrap": ("lost", "sbatch takes it on the command line only", ""),
-    "export-file": (
-        "lost",
-        "hpml reads no file of variables",
-        "write them into environment.variables",
-    ),
-    "get-user-env": (
-        "changed",
-        "hpml takes the environment of `hpml submit`",
-        "environment.inherit: minimal gives ranks only what a login has",
-    ),
-    "container": (
-        "lost",
-        "hpml starts containers through apptainer or pyxis, not through Slurm's OCI runtime",
-        "write environment.container",
-    ),
-    "gpus-per-socket": ("lost", "a job file counts GPUs per node", "write resources.gpus"),
-    "ntasks-per-tres": ("lost", "a job file counts ranks per node", "write ranks_per_node"),
-    "tres-per-task": ("lost", "a job file counts GPUs per node", "write resources.gpus"),
-    **dict.fromkeys(("gpu-bind", "mem-bind", "tres-bind", "distribution", "hint"), _BINDING),
+    "requeue": ("lost", "hpml does not support requeue yet", "submit the job again by hand"),
+    "input": ("lost", "ranks read no standard input", "pass the program a file name"),
     **dict.fromkeys(
-        "help ignore-pbs immediate parsable quiet test-only uid gid usage verbose version wait "
-        "autocomplete disable-stdout-job-summary".split(),
-        _CALL,
+        ("gpu-bind", "mem-bind", "tres-bind", "distribution", "hint"),
+        ("lost", "hpml binds the ranks itself", "`binding` in the job file says how"),
+    ),
+    **dict.fromkeys(
+        ("gpus-per-socket", "ntasks-per-tres", "tres-per-task"),
+        ("lost", "a job file counts per node", "write resources.gpus and ranks_per_node"),
+    ),
+    **dict.fromkeys(
+        "kill-on-invalid-dep no-requeue open-mode help ignore-pbs immediate parsable quiet "
+        "test-only uid gid usage verbose version wait use-min-nodes".split(),
+        ("dropped", "not needed in a job file", ""),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gives to the script.
+
+    Attributes:
+        tasks: of the job; None where the header does not say.
+        gpus: of each node, by type.
+        cpus: of each node.
+    """
+
+    nodes: int
+    tasks: int | None
+    tasks_per_node: int
+    gpus: Gpus
+    cpus: int
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs of each node."""
+        return _total(self.gpus)
+
+
+def _total(gpus: Gpus | None) -> int:
+    return sum(number for _, number in gpus or ())
+
+
+def allocation(request: Request, report: Report) -> Allocation:
+    """Return the allocation; where Slurm may choose the number of nodes, the fewest."""
+    numbers = request.numbers
+    per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
+    total_gpus = _total(request.gpus.get("gpus"))
+    gpus_per_node = _total(request.gpus.get("gpus-per-node"))
+    nodes = numbers.get("nodes")
+    if nodes is None and tasks and per_node:
+        nodes = -(-tasks // per_node)
+    if nodes is None and total_gpus and gpus_per_node:
+        nodes = -(-total_gpus // gpus_per_node)
+    option = request.option("ntasks", "gpus")
+    if nodes is None and option is not None and (tasks or total_gpus or 0) > 1:
+        why = "without --nodes Slurm may use several nodes; the job file asks for one"
+        report.changed(option.line, option.shown, why, "write resources.nodes for more")
+    nodes = nodes or 1
+    if tasks is None and per_node:
+        tasks = nodes * per_node
+    if tasks is None and "ntasks-per-gpu" in numbers:
+        tasks = numbers["ntasks-per-gpu"] * (total_gpus or nodes * gpus_per_node)
+    tasks_per_node = -(-tasks // nodes) if tasks else 1
+    gpus = request.gpus.get("gpus-per-node", ())
+    if not gpus and "gpus" in request.gpus:
+        gpus = tuple((kind, -(-number // nodes)) for kind, number in request.gpus["gpus"])
+        if any(number % nodes for _, number in request.gpus["gpus"]):
+            option = request.options["gpus"]
+            why = f"a job file has the same number of GPUs on each of {nodes} nodes: rounded up"
+            report.changed(option.line, option.shown, why)
+    elif not gpus:
+        each = request.gpus.get("gpus-per-task", ())
+        gpus = tuple((kind, number * tasks_per_node) for kind, number in each)
+    cpus = tasks_per_node * numbers.get("cpus-per-task", 1)
+    if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
+        cpus = numbers["cpus-per-gpu"] * _total(gpus)
+    return Allocation(nodes, tasks, tasks_per_node, gpus, cpus or 1)
+
+
+def known_variables(request: Request, given: Allocation) -> dict[str, str]:
+    """Return the variables that Slurm will set, as far as the header decides them."""
+    known: dict[str, int | None] = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), given.nodes),
+        "SLURM_CPUS_ON_NODE": given.cpus,
+        "SLURM_CPUS_PER_TASK": request.numbers.get("cpus-per-task"),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks),
+        "SLURM_NTASKS_PER_NODE": given.tasks_per_node if given.tasks else None,
+        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), given.gpu_count),
+        "SLURM_GPUS": given.gpu_count * given.nodes,
+    }
+    return {name: str(number) for name, number in known.items() if number}

@@ -1,4 +1,4 @@
-"""From the text of an sbatch script to a job file, and to what is to be said about it."""
+"""Convert the text of an sbatch script to a job file."""
 
 from __future__ import annotations
 
@@ -8,37 +8,29 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.body import Walk
-from hpml_orchestrator.convert.document import write
-from hpml_orchestrator.convert.draft import Draft
-from hpml_orchestrator.convert.environment import put_environment
-from hpml_orchestrator.convert.findings import Finding, Report
-from hpml_orchestrator.convert.header import Request, read_request
-from hpml_orchestrator.convert.launch import Launch
-from hpml_orchestrator.convert.lexer import ShellError
-from hpml_orchestrator.convert.parser import parse
-from hpml_orchestrator.convert.program import Placer, program
-from hpml_orchestrator.convert.resources import (
-    Size,
-    allocation,
-    known_variables,
-    megabytes,
-    size,
-)
-from hpml_orchestrator.convert.starter import starter
-from hpml_orchestrator.convert.values import Expander
+from hpml_orchestrator.convert.body import OWN, Body
+from hpml_orchestrator.convert.header import allocation, known_variables, read_request
+from hpml_orchestrator.convert.launch import PYTHON
+from hpml_orchestrator.convert.report import Draft, Finding, Report, write_yaml
+from hpml_orchestrator.convert.resources import job_size
+from hpml_orchestrator.convert.setup import PATHS, Setup
+from hpml_orchestrator.convert.values import Values, has_hole, holes, shell_word, shown
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.values import format_time
+from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 __all__ = ["Imported", "Place", "import_script"]
 
 _SHELLS = frozenset("sh bash dash ksh zsh ash".split())
 _DEFAULT_TIME = "01:00:00"
-_MAX_OTHERS = 20
-_MOST_SHARE = 100  # ranks that a job file lets share a GPU
+_MAX_RANKS_PER_GPU = 100
+_OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
+_OUTPUT_OPTION = re.compile(
+    r"(^|[-_])(out|dir|log|save|ckpt|checkpoint|path|run|result|work)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -56,25 +48,19 @@ class Place:
     environment: Mapping[str, str]
 
     def path(self, path: str) -> str:
-        """Return a path as a job file has it: relative to it where it lies below, `~` for home."""
+        """Return a path as a job file has it: relative where it lies below, `~` for home."""
         full = os.path.normpath(os.path.join(self.directory, path))
-        for root, shown in ((self.base, ""), (self.environment.get("HOME", ""), "~/")):
-            if root and root != "/" and full == root:
-                return "." if not shown else "~"
-            if root and root != "/" and full.startswith(f"{root}/"):
-                return shown + full[len(root) + 1 :]
+        for root, prefix in ((self.base, ""), (self.environment.get("HOME", ""), "~/")):
+            if root not in ("", "/") and full == root:
+                return prefix[:1] or "."
+            if root not in ("", "/") and full.startswith(f"{root}/"):
+                return prefix + full[len(root) + 1 :]
         return full
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A job file made of a script.
-
-    Attributes:
-        job: its fields as plain data.
-        text: as YAML.
-        findings: what was not carried as it stands, by line.
-    """
+    """A job file made of a script: its fields, its YAML text, and the findings by line."""
 
     job: dict[str, Any]
     text: str
@@ -92,40 +78,360 @@ def import_script(text: str, *, name: str, place: Place) -> Imported:
     Raises:
         InputError: it is no script for sbatch, no shell script, or starts no program.
     """
-    report = Report()
-    _check_interpreter(text)
-    request = read_request(text, report)
-    given = allocation(request, report)
-    start = os.path.normpath(os.path.join(place.directory, request.directory or ""))
-    known = known_variables(request, given)
-    known |= {"SLURM_SUBMIT_DIR": place.directory, "SLURM_JOB_NAME": request.name or name}
-    expander = Expander(place.environment, known, start)
-    walk = Walk(expander, report)
-    try:
-        walk.script(parse(text))
-    except ShellError as error:
-        raise InputError(
-            f"line {error.line}: {error}",
-            hint=f"`bash -n {shlex.quote(name)}` says what bash thinks of the script",
-        ) from None
-    launch = _choose(walk.found.launches, report)
-    report.merge(launch.notes)
-    draft = Draft()
-    _put_name(draft, request, name, report)
-    if request.array is not None:
-        draft.put("array", request.array, request.options["array"].line, f"array: {request.array}")
-    wanted = size(request, given, launch, report)
-    _put_program(draft, launch, walk, place, start, wanted.nodes, report)
-    _put_resources(draft, request, wanted, launch, place, report)
-    put_environment(draft, launch, walk, request, wanted, place, report)
-    _put_stages(draft, walk, place, report)
-    _say_rest(walk, report)
-    job = draft.finished(report)
-    findings = report.findings()
-    return Imported(job, write(job, _notes(name, findings)), findings)
+    return _Import(text, name, place).run()
 
 
-def _check_interpreter(text: str) -> None:
+class _Import:
+    def __init__(self, text: str, name: str, place: Place) -> None:
+        self.name, self.place = name, place
+        self.report = Report()
+        self.draft = Draft()
+        _check_interpreter(text, self.report)
+        self.request = read_request(text, self.report)
+        self.given = allocation(self.request, self.report)
+        self.start = os.path.normpath(
+            os.path.join(place.directory, self.request.texts.get("chdir", ""))
+        )
+        self.known = known_variables(self.request, self.given)
+        self.known["SLURM_SUBMIT_DIR"] = place.directory
+        self.known["SLURM_JOB_NAME"] = self.request.texts.get("job-name") or name
+        self.values = Values(place.environment, self.known, self.start)
+        self.body = Body(text, self.values, self.report)
+        self.launch = self.body.launch
+        self.report.merge(self.launch.report)
+        self.size = job_size(self.request, self.given, self.launch, self.report)
+
+    def put(self, field: str, value: Any, *options: str) -> None:
+        """Set a field that comes from one of these options, else from the launch line."""
+        option = self.request.option(*options)
+        origin = (option.line, option.shown) if option else (self.launch.line, self.launch.source)
+        self.draft.put(field, value, *origin)
+
+    def run(self) -> Imported:
+        self._name()
+        if "array" in self.request.texts:
+            self.put("array", self.request.texts["array"], "array")
+        self._launcher()
+        self._program()
+        self._resources()
+        self._environment()
+        self._stages()
+        job = self.draft.finished(self.report)
+        findings = self.report.findings()
+        lost = sum(finding.kind == "lost" for finding in findings)
+        letters = [letter if letter.isprintable() else "\ufffd" for letter in self.name]
+        shown_name = os.path.basename("".join(letters))
+        comments = [f"Made from {shown_name} by hpml import; relative paths count from this file."]
+        if lost:
+            comments.append(f"Not carried over: {lost} line{'s' * (lost > 1)}, see `hpml import`.")
+        return Imported(job, write_yaml(job, comments), findings)
+
+    def _name(self) -> None:
+        option = self.request.option("job-name")
+        wanted = (
+            self.request.texts.get("job-name") or os.path.splitext(os.path.basename(self.name))[0]
+        )
+        made = re.sub(r"[^A-Za-z0-9._+-]+", "-", wanted).lstrip("._+-")[:64] or "job"
+        if option and made != wanted:
+            why = f"a job's name has letters, digits and . _ + - only: {made}"
+            self.report.changed(option.line, option.shown, why)
+        self.put("name", made, "job-name")
+
+    def _launcher(self) -> None:
+        launch, launcher = self.launch, self.launch.launcher or "srun"
+        mpi = launcher == "srun" and launch.mpi
+        if launcher == "horovodrun" and self.size.nodes > 1:
+            launcher = "mpirun"
+            launch.changed(
+                self.report,
+                "becomes mpirun, since hpml starts horovodrun on one node only: needs Open MPI, "
+                "and a Horovod that was built with MPI",
+                "look for [X] MPI in `horovodrun --check-build`",
+            )
+        if launcher in ("mpirun", "horovodrun"):
+            other = next((name for name in self._modules() if _OTHER_MPI.search(name)), "")
+            why = ""
+            if launch.container is not None and launch.container["engine"] == "pyxis":
+                why = "pyxis is a part of srun"
+            elif launcher == "mpirun" and launch.mpi:
+                why = "its options are not those of Open MPI's mpirun, which hpml starts"
+            elif launcher == "mpirun" and other:
+                why = f"the mpirun of module {other} is not Open MPI's, which hpml starts"
+            if why:
+                launcher, mpi = "srun", True
+                todo = "`srun --mpi=list` shows what there is; `mpi: pmi2` is another"
+                launch.changed(self.report, f"becomes srun with `mpi: pmix`, since {why}", todo)
+        if launcher != "torchrun":
+            self.put("launcher", launcher)
+        if mpi:
+            self.put("mpi", "pmix")
+
+    def _modules(self) -> list[str]:
+        lines = self.body.lines
+        return [name for line in lines if line.kind == "module" for name in line.value.split()]
+
+    def _program(self) -> None:
+        launch, directory = self.launch, self.launch.directory
+        self.workdir = self.start if has_hole(directory) or not directory else directory
+        if self.place.path(self.workdir) != ".":
+            self.put("workdir", self.place.path(self.workdir))
+        words = [word for word in launch.words if not self._is_all_arguments(word)]
+        before = ["", *words]
+        placed = [self._placed(word, before[index]) for index, word in enumerate(words)]
+        self.evaluated = any(map(has_hole, placed)) and not self._spelled_out(placed)
+        placed = placed if self.evaluated else [shown(word) for word in placed]
+        self._from_shell(placed)
+        python = placed[0] if PYTHON.fullmatch(os.path.basename(placed[0])) else ""
+        if python and launch.launcher == "torchrun" and launch.python:
+            python = launch.python
+        if self.evaluated:
+            self.words = placed
+            self.put("command", ["bash", "-c", 'eval "exec $IMPORTED_COMMAND"'])
+        else:
+            rest = placed[1:]
+            while rest[:1] == ["-u"]:
+                rest = rest[1:]
+            here = self.workdir == directory
+            if python and rest[:1] == ["-m"] and len(rest) > 1:
+                self.put("module", rest[1])
+                rest = rest[2:]
+            elif python and here and rest and not rest[0].startswith("-"):
+                self.put("script", rest[0].removeprefix(f"{directory}/"))
+                rest = rest[1:]
+            else:
+                self.put("command", placed)
+                python, rest = "" if launch.launcher != "torchrun" else python, []
+            if rest:
+                self.put("args", rest)
+        if python not in ("", "python") and not has_hole(python):
+            path = self.place.path(os.path.join(self.workdir, python)) if "/" in python else python
+            self.put("environment.python", path if "/" in path or path == python else f"./{path}")
+
+    def _is_all_arguments(self, word: str) -> bool:
+        if not re.fullmatch('\0"?\\$(@|\\*|\\{@\\}|\\{@:1\\})"?\0', word):
+            return False
+        self.report.lost(
+            self.launch.line,
+            shown(word),
+            "`hpml submit` passes no arguments to the program",
+            "write what you give after the script's name into args",
+        )
+        return True
+
+    def _spelled_out(self, words: list[str]) -> bool:
+        """Whether no shell can fill in the holes: they stay as written, which is reported."""
+        sources = [source for word in words for _, source in holes(word)]
+        arguments = any(kind == "argument" for word in words for kind, _ in holes(word))
+        if not arguments and not self.body.in_block:
+            return False
+        self.report.lost(
+            self.launch.line,
+            ", ".join(dict.fromkeys(source.strip('"') for source in sources)),
+            "is known in the job only: the program gets this text letter by letter",
+            "write its value into the job file",
+        )
+        return True
+
+    def _placed(self, value: str, before: str = "") -> str:
+        """Return a word with staged data, the job's id and the array's index as placeholders."""
+        for placeholder in re.findall(r"\{(?:stage|run|array)\.\w+\}", value):
+            why = "hpml reads this as a placeholder of its own"
+            self.report.lost(self.launch.line, placeholder, why, "rename the file")
+        value = self.body.staging.replaced(value)
+        option, equals, path = value.rpartition("=")
+        parts = path.split("/")
+        jobs = [i for i, part in enumerate(parts) if "job" in [kind for kind, _ in holes(part)]]
+        if jobs and (len(parts) > 1 or _OUTPUT_OPTION.search(option or before.lstrip("-"))):
+            made = "/".join(["{run.dir}", *parts[jobs[-1] + 1 :]])
+            why = f"each run has a directory of its own: {made}"
+            self.report.changed(self.launch.line, shown(value), why)
+            value = f"{option}{equals}{made}"
+        return re.sub('\0"?\\$\\{?SLURM_ARRAY_TASK_ID\\}?"?\0', "{array.index}", value)
+
+    def _from_shell(self, words: list[str]) -> None:
+        """Report values that were taken from the caller's shell."""
+        text, source = " ".join(words), self.launch.source
+        for name, value in self.values.from_environment.items():
+            if value and value in text and re.search(rf"\$\{{?{name}\b", source):
+                why = f"replaced by its value here: {value}"
+                self.report.changed(self.launch.line, f"${name}", why)
+        for name, value in self.known.items():
+            read = re.search(rf"\$\{{?{name}\b", source)
+            if read and value.isdigit() and re.search(rf"\b{value}\b", text):
+                why = f"written as {value}: change it together with resources"
+                self.report.changed(self.launch.line, f"${name}", why)
+        for expansion, value in self.values.defaults.items():
+            if value and value in text:
+                why = f"set neither here nor in the script: {value}"
+                self.report.changed(0, expansion, why)
+
+    def _ranks(self) -> None:
+        size = self.size
+        gpu_count = sum(number for _, number in size.gpus)
+        if gpu_count:
+            gpus = [f"{kind}:{number}" if kind else number for kind, number in size.gpus]
+            names = ("gres", "gpus-per-node", "gpus", "gpus-per-task")
+            self.put("resources.gpus", gpus if len(gpus) > 1 else gpus[0], *names)
+        each = size.ranks // gpu_count if gpu_count and size.ranks % gpu_count == 0 else 0
+        if 1 < each <= _MAX_RANKS_PER_GPU:
+            self.put("resources.ranks_per_gpu", each, "ntasks-per-node", "ntasks", "ntasks-per-gpu")
+        elif size.ranks != (gpu_count or 1):
+            self.put("resources.ranks_per_node", size.ranks, "ntasks-per-node", "ntasks")
+
+    def _resources(self) -> None:
+        size, request = self.size, self.request
+        if size.nodes != 1:
+            self.put("resources.nodes", size.nodes, "nodes")
+        self._ranks()
+        if size.cpus_per_rank != 1:
+            cpus = size.cpus_per_rank
+            self.put("resources.cpus_per_rank", cpus, "cpus-per-task", "cpus-per-gpu")
+        if size.memory_mb:
+            memory = size_text(size.memory_mb)
+            self.put("resources.memory", memory, "mem", "mem-per-cpu", "mem-per-gpu")
+        self._time()
+        for name in ("partition", "account", "qos", "constraint"):
+            if name in request.texts:
+                self.put(f"resources.{name}", request.texts[name], name)
+        if "exclusive" in request.options:
+            self.put("resources.exclusive", True, "exclusive")
+        if request.mail_on:
+            to = request.texts.get("mail-user") or self.place.environment.get("USER", "")
+            self.put("resources.mail.to", to, "mail-user", "mail-type")
+            if sorted(request.mail_on) != ["end", "fail"]:
+                self.put("resources.mail.on", request.mail_on, "mail-type")
+        if request.extra:
+            first = request.extra[0].partition("=")[0].removeprefix("--")
+            self.put("resources.extra", request.extra, first)
+
+    def _time(self) -> None:
+        option, seconds = self.request.option("time"), self.request.numbers.get("time")
+        if option is None:
+            why = f"hpml asks for {_DEFAULT_TIME}, sbatch for the partition's default"
+            self.report.changed(0, "no --time", why, "write resources.time")
+        elif not seconds:
+            why = "a job file needs a time limit"
+            self.report.lost(option.line, option.shown, why, "write resources.time")
+        elif format_time(seconds) != _DEFAULT_TIME:
+            self.put("resources.time", format_time(seconds), "time")
+
+    def _environment(self) -> None:
+        launch = self.launch
+        words = [*(self.words if self.evaluated else []), *launch.variables.values()]
+        sources = " ".join(source for word in words for _, source in holes(word))
+        lines = Setup(self.body, set(re.findall(r"[A-Za-z_]\w*", sources)))
+        for field, value, line in lines.fields(self.place.path):
+            self.draft.put(f"environment.{field}", value, line.line, line.source)
+        text = "\n".join([*(line.source for line in lines.kept), sources])
+        setup = [*self._export(text), *self._slurm_values(text), *lines.lines(self.workdir)]
+        for name, (value, number, text) in lines.variables.items():
+            self._variable(name, value, number, text, setup)
+        for name, value in launch.variables.items():
+            self._variable(name, value, launch.line, f"{name}={shown(value)}", setup)
+        if has_hole(launch.directory):
+            setup.append(f"cd {shell_word(launch.directory)}")
+        if self.evaluated:
+            command = " ".join(self._for_setup(word) for word in self.words)
+            setup += [f"printf -v IMPORTED_COMMAND '%q ' {command}", "export IMPORTED_COMMAND"]
+            launch.changed(
+                self.report,
+                "needs a shell to fill in its arguments: environment.setup does, once",
+            )
+        if launch.container is not None:
+            container = dict(launch.container)
+            if container["engine"] == "apptainer" and "://" not in container["image"]:
+                image = os.path.join(self.workdir, container["image"])
+                container["image"] = self.place.path(image)
+            self.put("environment.container", container)
+            if self.workdir != launch.directory:
+                why = "the ranks of a container start in workdir"
+                self.report.lost(launch.line, launch.source, why, "write workdir")
+        if setup:
+            first = lines.kept[0] if lines.kept else launch
+            self.draft.put("environment.setup", "\n".join(setup) + "\n", first.line, first.source)
+
+    def _slurm_values(self, text: str) -> list[str]:
+        """Return lines that give setup the values of the script's own job; reports the others."""
+        size = self.size
+        now = {
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
+            "SLURM_NTASKS_PER_NODE": size.ranks,
+            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
+            **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), size.nodes),
+        }
+        for name, value in now.items():
+            if re.search(rf"\b{name}\b", text) and self.known.get(name, str(value)) != str(value):
+                why = f"{self.known[name]} in the script, {value} in hpml's job"
+                self.report.changed(0, f"${name} in environment.setup", why, "write the number")
+        if "SLURM_SUBMIT_DIR" not in text:
+            return []
+        return [f"SLURM_SUBMIT_DIR={shlex.quote(self.place.directory)}"]
+
+    def _for_setup(self, word: str) -> str:
+        """Return a word for the shell of setup, with placeholders as variables."""
+        word = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', word)
+        word = word.replace("{run.dir}", '\0"$HPML_RUN_DIR"\0')
+        return shell_word(word.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0'))
+
+    def _export(self, text: str) -> list[str]:
+        """Set what `--export` says about the environment; return it as lines that setup needs."""
+        option = self.request.option("export")
+        lines: list[str] = []
+        if option is None:
+            return lines
+        parts = [part for part in option.value.split(",") if part]
+        if not {"ALL", "all"} & set(parts):
+            self.put("environment.inherit", "minimal", "export")
+        for part in parts:
+            name, equals, value = part.partition("=")
+            value = value if equals else self.place.environment.get(name, "")
+            if value:
+                self.put(f"environment.variables.{name}", value, "export")
+                lines += [f"export {name}={shlex.quote(value)}"] if name in text else []
+            elif name.upper() not in ("ALL", "NONE", "NIL"):
+                todo = f"write environment.variables.{name}"
+                self.report.lost(option.line, option.shown, f"{name} is not set here", todo)
+        return lines
+
+    def _variable(self, name: str, value: str, line: int, text: str, setup: list[str]) -> None:
+        """Set a variable of the ranks; in setup where its value is known in the job only."""
+        cpus = str(self.size.cpus_per_rank)
+        if name in OWN or (name == "OMP_NUM_THREADS" and value == cpus):
+            return
+        if name == "CUDA_VISIBLE_DEVICES":
+            self.report.lost(line, text, "Slurm gives each job its GPUs", "write resources.gpus")
+            return
+        value = self.body.staging.replaced(value)
+        if has_hole(value) and name == "OMP_NUM_THREADS":
+            why = f"hpml sets it to {cpus}, the CPUs of a rank"
+            self.report.lost(line, text, why, "write environment.variables.OMP_NUM_THREADS")
+        elif has_hole(value) or name in PATHS:
+            setup.append(f"export {name}={self._for_setup(value)}")
+        else:
+            if name == "OMP_NUM_THREADS":
+                why = f"carried over as it is; without it hpml sets {cpus}, the CPUs of a rank"
+                self.report.changed(line, text, why)
+            self.draft.put(f"environment.variables.{name}", value, line, text)
+
+    def _stages(self) -> None:
+        entries = []
+        for staged in self.body.staging.entries:
+            entry = {"name": staged.name, "source": self.place.path(staged.source)}
+            if staged.kind != "auto":
+                entry["kind"] = staged.kind
+            if staged.target != "local":
+                entry["target"] = staged.target
+            entries.append(entry)
+            if not staged.used:
+                why = "is staged to each node, but no argument names it"
+                todo = f"pass {{stage.{staged.name}}}, or read HPML_STAGE_{staged.name.upper()}"
+                self.report.changed(staged.line, staged.text, why, todo)
+        if entries:
+            first = self.body.staging.entries[0]
+            self.draft.put("stage", entries, first.line, first.text)
+
+
+def _check_interpreter(text: str, report: Report) -> None:
     first = text.split("\n", 1)[0]
     if not first.startswith("#!"):
         raise InputError(
@@ -134,257 +440,12 @@ def _check_interpreter(text: str) -> None:
         )
     words = first[2:].split()
     names = [os.path.basename(word) for word in words if not word.startswith("-")]
-    if names[:1] == ["env"]:
-        names = names[1:]
+    names = names[1:] if names[:1] == ["env"] else names
     if not names or names[0] not in _SHELLS:
         raise InputError(
             f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
             hint="write a job file with `command: [INTERPRETER, SCRIPT]` by hand",
         )
-
-
-def _choose(launches: list[Launch], report: Report) -> Launch:
-    """Return the launch that is carried: one that trains before others, then the last."""
-    if not launches:
-        raise InputError(
-            "no line starts a program",
-            hint="what should run: srun, torchrun, mpirun, python …? A job file needs one",
-        )
-    best = max(
-        range(len(launches)),
-        key=lambda index: (launches[index].trains, bool(launches[index].launcher), index),
-    )
-    chosen = launches[best]
-    rounds = [chosen]
-    if chosen.looped:
-        rounds = [
-            one
-            for one in launches
-            if (one.looped, one.line, one.source) == (chosen.looped, chosen.line, chosen.source)
-        ]
-        chosen = rounds[0]
-    kept = {id(one) for one in rounds}
-    for other in [one for one in launches if id(one) not in kept][:_MAX_OTHERS]:
-        report.lost(
-            other.line,
-            other.source,
-            f"one job file runs one program: that of line {chosen.line} is carried",
-            "make a job file of its own for it",
-        )
-    if len(rounds) > 1:
-        report.lost(
-            chosen.line,
-            chosen.source,
-            f"a loop starts it {len(rounds)} times; one job file runs one program: the first "
-            "is carried",
-            "submit the others as jobs of their own, with --set args.N=VALUE",
-        )
-    return chosen
-
-
-def _put_name(draft: Draft, request: Request, file: str, report: Report) -> None:
-    stem = os.path.splitext(os.path.basename(file))[0]
-    said = request.said("job-name")
-    wanted = request.name or stem
-    made = re.sub(r"[^A-Za-z0-9._+-]+", "-", wanted).lstrip("._+-")[:64] or "job"
-    line, shown = (said.line, said.shown) if said else (0, "no --job-name")
-    if said and made != wanted:
-        report.changed(line, shown, f"a job's name has letters, digits and . _ + - only: {made}")
-    draft.put("name", made, line, shown)
-
-
-def _put_program(
-    draft: Draft,
-    launch: Launch,
-    walk: Walk,
-    place: Place,
-    start: str,
-    nodes: int,
-    report: Report,
-) -> None:
-    line, text = launch.line, launch.source
-    launcher, mpi = starter(launch, nodes, report)
-    if launcher != "torchrun":
-        draft.put("launcher", launcher, line, text)
-    if mpi != "none":
-        draft.put("mpi", mpi, line, f"mpi: {mpi}")
-    directory = launch.directory
-    if "\0" in directory or launch.on_node:
-        report.lost(
-            line,
-            f"cd {walk.expander.source(directory)}",
-            "hpml runs in a directory that all nodes see",
-            "give the program the paths of staged data as {stage.NAME}",
-        )
-        directory = start
-    if place.path(directory) != ".":
-        draft.put("workdir", place.path(directory), line, text)
-    placer = Placer(walk.expander, walk.staging, report)
-    made = program(launch, placer)
-    script = made.script
-    if script is not None and script.startswith(f"{directory}/"):
-        script = script.removeprefix(f"{directory}/")
-    for field, value in (
-        ("script", script),
-        ("module", made.module),
-        ("command", made.command),
-        ("args", made.args or None),
-    ):
-        if value is not None:
-            draft.put(field, value, line, text)
-    python = made.python
-    if python is not None:
-        if "/" in python:
-            python = place.path(os.path.join(directory, python))
-            python = python if "/" in python else f"./{python}"
-        draft.put("environment.python", python, line, text)
-    _say_taken(walk, launch, made.args, report)
-
-
-def _say_taken(walk: Walk, launch: Launch, args: list[str], report: Report) -> None:
-    text = " ".join(args)
-    for name, (value, origin) in walk.expander.taken.items():
-        if not value or value not in text or not re.search(rf"\$\{{?{name}\b", launch.source):
-            continue
-        if origin == "environment":
-            report.changed(
-                launch.line, f"${name}", f"a job file takes text as it stands: {value}, as set here"
-            )
-        elif origin == "header":
-            report.changed(launch.line, f"${name}", f"written as {value}: change it with resources")
-    for name, (value, origin) in walk.expander.taken.items():
-        if origin == "default" and value and value in text and "\0" not in value:
-            report.changed(
-                0,
-                f"${{{name}:-{value}}}",
-                f"{name} is set neither here nor in the script: {value}",
-                "--set args.N=… gives another for one submission",
-            )
-
-
-def _put_resources(  # noqa: C901 - one branch per field
-    draft: Draft, request: Request, wanted: Size, launch: Launch, place: Place, report: Report
-) -> None:
-    def put(field: str, value: Any, *options: str) -> None:
-        option = request.said(*options)
-        line, text = (option.line, option.shown) if option else (launch.line, launch.source)
-        draft.put(f"resources.{field}", value, line, text)
-
-    gpu_count = sum(number for _, number in wanted.gpus)
-    if wanted.nodes != 1:
-        put("nodes", wanted.nodes, "nodes")
-    if gpu_count:
-        shown = [f"{kind}:{number}" if kind else str(number) for kind, number in wanted.gpus]
-        gpus: Any = shown if len(shown) > 1 else shown[0]
-        if isinstance(gpus, str) and gpus.isdigit():
-            gpus = int(gpus)
-        put("gpus", gpus, "gres", "gpus-per-node", "gpus", "gpus-per-task")
-    if gpu_count and wanted.ranks % gpu_count == 0 and 1 < wanted.ranks // gpu_count <= _MOST_SHARE:
-        put(
-            "ranks_per_gpu",
-            wanted.ranks // gpu_count,
-            "ntasks-per-node",
-            "ntasks",
-            "ntasks-per-gpu",
-        )
-    elif wanted.ranks != (gpu_count or 1):
-        put("ranks_per_node", wanted.ranks, "ntasks-per-node", "ntasks")
-    if wanted.cpus_per_rank != 1:
-        put("cpus_per_rank", wanted.cpus_per_rank, "cpus-per-task", "cpus-per-gpu")
-    if wanted.memory_mb:
-        put("memory", megabytes(wanted.memory_mb), "mem", "mem-per-cpu", "mem-per-gpu")
-    _put_time(put, request, report)
-    for name, value in request.simple.items():
-        put(name, value, name)
-    if request.exclusive:
-        put("exclusive", True, "exclusive")
-    _put_mail(put, request, place, report)
-    if request.extra:
-        first = request.extra[0].partition("=")[0].removeprefix("--")
-        put("extra", request.extra, first)
-
-
-def _put_time(put: Any, request: Request, report: Report) -> None:
-    option = request.said("time")
-    if option is None:
-        report.changed(
-            0,
-            "no --time",
-            f"hpml asks for {_DEFAULT_TIME}, sbatch for the partition's own default",
-            "write resources.time",
-        )
-    elif not request.seconds:
-        report.lost(
-            option.line, option.shown, "a job file needs a time limit", "write resources.time"
-        )
-    elif format_time(request.seconds) != _DEFAULT_TIME:
-        put("time", format_time(request.seconds), "time")
-
-
-def _put_mail(put: Any, request: Request, place: Place, report: Report) -> None:
-    user, kinds = request.said("mail-user"), request.said("mail-type")
-    if kinds is None and user is not None:
-        report.changed(
-            user.line,
-            user.shown,
-            "without --mail-type Slurm writes no mail, and hpml asks for none",
-            "write resources.mail",
-        )
-    if not request.mail_on or kinds is None:
-        return
-    to = request.mail_to or place.environment.get("USER", "")
-    mail: dict[str, Any] = {"to": to}
-    if sorted(request.mail_on) != ["end", "fail"]:
-        mail["on"] = request.mail_on
-    put("mail", mail, "mail-user", "mail-type")
-
-
-def _put_stages(draft: Draft, walk: Walk, place: Place, report: Report) -> None:
-    entries = []
-    for one in walk.staging.entries:
-        entry = {"name": one.name, "source": place.path(one.source)}
-        if one.kind != "auto":
-            entry["kind"] = one.kind
-        if one.target != "local":
-            entry["target"] = one.target
-        entries.append(entry)
-        if not one.used:
-            report.changed(
-                one.line,
-                one.source,
-                "is brought to each node, but no argument names it",
-                f"give the program {{stage.{one.name}}}, or have it read "
-                f"HPML_STAGE_{one.name.upper()}",
-            )
-    if entries:
-        draft.put("stage", entries, walk.staging.entries[0].line, walk.staging.entries[0].source)
-
-
-def _say_rest(walk: Walk, report: Report) -> None:
-    quiet = sorted(walk.found.quiet, key=walk.found.quiet.__getitem__)
-    if quiet:
-        report.add(
-            "dropped",
-            min(walk.found.quiet.values()),
-            ", ".join(quiet),
-            "print, test, wait or clean up: a job file needs none of it",
-        )
-    for path, line in walk.found.directories:
-        report.changed(
-            line,
-            f"mkdir {walk.expander.source(path)}",
-            "hpml makes no directories but the run's own, {run.dir}",
-            "make it once by hand if the program does not",
-        )
-
-
-def _notes(name: str, findings: tuple[Finding, ...]) -> list[str]:
-    shown = "".join(letter if letter.isprintable() else "�" for letter in os.path.basename(name))
-    lost = sum(one.kind == "lost" for one in findings)
-    notes = [f"Made from {shown} by hpml import; relative paths count from this file."]
-    if lost:
-        notes.append(
-            f"{lost} thing{'s' * (lost > 1)} in it could not be carried over: "
-            "hpml import says which, and what to do."
-        )
-    return notes
+    if any(re.fullmatch(r"-\w*l\w*|--login", word) for word in words):
+        why = "hpml starts no login shell: the environment that you submit from travels"
+        report.changed(1, first, why, "source /etc/profile in environment.setup if you need it")

@@ -1,4 +1,4 @@
-"""What a line of the script starts, and how: the record that all readers of launchers fill."""
+"""What a line of the script starts, and how the options of launchers are read."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.findings import Report
+from hpml_orchestrator.convert.report import Report
+from hpml_orchestrator.convert.values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpml_orchestrator.convert.header import Gpus
 
-__all__ = ["BINDING", "Launch", "OptionReader", "whole"]
+__all__ = [
+    "BINDING",
+    "BINDING_OPTIONS",
+    "OUTPUT",
+    "PYTHON",
+    "Launch",
+    "LauncherOptions",
+    "last_value",
+    "positive",
+]
 
+OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
+PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 BINDING = ("hpml binds the ranks itself", "`binding` in the job file says how")
-"""What is said of options by which another launcher would bind them, and what to do."""
+BINDING_OPTIONS = frozenset(
+    "cpu-bind gpu-bind mem-bind accel-bind distribution hint numa-binding enable-cpu-affinity "
+    "bind-cores-to-rank bind-core-list map-by bind-to bind-to-core rank-by cpus-per-rank "
+    "cpus-per-proc rankfile rf cpu-set cpu-list".split()
+)
 
 
 @dataclass
@@ -27,33 +41,26 @@ class Launch:
     Attributes:
         line: where.
         source: as written.
-        words: what is left of the command line once the launchers are taken off: the program.
-        launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process on the
-            first node.
+        words: the command line; once the launchers are taken off, the program.
+        directory: where it starts.
+        launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process.
         per_node: ranks on each node, where the line says so.
-        total: ranks in all, where the line says so.
+        total: ranks of all nodes, where the line says so.
         nodes: nodes that the line names.
         single_node: whether torchrun was started on the first node only.
         cpus: of each rank, where srun names them.
         gpus: of each node, where srun names them.
-        mpi: whether srun is to offer MPI; of an mpirun, that its options are not Open MPI's.
+        mpi: whether srun is to offer MPI; of an mpirun, that it is not Open MPI's.
         container: engine, image and mounts.
-        variables: environment of this line alone, name -> value.
-        trains: whether it looks like the training.
-        helper: whether it is one of the small commands that prepare a training.
-        standard_input: what the program is given to read, where that is known.
-        directory: where the launcher starts it, if it says so.
-        on_node: whether that is a directory of the node's own.
-        threads: what OMP_NUM_THREADS is to be, if the launcher says so.
+        variables: environment of this line alone.
         python: the interpreter that ran the launcher.
-        looped: line of the loop that starts it, 0 for none.
-        notes: what its options lose; told only of the launch that is carried.
-        exported: variables of the script that it finds -> line, text, value (None: not known).
+        report: what its options lose, reported for the launch that is carried over only.
     """
 
     line: int
     source: str
     words: list[str]
+    directory: str
     launcher: str = ""
     per_node: int | str | None = None
     total: int | None = None
@@ -64,86 +71,82 @@ class Launch:
     mpi: bool = False
     container: dict[str, Any] | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    trains: bool = False
-    helper: bool = False
-    standard_input: str | None = None
-    directory: str = ""
-    on_node: bool = False
-    threads: str | None = None
     python: str = ""
-    looped: int = 0
-    notes: Report = field(default_factory=Report)
-    exported: dict[str, tuple[int, str, str | None]] = field(default_factory=dict)
-    modules: tuple[tuple[str, int], ...] = ()
-    conda: tuple[str, int] | None = None
-    venv: tuple[str, int] | None = None
+    report: Report = field(default_factory=Report)
 
     def also(self, **changes: Any) -> Launch:
         """Return it with other fields."""
         return dataclasses.replace(self, **changes)
 
+    def lost(self, text: str, why: str, todo: str = "") -> None:
+        """Report a part of the line that is not carried over."""
+        self.report.lost(self.line, text, why, todo)
 
-def whole(text: str) -> int | None:
+    def changed(self, report: Report, why: str, todo: str = "") -> None:
+        """Report the line as carried over in another way."""
+        report.changed(self.line, self.source, why, todo)
+
+
+def positive(text: str | None) -> int | None:
     """Return a number above zero, None for all else."""
-    return int(text) if re.fullmatch(r"0*[1-9]\d{0,6}", text, re.ASCII) else None
+    return int(text) if text and re.fullmatch(r"0*[1-9][0-9]{0,6}", text) else None
 
 
-class OptionReader:
-    """Reads the options of a launcher up to its program.
+def last_value(options: dict[str, list[str]], *names: str) -> str | None:
+    """Return the last value of the first of these options that is given."""
+    return next((options[name][-1] for name in names if name in options), None)
 
-    Args:
-        values: options that take one value, without dashes; `_` counts as `-`.
-        flags: options that take none.
-        pairs: options that take two.
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """The options of a launcher; `_` in their names counts as `-`.
+
+    All others are reported; one of those takes the next word as its value unless that is an
+    option or a Python script.
+
+    Attributes:
+        values: options with a value that hpml has a counterpart for.
+        flags: such options without a value.
+        pairs: such options with two values.
         double: whether an option of one dash is read as a long one, as mpirun does.
     """
 
-    def __init__(
-        self, values: str, flags: str = "", *, pairs: str = "", double: bool = False
-    ) -> None:
-        self.arity = {
-            **dict.fromkeys(flags.split(), 0),
-            **dict.fromkeys(values.split(), 1),
-            **dict.fromkeys(pairs.split(), 2),
-        }
-        self.double = double
+    values: str
+    flags: str
+    pairs: str = ""
+    double: bool = False
 
-    def read(
-        self, words: Sequence[str], line: int, report: Report, who: str
-    ) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the options and the words that follow them.
-
-        Of each option all its values in order; a flag has empty ones. What is not known is
-        reported and taken to have no value.
-        """
-        found: dict[str, list[str]] = {}
-        position = 0
-        while position < len(words):
-            word = words[position]
-            position += 1
+    def read(self, launch: Launch, who: str) -> tuple[dict[str, list[str]], list[str]]:
+        """Return values by option and the words that follow."""
+        arity = dict.fromkeys(self.values.split(), 1) | dict.fromkeys(self.flags.split(), 0)
+        arity |= dict.fromkeys(self.pairs.split(), 2)
+        options: dict[str, list[str]] = {}
+        words = launch.words[1:]
+        while words and words[0].startswith("-") and words[0] != "-":
+            word = words.pop(0)
             if word == "--":
                 break
-            if not word.startswith("-") or word == "-":
-                position -= 1
-                break
             spelling, equals, value = word.lstrip("-").partition("=")
-            name = self._name(spelling.replace("_", "-"), long=word.startswith("--"))
-            if name is None:
-                report.lost(line, word, f"no option of {who} that hpml knows")
-                continue
-            arity = self.arity[name]
-            if equals:
-                found.setdefault(name, []).append(value)
-            else:
-                taken = list(words[position : position + arity])
-                position += arity
-                found.setdefault(name, []).append("=".join(taken))
-        return found, list(words[position:])
+            name = spelling.replace("_", "-")
+            if name not in arity and (self.double or word.startswith("--")):
+                fits = [option for option in arity if option.startswith(name)]
+                name = fits[0] if len(fits) == 1 else name
+            known = name in arity
+            count = arity[name] if known else name not in _OTHER_FLAGS and bool(words)
+            if not equals and (known or (count and not re.match(r"-|.*\.py$", words[0]))):
+                value = "=".join(words[:count])
+                del words[:count]
+                word = f"{word} {value}".strip()
+            options.setdefault(name, []).append(value)
+            if name in BINDING_OPTIONS and value != "none":
+                launch.lost(f"{who} {shown(word)}", *BINDING)
+            elif not known and (name, value) not in _DEFAULTS:
+                launch.lost(f"{who} {shown(word)}", "hpml starts the ranks without it")
+        return options, words
 
-    def _name(self, spelling: str, *, long: bool) -> str | None:
-        if spelling in self.arity:
-            return spelling
-        if not long and not self.double:
-            return None
-        fits = [name for name in self.arity if name.startswith(spelling) and len(spelling) > 1]
-        return fits[0] if len(fits) == 1 else None
+
+_OTHER_FLAGS = frozenset(
+    "use-deepspeed use-fsdp autotune cleanenv contain containall e c C writable writable-tmpfs w "
+    "fakeroot no-home use-hwthread-cpus enable-cpu-affinity bind-cores-to-rank cpu".split()
+)
+_DEFAULTS = {("bind-to", "none"), ("max-restarts", "0"), ("gpu-ids", "all")}

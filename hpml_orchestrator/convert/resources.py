@@ -1,43 +1,26 @@
-"""From what a header asks for and a line starts to nodes, ranks, CPUs, GPUs and memory per node."""
+"""Compute nodes, ranks, CPUs, GPUs and memory of a job file from the header and a launch line."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.convert.header import Allocation
+from hpml_orchestrator.spec.values import size_text
+
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert.findings import Report
     from hpml_orchestrator.convert.header import Gpus, Request
     from hpml_orchestrator.convert.launch import Launch
+    from hpml_orchestrator.convert.report import Report
 
-__all__ = ["Allocation", "Size", "allocation", "known_variables", "size"]
+__all__ = ["Size", "job_size"]
 
-
-@dataclass(frozen=True)
-class Allocation:
-    """What Slurm gives to the script.
-
-    Attributes:
-        tasks: tasks of the job; None where the header does not say.
-        gpus: of each node, by type.
-        cpus: of each node.
-    """
-
-    nodes: int
-    tasks: int | None
-    tasks_per_node: int
-    gpus: Gpus
-    cpus: int
-
-    @property
-    def gpu_count(self) -> int:
-        """GPUs of each node."""
-        return sum(number for _, number in self.gpus)
+_BY_TASKS = ("srun", "mpirun", "horovodrun")  # start one rank per task of the job
 
 
 @dataclass(frozen=True)
 class Size:
-    """What the job file asks for."""
+    """What the job file asks for; `gpus`, `ranks` and `memory_mb` are per node."""
 
     nodes: int
     gpus: Gpus
@@ -46,164 +29,79 @@ class Size:
     memory_mb: int | None
 
 
-def allocation(request: Request, report: Report) -> Allocation:
-    """Return what Slurm would give; what it would place freely is put on the fewest nodes."""
-    per_node, tasks = request.ntasks_per_node, request.ntasks
-    total_gpus = sum(number for _, number in request.gpus or ())
-    gpus_per_node = sum(number for _, number in request.gpus_per_node or ())
-    nodes = request.nodes
-    if nodes is None and tasks and per_node:
-        nodes = -(-tasks // per_node)
-    if nodes is None and total_gpus and gpus_per_node:
-        nodes = -(-total_gpus // gpus_per_node)
-    free = nodes is None
-    nodes = nodes or 1
-    if tasks is None and per_node:
-        tasks = nodes * per_node
-    if tasks is None and request.ntasks_per_gpu:
-        tasks = request.ntasks_per_gpu * (total_gpus or nodes * gpus_per_node)
-    tasks_per_node = -(-tasks // nodes) if tasks else 1
-    gpus = _gpus(request, nodes, tasks_per_node, report)
-    cpus = tasks_per_node * (request.cpus_per_task or 1)
-    if request.cpus_per_gpu and not request.cpus_per_task:
-        cpus = request.cpus_per_gpu * sum(number for _, number in gpus)
-    said = request.said("ntasks", "gpus")
-    if free and said is not None and (tasks or total_gpus or 0) > 1:
-        report.changed(
-            said.line,
-            said.shown,
-            "without --nodes Slurm may spread it over several nodes: put on one",
-            "write resources.nodes for more",
-        )
-    return Allocation(nodes, tasks, tasks_per_node, gpus, cpus or 1)
-
-
-def _gpus(request: Request, nodes: int, tasks_per_node: int, report: Report) -> Gpus:
-    if request.gpus_per_node is not None:
-        return request.gpus_per_node
-    if request.gpus is not None:
-        if any(number % nodes for _, number in request.gpus):
-            option = request.options["gpus"]
-            report.changed(
-                option.line,
-                option.shown,
-                f"a job file has the same number of GPUs on each of {nodes} nodes: rounded up",
-            )
-        return tuple((kind, -(-number // nodes)) for kind, number in request.gpus)
-    if request.gpus_per_task is not None:
-        return tuple((kind, number * tasks_per_node) for kind, number in request.gpus_per_task)
-    return ()
-
-
-def known_variables(request: Request, given: Allocation) -> dict[str, str]:
-    """Return the variables that Slurm will set, as far as the header decides them."""
-    known = {
-        "SLURM_NNODES": str(given.nodes),
-        "SLURM_JOB_NUM_NODES": str(given.nodes),
-        "SLURM_CPUS_ON_NODE": str(given.cpus),
-    }
-    if given.tasks:
-        known["SLURM_NTASKS"] = known["SLURM_NPROCS"] = str(given.tasks)
-        known["SLURM_NTASKS_PER_NODE"] = str(given.tasks_per_node)
-    if request.cpus_per_task:
-        known["SLURM_CPUS_PER_TASK"] = str(request.cpus_per_task)
-    if given.gpu_count:
-        known["SLURM_GPUS_ON_NODE"] = str(given.gpu_count)
-        known["SLURM_GPUS"] = str(given.gpu_count * given.nodes)
-        known["SLURM_GPUS_PER_NODE"] = str(given.gpu_count)
-    return known
-
-
-def size(request: Request, given: Allocation, launch: Launch, report: Report) -> Size:
-    """Return what a job file must ask for so that one launch finds what it finds now."""
+def job_size(request: Request, given: Allocation, launch: Launch, report: Report) -> Size:
+    """Return what a job file must ask for so that the program gets what it gets now."""
     nodes, ranks = _ranks(given, launch, report)
-    if _is_share(given, launch):
-        each = launch.cpus or request.cpus_per_task or -(-given.cpus // given.tasks_per_node)
-        gpus = launch.gpus or given.gpus
-        part = Allocation(nodes, nodes * ranks, ranks, gpus, each * ranks)
-        return Size(nodes, gpus, ranks, each, _memory(request, part, report))
-    cpus = -(-given.cpus // ranks)
-    if given.cpus % ranks:
-        report.changed(
-            launch.line,
-            launch.source,
-            f"{given.cpus} CPUs of a node for {ranks} ranks: {cpus} each, {cpus * ranks} in sum",
-            "write resources.cpus_per_rank",
-        )
-    return Size(nodes, given.gpus, ranks, cpus, _memory(request, given, report))
-
-
-_BY_TASKS = ("srun", "mpirun", "horovodrun")  # have a task of the job for each rank
-
-
-def _is_share(given: Allocation, launch: Launch) -> bool:
-    """Whether a line takes a part of the allocation only, as steps that run side by side do."""
-    return (
+    part_of_tasks = (
         launch.launcher in _BY_TASKS
         and launch.total is not None
         and given.tasks is not None
         and launch.total < given.tasks
     )
+    if part_of_tasks:  # as steps that run side by side: the job file asks for this step's share
+        cpus = (
+            launch.cpus
+            or request.numbers.get("cpus-per-task")
+            or -(-given.cpus // given.tasks_per_node)
+        )
+        given = Allocation(nodes, nodes * ranks, ranks, launch.gpus or given.gpus, cpus * ranks)
+    else:
+        cpus = -(-given.cpus // ranks)
+    if given.cpus % ranks:
+        launch.changed(
+            report,
+            f"{given.cpus} CPUs of a node for {ranks} ranks: {cpus} each, {cpus * ranks} in total",
+            "write resources.cpus_per_rank",
+        )
+    return Size(nodes, given.gpus, ranks, cpus, _memory(request, given, report))
 
 
-def _ranks(  # noqa: C901 - one branch per launcher
-    given: Allocation, launch: Launch, report: Report
-) -> tuple[int, int]:
+def _ranks(given: Allocation, launch: Launch, report: Report) -> tuple[int, int]:
+    """Return the numbers of nodes and of ranks on each."""
     nodes = given.nodes
     if launch.launcher == "torchrun":
-        if launch.nodes is not None and launch.nodes != nodes and not launch.single_node:
-            report.changed(
-                launch.line,
-                launch.source,
-                f"it names {launch.nodes} node{'s' * (launch.nodes != 1)} and the header {nodes}: "
-                f"{nodes} {'is' if nodes == 1 else 'are'} asked for",
-                "write resources.nodes",
-            )
-        elif launch.single_node and nodes > 1:
-            report.changed(
-                launch.line,
-                launch.source,
-                f"torchrun was started on the first of {nodes} nodes; hpml starts it on each",
-                "write resources.nodes: 1 if one is enough",
-            )
+        _check_nodes(nodes, launch, report)
         return nodes, _per_node(given, launch, report)
     if launch.launcher in _BY_TASKS:
-        if launch.per_node is None and launch.total is None and given.tasks is None:
-            return launch.nodes or nodes, 1
-        if isinstance(launch.per_node, int):
-            return launch.nodes or nodes, launch.per_node
-        total = launch.total or given.tasks or nodes
         used = launch.nodes or nodes
+        if launch.per_node is None and launch.total is None and given.tasks is None:
+            return used, 1
+        if isinstance(launch.per_node, int):
+            return used, launch.per_node
+        total = launch.total or given.tasks or nodes
+        used = min(used, total)
         if used < nodes:
-            _fewer(launch, used, nodes, report)
-        if total < used:
-            _fewer(launch, total, used, report)
-            used = total
+            _fewer(used, nodes, launch, report)
         return used, _even(total, used, launch, report)
     if nodes > 1:
-        _fewer(launch, 1, nodes, report)
+        _fewer(1, nodes, launch, report)
     if given.gpu_count > 1:
-        report.changed(
-            launch.line,
-            launch.source,
-            f"one process with {given.gpu_count} GPUs: carried as one rank, which also finds "
-            "RANK=0, WORLD_SIZE=1, LOCAL_RANK=0",
-            "if it starts more processes itself (Lightning, accelerate), have hpml start one per "
-            "GPU: remove launcher and ranks_per_node",
+        launch.changed(
+            report,
+            f"one process with {given.gpu_count} GPUs becomes one rank, which also finds RANK=0, "
+            "WORLD_SIZE=1, LOCAL_RANK=0",
+            "if it starts one process per GPU itself (Lightning, accelerate), remove launcher and "
+            "ranks_per_node: hpml then starts one rank per GPU",
         )
     return 1, 1
 
 
-def _fewer(launch: Launch, used: int, nodes: int, report: Report) -> None:
-    report.changed(
-        launch.line,
-        launch.source,
-        f"it runs on {used} of {nodes} nodes: the job file asks for {used}",
-        f"write resources.nodes: {nodes} if ranks shall run on all",
-    )
+def _check_nodes(nodes: int, launch: Launch, report: Report) -> None:
+    if launch.single_node and nodes > 1:
+        why = f"torchrun was started on the first of {nodes} nodes; hpml starts it on each"
+        launch.changed(report, why, "write resources.nodes: 1 if one is enough")
+    elif not launch.single_node and launch.nodes not in (None, nodes):
+        why = f"--nnodes is {launch.nodes} and the header's --nodes is {nodes}: {nodes} is used"
+        launch.changed(report, why, "write resources.nodes")
+
+
+def _fewer(used: int, nodes: int, launch: Launch, report: Report) -> None:
+    why = f"it runs on {used} of {nodes} nodes: the job file asks for {used}"
+    launch.changed(report, why, f"write resources.nodes: {nodes} if ranks should run on all")
 
 
 def _per_node(given: Allocation, launch: Launch, report: Report) -> int:
+    """Return the ranks that one torchrun starts."""
     wanted = launch.per_node
     if isinstance(wanted, int):
         return wanted
@@ -214,57 +112,40 @@ def _per_node(given: Allocation, launch: Launch, report: Report) -> int:
     if wanted == "cpu":
         return given.cpus
     ranks = given.gpu_count or 1
-    report.changed(
-        launch.line,
-        launch.source,
-        f"the number of processes per node is known in the job only: {ranks} here",
-        "write resources.ranks_per_node",
-    )
+    why = f"the number of processes per node is known in the job only: {ranks} here"
+    launch.changed(report, why, "write resources.ranks_per_node")
     return ranks
 
 
 def _even(total: int, nodes: int, launch: Launch, report: Report) -> int:
     ranks = -(-total // nodes)
     if total % nodes:
-        report.changed(
-            launch.line,
-            launch.source,
-            f"{total} ranks on {nodes} nodes: a job file has the same number on each: {ranks}",
-            "write resources.nodes and resources.ranks_per_node",
-        )
+        why = f"{total} ranks on {nodes} nodes: a job file has the same number on each, {ranks}"
+        launch.changed(report, why, "write resources.nodes and resources.ranks_per_node")
     return ranks
 
 
 def _memory(request: Request, given: Allocation, report: Report) -> int | None:
-    option = request.said("mem", "mem-per-cpu", "mem-per-gpu")
-    if request.memory_mb == 0 and option is not None:
+    option = request.option("mem", "mem-per-cpu", "mem-per-gpu")
+    numbers = request.numbers
+    if option is None or numbers.get("mem"):
+        return numbers.get("mem")
+    if "mem" in numbers:
         report.lost(
             option.line,
             option.shown,
-            "a job file names the memory of a node, and has no word for all of it",
+            "a job file cannot ask for all of a node's memory",
             "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows the nodes' MB)",
         )
         return None
-    if request.memory_mb is not None or option is None:
-        return request.memory_mb
-    if request.memory_per_cpu_mb is not None:
-        number, each, unit = given.cpus, request.memory_per_cpu_mb, "CPUs"
+    if "mem-per-cpu" in numbers:
+        number, each, unit = given.cpus, numbers["mem-per-cpu"], "CPUs"
     else:
-        number, each, unit = given.gpu_count, request.memory_per_gpu_mb or 0, "GPUs"
-    made = number * each
+        number, each, unit = given.gpu_count, numbers["mem-per-gpu"], "GPUs"
     report.changed(
         option.line,
         option.shown,
-        f"a job file has the memory of a node: {number} {unit} of a node x {megabytes(each)} = "
-        f"{megabytes(made)}",
+        f"a job file has the memory of a node: {number} {unit} x {size_text(each)} = "
+        f"{size_text(number * each)}",
     )
-    return made or None
-
-
-def megabytes(number: int) -> str:
-    """Return a number of MiB with the largest unit that holds it as a whole number.
-
-    >>> megabytes(2048), megabytes(100)
-    ('2G', '100M')
-    """
-    return f"{number // 1024}G" if number % 1024 == 0 and number else f"{number}M"
+    return number * each or None

@@ -1,4 +1,4 @@
-"""Recognise copies of data to a node's own disk, and where in arguments they are used."""
+"""Recognise copies of data to the node's own disk, and the arguments that use them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.values import has_hole
+from hpml_orchestrator.convert.values import has_hole, holes
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert.findings import Report
-    from hpml_orchestrator.convert.values import Expander
+    from hpml_orchestrator.convert.report import Report
+    from hpml_orchestrator.convert.values import Values
 
 __all__ = ["Staged", "Staging", "is_local"]
 
-_LOCAL_DIRECTORIES = ("/tmp", "/dev/shm", "/local", "/localscratch", "/var/tmp")  # noqa: S108
-_COPIES = frozenset({"cp", "rsync", "tar", "unzip", "mv", "ln"})
+_LOCAL = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
+_FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|csv|json|txt)$")
+_ARCHIVE = re.compile(r"\.(tar|tgz|tar\.\w+)$")
 
 
 @dataclass
@@ -24,8 +25,9 @@ class Staged:
     """One entry of `stage`.
 
     Attributes:
-        place: the path on the node that the script uses, normalised; a directory.
-        entry: file name within it where the source is one file, else empty.
+        place: the directory on the node that the script uses.
+        file: its name there where the source is one file, else empty.
+        used: whether an argument or a variable names it.
     """
 
     name: str
@@ -34,237 +36,133 @@ class Staged:
     target: str
     place: str
     line: int
-    entry: str = ""
+    text: str
+    file: str = ""
     used: bool = False
 
 
-def is_local(path: str, expander: Expander) -> bool:
+def is_local(path: str) -> bool:
     """Whether a path lies on the node's own disk or in its RAM."""
-    holes = expander.holes_of(path)
-    if holes and path.startswith("\0"):
-        return holes[0].kind == "local"
-    return path.startswith(tuple(f"{one}/" for one in _LOCAL_DIRECTORIES)) or (
-        path in _LOCAL_DIRECTORIES
-    )
+    kinds = [kind for kind, _ in holes(path)]
+    return kinds[:1] == ["local"] if path.startswith("\0") else bool(_LOCAL.match(path))
 
 
 class Staging:
-    """The data that a script brings to its nodes.
+    """The data that a script copies to its nodes."""
 
-    Args:
-        expander: knows the holes of paths.
-        report: takes what cannot be carried.
-    """
-
-    def __init__(self, expander: Expander, report: Report) -> None:
-        self.expander = expander
+    def __init__(self, values: Values, report: Report) -> None:
+        self.values = values
         self.report = report
         self.entries: list[Staged] = []
-        self.made: set[str] = set()  # directories that the script made
+        self.made: set[str] = set()  # directories that the script makes
 
     def path(self, text: str) -> str:
-        """Return a path in one form: absolute, variables of the local disk told as one."""
-        marked = text
-        for hole in self.expander.holes_of(text):
-            if hole.kind == "local":
-                marked = re.sub("\0\\d+\0", "\x01", marked, count=1)
-                break
-        if not marked.startswith(("/", "\x01", "\0")):
-            marked = os.path.join(self.expander.directory, marked)
-            return self.path(marked) if "\0" in marked and "\x01" not in marked else marked
-        return os.path.normpath(marked)
+        """Return an absolute path; all spellings of the local disk become one."""
+        if text.startswith("\0") and is_local(text):
+            text = re.sub("\0[^\0]*\0", "\x01", text, count=1)
+        elif not text.startswith(("/", "\0", "\x01")):
+            return self.path(os.path.join(self.values.directory, text))
+        return os.path.normpath(text)
 
-    def directory(self, text: str) -> None:
-        """Remember a directory that the script makes."""
-        self.made.add(self.path(text))
-
-    def take(self, words: list[str], line: int, source: str) -> bool:
-        """Make entries of a copy to the node; False where the command is none."""
+    def take(self, words: list[str], line: int, text: str) -> bool:
+        """Make entries of a copy to the node; False for any other command."""
         name = os.path.basename(words[0])
-        if name not in _COPIES:
-            return False
-        if name == "tar":
-            return self._tar(words[1:], line, source)
-        if name not in ("cp", "rsync"):
-            return self._refused(words, line, source)
         options = [word for word in words[1:] if word.startswith("-")]
         paths = [word for word in words[1:] if not word.startswith("-")]
-        if len(paths) < 2:  # noqa: PLR2004 - a source and a destination
+        if name == "tar":
+            return self._tar(words[1:], line, text)
+        if name == "mkdir":
+            self.made |= {self.path(path) for path in paths}
+        if name not in ("cp", "rsync") or len(paths) < 2:  # noqa: PLR2004 - from and to
             return False
         *sources, destination = paths
-        if not is_local(destination, self.expander):
-            if any(is_local(one, self.expander) for one in sources):
-                self.report.lost(
-                    line,
-                    source,
-                    "what is left on the node is removed with the job",
-                    "have the program write to {run.dir}, which stays and all nodes see",
-                )
-                return True
+        if not is_local(self.path(destination).replace("\x01", '\0"$TMPDIR"\0')) or any(
+            has_hole(source) or "://" in source or is_local(source) for source in sources
+        ):
             return False
-        tree = name == "rsync" or any(
-            re.match(r"-[a-zA-Z]*[rRa]|--rec|--arch", one) for one in options
-        )
-        for one in sources:
-            self._copied(name, one, destination, line, source, tree=tree, many=len(sources) > 1)
-        return True
-
-    def _refused(self, words: list[str], line: int, source: str) -> bool:
-        if not any(is_local(word, self.expander) for word in words[1:]):
-            return False
-        self.report.lost(
-            line,
-            source,
-            f"hpml brings files, trees and tar archives to a node; this is {words[0]}",
-            "make a tar archive of it once, and an entry of stage with it",
-        )
-        return True
-
-    def _copied(
-        self,
-        program: str,
-        origin: str,
-        destination: str,
-        line: int,
-        source: str,
-        *,
-        tree: bool,
-        many: bool,
-    ) -> None:
-        if has_hole(origin) or "://" in origin:
-            self.report.lost(
-                line,
-                source,
-                f"{self.expander.source(origin)} is known in the job only",
-                "name the directory that holds it in an entry of stage",
-            )
-            return
+        tree = name == "rsync" or any(re.match(r"-[a-zA-Z]*[rRa]|--rec|--arch", o) for o in options)
         place = self.path(destination)
-        base = os.path.basename(origin.rstrip("/"))
-        into = (
-            many
-            or destination.endswith(("/", "/."))
-            or place in self.made
-            or place in ("\x01", *_LOCAL_DIRECTORIES)
-        )
-        contents = origin.endswith("/.") or (program == "rsync" and origin.endswith("/"))
-        if tree and not re.search(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|csv|json|txt)$", base):
-            if into and not contents:
-                place = os.path.join(place, base)
-            self._add(origin.removesuffix("/.").rstrip("/") or "/", "auto", place, line, "")
-            return
-        entry = base if into else os.path.basename(place)
-        if entry != base:
-            self.renamed(entry, base, line, source)
-        place = place if into else os.path.dirname(place)
-        archive = re.search(r"\.(tar|tgz|tar\.\w+)$", base)
-        self._add(origin, "file" if archive else "auto", place, line, entry, file=base)
-
-    def renamed(self, entry: str, base: str, line: int, source: str) -> None:
-        """Say that a file keeps its name."""
-        self.report.changed(
-            line, source, f"the file keeps its name on the node: {base}, not {entry}"
-        )
-
-    def _tar(  # noqa: C901, PLR0912 - one branch per option of tar
-        self, words: list[str], line: int, source: str
-    ) -> bool:
-        archive = directory = ""
-        extracts = False
-        position = 0
-        members: list[str] = []
-        while position < len(words):
-            word = words[position]
-            position += 1
-            following = words[position] if position < len(words) else ""
-            if word in ("-C", "--directory"):
-                directory, position = following, position + 1
-            elif word.startswith("--directory="):
-                directory = word.partition("=")[2]
-            elif word.startswith("--file="):
-                archive = word.partition("=")[2]
-            elif word in ("-f", "--file"):
-                archive, position = following, position + 1
-            elif word in ("--extract", "--get"):
-                extracts = True
-            elif re.fullmatch(r"-?[a-zA-Z]+", word) and (word.startswith("-") or position == 1):
-                extracts = extracts or "x" in word
-                if word.rstrip().endswith("f"):
-                    archive, position = following, position + 1
-            elif word.startswith("--strip") or not word.startswith("-"):
-                members.append(word)
-        directory = directory or self.expander.directory
-        if not extracts or not self._on_node(directory):
-            return False
-        if members or not archive or archive == "-":
-            self.report.lost(
-                line,
-                source,
-                "hpml unpacks an archive as a whole, from a file",
-                "write an entry of stage with kind: tar",
-            )
-            return True
-        place = self.path(directory)
-        held = self.path(archive)
-        for one in self.entries:
-            if one.entry and os.path.join(one.place, one.entry) == held:
-                one.kind, one.entry, one.place = "tar", "", place
-                return True
-        if has_hole(archive):
-            self.report.lost(
-                line,
-                source,
-                "the archive is known in the job only",
-                "write an entry of stage with kind: tar",
-            )
-            return True
-        kind = "auto" if re.search(r"\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2)$", archive) else "tar"
-        self._add(archive, kind, place, line, "")
+        into = len(sources) > 1 or destination.endswith(("/", "/.")) or place in self.made
+        into = into or place == "\x01" or bool(re.fullmatch(_LOCAL.pattern, place))
+        for source in sources:
+            base = os.path.basename(source.rstrip("/"))
+            if tree and not _FILE.search(base):
+                contents = source.endswith("/.") or (name == "rsync" and source.endswith("/"))
+                inside = os.path.join(place, base) if into and not contents else place
+                self._add(source.removesuffix("/."), "auto", inside, line, text)
+                continue
+            file = base if into else os.path.basename(place)
+            if file != base:
+                why = f"the file keeps its name on the node: {base}, not {file}"
+                self.report.changed(line, text, why)
+            directory = place if into else os.path.dirname(place)
+            kind = "file" if _ARCHIVE.search(base) else "auto"
+            self._add(source, kind, directory, line, text, file=file)
         return True
 
-    def _on_node(self, directory: str) -> bool:
-        path = self.path(directory)
-        return path.startswith("\x01") or is_local(path, self.expander)
+    def _tar(self, words: list[str], line: int, text: str) -> bool:
+        archive, directory = _extraction(words)
+        place = self.path(directory or self.values.directory)
+        if not archive or not (place.startswith("\x01") or is_local(place)):
+            return False
+        held = self.path(archive)
+        for entry in self.entries:
+            if entry.file and os.path.join(entry.place, entry.file) == held:
+                entry.kind, entry.file, entry.place = "tar", "", place
+                return True
+        if archive == "-" or has_hole(archive):
+            return False
+        self._add(archive, "auto" if _ARCHIVE.search(archive) else "tar", place, line, text)
+        return True
 
     def _add(
-        self, origin: str, kind: str, place: str, line: int, entry: str, *, file: str = ""
+        self, source: str, kind: str, place: str, line: int, text: str, *, file: str = ""
     ) -> None:
-        origin = os.path.normpath(os.path.join(self.expander.directory, origin))
-        if any(one.source == origin and one.place == place for one in self.entries):
-            return
-        stem = re.sub(r"\.(tar|gz|tgz|xz|bz2|zip|h5|csv)\b", "", file or os.path.basename(origin))
+        source = os.path.normpath(os.path.join(self.values.directory, source))
+        stem = re.sub(r"\.(tar|gz|tgz|xz|bz2|zip|h5|csv)\b", "", os.path.basename(source))
         name = re.sub(r"[^a-z0-9_]+", "_", stem.lower()).strip("_")[:28] or "data"
         name = name if name[0].isalpha() else f"d_{name}"
-        taken = {one.name for one in self.entries}
-        unique, number = name, 2
-        while unique in taken:
-            unique, number = f"{name}_{number}", number + 1
+        taken = {entry.name for entry in self.entries}
+        unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 999))) if n not in taken)
         target = "shm" if place.startswith("/dev/shm") else "local"  # noqa: S108
-        self.entries.append(Staged(unique, origin, kind, target, place, line, entry))
+        self.entries.append(Staged(unique, source, kind, target, place, line, text, file))
 
     def replaced(self, value: str) -> str:
-        """Return an argument with paths of staged data told as `{stage.NAME}`."""
-        option, equals, rest = value.partition("=")
-        if equals and re.fullmatch(r"-{0,2}[\w.-]+", option) and "\0" not in option:
-            return f"{option}={self._replaced(rest)}"
-        return self._replaced(value)
-
-    def _replaced(self, value: str) -> str:
-        if not value or not (value.startswith(("/", "\0", ".")) or "/" in value):
+        """Return a value with the path of staged data as `{stage.NAME}`."""
+        option, equals, path = value.partition("=")
+        if equals and re.fullmatch(r"-{0,2}[\w.-]+", option):
+            return f"{option}={self.replaced(path)}"
+        if "/" not in value and not value.startswith(("\0", ".")):
             return value
         path = self.path(value)
-        found = [
-            one for one in self.entries if path == one.place or path.startswith(f"{one.place}/")
-        ]
-        found.sort(key=lambda one: (len(one.place), path == os.path.join(one.place, one.entry)))
-        exact = [one for one in found if one.entry and path == os.path.join(one.place, one.entry)]
-        if not found:
-            return value
-        best = exact[-1] if exact else found[-1]
-        if not exact and best.entry and path != best.place:
+        inside = [e for e in self.entries if f"{path}/".startswith(f"{e.place}/")]
+        exact = [e for e in inside if e.file and path == os.path.join(e.place, e.file)]
+        trees = [e for e in inside if not e.file or path == e.place]
+        best = max(exact or trees, key=lambda entry: len(entry.place), default=None)
+        if best is None:
             return value
         best.used = True
-        rest = path[len(best.place) :]
-        if best.entry and rest.lstrip("/") == best.entry:
-            rest = f"/{os.path.basename(best.source)}"
+        rest = f"/{os.path.basename(best.source)}" if exact else path[len(best.place) :]
         return f"{{stage.{best.name}}}{rest}"
+
+
+def _extraction(words: list[str]) -> tuple[str, str]:
+    """Return archive and directory of a tar that extracts a whole archive; empty for others."""
+    archive, directory, extracts = "", "", False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        option, equals, value = word.partition("=")
+        if word in ("-C", "--directory") and rest:
+            directory = rest.pop(0)
+        elif equals and option in ("--directory", "--file"):
+            directory, archive = (value, archive) if option == "--directory" else (directory, value)
+        elif re.fullmatch(r"--extract|--get|-?[a-zA-Z]+", word) and (
+            word.startswith("-") or len(rest) == len(words) - 1
+        ):
+            extracts = extracts or "x" in word or word == "--get"
+            if word.endswith("f") and rest:
+                archive = rest.pop(0)
+        else:
+            return "", ""
+    return (archive, directory) if extracts else ("", "")

@@ -17,20 +17,23 @@ python train.py --lr 0.1
 """
 JOB = """\
 # Made from job.sh by hpml import; relative paths count from this file.
-# 1 thing in it could not be carried over: hpml import says which, and what to do.
+# Not carried over: 1 line, see `hpml import`.
 name: job
 launcher: srun
 script: train.py
-args: [--lr, 0.1]
+args: [--lr, '0.1']
 resources:
   time: 00:05:00
+environment:
+  setup: |
+    echo hello
 """
 REPORT = """\
 job.sh:2: not carried over: --requeue
-    hpml has no requeue yet
+    hpml does not support requeue yet
     -> submit the job again by hand
-job.sh:3: not needed: echo
-    print, test, wait or clean up: a job file needs none of it
+job.sh:3: changed: echo
+    kept in environment.setup: runs once, on the first node, before the ranks
 """
 
 
@@ -57,11 +60,11 @@ def test_a_file_is_replaced_with_force_only(hpml: Any, script: str, shell: Shell
     path.write_text("mine")
     refused = hpml("import", script, "-o", "made.yaml")
     assert refused.code == 2
-    assert "is there already" in refused.err
+    assert "exists already" in refused.err
     assert path.read_text() == "mine"
     assert hpml("import", script, "-o", "made.yaml", "--force").code == 0
     assert path.read_text() == JOB
-    assert not [one for one in shell.root.iterdir() if one.name.startswith(".made")]
+    assert not list(shell.root.glob(".made*"))
 
 
 def test_json_has_the_job_and_the_findings(hpml: Any, script: str) -> None:
@@ -74,7 +77,7 @@ def test_json_has_the_job_and_the_findings(hpml: Any, script: str) -> None:
         "line": 2,
         "text": "--requeue",
         "kind": "lost",
-        "why": "hpml has no requeue yet",
+        "why": "hpml does not support requeue yet",
         "todo": "submit the job again by hand",
     }
 
