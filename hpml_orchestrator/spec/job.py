@@ -132,7 +132,7 @@ class Resources(_Model):
     @field_validator("memory", mode="before")
     @classmethod
     def _memory(cls, value: Any) -> Any:
-        return None if value is None else values.whole_mebibytes(value)
+        return None if value is None else values.memory_text(value)
 
     @field_validator("time", mode="before")
     @classmethod

@@ -71,7 +71,7 @@ def _gpus(value: Any) -> Any:
 
 
 Duration = Annotated[str, BeforeValidator(_duration)]
-Memory = Annotated[str, BeforeValidator(values.whole_mebibytes)]
+Memory = Annotated[str, BeforeValidator(values.memory_text)]
 GpuText = Annotated[str, BeforeValidator(_gpus)]
 Count = Annotated[StrictInt, Field(ge=0, le=10_000_000)]
 Some = Annotated[StrictInt, Field(ge=1, le=1_000_000_000)]

@@ -81,7 +81,7 @@ class Stage(BaseModel):
     @field_validator("size", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        return None if value is None else values.whole_mebibytes(value)
+        return None if value is None else values.memory_text(value)
 
     @model_validator(mode="after")
     def _distributable(self) -> Stage:
