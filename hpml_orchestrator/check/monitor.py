@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.monitor import Monitor
+    from hpml_orchestrator.spec import Monitor
 
 __all__ = ["check_monitor", "check_port"]
 

@@ -11,35 +11,50 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.array import ArraySpec
-    from hpml_orchestrator.spec.job import Container, Environment, Job, Mail, Resources
+    from hpml_orchestrator.spec.job import (
+        Binding,
+        Container,
+        Environment,
+        Job,
+        Mail,
+        Monitor,
+        Resources,
+        Stage,
+    )
     from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
     from hpml_orchestrator.spec.schema import job_schema, site_schema
-    from hpml_orchestrator.spec.site_find import find_profiles
-    from hpml_orchestrator.spec.stage import Stage
+    from hpml_orchestrator.spec.site import NodeType, Site
+    from hpml_orchestrator.spec.site_load import ResolvedSite, find_profiles, load_site
 
 __all__ = [
     "ArraySpec",
+    "Binding",
     "Container",
     "Environment",
     "Job",
     "Mail",
+    "Monitor",
+    "NodeType",
     "ResolvedJob",
+    "ResolvedSite",
     "Resources",
+    "Site",
     "Stage",
     "find_profiles",
     "job_schema",
     "load_job",
+    "load_site",
     "parse_setting",
     "site_schema",
 ]
 
 _MODULES = {
     "array": "ArraySpec",
-    "job": "Container Environment Job Mail Resources",
+    "job": "Binding Container Environment Job Mail Monitor Resources Stage",
     "load": "ResolvedJob load_job parse_setting",
     "schema": "job_schema site_schema",
-    "site_find": "find_profiles",
-    "stage": "Stage",
+    "site": "NodeType Site",
+    "site_load": "ResolvedSite find_profiles load_site",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

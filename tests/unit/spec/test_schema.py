@@ -1,24 +1,29 @@
-"""The JSON Schema takes what the loader takes, and refuses unknown fields as it does."""
+"""The JSON Schemas accept what the models accept, and refuse unknown fields as they do."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from hpml_orchestrator import assets, spec
+from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import ResolvedJob, job_schema
+from hpml_orchestrator.spec import Site, job_schema, site_schema
 from hpml_orchestrator.spec.document import parse_yaml
 
-Load = Callable[..., ResolvedJob]
-BASE: dict[str, Any] = {"name": "a", "script": "x.py"}
+if TYPE_CHECKING:
+    from tests.unit.spec.conftest import Load
 
-TAKEN: list[dict[str, Any]] = [
+JOB, SITE = job_schema(), site_schema()
+BASE: dict[str, Any] = {"name": "a", "script": "x.py"}
+KIND = {"nodes": "gpu[01-16]", "count": 16}
+
+JOBS_TAKEN: list[dict[str, Any]] = [
     BASE,
     {"name": "a", "module": "x.y"},
     {"name": "a", "command": ["x", 1, 2.5, "y"]},
@@ -62,7 +67,9 @@ TAKEN: list[dict[str, Any]] = [
     {**BASE, "launcher": "srun", "mpi": "pmix"},
     {**BASE, "launcher": "mpirun", "resources": {"nodes": 2}},
     {**BASE, "launcher": "horovodrun", "resources": {"gpus": 4, "ranks_per_gpu": 2}},
-    *({**BASE, "binding": word} for word in ("gpu-local", "socket", "numa", "spread")),
+    {**BASE, "binding": "numa", "monitor": True},
+    {**BASE, "monitor": {}},
+    {**BASE, "monitor": {"enabled": True, "interval": 3}},
     {
         **BASE,
         "binding": {
@@ -85,7 +92,7 @@ TAKEN: list[dict[str, Any]] = [
     },
 ]
 
-REFUSED: list[dict[str, Any]] = [
+JOBS_REFUSED: list[dict[str, Any]] = [
     {"script": "x.py"},
     {**BASE, "nam": "b"},
     {**BASE, "dependency": "afterok:1"},
@@ -118,6 +125,7 @@ REFUSED: list[dict[str, Any]] = [
     {**BASE, "launcher": "magic"},
     {**BASE, "binding": "auto"},
     {**BASE, "binding": None},
+    {**BASE, "monitor": 1},
     {**BASE, "binding": {"policy": "auto"}},
     {**BASE, "binding": {"loader_workers": True}},
     {**BASE, "binding": {"bind": "numa"}},
@@ -125,49 +133,193 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
-def valid(data: Any) -> bool:
-    return jsonschema.Draft202012Validator(job_schema()).is_valid(data)
+SITES_TAKEN: list[dict[str, Any]] = [
+    {},
+    {"schema_version": 1, "cluster": "elbe", "slurm": "22.05.8", "templates": "templates"},
+    *(
+        {"node_types": {"a": {**KIND, "memory": memory}}}
+        for memory in (64000, "64G", "64000M", None)
+    ),
+    *({"node_types": {"a": {**KIND, "gpus": gpus}}} for gpus in (4, "a100:4", ["a100:2", 2], "0")),
+    *({"node_types": {"a": {"local_disk": disk}}} for disk in (100, "1T")),
+    *(
+        {"partitions": {"p": {"max_time": time, "default_time": time}}}
+        for time in (60, "1-00", "unlimited", None)
+    ),
+    {
+        "node_types": {"a100x4": {**KIND, "scratch": "$LOCAL", "interfaces": ["ib0"]}},
+        "partitions": {
+            "gpu.a": {
+                "default": True,
+                "node_types": ["a100x4"],
+                "max_nodes": 4,
+                "max_memory_per_node": "500G",
+                "exclusive": True,
+                "accounts": ["a"],
+                "qos": [],
+            }
+        },
+        "paths": {"scratch": "/local", "ram": None},
+        "limits": {"max_array_size": 1001, "max_script_bytes": 4_000_000},
+        "interfaces": ["eno1"],
+        "modules": ["cuda/12.4"],
+    },
+    *({"staging": {"shared_rate": rate}} for rate in (2000, "20G", None)),
+    {
+        "staging": {
+            "opens_per_second": 2000,
+            "opens_per_second_per_job": 16_000,
+            "array_jitter": 0,
+            "metadata_rate": 50_000,
+            "link_rate": "10G",
+            "disk_rate": "2G",
+        }
+    },
+    *(
+        {"directives": {"gpus-per-node": rule}}
+        for rule in (
+            {"forbid": "ask for CPUs"},
+            {"omit": True},
+            {"rename": "--gres=gpu:{item}"},
+            {"default": "a100:1"},
+            {},
+        )
+    ),
+    {
+        "defaults": {
+            "launcher": "srun",
+            "resources": {"gpus": 4, "time": 90, "memory": 500, "mail": {"to": "me"}},
+            "environment": {"modules": ["cuda"], "variables": {"A": 1}},
+        }
+    },
+]
+
+SITES_REFUSED: list[dict[str, Any]] = [
+    {"partition": {}},
+    {"staging": {"opens_per_second": 0}},
+    {"staging": {"opens_per_second_per_job": 1.5}},
+    {"staging": {"array_jitter": "1:00"}},
+    {"staging": {"shared_rate": True}},
+    {"staging": {"opens": 5}},
+    {"schema_version": 2},
+    {"cluster": 1},
+    {"node_types": {"a": {"memory": True}}},
+    {"node_types": {"a": {"gpus": None}}},
+    {"node_types": {"a": {"gpus": 1.5}}},
+    {"node_types": {"a": {"cpus": -1}}},
+    {"node_types": {"a": {"cpu": 1}}},
+    {"partitions": {"p": {"max_time": 1.5}}},
+    {"partitions": {"p": {"default": "yes"}}},
+    {"partitions": {"p": {"accounts": "a"}}},
+    {"partitions": []},
+    {"limits": {"max_array_size": "1001"}},
+    {"directives": {"output": {"omit": True}}},
+    {"directives": {"--mem": {"omit": True}}},
+    {"directives": {"mem": {"omitted": True}}},
+    {"directives": {"mem": {"forbid": True}}},
+    {"defaults": {"name": "a"}},
+    {"defaults": {"stage": []}},
+    {"defaults": {"resources": {"node": 1}}},
+    {"defaults": {"array": "1-3"}},
+    {"defaults": []},
+    {"interfaces": "ib0"},
+]
 
 
-def test_it_is_a_schema() -> None:
-    """It is valid 2020-12 itself, and every field in it says what it is for."""
-    schema = job_schema()
+def valid(schema: dict[str, Any], data: Any) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(data)
+
+
+def site_taken(data: Any) -> bool:
+    try:
+        Site.model_validate(data)
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schema", [JOB, SITE], ids=["job", "site"])
+def test_it_is_a_schema(schema: dict[str, Any]) -> None:
+    """It is valid 2020-12, and every field in it has a description."""
     jsonschema.Draft202012Validator.check_schema(schema)
     for model in (schema, *schema["$defs"].values()):
         assert model["additionalProperties"] is False
         assert all("description" in field for field in model["properties"].values())
 
 
-@pytest.mark.parametrize("data", TAKEN, ids=range(len(TAKEN)))
-def test_both_take_it(load: Load, data: dict[str, Any]) -> None:
-    """What the loader takes, the schema takes."""
-    load(json.dumps(data))
-    assert valid(data)
+@pytest.mark.parametrize("data", JOBS_TAKEN, ids=range(len(JOBS_TAKEN)))
+def test_a_job_that_both_accept(load: Load, data: dict[str, Any]) -> None:
+    """The complete job that records keep is a job file again, and fits the schema, too."""
+    job = load(json.dumps(data)).job
+    dumped = job.model_dump(mode="json")
+    assert valid(JOB, data)
+    assert valid(JOB, dumped)
+    assert load(json.dumps(dumped)).job == job
 
 
-@pytest.mark.parametrize("data", REFUSED, ids=range(len(REFUSED)))
-def test_both_refuse_it(load: Load, data: dict[str, Any]) -> None:
-    """What is unknown or of a wrong type, both refuse."""
+@pytest.mark.parametrize("data", JOBS_REFUSED, ids=range(len(JOBS_REFUSED)))
+def test_a_job_that_both_refuse(load: Load, data: dict[str, Any]) -> None:
+    """An unknown field or a wrong type."""
     with pytest.raises(InputError):
         load(json.dumps(data))
-    assert not valid(data)
+    assert not valid(JOB, data)
 
 
-def test_the_resolved_job_is_a_job_file_again(load: Load, tmp_path: Path) -> None:
-    """The complete job that records keep loads to itself and fits the schema."""
-    for data in TAKEN:
-        job = load(json.dumps(data)).job
-        dumped = job.model_dump(mode="json")
-        assert valid(dumped)
-        assert load(json.dumps(dumped)).job == job
+@pytest.mark.parametrize("data", SITES_TAKEN, ids=range(len(SITES_TAKEN)))
+def test_a_profile_that_both_accept(data: dict[str, Any]) -> None:
+    """A complete profile, with every default filled in, is one again."""
+    dumped = Site.model_validate(data).model_dump(mode="json")
+    assert valid(SITE, data)
+    assert valid(SITE, dumped)
+    assert site_taken(dumped)
+
+
+@pytest.mark.parametrize("data", SITES_REFUSED, ids=range(len(SITES_REFUSED)))
+def test_a_profile_that_both_refuse(data: dict[str, Any]) -> None:
+    """An unknown field or a wrong type."""
+    assert not site_taken(data)
+    assert not valid(SITE, data)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5000)
+    | st.sampled_from(["64G", "1-00", "a100:4", "unlimited", "a", "", "/x", "$A/b", "--x={item}"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                [*SITE["properties"], "a", "mem"]
+                + [name for model in SITE["$defs"].values() for name in model["properties"]]
+            ),
+            inner,
+            max_size=2,
+        )
+    ),
+    max_leaves=6,
+)
+TABLES = st.fixed_dictionaries(
+    {},
+    optional={
+        "node_types": st.dictionaries(st.just("a"), VALUES, max_size=1),
+        "partitions": st.dictionaries(st.just("p"), VALUES, max_size=1),
+        "directives": st.dictionaries(st.sampled_from(["mem", "gres"]), VALUES, max_size=1),
+        "defaults": VALUES,
+        "paths": VALUES,
+        "limits": VALUES,
+    },
+)
+
+
+@given(TABLES | st.dictionaries(st.sampled_from([*SITE["properties"]]), VALUES, max_size=3))
+def test_the_schema_never_refuses_what_the_model_takes(data: dict[str, Any]) -> None:
+    """An editor marks nothing as wrong that hpml would read."""
+    if site_taken(data):
+        assert valid(SITE, data), data
 
 
 def test_the_example_fits() -> None:
     """The shipped job file fits the schema."""
     text = (assets.path("training_jobs") / "digits.yaml").read_text("utf-8")
-    assert valid(parse_yaml(text, "digits.yaml"))
-
-
-def test_all_names_are_there() -> None:
-    """`__all__` of the room names what is there."""
-    assert all(hasattr(spec, name) for name in spec.__all__)
+    assert valid(JOB, parse_yaml(text, "digits.yaml"))
