@@ -246,7 +246,7 @@ def _named(submissions: list[Submission], word: str) -> Submission | None:
         ]
     if len(matches) > 1:
         raise InputError(
-            f"matches {len(matches)} runs: {_first(5, [match.sid for match in matches])}",
+            f"names {len(matches)} runs: {_first(5, [match.sid for match in matches])}",
             field="RUN",
             value=word,
             hint="give more of the id",

@@ -222,9 +222,9 @@ def test_what_names_no_run_or_several(store: Store) -> None:
     for number in range(7):
         submission = prepare(store, f"ab-2024010{number + 1}-000000-aaaaaa")
         submission.record_job("5", how="sbatch", now=0.0)
-    with pytest.raises(InputError, match="matches 7 runs: ab-20240107.*, …"):
+    with pytest.raises(InputError, match="names 7 runs: ab-20240107.*, …"):
         store.resolve("ab")
-    with pytest.raises(InputError, match="matches 7 runs"):
+    with pytest.raises(InputError, match="names 7 runs"):
         store.resolve("5")
     with pytest.raises(NotFoundError, match="no run 'zz' under"):
         store.resolve("zz")
