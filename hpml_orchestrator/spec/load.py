@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from dataclasses import dataclass
@@ -14,20 +13,13 @@ from pydantic import ValidationError
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.document import JOB_FILE, parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
+from hpml_orchestrator.spec.overlay import covers, is_in, leaves, merged
 from hpml_orchestrator.spec.problems import input_error
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = [
-    "ResolvedJob",
-    "covers",
-    "leaves",
-    "load_job",
-    "make_absolute",
-    "merged",
-    "parse_setting",
-]
+__all__ = ["ResolvedJob", "load_job", "make_absolute", "parse_setting"]
 
 _INDEX_DIGITS = 6
 
@@ -74,7 +66,7 @@ def load_job(
             ((inner, value),) = value.items()
             field = f"{name}.{inner}"
         _set(data, field, value)
-        kept = {set_: origin for set_, origin in given.items() if not _is_in(set_, field)}
+        kept = {set_: origin for set_, origin in given.items() if not is_in(set_, field)}
         given = kept | dict.fromkeys(leaves(value, field, empty=False), "command line")
     monitor = data.get("monitor")
     if isinstance(monitor, dict) and "enabled" not in monitor:
@@ -197,63 +189,3 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
     container = environment.get("container") if isinstance(environment, dict) else None
     if isinstance(container, dict) and container.get("engine") == "apptainer":
         resolve(container, "image")
-
-
-def leaves(data: Any, prefix: str = "", *, empty: bool = True) -> list[str]:
-    """Return the dotted names of all values; a list of plain values counts as one.
-
-    Args:
-        data: nested mappings and lists.
-        prefix: the dotted name of `data` itself.
-        empty: whether an empty mapping counts as a value.
-
-    >>> leaves({"a": {"b": 1, "c": [2, 3]}, "d": {}}), leaves({"d": {}}, empty=False)
-    (['a.b', 'a.c', 'd'], [])
-    """
-    items: Any = ()
-    if isinstance(data, dict):
-        if not data and not empty:
-            return []
-        items = data.items()
-    elif isinstance(data, list) and any(isinstance(item, dict) for item in data):
-        items = enumerate(data)
-    names = [
-        name
-        for key, value in items
-        for name in leaves(value, f"{prefix}.{key}" if prefix else str(key), empty=empty)
-    ]
-    return names or ([prefix] if prefix and not items else [])
-
-
-def _is_in(field: str, around: str) -> bool:
-    return f"{field}.".startswith(f"{around}.")
-
-
-def covers(given: str, name: str) -> bool:
-    """Return whether one field is the other, holds it, or is in it.
-
-    >>> covers("a.b", "a.b.c"), covers("a.b.c", "a.b"), covers("a.b", "a.bc")
-    (True, True, False)
-    """
-    return _is_in(name, given) or _is_in(given, name)
-
-
-def merged(below: dict[str, Any], above: dict[str, Any], *, whole: str = "") -> dict[str, Any]:
-    """Return a mapping laid over another: mappings are joined key by key, all else is replaced.
-
-    Args:
-        below: what counts where `above` has nothing.
-        above: what counts.
-        whole: a top-level key whose entries replace each other whole.
-
-    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
-    {'a': {'b': 1, 'c': 3}, 'd': 4}
-    """
-    result = copy.deepcopy(below)
-    for key, value in above.items():
-        lower = result.get(key)
-        if isinstance(lower, dict) and isinstance(value, dict):
-            result[key] = {**lower, **value} if key == whole else merged(lower, value)
-        else:
-            result[key] = value
-    return result

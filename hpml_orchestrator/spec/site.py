@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +19,7 @@ from pydantic import (
 
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.job import Job, Model
+from hpml_orchestrator.spec.overlay import covers
 from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, MemoryText, PositiveInt
 
 __all__ = [
@@ -27,6 +31,7 @@ __all__ = [
     "NodeType",
     "Partition",
     "Paths",
+    "ResolvedSite",
     "Site",
     "Staging",
 ]
@@ -313,3 +318,25 @@ class Site(Model):
         return list(
             interfaces.pop() or self.interfaces if len(interfaces) == 1 else self.interfaces
         )
+
+
+@dataclass(frozen=True)
+class ResolvedSite:
+    """A site profile, complete.
+
+    Attributes:
+        site: the profile; every path in it is absolute.
+        sources: the files that it came from, the weakest first.
+        origins: dotted field -> the file that it came from.
+    """
+
+    site: Site
+    sources: tuple[Path, ...] = ()
+    origins: Mapping[str, Path] = field(default_factory=dict)
+
+    def origin(self, name: str) -> Path | None:
+        """Return the file that a field came from; the strongest one if its parts came of more."""
+        if name in self.origins:
+            return self.origins[name]
+        files = {path for given, path in self.origins.items() if covers(given, name)}
+        return next((path for path in reversed(self.sources) if path in files), None)

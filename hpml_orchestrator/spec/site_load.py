@@ -6,7 +6,6 @@ import contextlib
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from pydantic import ValidationError
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.document import SITE_PROFILE, read_mapping
 from hpml_orchestrator.spec.job import spelled_out
-from hpml_orchestrator.spec.load import covers, leaves, make_absolute, merged
+from hpml_orchestrator.spec.load import make_absolute
+from hpml_orchestrator.spec.overlay import covers, leaves, merged
 from hpml_orchestrator.spec.problems import input_error
-from hpml_orchestrator.spec.site import DefaultsError, Site
+from hpml_orchestrator.spec.site import DefaultsError, ResolvedSite, Site
 
 __all__ = [
     "PROJECT_NAME",
@@ -128,28 +128,6 @@ def _unfit(
     path: Path, problem: str, hint: str = "repair or remove it; `--site none` uses no profile"
 ) -> InputError:
     return InputError(problem, field="site profile", value=str(path), hint=hint)
-
-
-@dataclass(frozen=True)
-class ResolvedSite:
-    """A site profile, complete.
-
-    Attributes:
-        site: the profile; every path in it is absolute.
-        sources: the files that it came from, the weakest first.
-        origins: dotted field -> the file that it came from.
-    """
-
-    site: Site
-    sources: tuple[Path, ...] = ()
-    origins: Mapping[str, Path] = field(default_factory=dict)
-
-    def origin(self, name: str) -> Path | None:
-        """Return the file that a field came from; the strongest one if its parts came of more."""
-        if name in self.origins:
-            return self.origins[name]
-        files = {path for given, path in self.origins.items() if covers(given, name)}
-        return next((path for path in reversed(self.sources) if path in files), None)
 
 
 def load_site(paths: list[Path]) -> ResolvedSite:

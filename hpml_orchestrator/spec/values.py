@@ -55,7 +55,6 @@ _WRITTEN_SIZE = re.compile(r"(\d{1,15})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE 
 _PRINTED_SIZE = re.compile(
     r"(\d{1,20}(?:\.\d{1,20})?)([KMGTPE]?)(?:i?B)?[cn?]?", re.ASCII | re.IGNORECASE
 )
-_PRINTED_COUNT = re.compile(r"(\d{1,20})(?:\.\d{1,20})?([KMGTPE]?)", re.ASCII | re.IGNORECASE)
 # NO_VAL64 and INFINITE64 lie just below 2**64, NO_VAL and INFINITE just below 2**32
 _UNSET = 2**63
 _UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
@@ -230,13 +229,7 @@ def read_count(text: str) -> int | None:
     >>> read_count("4K"), read_count("UNLIMITED"), read_count("4294967295")
     (4096, None, None)
     """
-    match = _PRINTED_COUNT.fullmatch(text.strip())
-    if not match:
-        return None
-    count = int(match[1])
-    if count >= _UNSET or count in _UNSET_32:
-        return None
-    return count * int(1024 ** _POWERS[match[2].upper()])
+    return read_bytes(text, "")
 
 
 def parse_count(text: str) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.slurm.options import SBATCH
 from hpml_orchestrator.spec import ResolvedJob
 from hpml_orchestrator.spec.job import LATER
 
@@ -307,18 +306,6 @@ def test_all_findings_come_at_once(load: Load) -> None:
         "foo",
     ]
     assert (caught.value.field, caught.value.value) == ("name", "a b")
-
-
-@pytest.mark.parametrize("option", sorted(SBATCH.values | SBATCH.optional | SBATCH.flags))
-def test_an_option_with_a_field_of_its_own_has_one(load: Load, option: str) -> None:
-    """The field that a refusal of `resources.extra` names is one of the job file."""
-    try:
-        load(f"{BASE['name']}\n{BASE['script']}\nresources: {{extra: [--{option}=a]}}\n")
-    except InputError as error:
-        _, owns, name = str(error).partition("has a field of its own: ")
-        if owns:
-            text = name.replace(".", ": {") + ": [true]" + "}" * name.count(".")
-            assert "there is no such field" not in message_of(load, text)
 
 
 @pytest.mark.parametrize(
