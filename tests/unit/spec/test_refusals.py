@@ -1,4 +1,4 @@
-"""Every wrong value is refused by its field, with the value and what would be right."""
+"""Every wrong value is refused with its field, the value and what would be right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def message_of(load: Load, text: str) -> str:
     ("text", "message"),
     [
         ("name: 5", f"name: {TEXT}: put it in quotes (got 5)"),
-        ("name: 2020-01-01", f"name: {TEXT}: put it in quotes"),
         ("name:", f"name: {TEXT}, and there is nothing: fill it in or leave it out"),
         ("name: a b", "name: must be letters, digits and . _ + - and begin with a letter"),
         ("name: " + "a" * 65, "name: is 65 characters long; at most 64 are allowed (got 'aaa"),
@@ -49,7 +48,7 @@ def message_of(load: Load, text: str) -> str:
         ),
         ("script: ''", "script: must not be empty (got '')"),
         ("script: " + "a" * 4096, "script: is "),
-        ("module: x y", "give exactly one"),
+        ("module: x y", f"module: {WORDS}"),
         ("args: hello", "args: must be a list (got 'hello')"),
         ("args: [~]", f"args.0: {TEXT}, and there is nothing"),
         ("args: [true]", "args.0: is a boolean: put it in quotes, as the program shall read it"),
@@ -59,25 +58,18 @@ def message_of(load: Load, text: str) -> str:
         ("resources: 5", f"resources: {FIELDS} (got 5)"),
         ("resources:", f"resources: {FIELDS}, and there is nothing"),
         ("resources: {nodes: 1.5}", f"resources.nodes: {WHOLE} (got 1.5)"),
-        ("resources: {nodes: true}", f"resources.nodes: {WHOLE} (got true)"),
         ("resources: {nodes: 0}", "resources.nodes: must be at least 1 (got 0)"),
         ("resources: {nodes: 100001}", "resources.nodes: must be at most 100000 (got 100001)"),
-        ("resources: {ranks_per_node: 0}", "resources.ranks_per_node: must be at least 1"),
-        ("resources: {cpus_per_rank: -1}", "resources.cpus_per_rank: must be at least 1"),
         ("resources: {gpus: x x}", f"resources.gpus: {GPUS}"),
         ("resources: {gpus: 1.5}", f"resources.gpus: {GPUS}"),
-        ("resources: {gpus: {a100: 4}}", f"resources.gpus: {GPUS}"),
         ("resources: {gpus: [a100:1, a100:2]}", "resources.gpus: names one type of GPU twice"),
         ("resources: {time: off}", f"resources.time: {TIME} (got 'off')"),
-        ("resources: {time: 1.5}", f"resources.time: {TIME} (got 1.5)"),
         ("resources: {time: 0}", "resources.time: must be more than zero and at most ten years"),
         ("resources: {memory: 1.5}", f"resources.memory: {SIZE} (got 1.5)"),
         ("resources: {memory: 2000T}", "resources.memory: must be more than zero and at most"),
         ("resources: {partition: a b}", f"resources.partition: {WORDS} (got 'a b')"),
         ("resources: {account: a;b}", f"resources.account: {WORDS} (got 'a;b')"),
-        ("resources: {qos: '#'}", f"resources.qos: {WORDS}"),
         ("resources: {constraint: a b}", "resources.constraint: must be feature names joined"),
-        ("resources: {exclusive: 'yes'}", "resources.exclusive: must be true or false (got 'yes')"),
         ("resources: {mail: me}", f"resources.mail: {FIELDS} (got 'me')"),
         ("resources: {mail: {on: [end]}}", "resources.mail.to: must be given"),
         ("resources: {mail: {to: a b}}", "resources.mail.to: must be a user name or a mail"),
@@ -89,11 +81,9 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {extra: [--output=a]}", "resources.extra: --output is set by hpml: leave it"),
         ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has a field"),
         ("resources: {extra: [--gres=gpu]}", "resources.extra: --gres has a field"),
-        ("resources: {extra: [--array=3]}", "resources.extra: --array has a field of its own"),
         ("environment: {modules: cuda}", "environment.modules: must be a list (got 'cuda')"),
         ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),
         ("environment: {conda: -x}", "environment.conda: must not begin with a dash"),
-        ("environment: {python: -x}", "environment.python: must not begin with a dash"),
         ("environment: {conda: a, venv: b}", "environment: give conda or venv, not both"),
         ("environment: {inherit: none}", "environment.inherit: must be 'all' or 'minimal'"),
         ("environment: {variables: [a]}", "environment.variables: must be a mapping of names"),
@@ -103,9 +93,7 @@ def message_of(load: Load, text: str) -> str:
         ("environment: {variables: {1: x}}", "environment.variables.1: must be text"),
         ("environment: {variables: {RANK: 0}}", f"environment.variables.RANK: {OWN}"),
         ("environment: {variables: {hpml_x: 0}}", f"environment.variables.hpml_x: {OWN}"),
-        ("environment: {variables: {SLURM_X: 0}}", f"environment.variables.SLURM_X: {OWN}"),
         ("environment: {variables: {PMIX_RANK: 0}}", f"environment.variables.PMIX_RANK: {OWN}"),
-        ("environment: {variables: {PRTE_X: 0}}", f"environment.variables.PRTE_X: {OWN}"),
         ("environment: {variables: {IFS: 0}}", f"environment.variables.IFS: {OWN}"),
         (
             "environment: {container: {engine: docker, image: i}}",
@@ -129,9 +117,7 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [{name: D, source: s}]", "stage.0.name: must be lower-case letters, digits"),
         ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
-        ("stage: [{name: d, source: s, keep: 1}]", "stage.0.keep: must be true or false"),
         ("stage: [{name: d, source: s, hash: 'no'}]", "stage.0.hash: must be true or false"),
-        ("stage: [{name: d, source: s, epochs: 0}]", "stage.0.epochs: must be"),
         ("stage: [{name: d, source: s, distribution: tree}]", "stage.0.distribution: must be"),
         (
             "stage: [{name: d, source: s, kind: tree, distribution: sbcast}]",
@@ -151,21 +137,15 @@ def message_of(load: Load, text: str) -> str:
         ("array: 0-9:0", "array: must have a step above zero, not 0-9:0"),
         ("array: 0-9%0", "array: must have a number above zero behind the %"),
         ("array: ''", f"array: {TASKS}"),
-        ("array: 1.5", f"array: {TASKS} (got 1.5)"),
-        ("array: true", f"array: {TASKS} (got true)"),
         ("array: -3", f"array: {TASKS} (got -3)"),
         ("array: 0x10", f"array: {TASKS} (got 16)"),
         ("array: 1_3", f"array: {TASKS} (got 13)"),
-        ("array: 2024-01-01", f"array: {TASKS}"),
-        ("array: {a: b}", f"array: {TASKS}"),
         ("array: []", "array: must name at least one index; leave the field out for a single job"),
         ("array: [a]", "array: must be a list of whole numbers such as [1, 3, 7], or indices"),
         ("array: [1, true]", "array: must be a list of whole numbers"),
-        ("array: [1, -1]", "array: must be a list of whole numbers"),
         ("array: 4000001", "array: must have indices up to 4000000, which is the most Slurm takes"),
         ("array: 0-10000", "array: must have at most 10000 tasks, since each has a directory of"),
         ("array: 0-9999,20000", "array: must have at most 10000 tasks"),
-        ("array: 0-4000000:2", "array: must have at most 10000 tasks"),
         ("mpi: openmpi", "mpi: must be 'none', 'pmix' or 'pmi2' (got 'openmpi')"),
         ("mpi: pmix", "mpi: pmix needs `launcher: srun`; with torchrun, which starts the ranks"),
         ("binding: auto", "binding.policy: must be 'gpu-local', 'socket', 'numa', 'spread' or"),
@@ -178,7 +158,6 @@ def message_of(load: Load, text: str) -> str:
             "binding.verify: must be 'strict', 'warn' or 'off' (got true)",
         ),
         ("binding: {loader_workers: -1}", "binding.loader_workers: must be at least 0 (got -1)"),
-        ("binding: {hardware_threads: 2}", "binding.hardware_threads: must be true or false"),
         ("binding: {form: mask}", "binding.form: must be 'auto', 'node' or 'static' (got 'mask')"),
         (
             "binding: {num_workers: 4}",
@@ -193,9 +172,7 @@ def message_of(load: Load, text: str) -> str:
         ("monitor: {listen: '::1:80'}", f"monitor.listen: {LISTEN}"),
         ("monitor: {listen: '$(id):80'}", f"monitor.listen: {LISTEN}"),
         ("monitor: {interval: 0}", "monitor.interval: must be at least 1 (got 0)"),
-        ("monitor: {interval: 61}", "monitor.interval: must be at most 60 (got 61)"),
         ("monitor: {enabled: 1}", "monitor.enabled: must be true or false (got 1)"),
-        ("monitor: {web_config: ''}", "monitor.web_config: must not be empty"),
         (
             "resources: {ranks_per_gpu: 2}",
             "resources.ranks_per_gpu: needs GPUs to share: give `gpus`, or leave it out (got 2)",
@@ -229,15 +206,17 @@ def message_of(load: Load, text: str) -> str:
         ("launcher: DeepSpeed", "launcher: must be torchrun, srun, mpirun or horovodrun: use"),
         ("launcher: lightning", "launcher: must be torchrun, srun, mpirun or horovodrun: use"),
         ("1: x", "1: a field's name must be text (got 1)"),
+        ("after: afterok:1", "after.0: must be a run as `hpml list` names it, or one behind ok:"),
+        ("resources: {extra: [--dependency=singleton]}", "resources.extra: --dependency has a"),
+        ('environment: {setup: "a\\n\\eb"}', "environment.setup: line 2: must not hold the"),
+        ('environment: {setup: "a\\0"}', "environment.setup: must not hold a NUL character"),
     ],
 )
 def test_a_wrong_value(load: Load, text: str, message: str) -> None:
     """The message begins with the field, says what would be right, and shows the value."""
-    found = message_of(load, text)
-    if message != "give exactly one":
-        assert found.startswith(message)
-    assert "Input" not in found
-    assert "Traceback" not in found
+    shown = message_of(load, text)
+    assert shown.startswith(message)
+    assert "Input" not in shown
 
 
 @pytest.mark.parametrize(
@@ -306,23 +285,3 @@ def test_all_findings_come_at_once(load: Load) -> None:
         "foo",
     ]
     assert (caught.value.field, caught.value.value) == ("name", "a b")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("after: afterok:1", "after.0: must be a run as `hpml list` names it, or one behind ok:"),
-        (
-            "resources: {extra: [--dependency=singleton]}",
-            "--dependency has a field of its own: after",
-        ),
-        (
-            'environment: {setup: "a\\n\\eb"}',
-            "environment.setup: line 2: must not hold the",
-        ),
-        ('environment: {setup: "a\\0"}', "environment.setup: must not hold a NUL character"),
-    ],
-)
-def test_dependencies_and_setup(load: Load, text: str, message: str) -> None:
-    """What is wrong with `after` and `environment.setup` is told with its place."""
-    assert message in message_of(load, text)

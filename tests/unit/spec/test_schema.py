@@ -107,7 +107,7 @@ SITES_TAKEN = [
         "{node_types: {a100x4: {nodes: 'gpu[01-16]', count: 16, local_disk: 1T, scratch: $LOCAL,"
         " interfaces: [ib0]}}, partitions: {gpu.a: {default: true, node_types: [a100x4],"
         " max_nodes: 4, max_memory_per_node: 500G, exclusive: true, accounts: [a], qos: []}},"
-        " paths: {scratch: /local, ram: ~}, limits: {max_array_size: 1001, max_script_bytes: 40000},"
+        " paths: {scratch: /local, ram: ~}, limits: {max_array_size: 1001, max_script_bytes: 400},"
         " interfaces: [eno1], modules: [cuda/12.4]}"
     ),
     (
