@@ -66,7 +66,7 @@ def load_job(
             ((inner, value),) = value.items()
             field = f"{name}.{inner}"
         _set(data, field, value)
-        kept = {set_: origin for set_, origin in given.items() if not is_in(set_, field)}
+        kept = {other: origin for other, origin in given.items() if not is_in(other, field)}
         given = kept | dict.fromkeys(leaves(value, field, empty=False), "command line")
     monitor = data.get("monitor")
     if isinstance(monitor, dict) and "enabled" not in monitor:
