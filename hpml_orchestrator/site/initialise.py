@@ -26,7 +26,7 @@ from hpml_orchestrator.site.output_directory import reason_of
 from hpml_orchestrator.site.probe import here, probe
 from hpml_orchestrator.site.text import profile_text
 from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import PROJECT_NAME, user_path
+from hpml_orchestrator.spec.site_find import PROJECT_NAME, user_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

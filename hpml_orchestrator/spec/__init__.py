@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
     from hpml_orchestrator.spec.schema import job_schema, site_schema
     from hpml_orchestrator.spec.site import NodeType, ResolvedSite, Site
-    from hpml_orchestrator.spec.site_load import find_profiles, load_site
+    from hpml_orchestrator.spec.site_find import find_profiles
+    from hpml_orchestrator.spec.site_load import load_site
 
 __all__ = [
     "ArraySpec",
@@ -54,7 +55,8 @@ _MODULES = {
     "load": "ResolvedJob load_job parse_setting",
     "schema": "job_schema site_schema",
     "site": "NodeType ResolvedSite Site",
-    "site_load": "find_profiles load_site",
+    "site_find": "find_profiles",
+    "site_load": "load_site",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -1,11 +1,8 @@
-"""Find the site profiles that count for a job file, read them, and lay them over one another."""
+"""Read site profiles and lay them over one another."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,115 +16,7 @@ from hpml_orchestrator.spec.overlay import covers, leaves, merged
 from hpml_orchestrator.spec.problems import input_error
 from hpml_orchestrator.spec.site import DefaultsError, ResolvedSite, Site
 
-__all__ = [
-    "PROJECT_NAME",
-    "SYSTEM_PATH",
-    "ResolvedSite",
-    "find_profiles",
-    "load_site",
-    "user_path",
-]
-
-SYSTEM_PATH = "/etc/hpml/site.toml"
-PROJECT_NAME = "hpml.toml"
-
-
-def user_path(environment: Mapping[str, str]) -> Path | None:
-    """Return where the user's own profile is, or would be; None where there is no home."""
-    home = environment.get("HOME", "")
-    config = environment.get("XDG_CONFIG_HOME") or (os.path.join(home, ".config") if home else "")
-    return Path(config, "hpml", "site.toml") if os.path.isabs(config) else None
-
-
-def find_profiles(
-    job_file: str | Path | None,
-    environment: Mapping[str, str],
-    *,
-    system: str = SYSTEM_PATH,
-    chosen: str = "",
-) -> list[Path]:
-    """Return the profiles that count for a job file, the weakest first; none of them is read.
-
-    They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` below `$XDG_CONFIG_HOME`
-    (`~/.config`), and the project's `hpml.toml`: the nearest one in the job file's directory or a
-    directory above it. Another one, chosen by name, counts alone; `none` stands for no profile.
-
-    A project's profile of a third person (neither the user, nor root, nor the job file's owner),
-    and one that everybody can write, is refused: it could change what a job runs.
-
-    Args:
-        job_file: the job file; no project's profile is looked for when None.
-        environment: of the process.
-        system: the system's profile.
-        chosen: the value of `--site` or `HPML_SITE`.
-
-    Raises:
-        InputError: a project's profile is not to be trusted, one cannot be read, or the system's
-            cannot be looked for.
-    """
-    if chosen:
-        return [] if chosen == "none" else [Path(os.path.abspath(os.path.expanduser(chosen)))]
-    profiles = [Path(system)] if _exists(Path(system), may_be_closed=False) else []
-    own = user_path(environment)
-    if own is not None and _exists(own):
-        profiles.append(own)
-    if job_file:
-        directories = Path(os.path.abspath(job_file)).parents
-        candidates = (directory / PROJECT_NAME for directory in directories)
-        project = next((path for path in candidates if _exists(path)), None)
-        if project is not None and project not in profiles:
-            _check_trusted(project, Path(job_file))
-            profiles.append(project)
-    return profiles
-
-
-def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
-    """Return whether there is a profile; a broken link or a directory is an error.
-
-    Args:
-        path: of the profile.
-        may_be_closed: False makes a directory that may not be entered an error. `su` leaves such
-            a one as current directory and home.
-
-    Raises:
-        InputError: there is something else of that name, or it cannot be looked for.
-    """
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        if may_be_closed and isinstance(error, PermissionError):
-            return False
-        raise _unfit(path, f"cannot be looked for: {error.strerror or error}") from error
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise _unfit(path, "is a link that leads nowhere") from None
-    except OSError as error:
-        raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
-    if not stat.S_ISREG(mode):
-        raise _unfit(path, "is not a regular file")
-    return True
-
-
-def _check_trusted(profile: Path, job_file: Path) -> None:
-    info = profile.stat()
-    trusted = {0, os.getuid()}
-    with contextlib.suppress(OSError):  # a missing job file has an error of its own
-        trusted.add(job_file.stat().st_uid)
-    hint = f"if it is right, name it with `--site {profile}`; `--site none` uses no profile"
-    if info.st_uid not in trusted:
-        problem = "belongs to somebody who is neither you, nor root, nor the job file's owner"
-        raise _unfit(profile, problem, hint)
-    if info.st_mode & stat.S_IWOTH:
-        raise _unfit(profile, "can be written by everybody", hint)
-
-
-def _unfit(
-    path: Path, problem: str, hint: str = "repair or remove it; `--site none` uses no profile"
-) -> InputError:
-    return InputError(problem, field="site profile", value=str(path), hint=hint)
+__all__ = ["ResolvedSite", "load_site"]
 
 
 def load_site(paths: list[Path]) -> ResolvedSite:
