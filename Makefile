@@ -94,6 +94,7 @@ bench: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/hpml man --output docs/man
 	$(BIN)/python -m hpml_orchestrator.cli.manualtext > docs/commands.md
+	$(BIN)/python docs/fields.py
 
 clean:
 	rm -rf $(VENV) $(DEMO) dist build

@@ -17,8 +17,7 @@ from hpml_orchestrator.check.records import one_machines, unwritable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.monitor import Monitor
+    from hpml_orchestrator.spec import Job, Monitor
 
 __all__ = ["check_monitor", "check_port"]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.process import read_stat
 
 __all__ = ["Owner", "boot_id", "owner_is_alive", "this_owner"]
-
-_STARTTIME_AFTER_NAME = 19  # field 22 of /proc/<pid>/stat, counted after "pid (name)"
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,10 @@ class Owner:
     Attributes:
         job_key: the directory's name.
         pid: as its own PID namespace counts.
-        start_ticks: its start in clock ticks after boot: tells a reused pid; -1 when unknown.
+        start_ticks: its start in clock ticks after boot, to detect a reused pid; -1 if unknown.
         boot_id: of the kernel that it ran under.
         hostname: of the node.
-        pid_namespace: as `readlink /proc/self/ns/pid` shows it; "" when unknown.
+        pid_namespace: as `readlink /proc/self/ns/pid` shows it; "" if unknown.
     """
 
     job_key: str
@@ -41,9 +39,9 @@ class Owner:
 
     @classmethod
     def read(cls, path: str) -> Owner | None:
-        """Read a record; None when there is none or it cannot be understood."""
+        """Read a record; None if there is none or it cannot be understood."""
         try:
-            record: dict[str, Any] = read_json(path)
+            record = read_json(path)
             return cls(
                 job_key=str(record["job_key"]),
                 pid=int(record["pid"]),
@@ -57,7 +55,7 @@ class Owner:
 
 
 def this_owner(job_key: str, pid: int | None = None, *, proc_root: str = "/proc") -> Owner:
-    """Describe a process of this node, the calling one when no pid is given."""
+    """Describe a process of this node, by default the calling one."""
     number = os.getpid() if pid is None else pid
     return Owner(
         job_key=job_key,
@@ -70,10 +68,10 @@ def this_owner(job_key: str, pid: int | None = None, *, proc_root: str = "/proc"
 
 
 def owner_is_alive(owner: Owner, *, proc_root: str = "/proc") -> bool:
-    """Say whether an owner lives; one that cannot be judged from here counts as alive.
+    """Return whether an owner lives.
 
-    Another host's process, and one of another PID namespace under the same kernel, cannot be
-    judged.
+    A process of another host, or of another PID namespace under the same kernel, cannot be judged
+    from here and counts as alive.
     """
     if owner.hostname != socket.gethostname():
         return True
@@ -86,8 +84,12 @@ def owner_is_alive(owner: Owner, *, proc_root: str = "/proc") -> bool:
 
 
 def boot_id(proc_root: str = "/proc") -> str:
-    """Return the id of this boot of the machine; empty where there is none."""
-    return _text(f"{proc_root}/sys/kernel/random/boot_id").strip()
+    """Return the id of this boot of the machine; empty if there is none."""
+    try:
+        with open(f"{proc_root}/sys/kernel/random/boot_id", encoding="ascii") as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""
 
 
 def _pid_namespace(proc_root: str) -> str:
@@ -98,17 +100,5 @@ def _pid_namespace(proc_root: str) -> str:
 
 
 def _start_ticks(pid: int, proc_root: str) -> int:
-    """Return the start time of a process that runs, -1 for one that is gone or a zombie."""
-    _, _, rest = _text(f"{proc_root}/{pid}/stat").rpartition(")")
-    fields = rest.split()
-    if len(fields) <= _STARTTIME_AFTER_NAME or fields[0] in {"Z", "X"}:
-        return -1
-    return int(fields[_STARTTIME_AFTER_NAME])
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""
+    stat = read_stat(pid, proc_root)
+    return -1 if stat is None or stat.ended else stat.start_ticks

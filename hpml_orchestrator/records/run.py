@@ -40,12 +40,21 @@ def _unreadable(what: str, path: Path, error: OSError) -> RecordError:
     )
 
 
-def _named(directory: Path, ending: str) -> list[Path]:
-    """Return the files of a directory with that ending, by name; none of what may not be read."""
+def _files(directory: Path, ending: str) -> list[Path]:
+    """Return the files of a directory with that ending, by name; none if it may not be read."""
     try:
         return sorted(directory / name for name in os.listdir(directory) if name.endswith(ending))
     except OSError:
         return []
+
+
+def _records(directory: Path, ending: str) -> list[dict[str, Any]]:
+    """Return the JSON records with that ending, by name, without those that cannot be read."""
+    records = []
+    for path in _files(directory, ending):
+        with contextlib.suppress(NotFoundError, RecordError):
+            records.append(read_json(path))
+    return records
 
 
 def task_output(submission: Path, index: int | str) -> Path:
@@ -71,23 +80,23 @@ class Attempt:
 
     @property
     def job_id(self) -> str:
-        """The id that the job wrote as its first act; empty when it never started."""
+        """The id that the job wrote as its first act; empty if it never started."""
+        return self._claimed("job_id")
+
+    @property
+    def submitted_id(self) -> str:
+        """The id that sbatch printed: that of the array if the job is a task of one."""
+        return self._claimed("array_job_id") or self.job_id
+
+    def _claimed(self, name: str) -> str:
         try:
-            return read_text(self.directory / "started" / "job_id").strip()
+            return read_text(self.directory / "started" / name).strip()
         except NotFoundError:
             return ""
 
     @property
-    def submitted_id(self) -> str:
-        """The id that sbatch gave for it: of the array where the job is a task of one."""
-        try:
-            return read_text(self.directory / "started" / "array_job_id").strip()
-        except NotFoundError:
-            return self.job_id
-
-    @property
     def ended(self) -> dict[str, Any] | None:
-        """What the script wrote as its last act: `exit_code`, `reason`, `time`; None before."""
+        """The script's last record: `exit_code`, `reason`, `time`; None before."""
         try:
             record: dict[str, Any] = read_json(self.directory / "ended.json")
         except (NotFoundError, RecordError):
@@ -113,7 +122,7 @@ class Attempt:
     def last_written(self) -> float | None:
         """When its newest event was written, seconds since the epoch; None without any."""
         return max(
-            (path.stat().st_mtime for path in _named(self.directory / "events", "")), default=None
+            (path.stat().st_mtime for path in _files(self.directory / "events", "")), default=None
         )
 
     def check_readable(self) -> None:
@@ -136,48 +145,34 @@ class Attempt:
         return read_all(self.directory / "events")
 
     def milestones(self) -> Iterator[Event]:
-        """The same, but of each rank's counters only the first and the last of a node's file."""
+        """The same, with only the first and last counters of each rank per node."""
         return read_milestones(self.directory / "events")
 
     def markers(self, kind: str) -> list[dict[str, Any]]:
-        """What nodes said of themselves, `ready` or `failed`, by node."""
-        found = []
-        for path in _named(self.directory / "nodes", f".{kind}.json"):
-            try:
-                found.append(read_json(path))
-            except (NotFoundError, RecordError):
-                continue
-        return found
+        """What nodes reported of themselves, `ready` or `failed`, by node."""
+        return _records(self.directory / "nodes", f".{kind}.json")
 
     def proofs(self) -> list[dict[str, Any]]:
-        """What the agents saw of the ranks and judged, by node."""
-        found = []
-        for path in _named(self.directory / "binding", ".proof.json"):
-            try:
-                found.append(read_json(path))
-            except (NotFoundError, RecordError):
-                continue
-        return found
+        """What the agents saw of the ranks' binding, by node."""
+        return _records(self.directory / "binding", ".proof.json")
 
     def plans(self) -> dict[str, str]:
         """The text of each node's plan, by node."""
-        found = {}
-        for path in _named(self.directory / "plan", ".txt"):
-            try:
-                found[path.name[: -len(".txt")]] = read_text(path)
-            except (NotFoundError, RecordError):
-                continue
-        return found
+        plans = {}
+        for path in _files(self.directory / "plan", ".txt"):
+            with contextlib.suppress(NotFoundError, RecordError):
+                plans[path.name[: -len(".txt")]] = read_text(path)
+        return plans
 
     def bindings(self) -> list[dict[str, Any]]:
-        """Where each rank ran, by rank; one that started twice counts as it started last."""
-        found: dict[int, dict[str, Any]] = {}
-        for path in _named(self.directory / "binding", ".jsonl"):
+        """Where each rank ran, by rank; the last start of one that started twice."""
+        ranks: dict[int, dict[str, Any]] = {}
+        for path in _files(self.directory / "binding", ".jsonl"):
             with contextlib.suppress(NotFoundError, RecordError):
                 for line in read_json_lines(path):
                     if isinstance(line, dict) and isinstance(line.get("rank"), int):
-                        found[line["rank"]] = line
-        return [found[rank] for rank in sorted(found)]
+                        ranks[line["rank"]] = line
+        return [ranks[rank] for rank in sorted(ranks)]
 
 
 @dataclass(frozen=True)

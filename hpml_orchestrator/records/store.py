@@ -8,30 +8,21 @@ import os
 import re
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
-from hpml_orchestrator.records.files import (
-    fsync_dir,
-    read_json,
-    read_text,
-    write_json,
-    write_text,
-)
+from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
 from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
-from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.run import Attempt, Run, task_output
-from hpml_orchestrator.records.starts import begin, newest_start
+from hpml_orchestrator.records.submission import RUN_TABLE, SCRIPT, Submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Attempt", "Run", "Store", "Submission", "default_root"]
+__all__ = ["RUN_TABLE", "Attempt", "Run", "Store", "Submission", "default_root"]
 
-RUN_TABLE = "runs.tsv"
-SCRIPT = "job.sh"
 NODE_ARCHIVE = "hpml-node.pyz"
 _NEAR_RUNS = 1000
 _TEMPORARY = re.compile(r"\..+\.tmp")
@@ -51,116 +42,6 @@ def default_root(environment: Mapping[str, str]) -> Path:
         environment.get("HOME") or os.path.expanduser("~"), ".local", "state"
     )
     return Path(os.path.abspath(state)) / "hpml"
-
-
-@dataclass(frozen=True)
-class Submission:
-    """One call of sbatch, from before it is made.
-
-    Attributes:
-        directory: where it is written down.
-        index: the one task of its array that is meant; None for all of it.
-    """
-
-    directory: Path
-    index: int | None = None
-
-    @property
-    def sid(self) -> str:
-        """The submission's id."""
-        return self.directory.name
-
-    @property
-    def label(self) -> str:
-        """What names it on the command line: its id, with `.<index>` where one task is meant."""
-        return self.sid if self.index is None else f"{self.sid}.{self.index}"
-
-    @property
-    def script(self) -> Path:
-        """The batch script, to the byte what the scheduler got."""
-        return self.directory / SCRIPT
-
-    def record(self) -> dict[str, Any]:
-        """What was to be submitted: `submit.json`."""
-        record: dict[str, Any] = read_json(self.directory / "submit.json")
-        return record
-
-    def job(self) -> dict[str, Any] | None:
-        """The scheduler's answer, `job.json`; None while it is not known."""
-        try:
-            record: dict[str, Any] = read_json(self.directory / "job.json")
-        except NotFoundError:
-            return None
-        return record
-
-    def has_job(self, job_id: str) -> bool:
-        """Whether that is the job's id; False too where its record cannot be read."""
-        try:
-            return str((self.job() or {}).get("job_id")) == job_id
-        except RecordError:
-            return False
-
-    def refused(self) -> dict[str, Any] | None:
-        """Why no job came of it, `refused.json`; None when one did or may have."""
-        try:
-            record: dict[str, Any] = read_json(self.directory / "refused.json")
-        except NotFoundError:
-            return None
-        return record
-
-    def runs(self) -> list[tuple[int, str]]:
-        """The table of array index and run id, by index; one line of it where one task is meant."""
-        table = []
-        for line in read_text(self.directory / RUN_TABLE).splitlines():
-            index, _, rid = line.partition("\t")
-            if self.index in (None, int(index)):
-                table.append((int(index), rid))
-        return table
-
-    def is_array(self) -> bool:
-        """Whether it is a job array, or a task of one; False too where its table is unreadable."""
-        try:
-            return any(rid != self.sid for _, rid in self.runs())
-        except (NotFoundError, RecordError, ValueError):
-            return False
-
-    def record_job(self, job_id: str, *, how: str, now: float) -> None:
-        """Write down the job's id and how it became known."""
-        write_json(self.directory / "job.json", {"job_id": job_id, "how": how, "recorded": now})
-
-    def record_refusal(self, reason: str, *, now: float) -> None:
-        """Write down that the scheduler refused."""
-        write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
-
-    def starts(self) -> int:
-        """How often a process was about to call sbatch."""
-        newest = newest_start(self.directory)
-        return newest.number if newest else 0
-
-    def mark_started(self, *, now: float, number: int | None = None) -> bool:
-        """Say durably that this process is about to call sbatch: from here a job may exist.
-
-        Args:
-            now: seconds since the epoch.
-            number: of this start: one more than there were before the job was looked for.
-
-        Returns:
-            False where another process has made that start: sbatch must not be called.
-        """
-        return begin(self.directory, number or self.starts() + 1, now=now)
-
-    def submitter_is_gone(self) -> bool:
-        """Whether the process that was last about to call sbatch is known to be dead.
-
-        A process of another machine cannot be judged and counts as alive.
-        """
-        newest = newest_start(self.directory)
-        return bool(newest and newest.owner and not owner_is_alive(newest.owner))
-
-    def started_at(self) -> float | None:
-        """When sbatch was last about to be called, seconds since the epoch; None: never."""
-        newest = newest_start(self.directory)
-        return newest.time if newest else None
 
 
 class Store:
@@ -186,7 +67,7 @@ class Store:
 
     @property
     def archives_dir(self) -> Path:
-        """Where node archives live, one file per content, which submissions have hard links to."""
+        """Where node archives live: one file per content, to which submissions link."""
         return self.root / "archives"
 
     @property
@@ -286,7 +167,7 @@ class Store:
             os.replace(temporary, kept)
 
     def _remove_left_overs(self) -> None:
-        """Remove what an hpml that was killed had begun to write: it may hold a copy of code."""
+        """Remove what a killed hpml had begun to write: it may hold a copy of code."""
         with os.scandir(self.submissions_dir) as entries:
             begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for entry in begun:
@@ -328,75 +209,82 @@ class Store:
         """
         if not word:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
-        everything = list(self.submissions())
-        if word == "last" and not everything:
+        submissions = list(self.submissions())
+        if word == "last" and not submissions:
             raise NotFoundError(f"no runs under {self.root} yet", hint="start one with `hpml run`")
-        found = _named(everything, word)
+        match = _named(submissions, word)
         task = re.fullmatch(r"(.+)\.(\d+)|(\d+)_(\d+)", word, re.ASCII)
-        if found is None and task is not None:
-            found = _named(everything, task[1] or task[3])
-            if found is not None:
-                return _task(found, int(task[2] or task[4]), word)
-        if found is None:
+        if match is None and task is not None:
+            match = _named(submissions, task[1] or task[3])
+            if match is not None:
+                return _task(match, int(task[2] or task[4]), word)
+        if match is None:
             raise NotFoundError(
                 f"no run {word!r} under {self.root}",
-                hint=_meant(word, everything)
-                or "`hpml list` shows them; an id, its beginning, a job id or `last` will do",
+                hint=_suggestion(word, submissions)
+                or "`hpml list` shows all runs: give an id, its beginning, a job id or `last`",
             )
-        return found
+        return match
 
 
-def _named(everything: list[Submission], word: str) -> Submission | None:
-    """Return the submission that a word names, None where there is none.
+def _named(submissions: list[Submission], word: str) -> Submission | None:
+    """Return the submission that a word names, None if there is none.
 
     Raises:
         InputError: more than one fits.
     """
     if word == "last":
-        return everything[0] if everything else None
-    fits = [one for one in everything if one.sid == word]
-    if not fits and word.isdecimal():  # before parts of ids: many of those end in a digit
-        fits = [one for one in everything if one.has_job(word)]
-    fits = fits or [one for one in everything if one.sid.startswith(word) or one.sid.endswith(word)]
-    if len(fits) > 1:
-        shown = ", ".join(one.sid for one in fits[:5])
+        return submissions[0] if submissions else None
+    matches = [submission for submission in submissions if submission.sid == word]
+    if not matches and word.isdecimal():  # before parts of ids: many of those end in a digit
+        matches = [submission for submission in submissions if submission.has_job(word)]
+    if not matches:
+        matches = [
+            submission
+            for submission in submissions
+            if submission.sid.startswith(word) or submission.sid.endswith(word)
+        ]
+    if len(matches) > 1:
         raise InputError(
-            f"names {len(fits)} runs: {shown}{', …' if len(fits) > 5 else ''}",  # noqa: PLR2004
+            f"names {len(matches)} runs: {_first(5, [match.sid for match in matches])}",
             field="RUN",
             value=word,
             hint="give more of the id",
         )
-    return fits[0] if fits else None
+    return matches[0] if matches else None
+
+
+def _first(count: int, names: list[str]) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
 
 
 def _task(submission: Submission, index: int, word: str) -> Submission:
-    table = submission.runs()
     if not submission.is_array():
         raise InputError(
             "names a task, but the run is no job array",
             field="RUN",
             value=word,
-            hint=f"say {submission.sid}",
+            hint=f"use {submission.sid}",
         )
-    if index not in dict(table):
-        known = ", ".join(str(number) for number, _ in table[:10])
+    indices = [number for number, _ in submission.runs()]
+    if index not in indices:
         raise NotFoundError(
             f"{submission.sid} has no task {index}",
-            hint=f"its tasks: {known}{', …' if len(table) > 10 else ''}",  # noqa: PLR2004
+            hint=f"its tasks: {_first(10, [str(number) for number in indices])}",
         )
     return replace(submission, index=index)
 
 
-def _meant(word: str, everything: list[Submission]) -> str:
-    """Return the question after the run, or the newest run of a name, that a word is near to."""
+def _suggestion(word: str, submissions: list[Submission]) -> str:
+    """Return a question after the nearest run id, or the newest run of the nearest job name."""
     if word.isdecimal():
         return ""  # one job id is as near as another
     known = {"last": "last"}
-    for one in everything[:_NEAR_RUNS]:
-        known.setdefault(one.sid, one.sid)
-        known.setdefault(one.sid.rsplit("-", 3)[0], one.sid)
-    found = nearest(word, known)
-    return f"did you mean {known[found]}? `hpml list` shows all runs" if found else ""
+    for submission in submissions[:_NEAR_RUNS]:
+        known.setdefault(submission.sid, submission.sid)
+        known.setdefault(submission.sid.rsplit("-", 3)[0], submission.sid)
+    match = nearest(word, known)
+    return f"did you mean {known[match]}? `hpml list` shows all runs" if match else ""
 
 
 def _remove(paths: list[Path]) -> None:

@@ -1,9 +1,9 @@
 """Files by which Prometheus finds the exporters of running jobs: one per job and node.
 
-The form is that of Prometheus' `file_sd_configs`. A file says that it is alive by its time of
-change, which the job's agent renews every minute. So a file whose agent was killed, or whose node
-died, is known by its age, and any later agent or command of its owner may remove it; an agent
-whose file was removed in error (it stood still meanwhile) writes it again.
+The form is that of Prometheus' `file_sd_configs`. The job's agent renews its file's modification
+time every minute. So a file whose agent was killed, or whose node died, is known by its age, and
+any later agent or command of its owner may remove it; an agent that was only suspended writes its
+file again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_text
@@ -37,21 +37,18 @@ __all__ = [
 ]
 
 RENEW_SECONDS = 60.0
-"""How often an agent says that its file is alive."""
+"""How often an agent renews its file."""
 
 STALE_SECONDS = 600.0
-"""Age of a file whose agent is gone: ten signs of life are missing."""
+"""Age of a file whose agent is gone: ten renewals are missing."""
 
-_OTHER = re.compile(r"[^A-Za-z0-9._+-]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 _OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json\.\w+")
-_LABELS = {"jobid", "run", "node"}
-_MAX_BYTES = 65_536
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def default_directory(root: Path) -> Path:
-    """Return where targets are, below the root of records, unless a job says else."""
+    """Return the directory of targets, unless a job names another."""
     return root / "targets"
 
 
@@ -66,7 +63,7 @@ def target_name(run: str, key: str, node: str) -> str:
     >>> target_name("digits-20240101-120000-abcdef", "elbe-17", "gpu01")
     'digits-20240101-120000-abcdef.elbe-17@gpu01.json'
     """
-    words = (_OTHER.sub("_", word) for word in (run, key, node))
+    words = (_UNSAFE.sub("_", word) for word in (run, key, node))
     return "{}.{}@{}.json".format(*words)
 
 
@@ -90,7 +87,7 @@ def publish(path: Path, address: str, labels: Mapping[str, str]) -> None:
 
 
 def renew(path: Path) -> bool:
-    """Say that a target is alive; returns False where its file is gone or cannot be changed."""
+    """Renew a target; returns False if its file is gone or cannot be changed."""
     try:
         os.utime(path, follow_symlinks=False)
     except OSError:
@@ -99,76 +96,55 @@ def renew(path: Path) -> bool:
 
 
 def withdraw(path: Path) -> None:
-    """Remove a target's file; harmless where it is gone."""
+    """Remove a target's file, if it is there."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def withdraw_run(directory: Path, run: str) -> None:
     """Remove the targets of a run that is over, or of all tasks of an array."""
-    begin = f"{_OTHER.sub('_', run)}."
-    for name in _names(directory):
-        if name.startswith(begin) and _OURS.fullmatch(name) and _is_target(directory / name):
-            withdraw(directory / name)
+    begin = f"{_UNSAFE.sub('_', run)}."
+    for path in _own_files(directory):
+        if path.name.startswith(begin):
+            withdraw(path)
 
 
 def sweep(directory: Path) -> list[str]:
-    """Remove this user's targets whose jobs died without a word; returns their names.
+    """Remove this user's targets whose agents died; returns their names.
 
-    Ages are by the file server's clock, for that of this node may be off.
+    Ages are by the file server's clock, as that of this node may be wrong.
     """
-    limit = time.time() - STALE_SECONDS
-    old = [name for name in _names(directory) if _is_stale(directory / name, limit)]
-    if not old:
+    own = _own_files(directory, temporary=True)
+    if not any(modified < time.time() - STALE_SECONDS for modified in own.values()):
         return []
     now = _server_time(directory)
-    if now is None:
-        return []
-    removed = []
-    for name in old:
-        path = directory / name
-        if _is_stale(path, now - STALE_SECONDS) and (name.startswith(".") or _is_target(path)):
-            withdraw(path)
-            removed.append(name)
-    return removed
+    stale = [path for path, modified in own.items() if now and modified < now - STALE_SECONDS]
+    for path in stale:
+        withdraw(path)
+    return [path.name for path in stale]
 
 
-def _names(directory: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []
+def _own_files(directory: Path, *, temporary: bool = False) -> dict[Path, float]:
+    """Return this user's target files, and those that a killed writer left, with their mtimes.
 
-
-def _is_stale(path: Path, limit: float) -> bool:
-    if not (_OURS.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)):
-        return False
-    try:
-        told = os.lstat(path)
-    except OSError:
-        return False
-    own = told.st_uid == os.geteuid() and stat.S_ISREG(told.st_mode)
-    return own and told.st_mtime < limit
-
-
-def _is_target(path: Path) -> bool:
-    """Whether a file is one that `publish` wrote for us: a directory may have others' beside them.
-
-    What everybody may write holds what anybody likes: pipes, which would never answer, and links.
+    Links and pipes are left out: several users may write to the directory.
     """
     try:
-        with open(os.open(path, _FLAGS), "rb") as stream:
-            about = os.fstat(stream.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-                return False
-            told: Any = json.loads(stream.read(_MAX_BYTES))
-        return set(told[0]["labels"]) >= _LABELS
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return False
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError:
+        return {}
+    files = {}
+    for entry in entries:
+        if _OURS.fullmatch(entry.name) or (temporary and _TEMPORARY.fullmatch(entry.name)):
+            with contextlib.suppress(OSError):
+                info = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+                    files[directory / entry.name] = info.st_mtime
+    return files
 
 
 def _server_time(directory: Path) -> float | None:
-    """Return the time that the directory's file server has now; None where nothing can be made."""
+    """Return the file server's time; None if the directory cannot be written."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".hpml-time.", dir=directory) as probe:
             return os.fstat(probe.fileno()).st_mtime

@@ -1,93 +1,142 @@
-"""Turn the text of a job file into plain data: YAML 1.2 or TOML, bounded in size and depth."""
+"""Read a job file or a site profile as plain data: YAML 1.2 or TOML, bounded in size and depth."""
 
 from __future__ import annotations
 
 import io
+import os
+import stat
 import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import Node, ScalarNode
+from ruamel.yaml.nodes import ScalarNode
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, NotFoundError
 
-__all__ = ["WrittenFloat", "WrittenInt", "parse_toml", "parse_yaml"]
+__all__ = ["JOB_FILE", "SITE_PROFILE", "FileKind", "parse_toml", "parse_yaml", "read_mapping"]
 
+_MAX_FILE_BYTES = 4 * 1024 * 1024
 _MAX_VALUES = 200_000
 _MAX_DEPTH = 32
 _MAX_MESSAGE_CHARS = 400
 
 
-class WrittenInt(int):
-    """An integer that remembers its spelling: `007`, `0x10`, `1_000`."""
+@dataclass(frozen=True)
+class FileKind:
+    """What messages say of one kind of file: its name, its shortest example, its schema."""
+
+    name: str
+    example: str
+    schema: str
+
+
+JOB_FILE = FileKind("job file", "`name: …` and `script: train.py`", "job")
+SITE_PROFILE = FileKind("site profile", '`cluster = "name"`', "site")
+
+
+def read_mapping(source: Path, kind: FileKind) -> dict[str, Any]:
+    """Return the fields of a file, not validated yet; `.toml` is read as TOML, all else as YAML.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it cannot be read, is too large, or holds no mapping.
+    """
+    schema = f"`hpml schema {kind.schema}` prints every field"
+    try:
+        # a pipe or a device may never end, and opening a pipe waits for its writer
+        if not stat.S_ISREG(os.stat(source).st_mode):
+            raise InputError(f"{source} is not a regular file")
+        with source.open("rb") as stream:
+            raw = stream.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"no such {kind.name}: {source}",
+            hint=f"a minimal {kind.name} has {kind.example}; {schema}",
+        ) from error
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}") from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise InputError(
+            f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a {kind.name} may have",
+            hint=f"keep data in files of their own and name them in the {kind.name}",
+        )
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source} is not UTF-8 text (byte {error.start})", hint="save it as plain text, UTF-8"
+        ) from error
+    parse = parse_toml if source.suffix.lower() == ".toml" else parse_yaml
+    data = parse(text, str(source))
+    if not isinstance(data, dict):
+        raise InputError(
+            f"{source} holds no fields",
+            hint=f"a {kind.name} is a mapping: {kind.example}; {schema}",
+        )
+    return data
+
+
+class _WrittenInt(int):
+    """An integer with its spelling as the attribute `written`: `007`, `0x10`, `1_000`."""
 
     written: str
 
 
-class WrittenFloat(float):
-    """A float that remembers its spelling: `1.10`, `1e-3`."""
+class _WrittenFloat(float):
+    """A float with its spelling as the attribute `written`: `1.10`, `1e-3`."""
 
     written: str
-
-
-class _TooLarge(Exception):  # noqa: N818 - told as an InputError
-    """A document is over the bounds."""
 
 
 class _Constructor(SafeConstructor):
-    """ruamel's safe constructor, with numbers that remember how they were written."""
+    """ruamel's safe constructor, with numbers that keep their spelling."""
 
-    def get_single_data(self) -> Any:
-        """Return the document's data; ruamel calls it between composing and constructing."""
-        node = self.composer.get_single_node()
-        if node is None:
-            return None
-        _check_size(node)
-        return self.construct_document(node)
+    def written_int(self, node: ScalarNode) -> _WrittenInt:
+        number = _WrittenInt(self.construct_yaml_int(node))
+        number.written = str(node.value)
+        return number
 
-    def construct_written_int(self, node: ScalarNode) -> WrittenInt:
-        value = WrittenInt(self.construct_yaml_int(node))
-        value.written = str(node.value)
-        return value
-
-    def construct_written_float(self, node: ScalarNode) -> WrittenFloat:
-        value = WrittenFloat(self.construct_yaml_float(node))
-        value.written = str(node.value)
-        return value
+    def written_float(self, node: ScalarNode) -> _WrittenFloat:
+        number = _WrittenFloat(self.construct_yaml_float(node))
+        number.written = str(node.value)
+        return number
 
 
-_Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.construct_written_int)
-_Constructor.add_constructor("tag:yaml.org,2002:float", _Constructor.construct_written_float)
+_Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.written_int)
+_Constructor.add_constructor("tag:yaml.org,2002:float", _Constructor.written_float)
 
 
-def parse_yaml(text: str, what: str) -> Any:
-    """Return the data of one YAML 1.2 document; numbers know how they were written.
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the data of one YAML 1.2 document; its numbers have an attribute `written`.
 
     Args:
         text: the document.
-        what: what it is, for messages.
+        source: what it is, for messages.
 
     Raises:
         InputError: it is no YAML, has a key twice, or is over 200,000 values or 32 levels once
-            aliases and merge keys are followed. Nothing is expanded before that is known.
+            aliases are followed.
     """
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     try:
-        return reader.load(io.StringIO(text))
-    except _TooLarge as error:
-        raise InputError(f"{what} {error}") from None
+        data = reader.load(io.StringIO(text))
     except RecursionError:
-        raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels") from None
+        raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels") from None
     except (YAMLError, ValueError) as error:
-        said = _one_line(str(error))
-        raise InputError(f"{what} is not YAML: {said}", hint=_yaml_hint(said)) from None
+        message = _one_line(str(error))
+        hint = next((hint for part, hint in _YAML_HINTS if part in message), _QUOTES_HINT)
+        raise InputError(f"{source} is not YAML: {message}", hint=hint) from None
+    _check_size(data, source)
+    return data
 
 
-def parse_toml(text: str, what: str) -> Any:
-    """Return the data of a TOML document.
+def parse_toml(text: str, source: str) -> Any:
+    """Return the data of a TOML document; its floats have an attribute `written`.
 
     Raises:
         InputError: it is no TOML, or is nested too deep.
@@ -95,60 +144,38 @@ def parse_toml(text: str, what: str) -> Any:
     try:
         data = tomllib.loads(text, parse_float=_toml_float)
     except RecursionError:
-        raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels") from None
+        raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels") from None
     except ValueError as error:
         raise InputError(
-            f"{what} is not TOML: {_one_line(str(error))}",
+            f"{source} is not TOML: {_one_line(str(error))}",
             hint="texts stand in quotes; a file whose name does not end in .toml is read as YAML",
         ) from None
-    level: list[Any] = [data]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            child
-            for item in level
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return data
-    raise InputError(f"{what} is nested deeper than {_MAX_DEPTH} levels")
+    _check_size(data, source)
+    return data
 
 
-def _toml_float(text: str) -> WrittenFloat:
-    value = WrittenFloat(text)
-    value.written = text
-    return value
+def _toml_float(text: str) -> _WrittenFloat:
+    number = _WrittenFloat(text)
+    number.written = text
+    return number
 
 
-def _check_size(root: Node) -> None:
-    """Refuse a document that grows when its aliases are followed, without following them."""
-    sizes: dict[int, int] = {}
-    open_: set[int] = set()
-
-    def size(node: Node, depth: int) -> int:
-        key = id(node)
-        if key in open_ or depth > _MAX_DEPTH:
-            raise _TooLarge(f"is nested deeper than {_MAX_DEPTH} levels")
-        if key not in sizes:
-            open_.add(key)
-            total = 1
-            for child in _children(node):
-                total += size(child, depth + 1)
-                if total > _MAX_VALUES:
-                    raise _TooLarge(f"holds more than {_MAX_VALUES} values (are they aliases?)")
-            open_.remove(key)
-            sizes[key] = total
-        return sizes[key]
-
-    size(root, 1)
+def _check_size(data: Any, source: str) -> None:
+    """Refuse data that is too deep, or too large once aliases are followed."""
+    waiting, count = [(data, 1)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > _MAX_DEPTH:
+            raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
+        if count + len(waiting) > _MAX_VALUES:
+            raise InputError(f"{source} holds more than {_MAX_VALUES} values (are they aliases?)")
+        if isinstance(value, (dict, list)):
+            inner = value.values() if isinstance(value, dict) else value
+            waiting += [(item, depth + 1) for item in inner]
 
 
-def _children(node: Node) -> list[Node]:
-    if not isinstance(node.value, list):
-        return []
-    return [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-
-
+_QUOTES_HINT = "texts with any of : # { } [ ] , & * ! | > ' \" % @ ` stand in quotes"
 _YAML_HINTS = (
     (r"'\t'", "indent with blanks: YAML takes no tabs there"),
     ("duplicate key", "leave one of the two out"),
@@ -157,12 +184,6 @@ _YAML_HINTS = (
     ("another document", "one file holds one job: leave the line --- out"),
     ("digits", "a number that long stands in quotes, if it is meant as text"),
 )
-
-
-def _yaml_hint(said: str) -> str:
-    """Return what can be done about a parser's complaint."""
-    found = (hint for mark, hint in _YAML_HINTS if mark in said)
-    return next(found, "texts with any of : # { } [ ] , & * ! | > ' \" % @ ` stand in quotes")
 
 
 def _one_line(text: str) -> str:

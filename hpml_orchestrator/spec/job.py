@@ -1,4 +1,4 @@
-"""The job file: what to train, with what, where."""
+"""The job file's models: what to train, with what, where."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from pydantic import (
 
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
-from hpml_orchestrator.spec.binding import Binding, policy_alone
-from hpml_orchestrator.spec.monitor import Monitor, on_or_off
-from hpml_orchestrator.spec.stage import Stage
+from hpml_orchestrator.spec.text import MAX_LIST
 
 __all__ = [
     "LATER",
+    "MAX_LIST",
+    "Binding",
     "Container",
     "Environment",
     "Job",
     "Mail",
+    "Model",
+    "Monitor",
     "Resources",
+    "Stage",
+    "spelled_out",
 ]
 
 LATER = {
@@ -37,72 +41,68 @@ LATER = {
 }
 """Fields that are planned and refused until what they need is there."""
 
-MAX_LIST = 4096
+
+class Model(BaseModel):
+    """Base of all models: unknown fields are refused, and nothing changes after validation.
+
+    The docstring below a field is its description in the JSON Schema and the reference.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-def _plain(value: Any) -> Any:
-    """Take numbers in argument lists as they are written; booleans would lose their spelling."""
-    if isinstance(value, bool):
-        raise ValueError("is a boolean: put it in quotes, as the program shall read it")  # noqa: TRY004
-    if isinstance(value, (int, float)):
-        return getattr(value, "written", None) or str(value)
+def _no_dash(value: str | None) -> str | None:
+    if value is not None and value.startswith("-"):
+        raise ValueError("must not begin with a dash")
     return value
 
 
-ArgumentItem = Annotated[text.Argument, BeforeValidator(_plain)]
-VariableItem = Annotated[text.VariableValue, BeforeValidator(_plain)]
-
-
-class Mail(_Model):
+class Mail(Model):
     """Mail about the job."""
 
-    to: text.Address = Field(description="User name or mail address.")
-    on: list[Literal["begin", "end", "fail", "requeue", "time_limit_80", "time_limit_90"]] = Field(
-        default=["end", "fail"], description="Events to write about.", min_length=1
-    )
+    to: text.Address
+    """User name or mail address."""
+    on: Annotated[
+        list[Literal["begin", "end", "fail", "requeue", "time_limit_80", "time_limit_90"]],
+        Field(min_length=1),
+    ] = Field(default=["end", "fail"])
+    """Events to write about."""
 
 
-class Resources(_Model):
+class Resources(Model):
     """What the job asks of the cluster."""
 
-    nodes: Annotated[StrictInt, Field(ge=1, le=100_000)] = Field(
-        default=1, description="Number of nodes."
-    )
-    gpus: str = Field(
-        default="0",
-        description="GPUs per node: a number, a typed list such as a100:4, or a MIG profile "
-        "such as 1g.10gb:2.",
-    )
-    ranks_per_node: Annotated[StrictInt, Field(ge=1, le=10_000)] | None = Field(
-        default=None,
-        description="Ranks per node; ranks_per_gpu for each GPU when left out, 1 without GPUs.",
-    )
-    ranks_per_gpu: Annotated[StrictInt, Field(ge=1, le=100)] = Field(
-        default=1, description="Ranks that share one GPU, and the cores next to it."
-    )
-    cpus_per_rank: Annotated[StrictInt, Field(ge=1, le=100_000)] = Field(
-        default=1, description="CPUs for each rank, its loader workers included."
-    )
-    memory: str | None = Field(
-        default=None,
-        description="Memory per node, such as 64G; what is staged into RAM is added to it.",
-    )
-    time: str = Field(default="01:00:00", description=f"Time limit: {values.TIME_FORMS}.")
-    partition: text.PlainWord | None = Field(default=None, description="Partition or partitions.")
-    account: text.PlainWord | None = Field(default=None, description="Account to charge.")
-    qos: text.PlainWord | None = Field(default=None, description="Quality of service.")
-    constraint: text.Constraint | None = Field(default=None, description="Required node features.")
-    exclusive: StrictBool = Field(default=False, description="Whether to ask for whole nodes.")
-    mail: Mail | None = Field(default=None, description="Mail about the job.")
-    extra: list[text.Directive] = Field(
-        default=[],
-        max_length=MAX_LIST,
-        description="More sbatch options, such as --reservation=course.",
-    )
+    nodes: Annotated[StrictInt, Field(ge=1, le=100_000)] = 1
+    """Number of nodes."""
+    gpus: text.GpuText = "0"
+    """GPUs per node: a number, a typed list such as `a100:4`, or a MIG profile such as
+    `1g.10gb:2`."""
+    ranks_per_node: Annotated[StrictInt, Field(ge=1, le=10_000)] | None = None
+    """Ranks per node; default: `ranks_per_gpu` for each GPU, or 1 without GPUs."""
+    ranks_per_gpu: Annotated[StrictInt, Field(ge=1, le=100)] = 1
+    """Ranks that share one GPU and the cores next to it."""
+    cpus_per_rank: Annotated[StrictInt, Field(ge=1, le=100_000)] = 1
+    """CPUs per rank, including its data loader workers."""
+    memory: text.MemoryText | None = None
+    """Memory per node, such as `64G`; data staged into RAM is added to it."""
+    time: text.TimeText = "01:00:00"
+    """Time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    partition: text.PlainWord | None = None
+    """Partition, or several separated by commas."""
+    account: text.PlainWord | None = None
+    """Account to charge."""
+    qos: text.PlainWord | None = None
+    """Quality of service."""
+    constraint: text.Constraint | None = None
+    """Required node features, as sbatch takes them: `a100&nvlink`."""
+    exclusive: StrictBool = False
+    """Whether to ask for whole nodes."""
+    mail: Mail | None = None
+    """Mail about the job."""
+    extra: Annotated[list[text.Directive], Field(max_length=MAX_LIST)] = Field(default=[])
+    """More sbatch options, such as `--reservation=course`."""
 
     @field_validator("ranks_per_gpu")
     @classmethod
@@ -114,32 +114,10 @@ class Resources(_Model):
             raise ValueError("needs GPUs to share: give `gpus`, or leave it out")
         if ranks is not None and -(-ranks // gpus) != value:
             raise ValueError(
-                f"{value} ranks on each of {gpus} GPUs are {value * gpus} ranks per node, and "
-                f"ranks_per_node says {ranks}: leave one of the two out"
+                f"{value} ranks on each of {gpus} GPUs are {value * gpus} ranks per node, but "
+                f"ranks_per_node is {ranks}: leave one of the two out"
             )
         return value
-
-    @field_validator("gpus", mode="before")
-    @classmethod
-    def _gpus(cls, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, str, list)):
-            raise ValueError(  # noqa: TRY004 - pydantic wants ValueError
-                "must be a number of GPUs per node, with a type such as a100:4 "
-                "or a MIG profile such as 1g.10gb:2"
-            )
-        return str(values.parse_gpus(value)) or "0"
-
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _memory(cls, value: Any) -> Any:
-        return None if value is None else values.whole_mebibytes(value)
-
-    @field_validator("time", mode="before")
-    @classmethod
-    def _time(cls, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError(f"must be a time limit: {values.TIME_FORMS}")  # noqa: TRY004
-        return values.format_time(values.parse_time(value))
 
     @field_validator("extra")
     @classmethod
@@ -176,12 +154,8 @@ _FIELD_OF = {
     "cpus-per-task": "resources.cpus_per_rank",
     **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gres"), "resources.gpus"),
     **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "resources.memory"),
-    "time": "resources.time",
-    "partition": "resources.partition",
-    "account": "resources.account",
-    "qos": "resources.qos",
-    "constraint": "resources.constraint",
-    "exclusive": "resources.exclusive",
+    **{name: f"resources.{name}" for name in "time partition account qos".split()},
+    **{name: f"resources.{name}" for name in ("constraint", "exclusive")},
     "mail-type": "resources.mail.on",
     "mail-user": "resources.mail.to",
     "chdir": "workdir",
@@ -197,77 +171,168 @@ _UNSUPPORTED = frozenset(
 )
 
 
-class Container(_Model):
+class Container(Model):
     """A container that the ranks run in."""
 
-    engine: Literal["apptainer", "pyxis"] = Field(description="What starts the container.")
-    image: text.PathText = Field(description="Image file (apptainer) or reference (pyxis).")
-    mounts: list[text.PathText] = Field(
-        default=[],
-        max_length=MAX_LIST,
-        description="Directories to see inside, as PATH or PATH:INSIDE[:ro].",
-    )
+    engine: Literal["apptainer", "pyxis"]
+    """What starts the container."""
+    image: text.PathText
+    """Image file (apptainer) or reference (pyxis)."""
+    mounts: Annotated[list[text.PathText], Field(max_length=MAX_LIST)] = Field(default=[])
+    """Directories to mount, as `PATH` or `PATH:INSIDE[:ro]`."""
 
-    @field_validator("image")
-    @classmethod
-    def _image(cls, value: str) -> str:
-        if value.startswith("-"):
-            raise ValueError("must not begin with a dash")
-        return value
+    _image = field_validator("image")(_no_dash)
 
     @field_validator("mounts")
     @classmethod
     def _mounts(cls, value: list[str]) -> list[str]:
-        for mount in value:
-            if not mount.startswith("/") or "," in mount:
-                raise ValueError("must be absolute paths without commas, PATH or PATH:INSIDE[:ro]")
+        if any(not mount.startswith("/") or "," in mount for mount in value):
+            raise ValueError("must be absolute paths without commas, PATH or PATH:INSIDE[:ro]")
         return value
 
 
-class Environment(_Model):
+Variables = Annotated[dict[text.VariableName, text.Argument], Field(max_length=MAX_LIST)]
+
+
+class Environment(Model):
     """What the ranks' processes find."""
 
-    modules: list[text.ModuleName] = Field(
-        default=[], max_length=MAX_LIST, description="Environment modules to load, in order."
-    )
-    conda: text.PathText | None = Field(
-        default=None, description="Conda environment: a name, or the path of its directory."
-    )
-    venv: text.PathText | None = Field(
-        default=None, description="Directory of a Python virtual environment."
-    )
-    setup: text.ShellLines | None = Field(
-        default=None,
-        description="Shell lines to run after modules, venv and conda, before the ranks; one that "
-        "fails ends the job.",
-    )
-    python: text.PathText = Field(
-        default="python", description="Interpreter, looked up after activation."
-    )
-    variables: dict[text.VariableName, VariableItem] = Field(
-        default={}, max_length=MAX_LIST, description="Variables to set, taken literally."
-    )
-    inherit: Literal["all", "minimal"] = Field(
-        default="all",
-        description="What travels of the environment that `hpml submit` runs in: all but the "
-        "variables of schedulers and launchers, or only what a login has anyway.",
-    )
-    container: Container | None = Field(
-        default=None, description="Container that the ranks run in."
-    )
+    modules: Annotated[list[text.ModuleName], Field(max_length=MAX_LIST)] = Field(default=[])
+    """Environment modules to load, in order."""
+    conda: text.PathText | None = None
+    """Conda environment: a name, or the path of its directory."""
+    venv: text.PathText | None = None
+    """Directory of a Python virtual environment."""
+    setup: text.ShellLines | None = None
+    """Shell lines to run after modules, venv and conda, before the ranks; the job ends if one of
+    them fails."""
+    python: text.PathText = "python"
+    """Interpreter, looked up after activation."""
+    variables: Variables = Field(default={})
+    """Environment variables, taken literally."""
+    inherit: Literal["all", "minimal"] = "all"
+    """What the job inherits from the environment of `hpml submit`: `all` except the variables of
+    schedulers and launchers, or only what every login has."""
+    container: Container | None = None
+    """Container that the ranks run in."""
 
-    @field_validator("conda", "python")
-    @classmethod
-    def _no_dash(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith("-"):
-            raise ValueError("must not begin with a dash")
-        return value
+    _dashes = field_validator("conda", "python")(_no_dash)
 
     @model_validator(mode="after")
     def _one_python(self) -> Environment:
         if self.conda is not None and self.venv is not None:
             raise ValueError("give conda or venv, not both")
         return self
+
+
+class Stage(Model):
+    """Data that is brought to every node before the ranks start."""
+
+    name: text.StageName
+    """Its name: `{stage.NAME}` in arguments is its directory on the node."""
+    source: text.PathText
+    """File, directory or archive to bring."""
+    kind: Literal["auto", "file", "tree", "tar", "zip", "squashfs", "pack"] = "auto"
+    """What the source is; archives (`tar`, `zip`, `squashfs`) and packs of `hpml pack` are
+    unpacked, files are copied as they are. `auto` looks at the source."""
+    target: text.PathText = "local"
+    """Where to: `shm` (RAM), `local` (the node's disk), `auto` (RAM if there is enough, else the
+    disk), or a directory's path."""
+    size: text.MemoryText | None = None
+    """Its size once staged, such as `40G`; default: measured."""
+    keep: StrictBool = False
+    """Whether it stays on the node for later jobs, which then copy nothing; removed when the room
+    is needed."""
+    distribution: Literal["auto", "shared", "chain", "sbcast", "partition"] = "auto"
+    """How several nodes get it: `shared` (each reads the source), `chain` (one reads and passes it
+    on), `sbcast` (Slurm's copy of one file), `partition` (each gets a part of the files), or `auto`
+    (whichever takes least time)."""
+    outside_links: StrictBool = False
+    """Whether to keep symbolic links that lead out of the source; else an error."""
+    hash: StrictBool = True
+    """Whether to hash contents while copying, to detect damage."""
+    epochs: text.PositiveInt | None = None
+    """How often the training reads the data; shown beside the number of epochs after which staging
+    pays."""
+
+    @field_validator("target")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        if value not in ("shm", "local", "auto") and not value.startswith("/"):
+            raise ValueError("must be shm, local, auto or an absolute path")
+        return value
+
+    @model_validator(mode="after")
+    def _distributable(self) -> Stage:
+        if self.distribution == "sbcast" and self.kind in ("tree", "pack"):
+            raise ValueError(
+                f"distribution: sbcast copies one file, and kind is {self.kind}: use "
+                "`distribution: chain`, or make one archive of it"
+            )
+        one_file = self.kind in ("file", "tar", "zip", "squashfs")
+        if self.distribution == "partition" and one_file:
+            raise ValueError(
+                f"distribution: partition divides the files of a directory, and kind is "
+                f"{self.kind}: use `kind: tree` or `kind: pack`"
+            )
+        return self
+
+
+Policy = Literal["gpu-local", "socket", "numa", "spread", "none"]
+
+
+class Binding(Model):
+    """Which cores and memory each rank gets on its node, and how that is checked."""
+
+    policy: Policy = "gpu-local"
+    """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: those of one socket or NUMA
+    domain; without GPUs one rank per socket or domain. `spread`: equal parts of all cores. `none`:
+    nothing is bound; where each rank ran is recorded."""
+    verify: Literal["strict", "warn", "off"] = "warn"
+    """If a rank does not run as planned: `strict` fails the job, `warn` prints a warning, `off`
+    does not check."""
+    loader_workers: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
+    """Data loader processes per rank: each is left one of its cores."""
+    hardware_threads: StrictBool = True
+    """Whether ranks get all hardware threads of their cores, or only the first."""
+    form: Literal["auto", "node", "static"] = "auto"
+    """`node`: each node plans for itself. `static`: the launcher binds, with masks from the site
+    profile's topology; needs whole nodes. `auto`: static where possible, and each node checks
+    it."""
+
+
+class Monitor(Model):
+    """The exporter that each node's agent runs for this job alone."""
+
+    enabled: StrictBool = False
+    """Whether the job is monitored; a mapping in a job file implies `true`."""
+    listen: text.ListenAddress = "127.0.0.1:0"
+    """ADDRESS:PORT to serve metrics at on each node; a free port if it is 0 or in use. Address
+    `0.0.0.0` accepts requests from other machines."""
+    web_config: text.PathText | None = None
+    """Prometheus web-config file with TLS and users; relative to the file that names it."""
+    targets: text.PathText | None = None
+    """Directory for Prometheus' file_sd_configs, on the shared file system; default: targets/
+    beside the records."""
+    interval: Annotated[StrictInt, Field(ge=1, le=60)] = 1
+    """Seconds between readings of the GPUs; processes are read every fifth time, the node's disks
+    and networks every tenth."""
+
+
+_SHORT_FORMS: dict[str, tuple[type, str]] = {
+    "binding": (str, "policy"),
+    "monitor": (bool, "enabled"),
+}
+
+
+def spelled_out(name: str, value: Any) -> Any:
+    """Return a field's short form as the mapping that it stands for; any other value as it is.
+
+    >>> spelled_out("binding", "numa"), spelled_out("monitor", True), spelled_out("name", "a")
+    ({'policy': 'numa'}, {'enabled': True}, 'a')
+    """
+    kind, inner = _SHORT_FORMS.get(name, (None, ""))
+    return {inner: value} if kind is not None and isinstance(value, kind) else value
 
 
 _TORCHRUN_HINT = "use `launcher: torchrun`, whose ranks find what {} looks for in the environment"
@@ -282,78 +347,87 @@ _OTHER_LAUNCHERS = {
     "horovod": "use `launcher: horovodrun` on one node, `launcher: mpirun` on several",
     "slurm": "use `launcher: srun`",
 }
-"""Words that people know, and what to write for them."""
+_Index = Annotated[int, Field(ge=0)]
 
 
-class Job(_Model):
-    """A training job, as short as it can be said."""
+class Job(Model):
+    """A training job."""
 
-    name: text.JobName = Field(description="Name of the job.")
-    launcher: Literal["torchrun", "srun", "mpirun", "horovodrun"] = Field(
-        default="torchrun",
-        description="What starts the ranks: torchrun once per node, srun once per rank, mpirun of "
-        "Open MPI on all nodes, or horovodrun on one node.",
-    )
-    script: text.PathText | None = Field(default=None, description="Python script to run.")
-    module: text.PlainWord | None = Field(
-        default=None, description="Python module to run, as in python -m."
-    )
-    command: list[ArgumentItem] | None = Field(
-        default=None, min_length=1, max_length=MAX_LIST, description="Any program and arguments."
-    )
-    args: list[ArgumentItem] = Field(
-        default=[],
-        max_length=MAX_LIST,
-        description="Arguments. {stage.NAME} stands for staged data, {run.dir} for the run's "
-        "directory, {array.index} for the task's index; all else is taken literally.",
-    )
-    array: str | None = Field(
-        default=None,
-        description="Run one task per index: 0-9, 1,3,7 or 0-31:4; %2 behind it runs at most "
-        "two at once.",
-    )
-    after: list[Annotated[text.After, BeforeValidator(_plain)]] = Field(
-        default=[],
-        max_length=100,
-        description="Runs to wait for: RUN or ok:RUN starts once that one completed, any:RUN once "
-        "it is over, notok:RUN once it failed.",
-    )
-    mpi: Literal["none", "pmix", "pmi2"] = Field(
-        default="none",
-        description="What srun offers to MPI programs, with launcher srun only.",
-    )
-    workdir: text.PathText = Field(
-        default=".", description="Directory to run in; relative to the job file."
-    )
-    snapshot: StrictBool = Field(
-        default=False,
-        description="Whether to run a copy of the workdir's git repository, uncommitted changes "
-        "included, that is taken at submission.",
-    )
-    resources: Resources = Field(default=Resources(), description="What to ask of the cluster.")
-    environment: Environment = Field(
-        default=Environment(), description="Software, variables and container of the ranks."
-    )
-    stage: list[Stage] = Field(
-        default=[], max_length=64, description="Data to bring to every node first."
-    )
-    binding: Annotated[Binding, BeforeValidator(policy_alone)] = Field(
-        default=Binding(),
-        description="Where ranks run on a node: a policy, or a mapping of the fields below.",
-    )
-    monitor: Annotated[Monitor, BeforeValidator(on_or_off)] = Field(
-        default=Monitor(),
-        description="Whether metrics of this job are exported from its nodes and summed up in its "
-        "record: true, false, or a mapping of the fields below.",
-    )
+    name: text.JobName
+    """Name of the job, at most 64 letters, digits and `. _ + -`."""
+    launcher: Literal["torchrun", "srun", "mpirun", "horovodrun"] = "torchrun"
+    """What starts the ranks: `torchrun` once per node, `srun` once per rank, `mpirun` of Open MPI
+    on all nodes, or `horovodrun` on one node."""
+    script: text.PathText | None = None
+    """Python script to run."""
+    module: text.PlainWord | None = None
+    """Python module to run, as in `python -m`."""
+    command: Annotated[list[text.Argument] | None, Field(min_length=1, max_length=MAX_LIST)] = None
+    """Any program with its arguments."""
+    args: Annotated[list[text.Argument], Field(max_length=MAX_LIST)] = Field(default=[])
+    """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
+    `{array.index}` the task's index; all else is taken literally."""
+    array: Annotated[
+        str | None,
+        BeforeValidator(
+            lambda value: None if value is None else str(parse_array(value)),
+            json_schema_input_type=_Index
+            | str
+            | Annotated[list[_Index], Field(min_length=1)]
+            | None,
+        ),
+    ] = None
+    """Run one task per index: `0-9`, `1,3,7` or `0-31:4`; `%2` at the end runs at most two at
+    once."""
+    after: Annotated[
+        Annotated[
+            list[text.After],
+            BeforeValidator(
+                lambda value: (
+                    value if isinstance(value, list) else [value] if value is not None else []
+                ),
+                json_schema_input_type=list[str | int] | str | int | None,
+            ),
+        ],
+        Field(max_length=100),
+    ] = Field(default=[])
+    """Runs to wait for: `RUN` or `ok:RUN` until it completed, `any:RUN` until it is over,
+    `notok:RUN` until it failed."""
+    mpi: Literal["none", "pmix", "pmi2"] = "none"
+    """srun's `--mpi`; only with `launcher: srun`."""
+    workdir: text.PathText = "."
+    """Directory to run in; relative to the job file."""
+    snapshot: StrictBool = False
+    """Whether to run a copy of the workdir's git repository, with uncommitted changes, taken at
+    submission."""
+    resources: Resources = Resources()
+    """What to ask of the cluster."""
+    environment: Environment = Environment()
+    """Software, variables and container of the ranks."""
+    stage: Annotated[list[Stage], Field(max_length=64)] = Field(default=[])
+    """Data to bring to every node first."""
+    binding: Annotated[
+        Binding,
+        BeforeValidator(
+            lambda value: spelled_out("binding", value), json_schema_input_type=Policy | Binding
+        ),
+    ] = Binding()
+    """Which cores and memory each rank gets: a policy, or a mapping."""
+    monitor: Annotated[
+        Monitor,
+        BeforeValidator(
+            lambda value: spelled_out("monitor", value), json_schema_input_type=bool | Monitor
+        ),
+    ] = Monitor()
+    """Whether the nodes export metrics of this job and its record sums them up: `true`, `false`, or
+    a mapping."""
 
     @model_validator(mode="before")
     @classmethod
     def _later(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for key, what in LATER.items():
-                if data.get(key) is not None:
-                    raise ValueError(f"{key}: this release has no {what} yet; remove the field")
+        for key, feature in LATER.items() if isinstance(data, dict) else ():
+            if data.get(key) is not None:
+                raise ValueError(f"{key}: this release has no {feature} yet; remove the field")
         return data
 
     @field_validator("launcher", mode="before")
@@ -364,16 +438,6 @@ class Job(_Model):
             raise ValueError(f"must be torchrun, srun, mpirun or horovodrun: {hint}")
         return value
 
-    @field_validator("array", mode="before")
-    @classmethod
-    def _array(cls, value: Any) -> Any:
-        return None if value is None else str(parse_array(value))
-
-    @field_validator("after", mode="before")
-    @classmethod
-    def _one_run(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [] if value is None else [value]
-
     @field_validator("command")
     @classmethod
     def _program(cls, value: list[str] | None) -> list[str] | None:
@@ -382,27 +446,16 @@ class Job(_Model):
         return value
 
     @model_validator(mode="after")
-    def _one_program(self) -> Job:
+    def _consistent(self) -> Job:
         given = [name for name in ("script", "module", "command") if getattr(self, name)]
         if len(given) != 1:
-            said = " and ".join(given) or "none of them"
-            raise ValueError(f"give exactly one of script, module and command, not {said}")
+            listed = " and ".join(given) or "none of them"
+            raise ValueError(f"give exactly one of script, module and command, not {listed}")
         if self.mpi != "none" and self.launcher != "srun":
             raise ValueError(
                 f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "
                 "ranks itself, leave the field out"
             )
-        self._check_launcher()
-        names = [stage.name for stage in self.stage]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"stage: the name {name!r} is used twice")
-        return self
-
-    def _check_launcher(self) -> None:
-        """Refuse what mpirun and horovodrun cannot start."""
-        if self.launcher not in ("mpirun", "horovodrun"):
-            return
         nodes, container = self.resources.nodes, self.environment.container
         if self.launcher == "horovodrun" and nodes > 1:
             raise ValueError(
@@ -410,11 +463,17 @@ class Job(_Model):
                 f"{nodes}: use `launcher: mpirun`, or `launcher: srun` with `mpi: pmix`; both need "
                 "a Horovod that was built with MPI"
             )
-        if container is not None and container.engine == "pyxis":
+        mpi_launcher = self.launcher in ("mpirun", "horovodrun")
+        if mpi_launcher and container is not None and container.engine == "pyxis":
             raise ValueError(
                 f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
                 "part of srun: use `launcher: srun`, or `engine: apptainer`"
             )
+        names = [stage.name for stage in self.stage]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"stage: the name {name!r} is used twice")
+        return self
 
     @property
     def tasks(self) -> ArraySpec | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -17,16 +18,20 @@ from pydantic import (
 )
 
 from hpml_orchestrator.spec import text, values
-from hpml_orchestrator.spec.job import MAX_LIST, Job
+from hpml_orchestrator.spec.job import Job, Model
+from hpml_orchestrator.spec.overlay import covers
+from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, MemoryText, PositiveInt
 
 __all__ = [
     "NEEDED_DIRECTIVES",
     "PER_JOB",
+    "DefaultsError",
     "DirectiveRule",
     "Limits",
     "NodeType",
     "Partition",
     "Paths",
+    "ResolvedSite",
     "Site",
     "Staging",
 ]
@@ -41,66 +46,48 @@ PER_JOB = frozenset(
 )
 """Fields of a job file that have no default in a site profile."""
 
-_UNLIMITED = ("unlimited", "infinite", "none")
+
+class DefaultsError(ValueError):
+    """The defaults are wrong as a job file; carries pydantic's findings."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__("are not right")
+        self.error = error
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-def _version(value: Any) -> Any:
-    """Take no `true` for the number 1, to which it is equal in Python."""
-    if isinstance(value, bool):
-        raise ValueError("must be 1")  # noqa: TRY004 - pydantic wants ValueError
+def _not_true(value: Any) -> Any:
+    if value is True:  # equal to 1 in Python
+        raise ValueError("must be 1")
     return value
 
 
-def _duration(value: Any) -> Any:
-    """Take a time limit in one of Slurm's forms, or the word `unlimited`."""
-    if isinstance(value, str) and value.lower() in _UNLIMITED:
+def _time_or_unlimited(value: Any) -> str:
+    if isinstance(value, str) and value.lower() in ("unlimited", "infinite", "none"):
         return "unlimited"
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"must be unlimited or a time limit: {values.TIME_FORMS}")  # noqa: TRY004
     return values.format_time(values.parse_time(value))
 
 
-def _gpus(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, str, list)):
-        raise ValueError("must be a number of GPUs, or types such as a100:4")  # noqa: TRY004
-    return str(values.parse_gpus(value)) or "0"
-
-
-Duration = Annotated[str, BeforeValidator(_duration)]
-Memory = Annotated[str, BeforeValidator(values.whole_mebibytes)]
-GpuText = Annotated[str, BeforeValidator(_gpus)]
-Count = Annotated[StrictInt, Field(ge=0, le=10_000_000)]
-Some = Annotated[StrictInt, Field(ge=1, le=1_000_000_000)]
+Duration = Annotated[str, BeforeValidator(_time_or_unlimited, json_schema_input_type=int | str)]
 Names = Annotated[list[text.PlainWord], Field(max_length=MAX_LIST)]
+Interfaces = Annotated[list[text.InterfaceName], Field(max_length=64)]
 
 
-class DirectiveRule(_Model):
-    """What this site wants of one sbatch option: one of forbid, omit, rename and default.
+class DirectiveRule(Model):
+    """A rule for one sbatch option: one of forbid, omit, rename and default.
 
-    A rule with none of them takes back the rule of a profile below.
+    A rule with none of them cancels the rule of a weaker profile.
     """
 
-    forbid: text.Line | None = Field(
-        default=None,
-        description="Why no job may ask for it: a job that does is refused with these words; "
-        "where hpml alone wants the option, it is left out.",
-    )
-    omit: StrictBool = Field(
-        default=False, description="Leave the option out without a word, whoever asked for it."
-    )
-    rename: text.Renamed | None = Field(
-        default=None,
-        description="Option to write instead, such as --gres=gpu:{value}; {value} is the value, "
-        "{item} each part of a comma-separated one in turn.",
-    )
-    default: text.DirectiveValue | None = Field(
-        default=None,
-        description="Value where a job does not ask for the option; empty for one without value.",
-    )
+    forbid: text.Line | None = None
+    """Why no job may ask for it: the error message of a job that does. An option that only hpml
+    would add is left out."""
+    omit: StrictBool = False
+    """Whether to leave the option out silently."""
+    rename: text.Renamed | None = None
+    """Option to write instead, such as `--gres=gpu:{value}`: `{value}` is the value, `{item}` each
+    part of a comma-separated one."""
+    default: text.DirectiveValue | None = None
+    """Value if a job does not ask for the option; `''` for an option without a value."""
 
     @model_validator(mode="after")
     def _one(self) -> DirectiveRule:
@@ -118,157 +105,144 @@ class DirectiveRule(_Model):
         raise ValueError(f"give one of forbid, omit, rename and default, not {' and '.join(given)}")
 
 
-class Paths(_Model):
-    """Where the nodes keep what is staged."""
+class Paths(Model):
+    """Where data is staged on the nodes."""
 
-    scratch: text.NodePath | None = Field(
-        default=None,
-        description="Local disk of a node: an absolute path, or a variable of the job and a path "
-        "below it, such as $LOCAL_SCRATCH. For `target: local`.",
-    )
-    ram: text.NodePath | None = Field(
-        default=None, description="Directory in RAM; for `target: shm`. /dev/shm when left out."
-    )
+    scratch: text.NodePath | None = None
+    """Local disk, for `target: local`: an absolute path, or a variable of the job and a path below
+    it, such as `$LOCAL_SCRATCH`; default: `$SLURM_TMPDIR`, `$TMPDIR` or `/tmp`."""
+    ram: text.NodePath | None = None
+    """Directory in RAM, for `target: shm`; default: `/dev/shm`."""
 
 
 class NodeType(Paths):
     """Nodes that are alike."""
 
-    nodes: text.Line | None = Field(default=None, description="Node list, such as gpu[01-16].")
-    count: Count | None = Field(default=None, description="How many nodes there are.")
-    cpus: Count | None = Field(default=None, description="CPUs that jobs can have, per node.")
-    sockets: Count | None = Field(default=None, description="Sockets per node.")
-    cores_per_socket: Count | None = Field(default=None, description="Cores per socket.")
-    threads_per_core: Count | None = Field(default=None, description="Hardware threads per core.")
-    memory: Memory | None = Field(default=None, description="Memory that jobs can have, per node.")
-    gpus: GpuText = Field(default="0", description="GPUs per node, such as a100:4.")
-    local_disk: Memory | None = Field(default=None, description="Size of the local disk.")
-    features: Names = Field(default=[], description="Features, for `constraint`.")
-    interfaces: Annotated[list[text.InterfaceName], Field(max_length=64)] = Field(
-        default=[],
-        description="Network interfaces between nodes, the best first; NCCL and Gloo use them.",
-    )
-    topology: text.PathText | None = Field(
-        default=None,
-        description="File that tells the node's sockets, cores, GPUs and network cards: hwloc XML, "
-        "the output of hpml topo --json, NCCL topology XML, or the text of nvidia-smi topo -m; "
-        "relative to the profile.",
-    )
+    nodes: text.Line | None = None
+    """Node list, such as `gpu[01-16]`."""
+    count: Count | None = None
+    """How many nodes there are."""
+    cpus: Count | None = None
+    """CPUs that jobs can have, per node."""
+    sockets: Count | None = None
+    """Sockets per node."""
+    cores_per_socket: Count | None = None
+    """Cores per socket."""
+    threads_per_core: Count | None = None
+    """Hardware threads per core."""
+    memory: MemoryText | None = None
+    """Memory that jobs can have, per node."""
+    gpus: GpuText = "0"
+    """GPUs per node, such as `a100:4`."""
+    local_disk: MemoryText | None = None
+    """Size of the local disk."""
+    features: Names = Field(default=[])
+    """Features, for `resources.constraint`."""
+    interfaces: Interfaces = Field(default=[])
+    """Network interfaces between nodes, best first, for NCCL and Gloo; a job may set others."""
+    topology: text.PathText | None = None
+    """File with the node's sockets, cores, GPUs and network cards: hwloc XML, the output of
+    `hpml topo --json`, NCCL topology XML, or the output of `nvidia-smi topo -m`; relative to the
+    profile. The first two describe all cores, so that the launcher can bind."""
 
 
-class Partition(_Model):
+class Partition(Model):
     """One partition and its limits."""
 
-    default: StrictBool = Field(
-        default=False, description="Whether jobs that name no partition go there."
-    )
-    node_types: Names = Field(default=[], description="Node types in it, by name.")
-    nodes: Count | None = Field(default=None, description="How many nodes it has.")
-    max_nodes: Count | None = Field(default=None, description="Most nodes per job.")
-    max_time: Duration | None = Field(default=None, description="Longest time limit.")
-    default_time: Duration | None = Field(
-        default=None, description="Time limit of jobs that ask for none."
-    )
-    max_cpus_per_node: Count | None = Field(default=None, description="Most CPUs of each node.")
-    max_memory_per_node: Memory | None = Field(default=None, description="Most memory per node.")
-    exclusive: StrictBool = Field(default=False, description="Whether jobs get whole nodes.")
-    accounts: Names | None = Field(
-        default=None, description="Accounts that may use it; all when left out."
-    )
-    qos: Names | None = Field(default=None, description="QOS that may be used; all when left out.")
+    default: StrictBool = False
+    """Whether jobs that name no partition go there; at most one partition."""
+    node_types: Names = Field(default=[])
+    """Node types in it, by name."""
+    nodes: Count | None = None
+    """How many nodes it has."""
+    max_nodes: Count | None = None
+    """Maximum nodes per job."""
+    max_time: Duration | None = None
+    """Longest time limit."""
+    default_time: Duration | None = None
+    """Time limit of jobs that ask for none."""
+    max_cpus_per_node: Count | None = None
+    """Maximum CPUs per node."""
+    max_memory_per_node: MemoryText | None = None
+    """Maximum memory per node."""
+    exclusive: StrictBool = False
+    """Whether jobs get whole nodes."""
+    accounts: Names | None = None
+    """Accounts that may use it; default: all."""
+    qos: Names | None = None
+    """QOS that may be used; default: all."""
 
 
-class Staging(_Model):
-    """What the shared file system gives, and how gently jobs shall ask it."""
+class Staging(Model):
+    """Speed of the shared file system, and limits that spare it."""
 
-    opens_per_second: Some | None = Field(
-        default=None, description="Most files that one node may open per second."
-    )
-    opens_per_second_per_job: Some | None = Field(
-        default=None,
-        description="Most files that all nodes of a job together may open per second.",
-    )
-    array_jitter: Annotated[StrictInt, Field(ge=0, le=86_400)] | None = Field(
-        default=None,
-        description="Seconds over which the tasks of an array spread the beginning of their "
-        "staging, at most; half a second per task.",
-    )
-    shared_rate: Memory | None = Field(
-        default=None,
-        description="What the shared file system reads per second for all nodes together, "
-        "such as 20G.",
-    )
-    metadata_rate: Some | None = Field(
-        default=None,
-        description="Files per second that it opens for all nodes together.",
-    )
-    link_rate: Memory | None = Field(
-        default=None, description="What two nodes send one another per second, such as 10G."
-    )
-    disk_rate: Memory | None = Field(
-        default=None, description="What a node's local disk writes per second, such as 2G."
-    )
+    opens_per_second: PositiveInt | None = None
+    """Maximum files that one node opens per second while staging."""
+    opens_per_second_per_job: PositiveInt | None = None
+    """Maximum files that all nodes of a job open per second, divided evenly."""
+    array_jitter: Annotated[StrictInt, Field(ge=0, le=86_400)] | None = None
+    """Maximum seconds over which the tasks of an array spread the start of staging: half a second
+    per task, up to this."""
+    shared_rate: MemoryText | None = None
+    """Bytes per second that the shared file system reads for all nodes together, such as `20G`."""
+    metadata_rate: PositiveInt | None = None
+    """Files per second that it opens for all nodes together."""
+    link_rate: MemoryText | None = None
+    """Bytes per second between two nodes, such as `10G`."""
+    disk_rate: MemoryText | None = None
+    """Bytes per second that a node's local disk writes, such as `2G`."""
 
 
-class Limits(_Model):
+class Limits(Model):
     """What holds for the whole cluster."""
 
-    max_array_size: Count | None = Field(
-        default=None, description="One more than the largest array index."
-    )
-    max_script_bytes: Count | None = Field(default=None, description="Longest batch script.")
+    max_array_size: Count | None = None
+    """One more than the largest array index."""
+    max_script_bytes: Count | None = None
+    """Maximum size of a batch script in bytes."""
 
 
-class Site(_Model):
-    """What is known of a cluster, and what its jobs get by default."""
+class Site(Model):
+    """A cluster, and the defaults of its jobs."""
 
-    schema_version: Annotated[Literal[1], BeforeValidator(_version)] = Field(
-        default=1, description="Version of this file's form."
+    schema_version: Annotated[Literal[1], BeforeValidator(_not_true)] = 1
+    """Version of the file format."""
+    cluster: text.PlainWord | None = None
+    """Slurm's ClusterName."""
+    slurm: text.PlainWord | None = None
+    """Slurm's version, such as 22.05.8."""
+    paths: Paths = Paths()
+    """Where data is staged on all nodes."""
+    staging: Staging = Staging()
+    """Speed and limits of the shared file system."""
+    interfaces: Interfaces = Field(default=[])
+    """Network interfaces between nodes, where node types name none."""
+    modules: Annotated[list[text.ModuleName], Field(max_length=MAX_LIST)] = Field(default=[])
+    """Environment modules of the cluster, for reference."""
+    limits: Limits = Limits()
+    """Limits of the whole cluster."""
+    partitions: Annotated[dict[text.PlainWord, Partition], Field(max_length=MAX_LIST)] = Field(
+        default={}
     )
-    cluster: text.PlainWord | None = Field(
-        default=None, description="ClusterName of the Slurm that this is about."
+    """Partitions by name."""
+    node_types: Annotated[dict[text.PlainWord, NodeType], Field(max_length=MAX_LIST)] = Field(
+        default={}
     )
-    slurm: text.PlainWord | None = Field(
-        default=None, description="Version of Slurm that was found, such as 22.05.8."
+    """Node types by name."""
+    directives: Annotated[dict[text.OptionName, DirectiveRule], Field(max_length=MAX_LIST)] = Field(
+        default={}
     )
-    paths: Paths = Field(default=Paths(), description="Where all nodes keep what is staged.")
-    staging: Staging = Field(
-        default=Staging(), description="How staging treats the shared file system."
-    )
-    interfaces: Annotated[list[text.InterfaceName], Field(max_length=64)] = Field(
-        default=[], description="Network interfaces between nodes, where types do not say."
-    )
-    modules: Annotated[list[text.ModuleName], Field(max_length=MAX_LIST)] = Field(
-        default=[], description="Environment modules that there are, for reference."
-    )
-    limits: Limits = Field(default=Limits(), description="Limits of the whole cluster.")
-    partitions: dict[text.PlainWord, Partition] = Field(
-        default={}, max_length=MAX_LIST, description="Partitions by name."
-    )
-    node_types: dict[text.PlainWord, NodeType] = Field(
-        default={}, max_length=MAX_LIST, description="Kinds of nodes by name."
-    )
-    directives: dict[text.OptionName, DirectiveRule] = Field(
-        default={},
-        max_length=MAX_LIST,
-        description="Rules for sbatch options, by the option's name without dashes.",
-    )
-    defaults: dict[str, Any] = Field(
-        default={},
-        description="Fields of job files with the values that jobs here get when they do not "
-        "give them, such as resources.partition.",
-    )
-    templates: text.PathText | None = Field(
-        default=None,
-        description="Directory of templates of your own, looked into before hpml's; "
-        "relative to the profile.",
-    )
+    """Rules for sbatch options, by the option's name without dashes."""
+    defaults: dict[str, Any] = Field(default={})
+    """Defaults for fields of job files, such as `resources.partition`."""
+    templates: text.PathText | None = None
+    """Directory of your own templates, which replace hpml's; relative to the profile."""
 
     @field_validator("directives")
     @classmethod
     def _needed(cls, value: dict[str, DirectiveRule]) -> dict[str, DirectiveRule]:
         for name in sorted(NEEDED_DIRECTIVES & set(value)):
-            raise ValueError(f"--{name} is one that hpml cannot do without: leave it out")
+            raise ValueError(f"--{name} is an option that hpml needs: leave it out")
         for name, rule in value.items():
             target = (rule.rename or "").removeprefix("--").partition("=")[0]
             other = value.get(target)
@@ -283,11 +257,11 @@ class Site(_Model):
     @field_validator("partitions")
     @classmethod
     def _one_default(cls, value: dict[str, Partition]) -> dict[str, Partition]:
-        names = [name for name, one in value.items() if one.default]
+        names = [name for name, partition in value.items() if partition.default]
         if len(names) > 1:
             raise ValueError(
-                f"{' and '.join(names)} are all the default, and jobs that name no partition go "
-                "to one: say default = false for the others"
+                f"{' and '.join(names)} are all the default partition: set default = false for "
+                "all but one"
             )
         return value
 
@@ -314,46 +288,55 @@ class Site(_Model):
         """Return the names of a job's partitions, comma-separated ones; the default when None."""
         if partition is not None:
             return partition.split(",")
-        return [name for name, one in self.partitions.items() if one.default]
+        return [name for name, settings in self.partitions.items() if settings.default]
 
     def kinds_of(self, partition: str | None) -> dict[str, NodeType]:
         """Return the node types that a job of a partition may land on, by name."""
-        kinds = [
-            kind
+        return {
+            kind: self.node_types[kind]
             for name in self.partitions_of(partition)
             if name in self.partitions
             for kind in self.partitions[name].node_types
-        ]
-        return {kind: self.node_types[kind] for kind in kinds}
+        }
 
     def node_types_of(self, partition: str | None) -> list[NodeType]:
-        """Return the node types that a job may land on.
-
-        Args:
-            partition: its partition or partitions, comma-separated; the default one when None.
-        """
+        """Return the node types that a job of a partition may land on."""
         return list(self.kinds_of(partition).values())
 
     def path(self, which: Literal["scratch", "ram"], partition: str | None) -> str | None:
-        """Return where jobs of a partition stage to, None where nothing is said of it.
+        """Return where jobs of a partition stage to, None if the profile does not say.
 
-        Where node types of a partition differ, what is said of all nodes counts.
+        If the partition's node types differ, the path for all nodes counts.
         """
-        said = {getattr(kind, which) for kind in self.node_types_of(partition)}
-        only = said.pop() if len(said) == 1 else None
+        paths = {getattr(kind, which) for kind in self.node_types_of(partition)}
         common: str | None = getattr(self.paths, which)
-        return only or common
+        return paths.pop() or common if len(paths) == 1 else common
 
     def interfaces_of(self, partition: str | None) -> list[str]:
-        """Return the network interfaces for jobs of a partition; empty where nothing is said."""
-        said = {tuple(kind.interfaces) for kind in self.node_types_of(partition)}
-        only = said.pop() if len(said) == 1 else ()
-        return list(only or self.interfaces)
+        """Return the network interfaces for jobs of a partition; empty if there are none."""
+        interfaces = {tuple(kind.interfaces) for kind in self.node_types_of(partition)}
+        return list(
+            interfaces.pop() or self.interfaces if len(interfaces) == 1 else self.interfaces
+        )
 
 
-class DefaultsError(ValueError):
-    """The defaults are wrong as a job file; carries pydantic's findings."""
+@dataclass(frozen=True)
+class ResolvedSite:
+    """A site profile, complete.
 
-    def __init__(self, error: ValidationError) -> None:
-        super().__init__("are not right")
-        self.error = error
+    Attributes:
+        site: the profile; every path in it is absolute.
+        sources: the files that it came from, the weakest first.
+        origins: dotted field -> the file that it came from.
+    """
+
+    site: Site
+    sources: tuple[Path, ...] = ()
+    origins: Mapping[str, Path] = field(default_factory=dict)
+
+    def origin(self, name: str) -> Path | None:
+        """Return the file that a field came from; the strongest one if its parts came of more."""
+        if name in self.origins:
+            return self.origins[name]
+        files = {path for given, path in self.origins.items() if covers(given, name)}
+        return next((path for path in reversed(self.sources) if path in files), None)

@@ -1,4 +1,4 @@
-"""Find the site profiles that count for a job file, without reading them."""
+"""Find the site profiles that count for a job file, without loading the model of a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ __all__ = ["PROJECT_NAME", "SYSTEM_PATH", "find_profiles", "user_path"]
 
 SYSTEM_PATH = "/etc/hpml/site.toml"
 PROJECT_NAME = "hpml.toml"
-_NONE = "none"
 
 
 def user_path(environment: Mapping[str, str]) -> Path | None:
@@ -31,13 +30,11 @@ def find_profiles(
     system: str = SYSTEM_PATH,
     chosen: str = "",
 ) -> list[Path]:
-    """Return the profiles that count for a job file, the weakest first.
+    """Return the profiles that count for a job file, the weakest first; none of them is read.
 
     They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` below `$XDG_CONFIG_HOME`
     (`~/.config`), and the project's `hpml.toml`: the nearest one in the job file's directory or a
     directory above it. Another one, chosen by name, counts alone; `none` stands for no profile.
-    A directory of the user's or the project's that may not be looked into is passed over: that is
-    what `su` leaves as the current directory and the home.
 
     A project's profile of a third person (neither the user, nor root, nor the job file's owner),
     and one that everybody can write, is refused: it could change what a job runs.
@@ -46,86 +43,72 @@ def find_profiles(
         job_file: the job file; no project's profile is looked for when None.
         environment: of the process.
         system: the system's profile.
-        chosen: what `--site` or `HPML_SITE` says.
+        chosen: the value of `--site` or `HPML_SITE`.
 
     Raises:
-        InputError: a project's profile is not to be trusted, or one is there that cannot be read,
-            or the system's cannot be looked for.
+        InputError: a project's profile is not to be trusted, one cannot be read, or the system's
+            cannot be looked for.
     """
     if chosen:
-        return [] if chosen == _NONE else [Path(os.path.abspath(os.path.expanduser(chosen)))]
+        return [] if chosen == "none" else [Path(os.path.abspath(os.path.expanduser(chosen)))]
+    profiles = [Path(system)] if _exists(Path(system), may_be_closed=False) else []
     own = user_path(environment)
-    found = [Path(system)] if _is_there(Path(system), closed_is_none=False) else []
-    if own is not None and _is_there(own):
-        found.append(own)
+    if own is not None and _exists(own):
+        profiles.append(own)
     if job_file:
-        project = _project_profile(Path(os.path.abspath(job_file)))
-        if project is not None and project not in found:
+        directories = Path(os.path.abspath(job_file)).parents
+        candidates = (directory / PROJECT_NAME for directory in directories)
+        project = next((path for path in candidates if _exists(path)), None)
+        if project is not None and project not in profiles:
             _check_trusted(project, Path(job_file))
-            found.append(project)
-    return found
+            profiles.append(project)
+    return profiles
 
 
-def _project_profile(job_file: Path) -> Path | None:
-    for directory in job_file.parents:
-        candidate = directory / PROJECT_NAME
-        if _is_there(candidate):
-            return candidate
-    return None
-
-
-def _is_there(path: Path, *, closed_is_none: bool = True) -> bool:
-    """Return whether there is a profile; one that cannot be one is not passed over in silence.
+def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
+    """Return whether there is a profile; a broken link or a directory is an error.
 
     Args:
-        path: where it would be.
-        closed_is_none: whether there is none where its directory may not be looked into.
+        path: of the profile.
+        may_be_closed: False makes a directory that may not be entered an error. `su` leaves such
+            a one as current directory and home.
 
     Raises:
-        InputError: there is something else of that name, or a link that leads nowhere.
+        InputError: there is something else of that name, or it cannot be looked for.
     """
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if closed_is_none and isinstance(error, PermissionError):
+        if may_be_closed and isinstance(error, PermissionError):
             return False
         raise _unfit(path, f"cannot be looked for: {error.strerror or error}") from error
     try:
-        info = os.stat(path)
+        mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise _unfit(path, "is a link that leads nowhere") from None
     except OSError as error:
         raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
-    if not stat.S_ISREG(info.st_mode):
-        raise _unfit(path, "is no regular file")
+    if not stat.S_ISREG(mode):
+        raise _unfit(path, "is not a regular file")
     return True
-
-
-def _unfit(path: Path, problem: str) -> InputError:
-    return InputError(
-        problem,
-        field="site profile",
-        value=str(path),
-        hint="mend or remove it; `--site none` does without a profile",
-    )
 
 
 def _check_trusted(profile: Path, job_file: Path) -> None:
     info = profile.stat()
     trusted = {0, os.getuid()}
-    with contextlib.suppress(OSError):  # there is no job file: its own error says so
+    with contextlib.suppress(OSError):  # a missing job file has an error of its own
         trusted.add(job_file.stat().st_uid)
+    hint = f"if it is right, name it with `--site {profile}`; `--site none` uses no profile"
     if info.st_uid not in trusted:
         problem = "belongs to somebody who is neither you, nor root, nor the job file's owner"
-    elif info.st_mode & stat.S_IWOTH:
-        problem = "can be written by everybody"
-    else:
-        return
-    raise InputError(
-        problem,
-        field="site profile",
-        value=str(profile),
-        hint=f"look at it; then `--site {profile}` takes it, `--site none` does without",
-    )
+        raise _unfit(profile, problem, hint)
+    if info.st_mode & stat.S_IWOTH:
+        raise _unfit(profile, "can be written by everybody", hint)
+
+
+def _unfit(
+    path: Path, problem: str, hint: str = "repair or remove it; `--site none` uses no profile"
+) -> InputError:
+    return InputError(problem, field="site profile", value=str(path), hint=hint)

@@ -1,4 +1,4 @@
-"""Texts that a job file may hold: each kind with the one pattern that it must match.
+"""The types of fields: each text with the one pattern that it must match, and Slurm's quantities.
 
 Values are shell-quoted wherever they reach a script; these patterns come before that. What ends in
 an `#SBATCH` line (which no quoting protects alike in every Slurm version) is held to characters
@@ -8,36 +8,48 @@ that neither sbatch nor a shell gives a meaning to.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictInt
+
+from hpml_orchestrator.spec import values
 
 __all__ = [
+    "MAX_LIST",
     "Address",
     "After",
     "Argument",
     "Constraint",
+    "Count",
     "Directive",
     "DirectiveValue",
+    "GpuText",
     "InterfaceName",
     "JobName",
     "Line",
+    "ListenAddress",
+    "MemoryText",
     "ModuleName",
     "NodePath",
     "OptionName",
     "PathText",
     "PlainWord",
+    "PositiveInt",
     "Renamed",
     "ShellLines",
     "StageName",
+    "TimeText",
     "VariableName",
-    "VariableValue",
 ]
+
+MAX_LIST = 4096
+"""Most entries of a list or mapping."""
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
 
 MAX_PATH_BYTES = 4095
+_MAX_PORT = 65_535
 
 _RESERVED_PREFIXES = tuple("SLURM_ SLURMD_ SBATCH_ SRUN_ HPML_ PMI OMPI_ PRTE_ BASH".split())
 _RESERVED = frozenset(
@@ -51,84 +63,110 @@ _RESERVED = frozenset(
     "PET_NODE_RANK HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE "
     "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE".split()
 )
-# Users' own, whatever begins so; of version 5 PMIX and PRTE are parts with settings of their own.
+# Open MPI's own settings are the user's; PMIX and PRTE are parts of version 5.
 _OPEN_MPI_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
-def _no_nul(value: str) -> str:
+def _unicode(value: str) -> str:
     if "\0" in value:
         raise ValueError("must not hold a NUL character")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        pass
-    else:
-        return value
     try:  # JSON writes characters beyond U+FFFF as pairs of escapes, which YAML leaves apart
         return value.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
         raise ValueError("must be valid Unicode text") from error
 
 
-def _argument(value: str) -> str:
-    value = _no_nul(value)
-    size = len(value.encode("utf-8"))
-    if size > MAX_ARGUMENT_BYTES:
-        raise ValueError(
-            f"is {size} bytes long; Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: "
-            "put it into a file and pass the file's path"
-        )
+def _at_most(limit: int, advice: str) -> AfterValidator:
+    """Accept Unicode text of at most that many bytes."""
+
+    def check(value: str) -> str:
+        value = _unicode(value)
+        size = len(value.encode())
+        if size > limit:
+            raise ValueError(f"is {size} bytes long; {advice}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _as_written(value: Any) -> Any:
+    """Return numbers as they are written; booleans would lose their spelling."""
+    if isinstance(value, bool):
+        raise ValueError("is a boolean: put it in quotes, as the program shall read it")  # noqa: TRY004
+    if isinstance(value, (int, float)):
+        return getattr(value, "written", None) or str(value)
     return value
 
 
 def _shell_lines(value: str) -> str:
-    value = _no_nul(value).replace("\r\n", "\n")
-    size = len(value.encode("utf-8"))
-    if size > MAX_ARGUMENT_BYTES:
-        raise ValueError(f"is {size} bytes long; put so much into a file, and `source` that")
-    found = re.search(r"[\x01-\x08\x0b-\x1f\x7f]", value)
-    if found:
-        line = value.count("\n", 0, found.start()) + 1
+    value = value.replace("\r\n", "\n")
+    match = re.search(r"[\x01-\x08\x0b-\x1f\x7f]", value)
+    if match:
+        line = value.count("\n", 0, match.start()) + 1
         raise ValueError(
-            f"line {line}: must not hold the control character {found[0]!r}; in the shell "
-            f"it is $'\\x{ord(found[0]):02x}'"
+            f"line {line}: must not hold the control character {match[0]!r}; in the shell "
+            f"it is $'\\x{ord(match[0]):02x}'"
         )
     return value
 
 
-def _path(value: str) -> str:
-    value = _no_nul(value)
-    size = len(value.encode("utf-8"))
+def _not_empty(value: str) -> str:
     if not value:
         raise ValueError("must not be empty")
-    if size > MAX_PATH_BYTES:
-        raise ValueError(f"is {size} bytes long; a path has at most {MAX_PATH_BYTES}")
     return value
 
 
-def _variable(value: str) -> str:
-    if value.startswith(_OPEN_MPI_SETTINGS):
-        return value
-    if value in _RESERVED or value.upper().startswith(_RESERVED_PREFIXES):
+def _not_reserved(value: str) -> str:
+    reserved = value in _RESERVED or value.upper().startswith(_RESERVED_PREFIXES)
+    if reserved and not value.startswith(_OPEN_MPI_SETTINGS):
         raise ValueError("is set by the shell, Slurm, the launcher or hpml; choose another name")
     return value
 
 
-def _pattern(pattern: str, words: str, longest: int) -> AfterValidator:
+def _port(value: str) -> str:
+    if int(value.rpartition(":")[2]) > _MAX_PORT:
+        raise ValueError(f"must have a port of at most {_MAX_PORT}")
+    return value
+
+
+def _pattern(pattern: str, description: str, longest: int) -> AfterValidator:
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
         if len(value) > longest:
             raise ValueError(f"is {len(value)} characters long; at most {longest} are allowed")
         if not compiled.fullmatch(value):
-            raise ValueError(f"must be {words}")
+            raise ValueError(f"must be {description}")
         return value
 
     return AfterValidator(check)
 
 
+_NUMBER_OR_TEXT = BeforeValidator(_as_written, json_schema_input_type=str | float)
+_VALUE = r"[A-Za-z0-9_.,:@/+=%*()\[\]|&-]"
+
+Argument = Annotated[
+    str,
+    _NUMBER_OR_TEXT,
+    _at_most(
+        MAX_ARGUMENT_BYTES,
+        f"Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: put it into a file and pass "
+        "the file's path",
+    ),
+]
+PathText = Annotated[
+    str,
+    _at_most(MAX_PATH_BYTES, f"a path has at most {MAX_PATH_BYTES}"),
+    AfterValidator(_not_empty),
+]
+ShellLines = Annotated[
+    str,
+    _at_most(MAX_ARGUMENT_BYTES, "put so much into a file, and `source` that"),
+    AfterValidator(_shell_lines),
+]
 After = Annotated[
     str,
+    BeforeValidator(_as_written, json_schema_input_type=str | int),
     _pattern(
         r"((ok|any|notok):)?[A-Za-z0-9][A-Za-z0-9._+-]*",
         "a run as `hpml list` names it, or one behind ok:, any: or notok:",
@@ -164,6 +202,15 @@ Constraint = Annotated[
 Address = Annotated[
     str, _pattern(r"[A-Za-z0-9_.+-]+(@[A-Za-z0-9.-]+)?", "a user name or a mail address", 254)
 ]
+ListenAddress = Annotated[
+    str,
+    _pattern(
+        r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):([0-9]{1,5})",
+        "ADDRESS:PORT, such as 127.0.0.1:0; port 0 takes a free one",
+        260,
+    ),
+    AfterValidator(_port),
+]
 ModuleName = Annotated[
     str,
     _pattern(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", "a module's name such as cuda/12.4", 256),
@@ -171,16 +218,19 @@ ModuleName = Annotated[
 Directive = Annotated[
     str,
     _pattern(
-        r"--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:@/+=%*()\[\]|&-]+)?",
+        rf"--[a-z][a-z0-9-]*(={_VALUE}+)?",
         "one long sbatch option such as --reservation=course, without blanks or quotes",
         512,
     ),
 ]
 DirectiveValue = Annotated[
+    str, _pattern(rf"{_VALUE}*", "the value of an sbatch option, without blanks or quotes", 512)
+]
+Renamed = Annotated[
     str,
     _pattern(
-        r"[A-Za-z0-9_.,:@/+=%*()\[\]|&-]*",
-        "the value of an sbatch option, without blanks or quotes",
+        rf"--[a-z][a-z0-9-]*(={_VALUE}*(\{{(value|item)\}})?{_VALUE}*)?",
+        "one long sbatch option such as --gres=gpu:{value}",
         512,
     ),
 ]
@@ -189,15 +239,6 @@ OptionName = Annotated[
     _pattern(r"[a-z][a-z0-9-]*", "a long sbatch option's name without dashes, such as mem", 64),
 ]
 Line = Annotated[str, _pattern(r"[^\x00-\x1f\x7f]+", "one line of text", 1024)]
-Renamed = Annotated[
-    str,
-    _pattern(
-        r"--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:@/+=%*()\[\]|&-]*(\{(value|item)\})?"
-        r"[A-Za-z0-9_.,:@/+=%*()\[\]|&-]*)?",
-        "one long sbatch option such as --gres=gpu:{value}",
-        512,
-    ),
-]
 InterfaceName = Annotated[
     str, _pattern(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "a network interface such as ib0", 64)
 ]
@@ -206,15 +247,29 @@ NodePath = Annotated[
     _pattern(
         r"(/|\$[A-Za-z_][A-Za-z0-9_]*(/|$))[^\x00-\x1f\x7f]*",
         "an absolute path, or a variable and a path below it, such as $LOCAL_SCRATCH/data",
-        4095,
+        MAX_PATH_BYTES,
     ),
 ]
 VariableName = Annotated[
     str,
     _pattern(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and _", 256),
-    AfterValidator(_variable),
+    AfterValidator(_not_reserved),
 ]
-Argument = Annotated[str, AfterValidator(_argument)]
-VariableValue = Annotated[str, AfterValidator(_argument)]
-PathText = Annotated[str, AfterValidator(_path)]
-ShellLines = Annotated[str, AfterValidator(_shell_lines)]
+
+Count = Annotated[StrictInt, Field(ge=0, le=10_000_000)]
+PositiveInt = Annotated[StrictInt, Field(ge=1, le=1_000_000_000)]
+GpuText = Annotated[
+    str,
+    BeforeValidator(
+        lambda value: str(values.parse_gpus(value)) or "0",
+        json_schema_input_type=int | str | list[int | str],
+    ),
+]
+MemoryText = Annotated[str, BeforeValidator(values.memory_text, json_schema_input_type=int | str)]
+TimeText = Annotated[
+    str,
+    BeforeValidator(
+        lambda value: values.format_time(values.parse_time(value)),
+        json_schema_input_type=int | str,
+    ),
+]

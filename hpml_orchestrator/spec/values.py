@@ -1,30 +1,63 @@
-"""Quantities in a job file: time limits and sizes in Slurm's forms, GPUs as typed lists."""
+"""Times, sizes, counts and GPUs in Slurm's forms: the one place that reads and writes them.
+
+`parse_*` reads what a user wrote and raises ValueError, whose text says what would be right.
+`read_*` reads what Slurm printed, and returns None for what is no such value.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "MIB",
+    "TIME_FORMS",
     "Gpus",
     "format_time",
+    "memory_text",
     "parse_bytes",
+    "parse_count",
+    "parse_gpu_option",
     "parse_gpus",
+    "parse_mebibytes",
     "parse_time",
+    "parse_time_limit",
+    "read_bytes",
+    "read_count",
+    "read_gres",
+    "read_seconds",
     "size_text",
-    "whole_mebibytes",
+    "split_list",
 ]
 
-_DAY = 86_400
-_HOUR = 3_600
-_MINUTE = 60
+MIB = 1024**2
+_DAY, _HOUR, _MINUTE = 86_400, 3_600, 60
 _MAX_SECONDS = 3_650 * _DAY
+_MAX_BYTES = 1024**5
+_MAX_COUNT = 9_999_999
 
 TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+_SIZE_FORMS = "must be a size such as 500M, 64G or 1T (a bare number is MiB)"
+_GPU_FORMS = (
+    "must be a number of GPUs per node, with a type such as a100:4 or a MIG profile such as "
+    "1g.10gb:2"
+)
+_NO_LIMIT = frozenset({"unlimited", "infinite", "-1"})
 
-_UNITS = {"": 1024**2, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
-_MAX_BYTES = 1024**5
+_CLOCK = re.compile(
+    r"(?:(\d{1,9})-)?(\d{1,12})(?::(\d{1,9}))?(?::(\d{1,9}))?(\.\d{1,9})?", re.ASCII
+)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+_WRITTEN_SIZE = re.compile(r"(\d{1,15})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE | re.ASCII)
+# sacct marks memory per CPU with c, per node with n, and an estimate with ?
+_PRINTED_SIZE = re.compile(
+    r"(\d{1,20}(?:\.\d{1,20})?)([KMGTPE]?)(?:i?B)?[cn?]?", re.ASCII | re.IGNORECASE
+)
+# NO_VAL64 and INFINITE64 lie just below 2**64, NO_VAL and INFINITE just below 2**32
+_UNSET = 2**63
+_UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
 
 # a type or MIG profile with or without a count, or a count alone; a type that begins with a digit,
 # such as 2080ti or 3090, needs its count to be told from one
@@ -33,6 +66,36 @@ _GPU = re.compile(
     r"|(\d[\w.+-]{2,63}):(\d{1,4})|(\d{1,4}))",
     re.ASCII,
 )
+
+
+def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
+    """Return seconds of a time span; None for no limit and for what is no time span.
+
+    Args:
+        text: such as `1-02:03:04`, `03:04` or `04.123`.
+        bare: seconds that a number without any colon counts for.
+
+    >>> read_seconds("1-00:00:00"), read_seconds("30:00"), read_seconds("UNLIMITED")
+    (86400.0, 1800.0, None)
+    >>> read_seconds("00:01.250"), read_seconds("7", bare=1)
+    (1.25, 7.0)
+    """
+    match = _CLOCK.fullmatch(text.strip())
+    if not match:
+        return None
+    days, *fields, fraction = match.groups()
+    first, second, third = (int(field or 0) for field in fields)
+    if days is not None:
+        seconds = int(days) * _DAY + first * _HOUR + second * _MINUTE + third
+    elif fields[2] is not None:
+        seconds = first * _HOUR + second * _MINUTE + third
+    elif fields[1] is not None:
+        seconds = first * _MINUTE + second
+    elif first in _UNSET_32:
+        return None
+    else:
+        seconds = first * (1 if fraction else bare)
+    return seconds + float(fraction or 0)
 
 
 def parse_time(value: str | int) -> int:
@@ -44,23 +107,28 @@ def parse_time(value: str | int) -> int:
     >>> parse_time("10:00"), parse_time("1-0"), parse_time(90)
     (600, 86400, 5400)
     """
-    text = str(value).strip()
-    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,8})(?::(\d{1,3}))?(?::(\d{1,3}))?", text, re.ASCII)
-    if not match or isinstance(value, bool):
+    seconds = None
+    if not isinstance(value, bool) and isinstance(value, (int, str)) and "." not in str(value):
+        seconds = read_seconds(str(value))
+    if seconds is None:
         raise ValueError(f"must be a time limit: {TIME_FORMS}")
-    days, first, second, third = match.groups()
-    if days is not None:
-        seconds = int(days) * _DAY + int(first) * _HOUR
-        seconds += int(second or 0) * _MINUTE + int(third or 0)
-    elif third is not None:
-        seconds = int(first) * _HOUR + int(second) * _MINUTE + int(third)
-    elif second is not None:
-        seconds = int(first) * _MINUTE + int(second)
-    else:
-        seconds = int(first) * _MINUTE
     if not 0 < seconds <= _MAX_SECONDS:
         raise ValueError("must be more than zero and at most ten years")
-    return seconds
+    return int(seconds)
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Return the seconds of `sbatch --time`; None for no limit: `UNLIMITED`, `INFINITE`, -1 or 0.
+
+    Raises:
+        ValueError: it is in none of the forms.
+
+    >>> parse_time_limit("1-12"), parse_time_limit("90"), parse_time_limit("UNLIMITED")
+    (129600, 5400, None)
+    """
+    if text.strip().lower() in _NO_LIMIT or read_seconds(text) == 0:
+        return None
+    return parse_time(text)
 
 
 def format_time(seconds: int) -> str:
@@ -76,6 +144,34 @@ def format_time(seconds: int) -> str:
     return f"{days}-{clock}" if days else clock
 
 
+def read_bytes(text: str, unit: str = "M") -> int | None:
+    """Return bytes of a size; None for no limit and for what is no size.
+
+    Args:
+        text: such as `62.50G`, `1000Mc` or `16000`.
+        unit: that of a bare number, empty for bytes.
+
+    >>> read_bytes("1.5K"), read_bytes("2"), read_bytes("0", ""), read_bytes("n/a")
+    (1536, 2097152, 0, None)
+    """
+    match = _PRINTED_SIZE.fullmatch(text.strip())
+    if not match:
+        return None
+    value = float(match[1])
+    if value >= _UNSET or int(value) in _UNSET_32:
+        return None
+    return int(value * 1024 ** _POWERS[(match[2] or unit).upper()])
+
+
+def _written_bytes(value: object) -> int:
+    match = None
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
+        match = _WRITTEN_SIZE.fullmatch(str(value).strip())
+    if not match:
+        raise ValueError(_SIZE_FORMS)
+    return int(match[1]) * int(1024 ** _POWERS[(match[2] or "M").upper()])
+
+
 def parse_bytes(value: str | int) -> int:
     """Return bytes of a size in Slurm's form: a number of MiB, or with K, M, G or T.
 
@@ -85,28 +181,108 @@ def parse_bytes(value: str | int) -> int:
     >>> parse_bytes("8G"), parse_bytes(512)
     (8589934592, 536870912)
     """
-    text = str(value).strip()
-    match = re.fullmatch(r"(\d{1,15})\s*(?:([KMGT])(?:i?B)?)?", text, re.IGNORECASE | re.ASCII)
-    if not match or isinstance(value, bool):
-        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")
-    size = int(match[1]) * _UNITS[(match[2] or "").upper()]
+    size = _written_bytes(value)
     if not 0 < size <= _MAX_BYTES:
         raise ValueError("must be more than zero and at most 1024T")
     return size
 
 
-def whole_mebibytes(value: Any) -> str:
-    """Return a size in whole MiB, as Slurm takes it.
+def parse_mebibytes(text: str) -> int:
+    """Return whole MiB of `sbatch --mem`, rounded up; 0 means all of the node's memory.
 
     Raises:
         ValueError: it is no size.
 
-    >>> whole_mebibytes("2G"), whole_mebibytes("1K")
+    >>> parse_mebibytes("2G"), parse_mebibytes("512"), parse_mebibytes("1K"), parse_mebibytes("0")
+    (2048, 512, 1, 0)
+    """
+    return -(-_written_bytes(text) // MIB)
+
+
+def memory_text(value: Any) -> str:
+    """Return a size that a user wrote in whole MiB, as Slurm takes it.
+
+    Raises:
+        ValueError: it is no size, zero, or over 1 PiB.
+
+    >>> memory_text("2G"), memory_text("1K")
     ('2048M', '1M')
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("must be a size such as 500M, 64G or 1T (a bare number is MiB)")  # noqa: TRY004
-    return f"{-(-parse_bytes(value) // 1024**2)}M"
+    return f"{-(-parse_bytes(value) // MIB)}M"
+
+
+def size_text(mebibytes: int) -> str:
+    """Return MiB in the largest unit that is exact.
+
+    >>> size_text(8192), size_text(9000), size_text(2 * 1024**2)
+    ('8G', '9000M', '2T')
+    """
+    for unit, size in (("T", 1024**2), ("G", 1024)):
+        if mebibytes and mebibytes % size == 0:
+            return f"{mebibytes // size}{unit}"
+    return f"{mebibytes}M"
+
+
+def read_count(text: str) -> int | None:
+    """Return a number, None for no limit and for what is no number; K is 1024.
+
+    >>> read_count("4K"), read_count("UNLIMITED"), read_count("4294967295")
+    (4096, None, None)
+    """
+    return read_bytes(text, "")
+
+
+def parse_count(text: str) -> int:
+    """Return a number above zero and below ten million.
+
+    Raises:
+        ValueError: it is none.
+    """
+    stripped = text.strip()
+    if not re.fullmatch(r"\d{1,20}", stripped, re.ASCII) or not 0 < int(stripped) <= _MAX_COUNT:
+        raise ValueError(f"must be a number from 1 to {_MAX_COUNT}")
+    return int(stripped)
+
+
+def split_list(text: str) -> Iterator[str]:
+    """Yield the parts between commas that are in no brackets.
+
+    >>> list(split_list("gpu:2(IDX:0,3),node[1,3]"))
+    ['gpu:2(IDX:0,3)', 'node[1,3]']
+    """
+    depth, begin = 0, 0
+    for place, char in enumerate(text):
+        if char in "([":
+            depth += 1
+        elif char in ")]":
+            depth = max(depth - 1, 0)
+        elif char == "," and not depth:
+            yield text[begin:place]
+            begin = place + 1
+    yield text[begin:]
+
+
+def read_gres(text: str) -> list[tuple[str, str, int]]:
+    """Return (name, type, count) of generic resources; a type that is named twice is added up.
+
+    Both what Slurm prints, `gpu:a100:4(S:0-1)`, and what `--gres` takes, `gpu`, `gres/gpu=2`.
+
+    >>> read_gres("gpu:a100:4(S:0-1),gpu:2,craynetwork:no_consume:4K")
+    [('gpu', 'a100', 4), ('gpu', '', 2), ('craynetwork', '', 4096)]
+    >>> read_gres("gres:gpu"), read_gres("(null)")
+    ([('gpu', '', 1)], [])
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for part in split_list(text):
+        entry = part.partition("(")[0].strip().removeprefix("gres/").removeprefix("gres:")
+        name, *rest = entry.replace("=", ":").split(":")
+        if name.lower() in {"", "null", "none", "n/a"}:
+            continue
+        rest = [word for word in rest if word != "no_consume"]
+        number = read_count(rest[-1]) if rest else None
+        kind = ":".join(rest if number is None else rest[:-1])
+        counts[name, kind] = counts.get((name, kind), 0) + (1 if number is None else number)
+    return [(name, kind, count) for (name, kind), count in counts.items()]
 
 
 @dataclass(frozen=True)
@@ -124,7 +300,7 @@ class Gpus:
         return ",".join(f"{kind}:{number}" if kind else str(number) for kind, number in self.kinds)
 
 
-def parse_gpus(value: str | int | list[str | int]) -> Gpus:
+def parse_gpus(value: Any) -> Gpus:
     """Return the GPUs of a node from `4`, `a100:4`, `1g.10gb:2`, or a list of such.
 
     Raises:
@@ -133,32 +309,39 @@ def parse_gpus(value: str | int | list[str | int]) -> Gpus:
     >>> str(parse_gpus("a100:2,v100:1")), parse_gpus(4).count
     ('a100:2,v100:1', 4)
     """
+    if isinstance(value, bool) or not isinstance(value, (int, str, list)):
+        raise ValueError(_GPU_FORMS)  # noqa: TRY004 - pydantic wants ValueError
     entries = value if isinstance(value, list) else str(value).split(",")
-    kinds: list[tuple[str, int]] = []
+    kinds: dict[str, int] = {}
     for entry in entries:
         match = _GPU.fullmatch(str(entry))
         if isinstance(entry, bool) or not match:
-            raise ValueError(
-                "must be a number of GPUs per node, with a type such as a100:4 "
-                "or a MIG profile such as 1g.10gb:2"
-            )
+            raise ValueError(_GPU_FORMS)
         kind, number, digits, its_number, alone = match.groups()
-        kinds.append((kind or digits or "", int(number or its_number or alone or 1)))
-    names = [kind for kind, _ in kinds]
-    if len(set(names)) != len(names):
-        raise ValueError("names one type of GPU twice")
-    if any(number == 0 for _, number in kinds) and len(kinds) > 1:
+        name = kind or digits or ""
+        if name in kinds:
+            raise ValueError("names one type of GPU twice")
+        kinds[name] = int(number or its_number or alone or 1)
+    if 0 in kinds.values() and len(kinds) > 1:
         raise ValueError("asks for 0 of one type: leave that type out")
-    return Gpus(tuple((kind, number) for kind, number in kinds if number))
+    return Gpus(tuple((kind, number) for kind, number in kinds.items() if number))
 
 
-def size_text(mebibytes: int) -> str:
-    """Return an amount of memory as a job file says it.
+def parse_gpu_option(text: str) -> Gpus:
+    """Return the GPUs of `--gpus` and its kin, `[TYPE:]NUMBER[,…]`, or of the gpu part of `--gres`.
 
-    >>> size_text(8192), size_text(9000), size_text(2 * 1024**2)
-    ('8G', '9000M', '2T')
+    Raises:
+        ValueError: a part has no number.
+
+    >>> str(parse_gpu_option("a100:2,1")), str(parse_gpu_option("gres:gpu:a100:2,lustre:1"))
+    ('a100:2,1', 'a100:2')
     """
-    for unit, size in (("T", 1024**2), ("G", 1024)):
-        if mebibytes and mebibytes % size == 0:
-            return f"{mebibytes // size}{unit}"
-    return f"{mebibytes}M"
+    if re.search(r"(^|[,:/])gpu\b", text):
+        return Gpus(tuple((kind, count) for name, kind, count in read_gres(text) if name == "gpu"))
+    kinds = []
+    for part in text.split(","):
+        kind, _, number = part.rpartition(":")
+        if not re.fullmatch(r"\d{1,5}", number, re.ASCII):
+            raise ValueError(f"must be [TYPE:]NUMBER of GPUs, not {part}")
+        kinds.append((kind, int(number)))
+    return Gpus(tuple(kinds))

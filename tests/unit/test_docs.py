@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from hpml_orchestrator.cli.main import app
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
-from hpml_orchestrator.spec import job_schema, load_job, site_schema
+from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.site_load import load_site
 from tests.stuck import told_of
@@ -354,61 +355,11 @@ def table(page: str, *header: str) -> list[list[str]]:
     return rows
 
 
-def fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """Every field of a file: its path, its schema, and whether it must be given."""
-
-    def walk(
-        model: Mapping[str, Any], prefix: str
-    ) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-        for name, field in model["properties"].items():
-            yield f"{prefix}{name}", field, name in model.get("required", [])
-            for reference in re.findall(r"#/\$defs/(\w+)", json.dumps(field)):
-                inner = f"{prefix}{name}.N." if field.get("type") == "array" else f"{prefix}{name}."
-                if "additionalProperties" in field:
-                    inner = f"{prefix}{name}.{'OPTION' if name == 'directives' else 'NAME'}."
-                yield from walk(schema["$defs"][reference], inner)
-
-    yield from walk(schema, "")
-
-
-def _site_fields() -> dict[str, Any]:
-    """The schema of a site profile, its defaults left to the reference of job files."""
-    schema = site_schema()
-    del schema["properties"]["defaults"]["properties"]
-    del schema["properties"]["directives"]["propertyNames"]
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("page", "schema"),
-    [("docs/job-file.md", job_schema()), ("docs/site-profile.md", _site_fields())],
-    ids=["job", "site"],
-)
-def test_the_references_have_every_field(page: str, schema: Mapping[str, Any]) -> None:
-    """Each field of the JSON Schema is documented with its default and choices, and no other."""
-    rows = table(page, "field", "type", "default", "meaning")
-    told = {row[0].strip("`"): row for row in rows}
-    assert len(told) == len(rows), "a field is documented twice"
-    there = {path: (field, required) for path, field, required in fields(schema)}
-    assert sorted(told) == sorted(there)
-    for path, (field, required) in there.items():
-        _, kind, default, meaning = told[path]
-        assert default.strip("`") == _default(field, required=required), path
-        for choice in re.findall(r'"(?:enum|const)": (\[.*?\]|".*?")', json.dumps(field)):
-            for word in re.findall(r'"(.*?)"', choice):
-                assert f"`{word}`" in kind, f"{path}: {word} is not told"
-        assert meaning.endswith((".", ".)")), path
-
-
-def _default(field: Mapping[str, Any], *, required: bool) -> str:
-    if required:
-        return "required"
-    value = field.get("default")
-    if "$ref" in field or value is None:
-        return "see below" if "$ref" in field else "—"
-    if isinstance(value, list):
-        return f"[{', '.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+@pytest.mark.parametrize("name", sorted(runpy.run_path(str(ROOT / "docs/fields.py"))["PAGES"]))
+def test_the_references_are_current(name: str) -> None:
+    """They are generated from the fields' descriptions: `make docs` writes them anew."""
+    page = runpy.run_path(str(ROOT / "docs/fields.py"))["page"]
+    assert read(f"docs/{name}") == page(name)
 
 
 def test_the_reference_names_what_is_refused_for_now() -> None:

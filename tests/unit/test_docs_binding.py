@@ -13,7 +13,7 @@ import pytest
 from hpml_orchestrator.cli.common import _STYLES
 from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.placement.static import forms
-from hpml_orchestrator.spec.binding import Binding
+from hpml_orchestrator.spec import Binding
 from hpml_orchestrator.topology import Topology
 from hpml_orchestrator.topology.recognise import read_topology
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve

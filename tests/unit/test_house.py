@@ -146,8 +146,8 @@ def test_all_is_complete() -> None:
         module = importlib.import_module(f"{NAME}.{room}")
         brought = {
             alias.asname or alias.name
-            for node in ast.parse((PACKAGE / room / "__init__.py").read_text("utf-8")).body
-            if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+            for node in ast.walk(ast.parse((PACKAGE / room / "__init__.py").read_text("utf-8")))
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(NAME)
             for alias in node.names
         }
         assert brought == set(getattr(module, "__all__", [])), room

@@ -182,7 +182,7 @@ def test_submissions_come_newest_first(store: Store) -> None:
         prepare(store, sid)
     (store.submissions_dir / ".x-20240101-000000-aaaaaa.tmp").mkdir()
     (store.submissions_dir / "notes.txt").touch()
-    assert [one.sid for one in store.submissions()] == [ids[1], ids[0], ids[2]]
+    assert [made.sid for made in store.submissions()] == [ids[1], ids[0], ids[2]]
     assert list(Store(store.root / "none").submissions()) == []
 
 
@@ -249,7 +249,7 @@ def test_attempts_and_bindings_are_read_as_they_come(store: Store) -> None:
         line = f'{{"rank": {rank}, "node": "{node}", "pid": {pid}}}'
         append_line(attempts[0].directory / "binding" / f"{node}.jsonl", line)
     append_line(attempts[0].directory / "binding" / "n2.jsonl", '{"rank": "x"}')
-    assert [(one["rank"], one["pid"]) for one in attempts[0].bindings()] == [(0, 2), (1, 3)]
+    assert [(line["rank"], line["pid"]) for line in attempts[0].bindings()] == [(0, 2), (1, 3)]
     write_json(attempts[0].directory / "ended.json", {"exit_code": 0})
     assert (attempts[0].ended or {})["exit_code"] == 0
     write_text(attempts[0].directory / "ended.json", "{")

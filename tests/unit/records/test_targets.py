@@ -80,39 +80,23 @@ def test_a_sign_of_life_saves(tmp_path: Path) -> None:
     withdraw(path)
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
-    """By name, by content and by kind: a site's directory holds more than ours."""
-    target = published(tmp_path)
-    others = {
-        "nodes.json": target.read_text(),
-        "a@b.yml": target.read_text(),
-        "x@n.json": '[{"targets": ["a:1"], "labels": {"env": "prod"}}]',
-        "y@n.json": "not json",
-        "z@n.json": "[]",
-    }
-    withdraw(target)
-    for name, text in others.items():
-        (tmp_path / name).write_text(text)
-        aged(tmp_path / name)
-    (tmp_path / "d@n.json").mkdir()
-    aged(tmp_path / "d@n.json")
-    (tmp_path / "l@n.json").symlink_to("x@n.json")
-    os.utime(tmp_path / "l@n.json", (0, 0), follow_symlinks=False)
-    assert sweep(tmp_path) == []
-    withdraw_run(tmp_path, "x")
-    assert len(os.listdir(tmp_path)) == len(others) + 2
-
-
-def test_pipes_and_links_of_others_are_not_followed(tmp_path: Path) -> None:
-    """Everybody can write where the targets of several users are: a pipe would never answer."""
-    published(tmp_path, "elsewhere.json")
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    """By name, kind and owner: several users and other tools may write to the directory."""
+    published(tmp_path, "nodes.json")
+    published(tmp_path, "r-1.c-17@n1.yml")
+    (tmp_path / "r-1.d@n1.json").mkdir()
     os.mkfifo(tmp_path / "r-1.pipe@n1.json")
-    (tmp_path / "r-1.link@n1.json").symlink_to("elsewhere.json")
+    (tmp_path / "r-1.link@n1.json").symlink_to("nodes.json")
+    if os.getuid() == 0:
+        os.chown(published(tmp_path, "r-1.theirs@n1.json"), 65534, 65534)
+    for path in list(tmp_path.iterdir()):
+        os.utime(path, (1, 1), follow_symlinks=False)
+    before = sorted(os.listdir(tmp_path))
+    assert sweep(tmp_path) == []
     withdraw_run(tmp_path, "r-1")
-    assert len(os.listdir(tmp_path)) == 3
-    os.utime(tmp_path / "elsewhere.json", (1, 1))
+    assert sorted(os.listdir(tmp_path)) == before
     renew(tmp_path / "r-1.link@n1.json")
-    assert (tmp_path / "elsewhere.json").stat().st_mtime == 1
+    assert (tmp_path / "nodes.json").stat().st_mtime == 1, "links are not followed"
 
 
 def test_a_directory_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.spec import load_job, parse_setting
-from hpml_orchestrator.spec.site_find import find_profiles
-from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
+from hpml_orchestrator.spec import find_profiles, load_job, load_site, parse_setting
+
+if TYPE_CHECKING:
+    from tests.unit.spec.conftest import LoadSite
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def profile(path: Path, text: str) -> Path:
     return path
 
 
-def found(place: Path, **more: str) -> list[Path]:
+def profiles(place: Path, **more: str) -> list[Path]:
     return find_profiles(
         place / "home" / "project" / "deep" / "job.yaml",
         {"HOME": str(place / "home")},
@@ -37,31 +39,24 @@ def found(place: Path, **more: str) -> list[Path]:
     )
 
 
-def site(tmp_path: Path, *texts: str) -> ResolvedSite:
-    paths = [
-        profile(tmp_path / str(number) / "hpml.toml", text) for number, text in enumerate(texts)
-    ]
-    return load_site(paths)
-
-
 def test_the_projects_profile_is_over_the_users_and_the_systems(place: Path) -> None:
     """Three places, the weakest first; the nearest directory with a profile is the project."""
-    assert found(place) == []
+    assert profiles(place) == []
     system = profile(place / "etc" / "site.toml", "")
     user = profile(place / "home" / ".config" / "hpml" / "site.toml", "")
     far = profile(place / "home" / "hpml.toml", "")
-    assert found(place) == [system, user, far]
+    assert profiles(place) == [system, user, far]
     near = profile(place / "home" / "project" / "hpml.toml", "")
-    assert found(place) == [system, user, near]
+    assert profiles(place) == [system, user, near]
 
 
 def test_a_profile_chosen_by_name_counts_alone(place: Path) -> None:
     """`--site FILE` is the only one, `--site none` is none."""
     profile(place / "etc" / "site.toml", "")
-    assert found(place, chosen="none") == []
-    assert found(place, chosen="/x/mine.toml") == [Path("/x/mine.toml")]
+    assert profiles(place, chosen="none") == []
+    assert profiles(place, chosen="/x/mine.toml") == [Path("/x/mine.toml")]
     with pytest.raises(NotFoundError, match="no such site profile: /x/mine.toml"):
-        load_site(found(place, chosen="/x/mine.toml"))
+        load_site(profiles(place, chosen="/x/mine.toml"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -70,11 +65,11 @@ def test_a_strangers_profile_is_refused(place: Path) -> None:
     stranger = profile(place / "home" / "hpml.toml", "")
     os.chown(stranger, 12345, 12345)
     with pytest.raises(InputError, match="belongs to somebody who is neither you") as caught:
-        found(place)
+        profiles(place)
     assert caught.value.field == "site profile"
     assert "--site none" in caught.value.hint
     os.chown(place / "home" / "project" / "deep" / "job.yaml", 12345, 12345)
-    assert found(place) == [stranger], "who wrote the job file may write its profile"
+    assert profiles(place) == [stranger], "who wrote the job file may write its profile"
 
 
 def test_a_profile_that_everybody_can_write_is_refused(place: Path) -> None:
@@ -82,7 +77,7 @@ def test_a_profile_that_everybody_can_write_is_refused(place: Path) -> None:
     loose = profile(place / "home" / "hpml.toml", "")
     loose.chmod(0o666)
     with pytest.raises(InputError, match="can be written by everybody"):
-        found(place)
+        profiles(place)
 
 
 @pytest.mark.parametrize("kind", ["link", "directory"])
@@ -93,16 +88,15 @@ def test_a_profile_that_is_none_is_not_passed_over(place: Path, kind: str) -> No
         path.symlink_to("nowhere")
     else:
         path.mkdir()
-    words = "is a link that leads nowhere" if kind == "link" else "is no regular file"
+    words = "is a link that leads nowhere" if kind == "link" else "is not a regular file"
     with pytest.raises(InputError, match=words) as caught:
-        found(place)
+        profiles(place)
     assert caught.value.field == "site profile"
 
 
-def test_profiles_lie_over_one_another(tmp_path: Path) -> None:
+def test_profiles_lie_over_one_another(site: LoadSite) -> None:
     """Mappings are joined key by key, the later file wins, and each value knows its file."""
     made = site(
-        tmp_path,
         'cluster = "a"\n[defaults.resources]\npartition = "gpu"\naccount = "low"\n'
         '[directives.mem]\nforbid = "no"\n[directives.hint]\ndefault = "nomultithread"\n',
         '[defaults.resources]\naccount = "high"\n[directives.mem]\nomit = true\n'
@@ -118,10 +112,9 @@ def test_profiles_lie_over_one_another(tmp_path: Path) -> None:
     assert made.origin("nothing") is None
 
 
-def test_defaults_lie_below_the_job_file(tmp_path: Path) -> None:
+def test_defaults_lie_below_the_job_file(site: LoadSite, tmp_path: Path) -> None:
     """Command line over job file over site profile over hpml's own defaults."""
     made = site(
-        tmp_path,
         '[defaults.resources]\npartition = "gpu"\ntime = "02:00:00"\nqos = "long"\n'
         'account = "a"\n[defaults.environment.variables]\nA = "1"\nB = "1"\n',
     )
@@ -142,19 +135,18 @@ def test_defaults_lie_below_the_job_file(tmp_path: Path) -> None:
     assert origins["resources.nodes"] == "default"
 
 
-def test_a_job_with_conda_does_without_the_sites_venv(tmp_path: Path) -> None:
+def test_a_job_with_conda_does_without_the_sites_venv(site: LoadSite, tmp_path: Path) -> None:
     """Of two that exclude each other the job's choice counts."""
-    made = site(tmp_path, '[defaults.environment]\nvenv = "/opt/venv"\n')
+    made = site('[defaults.environment]\nvenv = "/opt/venv"\n')
     job = tmp_path / "job.yaml"
     job.write_text("name: a\nscript: x.py\nenvironment: {conda: torch}\n", "utf-8")
     environment = load_job(job, None, made).job.environment
     assert (environment.conda, environment.venv) == ("torch", None)
 
 
-def test_paths_are_relative_to_their_profile(tmp_path: Path) -> None:
+def test_paths_are_relative_to_their_profile(site: LoadSite, tmp_path: Path) -> None:
     """Wherever the job file is."""
     made = site(
-        tmp_path,
         'templates = "templates"\n[node_types.a]\ntopology = "a.xml"\n'
         '[defaults.environment]\nvenv = "venv"\npython = "python3"\n',
     )
@@ -164,10 +156,9 @@ def test_paths_are_relative_to_their_profile(tmp_path: Path) -> None:
     assert made.site.defaults["environment"] == {"venv": str(here / "venv"), "python": "python3"}
 
 
-def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
+def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
     """Node types decide where they agree, else what is said of all nodes."""
     made = site(
-        tmp_path,
         '[paths]\nscratch = "/scratch"\n'
         '[node_types.a]\nscratch = "/nvme"\ninterfaces = ["ib0"]\n[node_types.b]\n'
         '[partitions.one]\nnode_types = ["a"]\n'
@@ -210,7 +201,7 @@ def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
         ("[directives.mem]\nforbid = true", "directives.mem.forbid: must be text"),
         ("[directives.mem]\nforbid = 'x'\nomit = true", "give one of forbid, omit, rename and"),
         ("[directives.--mem]\nomit = true", "must be a long sbatch option's name without dashes"),
-        ("[directives.chdir]\nomit = true", "--chdir is one that hpml cannot do without"),
+        ("[directives.chdir]\nomit = true", "--chdir is an option that hpml needs"),
         ("[directives.gpus]\nrename = 'gres=gpu'", "must be one long sbatch option such as --gres"),
         ("[directives.nodes]\nrename = '--output={value}'", "--output is set by hpml for every"),
         ("[directives.gpus]\nrename = '--gres=`id`'", "must be one long sbatch option such as"),
@@ -224,7 +215,7 @@ def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
         ),
         (
             "[partitions.a]\ndefault = true\n[partitions.b]\n[partitions.c]\ndefault = true",
-            "partitions: a and c are all the default",
+            "partitions: a and c are all the default partition",
         ),
         (
             "[defaults.resources]\npartion = 'a'",
@@ -244,28 +235,27 @@ def test_a_partition_stages_where_its_nodes_say(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_field_and_file(
-    tmp_path: Path, text: str, message: str
+    site: LoadSite, tmp_path: Path, text: str, message: str
 ) -> None:
     """Each finding says what would be right, and in which file."""
     with pytest.raises(InputError) as caught:
-        site(tmp_path, text + "\n")
-    told = f"{caught.value}\n{caught.value.hint}"
-    assert message in told
-    assert str(tmp_path / "0" / "hpml.toml") in told
+        site(text + "\n")
+    assert message in str(caught.value)
+    assert str(tmp_path / "0" / "hpml.toml") in f"{caught.value}\n{caught.value.hint}"
 
 
-def test_the_file_of_a_finding_is_the_one_that_holds_it(tmp_path: Path) -> None:
+def test_the_file_of_a_finding_is_the_one_that_holds_it(site: LoadSite, tmp_path: Path) -> None:
     """Of several profiles, the one with the wrong value is named."""
     with pytest.raises(InputError) as caught:
-        site(tmp_path, "[defaults.resources]\nnodes = 0\n", "cluster = 'a'\n")
+        site("[defaults.resources]\nnodes = 0\n", "cluster = 'a'\n")
     assert str(tmp_path / "0" / "hpml.toml") in caught.value.hint
     assert str(tmp_path / "1" / "hpml.toml") not in caught.value.hint
 
 
-def test_the_default_partition_of_a_weaker_profile_is_taken_back(tmp_path: Path) -> None:
+def test_the_default_partition_of_a_weaker_profile_is_taken_back(site: LoadSite) -> None:
     """Two defaults are refused also where they come of two files; one of them says false."""
     weak, strong = "[partitions.a]\ndefault = true\n", "[partitions.b]\ndefault = true\n"
     with pytest.raises(InputError, match="a and b are all the default"):
-        site(tmp_path, weak, strong)
-    made = site(tmp_path, weak, f"{strong}[partitions.a]\ndefault = false\n").site
-    assert [name for name, one in made.partitions.items() if one.default] == ["b"]
+        site(weak, strong)
+    made = site(weak, f"{strong}[partitions.a]\ndefault = false\n").site
+    assert made.partitions_of(None) == ["b"]

@@ -8,7 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpml_orchestrator.spec.values import format_time, parse_bytes, parse_gpus, parse_time
+from hpml_orchestrator.spec.values import (
+    format_time,
+    parse_bytes,
+    parse_count,
+    parse_gpu_option,
+    parse_gpus,
+    parse_mebibytes,
+    parse_time,
+    parse_time_limit,
+    read_bytes,
+    read_count,
+    read_gres,
+    read_seconds,
+    size_text,
+)
 
 GIB = 1024**3
 
@@ -81,14 +95,6 @@ def test_no_size(written: str | int) -> None:
         parse_bytes(written)
 
 
-@given(st.integers(1, 1023), st.sampled_from("KMGT"))
-def test_sizes_survive_being_written(number: int, unit: str) -> None:
-    """A size with its unit is that many times the unit."""
-    factor = {"K": 1024, "M": 1024**2, "G": GIB, "T": 1024 * GIB}[unit]
-    assert parse_bytes(f"{number}{unit}") == parse_bytes(f"{number}{unit.lower()}iB")
-    assert parse_bytes(f"{number}{unit}") == number * factor
-
-
 @pytest.mark.parametrize(
     ("written", "text", "count"),
     [
@@ -139,3 +145,64 @@ def test_gpus_survive_being_written(kinds: dict[str, int]) -> None:
     gpus = parse_gpus([f"{kind}:{number}" for kind, number in kinds.items()])
     assert gpus.count == sum(kinds.values())
     assert parse_gpus(str(gpus) or "0") == gpus
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (read_seconds, "1-02:03:04", 93_784),
+        (read_seconds, "02:03.5", 123.5),
+        (read_seconds, "30", 1800),
+        *((read_seconds, text, None) for text in ("UNLIMITED", "", "4294967295", "n/a")),
+        (read_bytes, "62.50G", int(62.5 * GIB)),
+        (read_bytes, "1000Mc", 1000 * 1024**2),
+        *((read_bytes, text, None) for text in ("", "n/a", "18446744073709551615", "4294967294")),
+        (read_count, "4K", 4096),
+        *((read_count, text, None) for text in ("N/A", "-1", "18446744073709551614")),
+        (read_gres, "gpu:1g.10gb:7(IDX:0,2-6)", [("gpu", "1g.10gb", 7)]),
+        (read_gres, "gpu:a100:2,gpu:a100:1", [("gpu", "a100", 3)]),
+        (read_gres, "gres/gpu=2,lustre", [("gpu", "", 2), ("lustre", "", 1)]),
+        (parse_time_limit, "infinite", None),
+        (parse_time_limit, "0", None),
+        (parse_time_limit, "1:30", 90),
+        (parse_mebibytes, "0", 0),
+        (parse_mebibytes, "1K", 1),
+        (parse_mebibytes, "2GB", 2048),
+        (parse_count, " 12 ", 12),
+        (size_text, 0, "0M"),
+    ],
+)
+def test_values_of_slurm_and_of_sbatch(read: Any, text: Any, value: Any) -> None:
+    """What Slurm prints is a value or None; options of sbatch also mean "no limit" and "all"."""
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "gpus"),
+    [
+        ("4", "4"),
+        ("a100:2,v100:1", "a100:2,v100:1"),
+        ("gpu:a100:2", "a100:2"),
+        ("gres:gpu", "1"),
+        ("gpu=2,lustre:1", "2"),
+        ("0", "0"),
+    ],
+)
+def test_gpus_of_an_sbatch_option(option: str, gpus: str) -> None:
+    """`--gpus`, `--gpus-per-node`, and the gpu part of `--gres`."""
+    assert str(parse_gpu_option(option)) == gpus
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_time_limit, "soon"),
+        (parse_mebibytes, "2X"),
+        *((parse_count, text) for text in ("0", "-1", "x", "10000000")),
+        *((parse_gpu_option, text) for text in ("a100:", "a100:x", "")),
+    ],
+)
+def test_options_that_are_refused(parse: Any, text: str) -> None:
+    """The error says what would be right."""
+    with pytest.raises(ValueError, match="must be"):
+        parse(text)

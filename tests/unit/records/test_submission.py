@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.records.starts import STARTED_MARKER, begin, newest_start
+from hpml_orchestrator.records.submission import STARTED_MARKER, begin, newest_start
 
 RACER = """
 import sys, time
 from pathlib import Path
-from hpml_orchestrator.records.starts import begin
+from hpml_orchestrator.records.submission import begin
 directory, at = Path(sys.argv[1]), float(sys.argv[2])
 won = ""
 for number in range(1, 41):
@@ -28,7 +28,7 @@ print(won)
 
 def test_one_of_several_processes_gets_each_start(tmp_path: Path) -> None:
     """Four processes race for 40 starts: each has one winner, whose record it holds."""
-    script = "import time; print(time.time() + 1)"
+    script = "import time; print(time.time() + 0.5)"
     at = subprocess.check_output([sys.executable, "-c", script], text=True).strip()
     racers = [
         subprocess.Popen(

@@ -1,0 +1,195 @@
+"""Say what is wrong with a file: each field, its value, what would be right, and what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.spec.job import Job
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["field_for", "input_error"]
+
+_PART_CHARS = 60
+
+_SYNONYMS = {
+    "name": "job_name jobname",
+    "script": "python_script entrypoint entry_point",
+    "command": "cmd executable program",
+    "args": "arguments argv script_args",
+    "workdir": "chdir cwd working_dir working_directory",
+    "array": "job_array array_tasks",
+    "after": "dependency dependencies depends_on depend afterok",
+    "stage": "data dataset datasets staging",
+    "binding": "cpu_bind gpu_bind bind bind_to map_by numa_binding affinity cpu_affinity",
+    "binding.loader_workers": "num_workers dataloader_workers workers",
+    "binding.hardware_threads": "threads_per_core hyperthreading hyperthreads smt",
+    "resources.nodes": "nnodes num_nodes node_count",
+    "resources.gpus": "gpus_per_node gpus_per_task gres gpu num_gpus ngpus gpu_type",
+    "resources.ranks_per_node": "ntasks_per_node ntasks tasks_per_node nproc_per_node "
+    "processes_per_node ranks",
+    "resources.ranks_per_gpu": "ntasks_per_gpu tasks_per_gpu processes_per_gpu",
+    "resources.cpus_per_rank": "cpus_per_task cpus cpus_per_gpu num_cpus cores threads",
+    "resources.memory": "mem ram mem_per_node mem_gb mem_per_cpu mem_per_gpu",
+    "resources.time": "walltime wall_time time_limit timelimit timeout time_min timeout_min",
+    "resources.partition": "queue partitions",
+    "resources.account": "project",
+    "resources.constraint": "features feature",
+    "resources.mail": "email mail_user mail_type",
+    "resources.extra": "sbatch slurm reservation nodelist exclude nodefile licenses "
+    "additional_parameters",
+    "environment.modules": "modules module_load",
+    "environment.conda": "conda_env",
+    "environment.setup": "setup prologue pre_command init_commands",
+    "environment.venv": "virtualenv virtual_env",
+    "environment.python": "interpreter python_path",
+    "environment.variables": "variables env envs env_vars vars setenv",
+    "environment.inherit": "export",
+    "environment.container": "apptainer singularity docker pyxis enroot",
+    "environment.container.image": "image container_image sif",
+    "environment.container.mounts": "container_mounts mounts",
+}
+_FIELD_OF = {word: field for field, words in _SYNONYMS.items() for word in words.split()}
+_PLACES = ("", "resources", "environment", "environment.container", "binding")
+
+_NO_FIELD = "there is no such field"
+_MESSAGES = {
+    "missing": "must be given",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of names and values",
+    "model_type": "must be a mapping of fields",
+    "invalid_key": "a field's name must be text",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have {min_length} or more entries",
+    "too_long": "must have at most {max_length} entries",
+}
+_SHORT_FORMS = {
+    "Binding": "must be a policy such as numa, or a mapping of fields such as policy and verify",
+    "Monitor": "must be true or false, or a mapping of fields such as listen and targets",
+}
+
+
+def field_for(word: str, place: str) -> str:
+    """Return the field that a word of sbatch, torchrun and the like means; empty if it is none.
+
+    Args:
+        word: the unknown field's own name.
+        place: the field around it; other places, such as `stage`, have words of their own.
+
+    >>> field_for("gpus-per-node", ""), field_for("mem", "resources"), field_for("mem", "stage")
+    ('resources.gpus', 'resources.memory', '')
+    """
+    return _FIELD_OF.get(word.lower().replace("-", "_"), "") if place in _PLACES else ""
+
+
+def input_error(
+    error: ValidationError, *, hint: str = "", model: type[BaseModel] = Job, prefix: str = ""
+) -> InputError:
+    """Return one error that names each field, its value and what would be right.
+
+    Args:
+        error: pydantic's findings.
+        hint: where to look.
+        model: what was validated, for the nearest name of an unknown field.
+        prefix: dotted place of the model in the file, with a dot at its end.
+    """
+    lines: dict[str, InputError] = {}
+    for finding in error.errors(include_url=False):
+        unknown = finding["type"] == "extra_forbidden"
+        # pydantic puts names of its own between the user's
+        parts = [part for part in finding["loc"] if unknown or not _is_internal(part)]
+        place = [_printable(str(part)) for part in parts]
+        value = finding.get("input")
+        message = _NO_FIELD + _meant(place, model, prefix) if unknown else _message(finding, value)
+        if unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
+            value = None
+        field = (prefix + ".".join(place)).removesuffix(".")
+        line = InputError(message, field=field, value=value)
+        lines.setdefault(str(line), line)
+    first = next(iter(lines.values()))
+    result = InputError("\n".join(lines), hint=hint)
+    result.field, result.value = first.field, first.value
+    return result
+
+
+def _message(finding: ErrorDetails, value: Any) -> str:
+    """Return what would be right, in words that need no knowledge of Python or pydantic."""
+    kind, context = finding["type"], finding.get("ctx") or {}
+    message = _SHORT_FORMS.get(context.get("class_name", "")) or _MESSAGES.get(kind)
+    if message is None:
+        message = finding["msg"].removeprefix("Value error, ")
+        if message.startswith("Input should be "):
+            message = "must be " + message.removeprefix("Input should be ")
+        return message[0].lower() + message[1:]
+    message = message.format(**context)
+    if value is None and kind != "missing":
+        message += ", and there is nothing: fill it in or leave it out"
+    elif kind == "string_type" and not isinstance(value, (dict, list)):
+        message += ": put it in quotes"
+    return message
+
+
+def _printable(part: str) -> str:
+    """Return a part of a field's name on one line, cut where it is absurdly long."""
+    shown = "".join(letter if letter.isprintable() else "�" for letter in part)
+    return shown if len(shown) <= _PART_CHARS else f"{shown[:_PART_CHARS]}…"
+
+
+def _is_internal(part: object) -> bool:
+    return isinstance(part, str) and (part.startswith("function-") or part == "[key]")
+
+
+def _meant(place: list[str], model: type[BaseModel], prefix: str) -> str:
+    """Return a question after the field that an unknown one means; empty if none is near."""
+    field = _nearest_field(place, model)
+    return f"; did you mean {prefix}{field}?" if field else ""
+
+
+def _nearest_field(place: list[str], model: type[BaseModel]) -> str:
+    *parents, word = place
+    synonym = field_for(word, ".".join(parents)) if model is Job else ""
+    if synonym:
+        return synonym
+    fields = list(_field_names(model))
+    around: list[str] = []  # as `parents`, without indices, and with NAME for names of the user's
+    for part in parents:
+        named = ".".join([*around, "NAME"])
+        if any(field.startswith(f"{named}.") for field in fields):
+            around.append("NAME")
+        elif not part.isdigit():
+            around.append(part)
+    siblings = [field.rpartition(".")[2] for field in fields if field.split(".")[:-1] == around]
+    near = nearest(word, siblings)
+    if near:
+        return ".".join([*parents, near])
+    last_parts = {field.rpartition(".")[2]: field for field in fields}
+    return last_parts.get(nearest(word, last_parts), "")
+
+
+def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields, with NAME for the keys of a mapping of models."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner, is_mapping = _inner_model(field.annotation)
+        if inner is not None:
+            yield from _field_names(inner, f"{prefix}{name}.{'NAME.' if is_mapping else ''}")
+
+
+def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """Return the model that a field, or each of its entries, is; and whether it is a mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for argument in get_args(annotation):
+        inner, _ = _inner_model(argument)
+        if inner is not None:
+            return inner, get_origin(annotation) is dict
+    return None, False
