@@ -52,9 +52,7 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     return [run for run in runs if run.startswith(incomplete)]
 
 
-JobFile = Annotated[
-    str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.", show_default=False)
-]
+JobFile = Annotated[str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.")]
 SetOption = Annotated[
     list[str],
     typer.Option(
@@ -62,7 +60,6 @@ SetOption = Annotated[
         "-s",
         metavar="FIELD=VALUE",
         help="Override a field of the job file, e.g. resources.nodes=4; may be repeated.",
-        show_default=False,
     ),
 ]
 AfterOption = Annotated[
@@ -72,7 +69,6 @@ AfterOption = Annotated[
         metavar="RUN|any:RUN|notok:RUN",
         help="Start after that run has completed; any: after it has ended, notok: after it has "
         "failed. May be repeated. Replaces `after` of the job file.",
-        show_default=False,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -16,12 +16,7 @@ from hpml_exporters.roots import Roots
 from hpml_exporters.server import web_config as web_config_file
 from hpml_exporters.server.address import split
 
-from hpml_orchestrator.cli.common import (
-    JsonOption,
-    print_json,
-    print_table,
-    refuse_empty,
-)
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import refuse_gone_directory
 from hpml_orchestrator.errors import InputError
 
@@ -55,7 +50,6 @@ def node(
             "--web-config",
             metavar="FILE",
             help="TLS and passwords, a file in Prometheus' web-config format.",
-            show_default=False,
         ),
     ] = None,
     no_gpu: Annotated[bool, _switch("gpu", "GPUs")] = False,
@@ -90,15 +84,10 @@ def node(
     address_file: Annotated[
         str | None,
         typer.Option(
-            "--address-file",
-            metavar="FILE",
-            help="Write the address to FILE once it listens.",
-            show_default=False,
+            "--address-file", metavar="FILE", help="Write the address to FILE once it listens."
         ),
     ] = None,
-    roots: Annotated[
-        list[str], typer.Option("--root", metavar="NAME=DIR", hidden=True, show_default=False)
-    ] = [],
+    roots: Annotated[list[str], typer.Option("--root", metavar="NAME=DIR", hidden=True)] = [],
 ) -> None:
     """Export metrics of this node's GPUs, jobs, disks and networks.
 

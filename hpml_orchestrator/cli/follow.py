@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from hpml_orchestrator.cli.common import (
-    JsonOption,
-    RunWord,
-    print_json,
-    store_of,
-)
+from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, store_of
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
 from hpml_orchestrator.errors import (
     BindingError,

@@ -63,12 +63,8 @@ COMMANDS = {
     "pack": Entry("pack", "pack", "Pack many small files into a few tar archives.", _DATA),
     "init": Entry("init", "init", "Query the cluster and write a site profile.", _SITE),
     "doctor": Entry("site", "doctor", "Check the installation, Slurm and this machine.", _SITE),
-    "template": Entry(
-        "templates", "group", "List batch script templates or write your own.", _SITE
-    ),
-    "topo": Entry(
-        "topo", "topo", "Show a node's NUMA domains, cores, GPUs and network cards.", _SITE
-    ),
+    "template": Entry("templates", "group", "List script templates or write your own.", _SITE),
+    "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
     "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
     "schema": Entry("site", "schema", "Print the JSON Schema of job files or profiles.", _MORE),
     "man": Entry("man", "man", "Show the manual page of a command.", _MORE),
@@ -171,8 +167,7 @@ def _options(
         bool, typer.Option("--debug", help="Show the traceback of errors.", envvar="HPML_DEBUG")
     ] = False,
     _: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     relative = bool(records) and not os.path.isabs(os.path.expanduser(records))

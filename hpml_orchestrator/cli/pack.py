@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import (
-    JsonOption,
-    print_json,
-    print_table,
-    refuse_with,
-)
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_with
 from hpml_orchestrator.cli.copying import Meter, count_option, outside_links_option, parse_size
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED
 from hpml_orchestrator.errors import InputError, StagingError, counted
@@ -34,8 +29,7 @@ _DAMAGE_SHOWN = 20
 
 def pack(
     source: Annotated[
-        str | None,
-        typer.Argument(metavar="SOURCE", help="Directory to pack.", show_default=False),
+        str | None, typer.Argument(metavar="SOURCE", help="Directory to pack.")
     ] = None,
     dest: Annotated[
         str | None,
@@ -61,16 +55,12 @@ def pack(
             "--verify",
             metavar="PACK",
             help="Verify all digests of a pack instead, and list what is damaged.",
-            show_default=False,
         ),
     ] = None,
     listed: Annotated[
         str | None,
         typer.Option(
-            "--list",
-            metavar="PACK",
-            help="List the files of a pack instead.",
-            show_default=False,
+            "--list", metavar="PACK", help="List the files of a pack instead.", show_default=False
         ),
     ] = None,
     as_json: JsonOption = False,

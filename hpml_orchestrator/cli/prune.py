@@ -42,7 +42,6 @@ def prune(
             "--older-than",
             metavar="AGE",
             help="Only runs that ended at least this long ago, e.g. 12h, 30d or 8w.",
-            show_default=False,
         ),
     ] = None,
     state: Annotated[
@@ -51,18 +50,11 @@ def prune(
             "--state",
             metavar="STATES",
             help="Only runs that ended in these states, e.g. FAILED,CANCELLED.",
-            show_default=False,
         ),
     ] = None,
     keep: Annotated[
         int | None,
-        typer.Option(
-            "--keep",
-            metavar="N",
-            min=0,
-            help="Keep the newest N of the selected runs.",
-            show_default=False,
-        ),
+        typer.Option("--keep", metavar="N", min=0, help="Keep the newest N of the selected runs."),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Remove them; default: only list them.")

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import (
-    JsonOption,
-    RunWord,
-    print_json,
-    print_table,
-    store_of,
-)
+from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, print_table, store_of
 from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.cli.places import print_places
 from hpml_orchestrator.errors import InputError

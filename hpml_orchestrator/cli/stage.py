@@ -102,7 +102,6 @@ def stage(
         typer.Argument(
             metavar="SRC",
             help="Directories, files, archives or packs. If named like a command: ./ls.",
-            show_default=False,
             autocompletion=_complete,
         ),
     ] = None,
@@ -119,9 +118,8 @@ def stage(
         bool,
         typer.Option(
             "--keep/--no-keep",
-            help="Keep the copy in the node's cache for later jobs; default: remove it when the "
-            "calling shell or script ends.",
-            show_default=False,
+            help="Keep the copy in the node's cache for later jobs, instead of removing it when "
+            "the calling shell or script ends.",
         ),
     ] = False,
     name: Annotated[
@@ -190,7 +188,6 @@ def stage(
             metavar="FIELD",
             help="Print only this field, one line per SRC: path, digest, bytes, files, seconds, "
             "reused, target or name.",
-            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -377,21 +374,9 @@ def _option_names(
             base = getattr(bases, to, "") if to in {"shm", "local"} else ""
             option = _OPTIONS.get(error.field, "")
             if error.field == "target" and base and error.value == base:
-                if to == "local" and local_dir:
-                    option = "--local-dir"
-                else:
-                    error.hint = error.hint or _origin(to, base)
+                option = "--local-dir" if to == "local" and local_dir else option
+                error.hint = error.hint or "set by the site profile, $SLURM_TMPDIR or $TMPDIR"
             if option:
                 message = error.message.removeprefix(f"{error.field}: ")
                 error.message, error.field = f"{option}: {message}", option
         raise
-
-
-def _origin(to: str, base: str) -> str:
-    """Return what sets the directory that `shm` or `local` stands for."""
-    if to == "shm":
-        return "set by the site profile"
-    variable = next((name for name in ("SLURM_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
-    is_set = variable and os.environ[variable] == base
-    source = f"${variable}" if is_set else "the site profile"
-    return f"set by {source}; --local-dir DIR overrides it"

@@ -75,8 +75,7 @@ def ls(
 
 def verify(
     paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH", help="Paths printed by `hpml stage`.", show_default=False),
+        list[str], typer.Argument(metavar="PATH", help="Paths printed by `hpml stage`.")
     ],
     processes: Annotated[int | None, count_option("--processes", "Reading processes.")] = None,
     as_json: JsonOption = False,
@@ -118,12 +117,10 @@ def clean(
             "--older",
             metavar="AGE",
             help="Also remove kept data unused for this long: 90m, 12h, 7d, 2w.",
-            show_default=False,
         ),
     ] = None,
     mine: Annotated[
-        bool,
-        typer.Option("--mine", help="Also remove what this shell or script staged."),
+        bool, typer.Option("--mine", help="Also remove what this shell or script staged.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed.")] = False,
     as_json: JsonOption = False,
