@@ -29,19 +29,15 @@ def asks_for_help(error: Exception) -> bool:
 
 def explained(error: Any) -> HpmlError:
     """Return Typer's error, a `USAGE_ERROR`, as one of hpml's."""
+    kind = type(error).__name__
+    if kind == "BadOptionUsage":  # comes without a context
+        message = "needs a value" if "requires" in error.message else "takes no value"
+        return InputError(message, field=error.option_name, hint="see the command's --help")
     context = error.ctx
     path, command = _path(context), context.command
-    kind = type(error).__name__
     usage = f"{path} --help"
     if kind == "NoSuchOption":
         return _unknown_option(error.option_name, context)
-    if kind == "BadOptionUsage" and "requires" in error.message:
-        option = next((one for one in command.params if error.option_name in one.opts), None)
-        metavar = _metavar(option) if option is not None else "VALUE"
-        message = f"needs a value: {error.option_name} {metavar}"
-        return InputError(message, field=error.option_name, hint=usage)
-    if kind == "BadOptionUsage":
-        return InputError("takes no value", field=error.option_name, hint=usage)
     if kind == "MissingParameter":
         example = EXAMPLES.get(path.removeprefix("hpml").strip())
         hint = example[0][1] if example else usage

@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.support import Result, Shell
 
 Hpml = Callable[..., "Result"]
 HEAD = "#!/bin/bash\n#SBATCH --ntasks=1 --time=5\n"
