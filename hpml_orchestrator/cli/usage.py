@@ -37,7 +37,7 @@ def explained(error: Any) -> HpmlError:
     path, command = _path(context), context.command
     usage = f"{path} --help"
     if kind == "NoSuchOption":
-        return _unknown_option(error.option_name, context)
+        return _unknown_option(error)
     if kind == "MissingParameter":
         example = EXAMPLES.get(path.removeprefix("hpml").strip())
         hint = example[0][1] if example else usage
@@ -55,16 +55,15 @@ def explained(error: Any) -> HpmlError:
     return InputError(error.format_message().rstrip("."), hint=usage)
 
 
-def _unknown_option(option: str, context: Any) -> InputError:
+def _unknown_option(error: Any) -> InputError:
     """Name the option that was meant; options of `hpml` itself go before the command."""
-    path = _path(context)
-    contexts = list(_upwards(context))
-    for above in contexts[1:]:
-        if option in _options(above.command):
+    option, path = error.option_name, _path(error.ctx)
+    for above in list(_upwards(error.ctx))[1:]:
+        if any(option in one.opts for one in above.command.params):
             rest = path.removeprefix(_path(above))
             message = f"goes before the command: {_path(above)} {option} …{rest}"
             return InputError(message, field=option, hint=f"{path} --help")
-    near = next(filter(None, (_near_option(option, one.command) for one in contexts)), "")
+    near = next(iter(error.possibilities or ()), "")
     hint = f"did you mean {near}?" if near else f"{path} --help"
     return InputError(f"{path} has no such option", field=option, hint=hint)
 
@@ -81,25 +80,12 @@ def _upwards(context: Any) -> Iterator[Any]:
         context = context.parent
 
 
-def _options(command: Any) -> list[str]:
-    options = [one for one in command.params if one.param_type_name == "option"]
-    return [name for one in options for name in (*one.opts, *one.secondary_opts)] + ["--help", "-h"]
-
-
-def _near_option(option: str, command: Any) -> str:
-    """Return the most similar option; dashes, which all have, do not count."""
-    bare = {name.lstrip("-"): name for name in _options(command)}
-    return bare.get(nearest(option.lstrip("-"), bare), "")
-
-
 def _unknown_command(word: str, group: Any, path: str) -> InputError:
     near = nearest(word, group.commands)
     if near:
         hint = f"did you mean {path} {near}?"
     elif word.endswith((".yaml", ".yml", ".toml")):
         hint = f"{path} run {word}"
-    elif word.startswith("-") and (option := _near_option(word, group)):
-        hint = f"did you mean {option}?"
     else:
         hint = f"commands: {', '.join(group.commands)}"
     return InputError(f"{path} has no such command", field="COMMAND", value=word, hint=hint)
