@@ -138,19 +138,6 @@ def test_an_open_door_is_warned_of(
     assert err.startswith(f"hpml: warning: {warning}") if warning else err == ""
 
 
-def test_a_wrong_web_config_is_told_before_the_start(
-    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the field; the value, which may be a password, is not shown."""
-    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the exporter was started"))
-    path = shell.root / "web.yml"
-    path.write_text("basic_auth_users: {ada: secret}\n")
-    told = hpml("export", "node", "--no-gpu", "--web-config", str(path))
-    assert told.code == 2
-    assert told.err.startswith("hpml: error: basic_auth_users.ada: this is no hash of bcrypt")
-    assert "secret" not in told.err
-
-
 def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said with what to install; with `--no-gpu` nobody misses it."""
     monkeypatch.setitem(sys.modules, "nvitop", None)
