@@ -64,11 +64,11 @@ def test_allowed_cpus_stand_in_where_a_file_tells_none(shell: Shell, hpml: Hpml)
         (["--ranks", "2", "--allowed-cpus", "900"], "--allowed-cpus: names none of the node's"),
         (["--ranks", "0"], "--ranks"),
         (["--ranks", "2", "--svg", "no/x.svg"], "--svg: cannot be written"),
-        (["--ranks", "2", "--plan", "job.yaml"], "--plan: cannot be combined with --ranks"),
-        (["--plan", "job.yaml", "--policy", "numa"], "--policy: cannot be combined with"),
+        (["--ranks", "2", "--plan", "job.yaml"], "--plan: cannot be given together with --ranks"),
+        (["--plan", "job.yaml", "--policy", "numa"], "--policy: cannot be given together with"),
         (["--set", "resources.nodes=2"], "--set: needs --plan JOB_FILE"),
         (["--node", "n1"], "--node: needs --run RUN"),
-        (["--run", "last"], "FILE: cannot be combined with --run"),
+        (["--run", "last"], "FILE: cannot be given together with --run"),
         (["--plan", "bad.yaml"], "script, module and command"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_picture_to_standard_output(shell: Shell, hpml: Hpml, quad: str) -> No
     assert not (shell.root / "-").exists()
     told = hpml("topo", quad, "--svg", "-", "--json")
     assert (told.code, told.out) == (2, "")
-    assert "--json: cannot be combined with --svg -" in told.err
+    assert "--json: cannot be given together with --svg -" in told.err
 
 
 def _numbers(text: str) -> list[int]:
