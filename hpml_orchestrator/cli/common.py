@@ -130,7 +130,9 @@ def refuse_with(option: str, others: Mapping[str, object]) -> None:
     """
     for other, value in others.items():
         if value:
-            raise InputError(f"cannot be given together with {option}", field=other, hint="give only one")
+            raise InputError(
+                f"cannot be given together with {option}", field=other, hint="give only one"
+            )
 
 
 def parse_age(text: str, *, field: str) -> float:
