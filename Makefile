@@ -92,8 +92,7 @@ bench: $(VENV)/.dev
 	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 docs: $(VENV)/.dev
-	$(BIN)/hpml man --output docs/man
-	$(BIN)/python -m hpml_orchestrator.cli.manualtext > docs/commands.md
+	$(BIN)/python docs/make_commands.py
 	$(BIN)/python docs/fields.py
 
 clean:

@@ -13,11 +13,10 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     LocalOption,
     SetOption,
-    backend_name,
     print_json,
-    rendered_of,
     store_of,
 )
+from hpml_orchestrator.cli.loading import backend_name, rendered_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import Report
@@ -44,7 +43,7 @@ def register(app: typer.Typer) -> None:
 def check(
     context: typer.Context,
     job_file: JobFile,
-    settings: SetOption = [],  # noqa: B006 - typer copies it
+    settings: SetOption = [],
     backend: BackendOption = "auto",
     local: LocalOption = False,
     as_json: JsonOption = False,

@@ -1,20 +1,20 @@
-"""What the command groups share: options, the store, printing for people and for programs."""
+"""What the commands share: options, records, refusals, output for people and for programs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.store import Store, default_root
 
-    from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.runs.submit import Rendered
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -26,42 +26,40 @@ __all__ = [
     "RunWord",
     "RunWords",
     "SetOption",
-    "backend_name",
     "chosen_site",
     "complete_run",
-    "not_written",
+    "parse_age",
     "print_json",
     "print_table",
-    "refuse_gone_directory",
-    "rendered_of",
+    "refuse_empty",
+    "refuse_with",
     "store_of",
 ]
 
 STANDARD_OUTPUT = "-"
-"""What names standard output where a file is wanted."""
+"""Stands for standard output where a file is expected."""
+
+_AGE_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the runs that a word may be the beginning of, for the shell."""
+    """Return the runs whose names start with a word, for the shell's completion."""
     try:
         ctx.obj = {"records": ctx.find_root().params.get("records")}
-        known = ["last", *(one.sid for one in store_of(ctx).submissions())]
+        runs = ["last", *(submission.sid for submission in store_of(ctx).submissions())]
     except Exception:  # noqa: BLE001 - completion never disturbs the command line
         return []
-    return [word for word in known if word.startswith(incomplete)]
+    return [run for run in runs if run.startswith(incomplete)]
 
 
-JobFile = Annotated[
-    str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.", show_default=False)
-]
+JobFile = Annotated[str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.")]
 SetOption = Annotated[
     list[str],
     typer.Option(
         "--set",
         "-s",
         metavar="FIELD=VALUE",
-        help="Set a field over the job file's, such as resources.nodes=4; may be repeated.",
-        show_default=False,
+        help="Override a field of the job file, e.g. resources.nodes=4; may be repeated.",
     ),
 ]
 AfterOption = Annotated[
@@ -69,113 +67,99 @@ AfterOption = Annotated[
     typer.Option(
         "--after",
         metavar="RUN|any:RUN|notok:RUN",
-        help="Start once that run completed; with any: once it is over, with notok: once it "
-        "failed. May be repeated: all of them. Replaces `after` of the job file.",
-        show_default=False,
+        help="Start after that run has completed; any: after it has ended, notok: after it has "
+        "failed. May be repeated. Replaces `after` of the job file.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BackendOption = Annotated[
     str,
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="Where to run: slurm, local, or auto: Slurm where sbatch is found.",
+        help="Where to run: slurm, local, or auto (Slurm if sbatch is on PATH).",
     ),
 ]
 LocalOption = Annotated[
-    bool, typer.Option("--local", help="Run on this machine; short for --backend local.")
+    bool, typer.Option("--local", help="Run on this machine; same as --backend local.")
 ]
-RunWord = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Run id, a unique part of it, a job id, or `last`; .INDEX behind it: one task.",
-        autocompletion=complete_run,
-    ),
-]
+_RUN_HELP = "Run id, a unique part of it, a job id or `last`; append .INDEX for one task."
+RunWord = Annotated[str, typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)]
 RunWords = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RUN…",
-        help="Run ids, unique parts of them, job ids, or `last`; .INDEX behind one: one task.",
-        autocompletion=complete_run,
-    ),
+    list[str], typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)
 ]
 
 
 def store_of(context: typer.Context) -> Store:
     """Return the store that `--records` or the environment names."""
-    from hpml_orchestrator.records.store import Store, default_root  # noqa: PLC0415
-
     chosen = (context.obj or {}).get("records") or ""
     environment = {**os.environ, "HPML_HOME": chosen} if chosen else dict(os.environ)
     return Store(default_root(environment))
 
 
 def chosen_site(context: typer.Context) -> str:
-    """Return what `--site` or `HPML_SITE` says: a file, `none`, or nothing."""
+    """Return the value of `--site` or `HPML_SITE`: a file, `none`, or nothing."""
     return (context.find_root().obj or {}).get("site") or ""
 
 
-def refuse_gone_directory() -> None:
-    """Refuse to run in a directory that was removed: paths below it lead nowhere.
+def refuse_empty(options: Mapping[str, str | None]) -> None:
+    """Refuse options with an empty value, as from an unset shell variable.
+
+    Args:
+        options: each with its value; None where it was not given.
 
     Raises:
-        NotFoundError: says what to do.
+        InputError: one of them is empty.
     """
-    from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
-
-    try:
-        os.getcwd()
-    except OSError:
-        raise NotFoundError(
-            "the current directory is not there any more", hint="`cd` to another one first"
-        ) from None
+    for option, value in options.items():
+        if value is not None and not value.strip():
+            raise InputError(
+                "must not be empty", field=option, value=value, hint="is a shell variable unset?"
+            )
 
 
-def rendered_of(
-    context: typer.Context,
-    job_file: str,
-    settings: list[str],
-    backend: str,
-    after: list[str] | None = None,
-) -> Rendered:
-    """Load a job file through the site profile that counts for it, and render its script."""
-    from hpml_orchestrator.runs.submit import render_job  # noqa: PLC0415
-    from hpml_orchestrator.site.profile import site_for  # noqa: PLC0415
-    from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
+def refuse_with(option: str, others: Mapping[str, object]) -> None:
+    """Refuse options that cannot be combined with another.
 
-    given = [parse_setting(setting) for setting in settings]
-    given += [("after", after)] if after else []
-    site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
-    return render_job(load_job(job_file, given, site), site=site, here=backend == "local")
+    Args:
+        option: the option that was given.
+        others: options that it excludes, with their values.
 
-
-def backend_name(backend: str, *, local: bool) -> str:
-    """Return `slurm` or `local` for the options `--backend` and `--local`."""
-    from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
-    from hpml_orchestrator.runs.backend import choose  # noqa: PLC0415
-
-    if local:
-        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
-    return choose("local" if local else backend)
+    Raises:
+        InputError: one of the others was given as well.
+    """
+    for other, value in others.items():
+        if value:
+            raise InputError(
+                f"cannot be given together with {option}", field=other, hint="give only one"
+            )
 
 
-def not_written(error: OSError) -> None:
-    """Say on standard error that standard output cannot be written, and write there no more."""
-    with contextlib.suppress(OSError):
-        typer.echo(f"hpml: standard output cannot be written: {error.strerror}", err=True)
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def parse_age(text: str, *, field: str) -> float:
+    """Return the seconds of an age such as 7d.
+
+    Raises:
+        InputError: it is none; names the option.
+
+    >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
+    (5400.0, 5400.0)
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smhdw])", text.strip(), re.ASCII)
+    if match is None:
+        raise InputError(
+            "must be a number with a unit (s, m, h, d, w), e.g. 90m, 12h or 7d",
+            field=field,
+            value=text,
+        )
+    return float(match[1]) * _AGE_SECONDS[match[2]]
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, one document."""
+    """Print a value as one JSON document."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:  # a file's name that is no text, or a terminal of few letters
+    except UnicodeEncodeError:  # a file name that is no text, or a terminal without Unicode
         text = json.dumps(value, indent=2, default=str)
     typer.echo(text)
 
@@ -186,21 +170,21 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for row in [header, *rows]:
             typer.echo("\t".join(" ".join(cell.split()) for cell in row))
         return
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415 - only for terminals
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False)
     for column in header:
-        whole = column in _WHOLE_COLUMNS
+        whole = column in _UNBROKEN_COLUMNS
         table.add_column(column, no_wrap=whole, overflow="ignore" if whole else "fold")
     for row in rows:
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
     Console().print(table)
 
 
-_WHOLE_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "RIGHT"})
-"""Columns that are never broken: what stands there is copied."""
+_UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "RIGHT", "STATUS"})
+"""Columns that are never wrapped, because users copy from them."""
 
 _STYLES = {
     "COMPLETED": "green",
@@ -213,6 +197,7 @@ _STYLES = {
     "CANCELLED": "magenta",
     "REFUSED": "red",
     "NOT SUBMITTED": "red",
+    "ok": "green",
     "yes": "green",
     "WRONG": "bold red",
 }

@@ -1,26 +1,98 @@
-"""Follow a run on the screen, and tell its end."""
+"""Commands that follow runs: logs and wait; `run` follows as well."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from hpml_orchestrator.cli.common import print_json
-from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
-from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
+from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, store_of
+from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
+from hpml_orchestrator.errors import (
+    BindingError,
+    InputError,
+    JobFailedError,
+    NotFoundError,
+    RecordError,
+)
 from hpml_orchestrator.runs.ends import run_of
-from hpml_orchestrator.runs.show import array_lines, summary_lines
 from hpml_orchestrator.runs.status import State, wait_until_over
-from hpml_orchestrator.runs.summary import binding_of, summarise
-from hpml_orchestrator.runs.tail import Tail
+from hpml_orchestrator.runs.summary import binding_of
+from hpml_orchestrator.runs.tail import Tail, start_of_last
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
 
-__all__ = ["fail_unless_completed", "finish", "follow"]
+__all__ = ["fail_unless_completed", "follow", "logs", "wait"]
+
+_NAMED_TASKS = 3
+
+
+def logs(
+    context: typer.Context,
+    run: RunWord = "last",
+    following: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new output until the run has ended.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Only the last N lines; 0 for all.")
+    ] = 0,
+) -> None:
+    """Print the output of a run.
+
+    Of a job array it prints the output of one task, RUN.INDEX.
+    """
+    store = store_of(context)
+    submission = _one_run(store.resolve(run))
+    chosen = run_of(store, submission)
+    has_output = chosen.has_output()
+    position = start_of_last(chosen.output, lines) if has_output and lines else 0
+    if following:
+        follow(store, submission, out=sys.stdout, position=position)
+        return
+    if not has_output:
+        raise NotFoundError(
+            f"{submission.label} has no output yet", hint=f"hpml status {submission.label}"
+        )
+    tail = Tail(chosen.output, position=position)
+    while data := tail.read():
+        sys.stdout.buffer.write(data)
+
+
+def _one_run(submission: Submission) -> Submission:
+    """Return a submission with one run; of an array with several tasks, one must be named.
+
+    Raises:
+        InputError: it is an array and none of its tasks is named.
+    """
+    tasks = submission.runs()
+    if submission.index is not None or not submission.is_array():
+        return submission
+    if len(tasks) == 1:
+        return replace(submission, index=tasks[0][0])
+    names = ", ".join(f"{submission.sid}.{index}" for index, _ in tasks[:_NAMED_TASKS])
+    more = ", …" if len(tasks) > _NAMED_TASKS else ""
+    raise InputError(
+        f"is a job array of {len(tasks)} tasks, each with its own output",
+        field="RUN",
+        value=submission.sid,
+        hint=f"name one: {names}{more}",
+    )
+
+
+def wait(context: typer.Context, run: RunWord = "last", as_json: JsonOption = False) -> None:
+    """Wait until a run has ended.
+
+    The exit status is 0 if the run completed, else 6.
+    """
+    store = store_of(context)
+    state = follow(store, store.resolve(run), out=sys.stdout, output=False)
+    if as_json:
+        print_json(state.to_json())
+    fail_unless_completed(state)
 
 
 def follow(
@@ -33,46 +105,39 @@ def follow(
     end_line: bool = False,
     summary: bool = False,
 ) -> State:
-    """Print the run's output as it comes, and its states on standard error, until it is over.
+    """Print a run's output as it grows, and its states on standard error, until it has ended.
 
-    An array as a whole has no output: name one of its tasks, or leave the output out. Ctrl-C ends
-    the following, not the job.
+    A whole array has no output: name one of its tasks, or leave the output out. Ctrl-C ends the
+    following, not the job.
 
     Args:
         store: where records live.
         submission: whose run.
         out: where its output goes.
         output: whether to print it at all.
-        position: the offset of its first byte that is printed.
-        end_line: whether to end a last line that the job left open, for what is printed next.
-        summary: whether a run's summary comes next, which has the reason of its end.
+        position: offset of the first byte that is printed.
+        end_line: whether to complete a last line that has no newline.
+        summary: whether a summary follows, which has the reason of the end.
     """
     tail = Tail(run_of(store, submission).output, position=position)
+    printer = _Printer(out)
     shown = ""
-    last = b""
 
-    def write(data: bytes) -> None:
-        nonlocal last
-        _write(out, data)
-        last = data[-1:] or last
-
-    def write_rest() -> None:
-        write(tail.read_to_end())
-        if end_line and last not in (b"", b"\n"):
-            write(b"\n")
+    def print_rest() -> None:
+        printer.write(tail.read_to_end())
+        if end_line:
+            printer.end_line()
 
     def show(state: State) -> None:
         nonlocal shown
-        reason = "" if summary and output and state.over else state.reason
-        line = state.state + (f" ({reason})" if reason else "")
-        line += f" on {state.nodes}" if state.nodes and state.state == "RUNNING" else ""
-        if output and state.over:  # the end is told behind the last words
-            write_rest()
+        line = _state_line(state, reason=not (summary and output and state.over))
+        if output and state.over:  # the final state comes after the last line of output
+            print_rest()
         if line != shown:
             shown = line
-            typer.echo(f"hpml: {line}", err=True)
+            notice(line)
         if output:
-            write(tail.read())
+            printer.write(tail.read())
 
     try:
         state = wait_until_over(store, submission, each=show)
@@ -80,81 +145,61 @@ def follow(
         sid = submission.label
         again = "logs -f" if output else "wait"
         typer.echo(
-            f"\nhpml: the job goes on; `hpml {again} {sid}` follows it again, "
-            f"`hpml cancel {sid}` ends it",
+            f"\nhpml: the job continues; `hpml {again} {sid}` follows it again, "
+            f"`hpml cancel {sid}` cancels it",
             err=True,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if output and not state.over:
-        write_rest()
+        print_rest()
     return state
 
 
-def finish(state: State, *, as_json: bool) -> None:
-    """Print the summary of a run that is over.
+class _Printer:
+    """Writes bytes to a text stream, and knows whether the last line is complete."""
 
-    Raises:
-        JobFailedError: it did not complete.
-    """
-    summary = summarise(state)
-    if as_json:
-        print_json({**state.to_json(), "summary": summary.to_json()})
-    else:
-        lines = array_lines(state) if state.tasks else summary_lines(state, summary)
-        if sys.stdout.isatty():
-            _panel(lines)
-        else:
-            typer.echo("\n".join(f"{name:<10} {text}" for name, text in lines))
-    fail_unless_completed(state)
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._binary: Any = out.buffer
+        self._last = b"\n"
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self._binary.write(data)
+            self._out.flush()
+            self._last = data[-1:]
+
+    def end_line(self) -> None:
+        if self._last != b"\n":
+            self.write(b"\n")
+
+
+def _state_line(state: State, *, reason: bool) -> str:
+    why = f" ({state.reason})" if reason and state.reason else ""
+    where = f" on {state.nodes}" if state.nodes and state.state == "RUNNING" else ""
+    return f"{state.state}{why}{where}"
 
 
 def fail_unless_completed(state: State) -> None:
-    """Raise JobFailedError for a run that ended in any other state than COMPLETED.
+    """Raise JobFailedError for a run that did not complete; its reason was printed before."""
+    if state.state == "COMPLETED":
+        return
+    code = f", exit code {state.exit_code}" if state.exit_code else ""
+    message = f"job {state.job_id or '-'} ended {state.state}{code}"
+    if _failed_binding(state):
+        raise JobFailedError(
+            f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
+        )
+    # of an array, the first task that ended like this
+    failed = [task for task in state.tasks if task.state == state.state] or [state]
+    with_output = [one for one in failed if os.path.exists(one.run.output)]
+    hint = f"hpml logs {with_output[0].submission.label}" if with_output else ""
+    raise JobFailedError(message, hint=hint)
 
-    The reason was told before, by the last state or by the summary.
-    """
-    if state.state != "COMPLETED":
-        code = f", exit code {state.exit_code}" if state.exit_code else ""
-        message = f"job {state.job_id or '-'} ended {state.state}{code}"
-        if _misplaced(state):
-            raise JobFailedError(
-                f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
-            )
-        raise JobFailedError(message, hint=_where_to_look(state))
 
-
-def _misplaced(state: State) -> bool:
-    """Whether a run ended because its ranks were in wrong places, as far as it may be read."""
+def _failed_binding(state: State) -> bool:
+    """Whether a run ended because its ranks were not bound as planned."""
     try:
         return not state.tasks and binding_of(state).fatal
-    except RecordError:  # somebody else's: that it failed is known all the same
+    except RecordError:  # another user's record
         return False
-
-
-def _where_to_look(state: State) -> str:
-    """Return the command that shows what a run, or an array's first bad task, had to say."""
-    bad = [task for task in state.tasks if task.state == state.state]
-    told = [one for one in bad or [state] if os.path.exists(one.run.output)]
-    return f"hpml logs {told[0].submission.label}" if told else ""
-
-
-def _write(out: TextIO, data: bytes) -> None:
-    if data:
-        binary: Any = out.buffer
-        binary.write(data)
-        out.flush()
-
-
-def _panel(lines: list[tuple[str, str]]) -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.panel import Panel  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in lines:
-        table.add_row(name, Text(text))
-    good = "COMPLETED" in lines[0][1]
-    Console().print(Panel(table, border_style="green" if good else "red", expand=False))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,30 +21,36 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     LocalOption,
     SetOption,
-    backend_name,
-    not_written,
     print_json,
-    rendered_of,
+    refuse_empty,
+    refuse_with,
     store_of,
 )
+from hpml_orchestrator.cli.follow import follow
+from hpml_orchestrator.cli.loading import backend_name, rendered_of
+from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice, report_unwritable_output
+from hpml_orchestrator.cli.show import print_summary
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.backend import open_backend
+from hpml_orchestrator.runs.show import explained, write_rendered
+from hpml_orchestrator.runs.submit import prepare, resume
+from hpml_orchestrator.runs.submit import submit as submit_prepared
+from hpml_orchestrator.script.static_form import static_form, told
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
     from hpml_orchestrator.records.store import Store, Submission
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.command()(render)
-    app.command()(submit)
-    app.command()(run)
+__all__ = ["render", "run", "submit"]
 
 
 def render(
     context: typer.Context,
     job_file: JobFile,
-    settings: SetOption = [],  # noqa: B006 - typer copies it
+    settings: SetOption = [],
     backend: BackendOption = "auto",
     local: LocalOption = False,
     output: Annotated[
@@ -52,26 +59,22 @@ def render(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write job.sh and all that it needs there, to be given to sbatch by hand.",
+            help="Write job.sh and all files it needs to DIR, to submit by hand.",
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say where each value came from instead.")
+        bool, typer.Option("--explain", help="Show where each value comes from instead.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="With --output: replace a job.sh that differs.")
+        bool, typer.Option("--force", help="With --output: overwrite a job.sh that differs.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the batch script of a job, to the byte as `submit` would submit it.
+    """Print the batch script of a job.
 
-    The site profile counts for jobs of the cluster; with `--local` there is none.
+    It is byte for byte what `submit` submits. The site profile applies to jobs of the cluster, not
+    with `--local`.
     """
-    from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with  # noqa: PLC0415
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.runs.show import explained, write_rendered  # noqa: PLC0415
-    from hpml_orchestrator.script.static_form import static_form, told  # noqa: PLC0415
-
     refuse_empty({"--output": output})
     if output:
         refuse_with("--output", {"--explain": explain, "--json": as_json})
@@ -86,24 +89,21 @@ def render(
             print_json([{"field": f, "value": v, "origin": o} for f, v, o in rows])
             return
         for field, value, origin in rows:
-            typer.echo(f"{field:<28} {_in_job_file(value):<40} {origin}")
+            typer.echo(f"{field:<28} {_as_in_job_file(value):<40} {origin}")
         form = static_form(rendered.resolved.job, rendered.site, rendered.topologies)
-        typer.echo(f"hpml: binding: {told(form)}", err=True)
-        return
-    if output:
+        notice(f"binding: {told(form)}")
+    elif output:
         script = write_rendered(rendered, output, force=force)
-        place = shlex.quote(str(script.parent))
-        typer.echo(f"wrote {script}; to submit it by hand: cd {place} && sbatch job.sh")
-        return
-    if as_json:
+        directory = shlex.quote(str(script.parent))
+        typer.echo(f"wrote {script}; to submit it: cd {directory} && sbatch job.sh")
+    elif as_json:
         print_json({"script": rendered.script, "job": rendered.resolved.job.model_dump()})
-        return
-    sys.stdout.buffer.write(rendered.script.encode("utf-8"))
-    sys.stdout.flush()
+    else:
+        sys.stdout.buffer.write(rendered.script.encode("utf-8"))
 
 
-def _in_job_file(value: Any) -> str:
-    """Return a value as a job file may have it, on one line: null and true, not as Python does."""
+def _as_in_job_file(value: Any) -> str:
+    """Return a value on one line as a job file may have it: null and true, not as in Python."""
     if isinstance(value, str) and "\n" not in value:
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -112,110 +112,91 @@ def _in_job_file(value: Any) -> str:
 def submit(
     context: typer.Context,
     job_file: Annotated[
-        str, typer.Argument(metavar="[JOB_FILE]", help="Job file, YAML 1.2 or TOML.")
+        str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.")
     ] = "",
-    settings: SetOption = [],  # noqa: B006
-    after: AfterOption = [],  # noqa: B006
+    settings: SetOption = [],
+    after: AfterOption = [],
     backend: BackendOption = "auto",
     local: LocalOption = False,
-    resume: Annotated[
+    resume_run: Annotated[
         str,
         typer.Option(
             "--resume",
             metavar="RUN",
-            help="Complete a submission that was cut off: find its job, or submit it.",
+            help="Complete an interrupted submission: find its job, or submit it.",
         ),
     ] = "",
     no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job and return at once."""
+    """Submit a job and return immediately."""
     store = store_of(context)
-    if resume:
-        from hpml_orchestrator.cli.conflicts import refuse_with  # noqa: PLC0415
-        from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-
-        given = {
-            "--set": settings,
-            "--after": after,
-            "--local": local,
-            "--backend": backend != "auto",
-        }
-        refuse_with("--resume", given)
-        if job_file:
-            raise InputError(
-                "takes no job file: the submission has its own",
-                field="--resume",
-                value=job_file,
-                hint=f"hpml submit --resume {resume}",
-            )
-        submission = replace(store.resolve(resume), index=None)
+    if resume_run:
+        options = {"--set": settings, "--after": after, "--local": local}
+        refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
+        submission = replace(store.resolve(resume_run), index=None)
         job_id = _resume(store, submission)
+        message = f"{submission.sid} is job {_job_text(submission, job_id)}"
     else:
         submission, job_id = _submit(
             context, job_file, settings, backend, after=after, local=local, checked=not no_check
         )
-    words = ("{} is job {}" if resume else "submitted {} as job {}").format(
-        submission.sid, _shown(submission, job_id)
-    )
-    table = submission.runs()
-    is_array = submission.is_array()
+        message = f"submitted {submission.sid} as job {_job_text(submission, job_id)}"
     try:
         if as_json:
-            print_json(
-                {
-                    "id": submission.sid,
-                    "job_id": job_id,
-                    "submission": str(submission.directory),
-                    "directory": None if is_array else str(store.runs_dir / table[0][1]),
-                    "tasks": [
-                        {"index": index, "run": rid, "directory": str(store.runs_dir / rid)}
-                        for index, rid in table
-                        if is_array
-                    ],
-                }
-            )
+            print_json(_submission_json(store, submission, job_id))
         else:
-            typer.echo(words)
+            typer.echo(message)
         sys.stdout.flush()
     except OSError as error:
-        # The job exists: a status other than 0 would have a script submit it again.
-        not_written(error)
-        typer.echo(f"hpml: {words}", err=True)
+        # The job exists: with a status other than 0 a script would submit it again.
+        report_unwritable_output(error)
+        notice(message)
         return
     with contextlib.suppress(OSError):
-        if is_array:
-            first = f"{submission.sid}.{table[0][0]}"
-            typer.echo(
-                f"to follow it: hpml wait {submission.sid}; one task: hpml logs -f {first}",
-                err=True,
-            )
-        else:
-            typer.echo(f"to follow it: hpml logs -f {submission.sid}", err=True)
+        sid = submission.sid
+        hint = f"hpml logs -f {sid}"
+        if submission.is_array():
+            hint = f"hpml wait {sid}; one task: hpml logs -f {sid}.{submission.runs()[0][0]}"
+        typer.echo(f"to follow it: {hint}", err=True)
+
+
+def _submission_json(store: Store, submission: Submission, job_id: str) -> dict[str, Any]:
+    table = submission.runs()
+    is_array = submission.is_array()
+    return {
+        "id": submission.sid,
+        "job_id": job_id,
+        "submission": str(submission.directory),
+        "directory": None if is_array else str(store.runs_dir / table[0][1]),
+        "tasks": [
+            {"index": index, "run": rid, "directory": str(store.runs_dir / rid)}
+            for index, rid in table
+            if is_array
+        ],
+    }
 
 
 def run(
     context: typer.Context,
     job_file: JobFile,
-    settings: SetOption = [],  # noqa: B006
-    after: AfterOption = [],  # noqa: B006
+    settings: SetOption = [],
+    after: AfterOption = [],
     backend: BackendOption = "auto",
     local: LocalOption = False,
     no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job, follow its output, and end with a summary.
+    """Submit a job, follow it and print a summary.
 
-    Of a job array the states are followed, not its tasks' output. Ctrl-C stops following; the job
-    goes on. The exit status is 0 when the job completed, else 6.
+    For a job array this prints the states of the tasks, not their output. Ctrl-C stops following;
+    the job continues. The exit status is 0 if the job completed, else 6.
     """
-    from hpml_orchestrator.cli.follow import finish, follow  # noqa: PLC0415
-
     store = store_of(context)
     submission, job_id = _submit(
         context, job_file, settings, backend, after=after, local=local, checked=not no_check
     )
-    typer.echo(f"hpml: submitted {submission.sid} as job {_shown(submission, job_id)}", err=True)
+    notice(f"submitted {submission.sid} as job {_job_text(submission, job_id)}")
     state = follow(
         store,
         submission,
@@ -224,15 +205,14 @@ def run(
         end_line=True,
         summary=not as_json,
     )
-    finish(state, as_json=as_json)
+    print_summary(state, as_json=as_json)
 
 
-def _shown(submission: Submission, job_id: str) -> str:
-    """Return the job's id, of an array with the number of its tasks."""
+def _job_text(submission: Submission, job_id: str) -> str:
+    """Return the job's id, for an array with the number of its tasks."""
     if not submission.is_array():
         return job_id
-    count = len(submission.runs())
-    return f"{job_id} ({count} task{'s' * (count != 1)})"
+    return f"{job_id} ({counted(len(submission.runs()), 'task')})"
 
 
 def _submit(
@@ -245,57 +225,86 @@ def _submit(
     local: bool,
     checked: bool,
 ) -> tuple[Submission, str]:
-    from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED, held  # noqa: PLC0415
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.runs.after import outstanding  # noqa: PLC0415
-    from hpml_orchestrator.runs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.runs.submit import prepare  # noqa: PLC0415
-    from hpml_orchestrator.runs.submit import submit as submit_prepared  # noqa: PLC0415
-
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
     name = backend_name(backend, local=local)
     rendered = rendered_of(context, job_file, settings, name, after)
     store = store_of(context)
-    waits = outstanding(store, rendered.resolved.job.after, backend=name)
+    dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
     if checked:
         before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
-    with held() as interrupt:
+    with _interrupt_held() as interrupt:
         submission = prepare(
             store,
             rendered,
             backend=name,
             argv=sys.argv,
             environment=environment,
-            after=waits,
-            notice=lambda text: typer.echo(f"hpml: {text}", err=True),
+            after=dependencies,
+            notice=notice,
         )
         interrupt.sid = submission.sid
         job_id = submit_prepared(submission, scheduler, environment=environment)
     if interrupt.pressed:
-        typer.echo(
-            f"hpml: submitted {submission.sid} as job {job_id}; the job goes on: "
-            f"`hpml cancel {submission.sid}` ends it",
-            err=True,
+        notice(
+            f"submitted {submission.sid} as job {job_id}; the job continues, "
+            f"`hpml cancel {submission.sid}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
     return submission, job_id
 
 
 def _resume(store: Store, submission: Submission) -> str:
-    from hpml_orchestrator.runs.after import outstanding  # noqa: PLC0415
-    from hpml_orchestrator.runs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.runs.submit import resume  # noqa: PLC0415
-
     record = submission.record()
-    scheduler = open_backend(str(record["backend"]), store, host=str(record["host"]))
+    backend = str(record["backend"])
     return resume(
         store,
         submission,
-        scheduler,
+        open_backend(backend, store, host=str(record["host"])),
         environment=dict(os.environ),
-        notice=lambda text: typer.echo(f"hpml: {text}", err=True),
-        after=lambda words: outstanding(store, words, backend=str(record["backend"])),
+        notice=notice,
+        after=lambda words: outstanding(store, words, backend=backend),
     )
+
+
+class _Interrupt:
+    """Whether Ctrl-C was pressed while a submission was on its way."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self.sid = ""
+
+    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        typer.echo("\nhpml: submitting; press Ctrl-C again to abort", err=True)
+
+
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[_Interrupt]:
+    """Hold Ctrl-C back during a submission, which takes a moment: no job exists unreported.
+
+    After the block the caller looks at `pressed`. A second Ctrl-C ends the command at once and says
+    how to find out what became of the submission.
+    """
+    interrupt = _Interrupt()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield interrupt  # started with & by a script: Ctrl-C is meant for another command
+        return
+    previous = signal.signal(signal.SIGINT, interrupt.on_signal)
+    try:
+        yield interrupt
+    except KeyboardInterrupt:
+        sid = interrupt.sid
+        notice(
+            f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
+            f"`hpml submit --resume {sid}` completes it"
+            if sid
+            else "nothing was submitted"
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGINT, previous)

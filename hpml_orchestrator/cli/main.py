@@ -1,47 +1,133 @@
-"""`hpml`: the application, and how its errors are told."""
+"""The command `hpml`: its table of commands, its own options, and how errors are reported."""
 
 from __future__ import annotations
 
 import errno
+import importlib
+import inspect
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.cli import (
-    check,
-    export,
-    importing,
-    init,
-    jobfile,
-    man,
-    pack,
-    prune,
-    runs,
-    site,
-    stage,
-    templates,
-    topo,
+from hpml_orchestrator.cli.process import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_WRITTEN,
+    refuse_gone_directory,
+    report_unwritable_output,
 )
-from hpml_orchestrator.cli.common import not_written, refuse_gone_directory
-from hpml_orchestrator.cli.statuses import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN
+from hpml_orchestrator.cli.reference import examples
 from hpml_orchestrator.cli.usage import USAGE_ERROR, asks_for_help, explained
 from hpml_orchestrator.errors import HpmlError, InputError
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
+
+
+class Entry(NamedTuple):
+    """A command in the table: the module that has it, the name there, one line of help, a panel."""
+
+    module: str
+    attribute: str
+    help: str
+    panel: str
+
+
+_JOBS, _RUNS, _DATA, _SITE, _MORE = "Jobs", "Runs", "Data", "Cluster and nodes", "Reference"
+
+COMMANDS = {
+    "run": Entry("jobfile", "run", "Submit a job, follow it and print a summary.", _JOBS),
+    "submit": Entry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
+    "render": Entry("jobfile", "render", "Print the batch script of a job.", _JOBS),
+    "check": Entry(
+        "check", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
+    ),
+    "import": Entry(
+        "importing",
+        "import_",
+        "Convert an sbatch script to a job file; warnings go to stderr.",
+        _JOBS,
+    ),
+    "list": Entry("runs", "list_", "List runs, newest first.", _RUNS),
+    "status": Entry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),
+    "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
+    "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
+    "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
+    "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
+    "prune": Entry("prune", "prune", "Remove old runs and their files.", _RUNS),
+    "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),
+    "pack": Entry("pack", "pack", "Pack many small files into a few tar archives.", _DATA),
+    "init": Entry("init", "init", "Query the cluster and write a site profile.", _SITE),
+    "doctor": Entry("site", "doctor", "Check the installation, Slurm and this machine.", _SITE),
+    "template": Entry("templates", "group", "List script templates or write your own.", _SITE),
+    "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
+    "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
+    "schema": Entry("site", "schema", "Print the JSON Schema of job files or profiles.", _MORE),
+    "man": Entry("man", "man", "Show the manual page of a command.", _MORE),
+}
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
-    {"list", "status", "show", "logs", "wait", "cancel", "prune", "schema", "export", "topo"}
+    {"list", "status", "show", "logs", "wait", "cancel", "prune", "schema", "export", "topo", "man"}
 )
-"""Commands about records or this node: they do without a current directory."""
+"""Commands about records or this node work without a current directory."""
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported when one of them is called or its help is asked for."""
+
+    def __init__(self, **attributes: Any) -> None:
+        listed = {
+            name: TyperCommand(name, help=entry.help, rich_help_panel=entry.panel)
+            for name, entry in COMMANDS.items()
+        }
+        super().__init__(**{**attributes, "commands": listed})
+        self._loaded: set[str] = set()
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that the first argument names, and return it."""
+        self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def load(self, name: str) -> None:
+        """Import a command of the table; its docstring's first paragraph is the table's line."""
+        if name not in COMMANDS or name in self._loaded:
+            return
+        entry = COMMANDS[name]
+        module = importlib.import_module(f"hpml_orchestrator.cli.{entry.module}")
+        target = getattr(module, entry.attribute)
+        holder = typer.Typer()
+        if isinstance(target, typer.Typer):
+            callback = target.registered_callback
+            text = _help(entry.help, callback.callback if callback else None)
+            holder.add_typer(target, name=name, help=text, rich_help_panel=entry.panel)
+        else:
+            text = _help(entry.help, target)
+            holder.command(name, help=text, rich_help_panel=entry.panel)(target)
+        command = typer.main.get_group(holder).commands[name]
+        command.epilog = examples(name)
+        for below in getattr(command, "commands", {}).values():
+            below.help = _help(str(below.help).partition("\n\n")[0], below.callback)
+            below.epilog = examples(f"{name} {below.name}")
+        self.commands[name] = command
+        self._loaded.add(name)
+
+
+def _help(line: str, function: Any) -> str:
+    """Return a command's help: the table's line, then the docstring without its first paragraph."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")[1:] if function else []
+    return "\n\n".join([line, *(" ".join(paragraph.split()) for paragraph in paragraphs)])
+
 
 app = typer.Typer(
+    cls=LazyGroup,
     name="hpml",
     help="Run machine-learning training on Slurm clusters, or on this machine, from one job file.",
+    epilog=examples(""),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -62,7 +148,7 @@ def _options(
         typer.Option(
             "--records",
             metavar="DIR",
-            help="Where records live.",
+            help="Directory of run records.",
             envvar="HPML_HOME",
             show_default="~/.local/state/hpml",
         ),
@@ -72,43 +158,27 @@ def _options(
         typer.Option(
             "--site",
             metavar="FILE",
-            help="Site profile to use alone, or `none`.",
+            help="Use only this site profile, or `none`.",
             envvar="HPML_SITE",
             show_default="the project's hpml.toml over the user's and the system's",
         ),
     ] = "",
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error.", envvar="HPML_DEBUG")
+        bool, typer.Option("--debug", help="Show the traceback of errors.", envvar="HPML_DEBUG")
     ] = False,
     _: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    lost = bool(records) and not os.path.isabs(os.path.expanduser(records))
-    asks = {"-h", "--help"} & set(sys.argv[1:])
-    if (lost or context.invoked_subcommand not in _ANYWHERE) and not asks:
+    relative = bool(records) and not os.path.isabs(os.path.expanduser(records))
+    wants_help = {"-h", "--help"} & set(sys.argv[1:])
+    if (relative or context.invoked_subcommand not in _ANYWHERE) and not wants_help:
         refuse_gone_directory()
     context.obj = {"records": records, "site": site_profile, "debug": debug}
 
 
-jobfile.register(app)
-importing.register(app)
-check.register(app)
-runs.register(app)
-prune.register(app)
-site.register(app)
-init.register(app)
-templates.register(app)
-topo.register(app)
-pack.register(app)
-stage.register(app)
-export.register(app)
-man.register(app)
-
-
 def main() -> None:
-    """Entry point: run a command; tell errors in one line with a hint, and exit by their class."""
+    """Entry point: run a command; report errors in one line with a hint and their exit status."""
     debug = "--debug" in sys.argv[1:] or bool(os.environ.get("HPML_DEBUG"))
     _open_streams()
     try:
@@ -119,7 +189,7 @@ def main() -> None:
     except HpmlError as error:
         if debug:
             raise
-        _tell(error)
+        _report(error)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -128,31 +198,28 @@ def main() -> None:
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and not error.filename:
-            not_written(error)
+            report_unwritable_output(error)
             raise SystemExit(EXIT_NOT_WRITTEN) from None
         typer.echo(
             f"hpml: internal error: {type(error).__name__}: {error}\n"
-            "hint: this is a fault of hpml's; run it again with `hpml --debug …` and report "
-            "what it prints",
+            "hint: this is a bug in hpml; run again with `hpml --debug …` and report the output",
             err=True,
         )
         raise SystemExit(EXIT_INTERNAL) from None
 
 
 def _open_streams() -> None:
-    """Make the standard streams usable, whatever the caller left of them."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller, as with `>&-`
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    """Open standard streams that the caller closed, as with `>&-`, on /dev/null."""
+    for name, mode in (("stdout", "w"), ("stderr", "w"), ("stdin", "r")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files may hold what the terminal's encoding has not: shown as in errors.
+        # File names may hold characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _call() -> None:
-    """Run the command that the command line names; a wrong command line is told here."""
+    """Run the command of the command line, or report what is wrong with that line."""
     try:
         status = app(standalone_mode=False)
     except typer.Abort:
@@ -161,13 +228,13 @@ def _call() -> None:
         if asks_for_help(error):
             typer.echo(error, err=True)
         else:
-            _tell(explained(error, sys.argv[1:], typer.main.get_command(app)))
+            _report(explained(error))
         raise SystemExit(InputError.exit_code) from None
     if isinstance(status, int) and status:
         raise SystemExit(status)
 
 
-def _tell(error: HpmlError) -> None:
+def _report(error: HpmlError) -> None:
     lines = str(error).splitlines() or [type(error).__name__]
     typer.echo(f"hpml: error: {lines[0]}", err=True)
     for line in lines[1:]:

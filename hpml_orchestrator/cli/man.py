@@ -1,138 +1,95 @@
-"""Command `man`: show the manual of a command, or write all pages."""
+"""Command `man`: show the manual page of a command, or install all pages."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpml_orchestrator import assets
+from hpml_orchestrator.errors import InputError, NotFoundError, did_you_mean
+
 if TYPE_CHECKING:
-    from hpml_orchestrator.cli.manual import Page
+    from typer.core import TyperGroup
 
-__all__ = ["register"]
-
-_WIDTH = 80
-_WIDEST = 100
+__all__ = ["man"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
+def man(
+    context: typer.Context,
+    words: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="The command; default: hpml itself.")
+    ] = [],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Copy all pages to DIR/man1 instead, for a DIR on your MANPATH.",
+        ),
+    ] = "",
+) -> None:
+    """Show the manual page of a command.
 
-    @app.command()
-    def man(
-        words: Annotated[
-            list[str],
-            typer.Argument(metavar="[COMMAND…]", help="Command to read about; hpml without."),
-        ] = [],  # noqa: B006 - typer copies it
-        output: Annotated[
-            str,
-            typer.Option(
-                "--output",
-                "-o",
-                metavar="DIR",
-                help="Write all pages below DIR/man1 instead, where man(1) finds them once DIR is "
-                "on its MANPATH. SOURCE_DATE_EPOCH sets their date.",
-            ),
-        ] = "",
-    ) -> None:
-        """Show the manual of hpml, or of one of its commands.
-
-        On a terminal man(1) shows it, where it is installed; elsewhere it is printed as plain text.
-        """
-        if output:
-            _write(app, output, words)
-        else:
-            _show(app, words)
+    On a terminal with man(1) this shows the page; otherwise it prints the command's help.
+    """
+    if output:
+        if words:
+            raise InputError("takes no command", field="--output", value=" ".join(words))
+        _install(output)
+        return
+    # `man hpml-submit` is the name of the page
+    names = " ".join(words).replace("-", " ").removeprefix("hpml").split()
+    command, child = _find(context.find_root(), names)
+    page = _page("-".join(["hpml", *names]))
+    if page and sys.stdout.isatty() and shutil.which("man"):
+        subprocess.run(["man", "-l", page], check=False)
+    else:
+        typer.echo(command.get_help(child))
 
 
-def _write(app: typer.Typer, directory: str, words: list[str]) -> None:
-    from hpml_orchestrator.cli.manpages import pages  # noqa: PLC0415
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
+def _find(context: Any, names: list[str]) -> tuple[Any, Any]:
+    """Return a command and its context.
 
-    if words:
-        raise InputError(
-            "writes all pages and takes no command",
-            field="--output",
-            value=" ".join(words),
-            hint=f"hpml man --output {directory}",
-        )
-    made = pages(app, date=_date())
-    target = os.path.join(os.path.abspath(os.path.expanduser(directory)), "man1")
+    Raises:
+        InputError: there is no such command; names the nearest.
+    """
+    command: Any = context.command
+    for name in names:
+        group: TyperGroup | None = command if hasattr(command, "commands") else None
+        if group is None or name not in group.commands:
+            raise InputError(
+                "no such command",
+                field="COMMAND",
+                value=" ".join(names),
+                hint=did_you_mean(name, group.commands if group else ()) or "hpml --help",
+            )
+        command = group.resolve_command(context, [name])[1]
+        context = typer.Context(command, parent=context, info_name=name)
+    return command, context
+
+
+def _page(title: str) -> Path | None:
     try:
-        os.makedirs(target, exist_ok=True)
-        for name, text in made.items():
-            with open(os.path.join(target, name), "w", encoding="ascii") as stream:
-                stream.write(text)
+        return assets.path(f"docs/man/man1/{title}.1")
+    except NotFoundError:
+        return None
+
+
+def _install(directory: str) -> None:
+    target = Path(directory).expanduser() / "man1"
+    pages = sorted(assets.path("docs/man/man1").glob("*.1"))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for page in pages:
+            shutil.copyfile(page, target / page.name)
     except OSError as error:
         raise InputError(
-            f"cannot be written: {error.strerror or error}",
-            field="--output",
-            value=directory,
-            hint="name a directory that you may write to",
+            f"cannot be written: {error.strerror or error}", field="--output", value=directory
         ) from error
-    typer.echo(f"wrote {len(made)} pages to {target}")
-
-
-def _date() -> str:
-    """Return the date of the pages: reproducible builds set it by SOURCE_DATE_EPOCH."""
-    from datetime import UTC, datetime  # noqa: PLC0415
-
-    from hpml_orchestrator.cli.manpages import RELEASED  # noqa: PLC0415
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    if not epoch:
-        return RELEASED
-    try:
-        return datetime.fromtimestamp(int(epoch), UTC).date().isoformat()
-    except (ValueError, OverflowError, OSError):
-        raise InputError(
-            "must be seconds since 1970", field="SOURCE_DATE_EPOCH", value=epoch, hint="unset it"
-        ) from None
-
-
-def _show(app: typer.Typer, words: list[str]) -> None:
-    from hpml_orchestrator.cli.manpages import pages  # noqa: PLC0415
-    from hpml_orchestrator.cli.manual import manual  # noqa: PLC0415
-    from hpml_orchestrator.cli.manualtext import plain  # noqa: PLC0415
-
-    page = _find(manual(app), words)
-    if sys.stdout.isatty():
-        if _shown_by_man(pages(app)[f"{page.title}.1"], page.title):
-            return
-        width = min(shutil.get_terminal_size().columns, _WIDEST)
-    else:
-        width = _WIDTH
-    typer.echo(plain(page, width=width), nl=False)
-
-
-def _find(known: list[Page], words: list[str]) -> Page:
-    from hpml_orchestrator.errors import InputError, did_you_mean  # noqa: PLC0415
-
-    named = {page.command.removeprefix("hpml").strip(): page for page in known}
-    # `man hpml-submit` is how man itself names it
-    wanted = " ".join(words).removeprefix("hpml").strip(" -")
-    if wanted in named:
-        return named[wanted]
-    raise InputError(
-        "there is no such command",
-        field="COMMAND",
-        value=wanted,
-        hint=did_you_mean(wanted, named) or "hpml man",
-    )
-
-
-def _shown_by_man(text: str, title: str) -> bool:
-    """Show a page through man(1); return whether that was possible."""
-    if shutil.which("man") is None:
-        return False
-    with tempfile.TemporaryDirectory(prefix="hpml-man-") as directory:
-        path = os.path.join(directory, f"{title}.1")
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        return subprocess.run(["man", "-l", path], check=False).returncode == 0
+    typer.echo(f"wrote {len(pages)} pages to {target}")

@@ -1,4 +1,4 @@
-"""Command `hpml prune`: remove old records."""
+"""Command `prune`: remove old runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import typer
 from hpml_orchestrator.cli.common import (
     JsonOption,
     complete_run,
+    parse_age,
     print_json,
     print_table,
     store_of,
 )
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.runs.prune import OVER
+from hpml_orchestrator.runs.prune import prune as prune_runs
+from hpml_orchestrator.runs.texts import clock_text
+from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from hpml_orchestrator.runs.prune import Pruned
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's command to the application."""
-    app.command()(prune)
+__all__ = ["prune"]
 
 
 def prune(
@@ -30,18 +31,17 @@ def prune(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="[RUN…]",
-            help="Run ids, unique parts of them, job ids, or `last`; all of yours without.",
+            metavar="RUN",
+            help="Run ids, unique parts of them, job ids or `last`; default: all of yours.",
             autocompletion=complete_run,
         ),
-    ] = [],  # noqa: B006 - typer copies it
+    ] = [],
     older_than: Annotated[
         str | None,
         typer.Option(
             "--older-than",
             metavar="AGE",
-            help="Only runs that ended so long ago, such as 12h, 30d or 8w.",
-            show_default=False,
+            help="Only runs that ended at least this long ago, e.g. 12h, 30d or 8w.",
         ),
     ] = None,
     state: Annotated[
@@ -49,47 +49,36 @@ def prune(
         typer.Option(
             "--state",
             metavar="STATES",
-            help="Only runs that ended so, such as FAILED,CANCELLED.",
-            show_default=False,
+            help="Only runs that ended in these states, e.g. FAILED,CANCELLED.",
         ),
     ] = None,
     keep: Annotated[
         int | None,
-        typer.Option(
-            "--keep",
-            metavar="N",
-            min=0,
-            help="Of all runs that are chosen, keep the newest N.",
-            show_default=False,
-        ),
+        typer.Option("--keep", metavar="N", min=0, help="Keep the newest N of the selected runs."),
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Remove them; else only say what would go.")
+        bool, typer.Option("--yes", "-y", help="Remove them; default: only list them.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old runs: their records, output and run directories; a dry run without --yes.
+    """Remove old runs and their files.
 
-    All that a training wrote to its run directory goes too, checkpoints among it. Runs that are not
-    known to be over stay, and so do those of others. An array goes with all of its tasks. What is
-    staged on nodes is not touched.
+    This removes records, output and run directories, with all that the training wrote there,
+    checkpoints included; a job array goes as a whole. Unfinished runs, other users' runs and data
+    staged on nodes are kept. Without --yes nothing is removed.
     """
-    from hpml_orchestrator.cli.ages import parse_age  # noqa: PLC0415
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.runs.prune import prune as prune_runs  # noqa: PLC0415
-
     if not runs and older_than is None and state is None and keep is None:
         raise InputError(
             "must be given: RUN, --older-than, --state or --keep",
-            field="what to remove",
+            field="selection",
             hint="hpml prune --older-than 30d",
         )
     store = store_of(context)
     named = [store.resolve(word) for word in runs]
-    task = next((one for one in named if one.index is not None), None)
+    task = next((submission for submission in named if submission.index is not None), None)
     if task is not None:
         raise InputError(
-            "names one task, and an array goes as a whole",
+            "names one task; only a whole job array can be removed",
             field="RUN",
             value=task.label,
             hint=f"hpml prune {task.sid}",
@@ -105,58 +94,42 @@ def prune(
     if as_json:
         print_json({"dry_run": not yes, **done.to_json()})
     else:
-        _tell(done, dry_run=not yes)
+        _print(done, dry_run=not yes)
     if done.interrupted:
         raise KeyboardInterrupt
-    left = [sid for sid, _ in done.kept if sid in {one.sid for one in named}]
-    if left:
-        raise InputError("stays, as told above", field="RUN", value=", ".join(left))
+    sids = {submission.sid for submission in named}
+    kept = [sid for sid, _ in done.kept if sid in sids]
+    if kept:
+        raise InputError("was kept, see above", field="RUN", value=", ".join(kept))
 
 
 def _states(text: str | None) -> list[str]:
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.runs.prune import OVER  # noqa: PLC0415
-
-    if text is None:
-        return []
-    found = []
-    for word in text.split(","):
-        name = word.strip().upper()
-        match = [one for one in OVER if one.replace(" ", "_") == name.replace(" ", "_")]
-        if not match:
+    """Return the final states that `--state` names."""
+    by_name = {state.replace(" ", "_"): state for state in OVER}
+    words = [] if text is None else text.split(",")
+    names = [word.strip().upper().replace(" ", "_") for word in words]
+    for word, name in zip(words, names, strict=True):
+        if name not in by_name:
             raise InputError(
-                "must be states of runs that are over",
-                field="--state",
-                value=word,
-                hint=", ".join(one.replace(" ", "_") for one in OVER),
+                "must be final states", field="--state", value=word, hint=", ".join(by_name)
             )
-        found += match
-    return found
+    return [by_name[name] for name in names]
 
 
-def _tell(done: Pruned, *, dry_run: bool) -> None:
-    from hpml_orchestrator.errors import counted  # noqa: PLC0415
-    from hpml_orchestrator.runs.texts import clock_text  # noqa: PLC0415
-    from hpml_orchestrator.staging.capacity import human_bytes  # noqa: PLC0415
-
+def _print(done: Pruned, *, dry_run: bool) -> None:
     if done.removed:
         rows = [
-            (
-                one.id,
-                one.state,
-                clock_text(one.ended) if one.ended else "-",
-                human_bytes(one.bytes),
-            )
-            for one in done.removed
+            (run.id, run.state, clock_text(run.ended) if run.ended else "-", human_bytes(run.bytes))
+            for run in done.removed
         ]
         print_table(("RUN", "STATE", "ENDED", "SIZE"), rows)
     for sid, reason in done.kept:
-        typer.echo(f"stays: {sid} {reason}")
+        typer.echo(f"kept: {sid} {reason}")
     number, size = counted(len(done.removed), "run"), human_bytes(done.bytes)
     if not dry_run:
         cut = "interrupted: " if done.interrupted else ""
         typer.echo(f"{cut}removed {number}, {size} freed")
     elif done.removed:
-        typer.echo(f"would remove {number} and free {size}; --yes removes them")
+        typer.echo(f"would remove {number} and free {size}; use --yes to remove them")
     else:
         typer.echo("nothing to remove")

@@ -1,54 +1,97 @@
-"""Commands that bring data to this node: stage, and its ls, verify, clean and bench."""
+"""Command `stage`: copy data to this node; its ls, verify and clean are in stageheld.py."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hpml_orchestrator.cli import stagebench, stageheld
-from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json
-from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
-from hpml_orchestrator.cli.dataoptions import count_option, outside_links_option
-from hpml_orchestrator.cli.grouped import OwnArguments
-from hpml_orchestrator.cli.stagefields import told_as_options
+from hpml_orchestrator.cli.common import (
+    JsonOption,
+    chosen_site,
+    print_json,
+    refuse_empty,
+    refuse_with,
+)
+from hpml_orchestrator.cli.copying import Meter, count_option, outside_links_option, stoppable
+from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, counted
+from hpml_orchestrator.staging import CopyStager
+from hpml_orchestrator.staging.caller import calling_process
+from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
+from hpml_orchestrator.staging.choose import IN_PLACE
+from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.errands import requests_for, run_errand
+from hpml_orchestrator.staging.faults import Retry, shown
+from hpml_orchestrator.staging.held import shell_key
+from hpml_orchestrator.staging.manners import open_rate
+from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import LocalSupply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
 
-    from hpml_orchestrator.cli.stopping import Stop
+    from hpml_orchestrator.cli.copying import Stop
     from hpml_orchestrator.staging import Bases, StageRequest
     from hpml_orchestrator.staging.capacity import Room
-    from hpml_orchestrator.staging.engine import EngineOptions
     from hpml_orchestrator.staging.errands import Errand, Outcome
 
-__all__ = ["register"]
+__all__ = ["group"]
 
 _PRINTABLE = ("path", "digest", "bytes", "files", "seconds", "reused", "target", "name")
 
+
+class _GroupWithArguments(TyperGroup):
+    """A group with arguments of its own: `hpml stage data` beside `hpml stage verify`.
+
+    A first word that is the name of a command is that command, so a file of that name is given as
+    `./name`. Everything else, options too, is for the group's own callback.
+    """
+
+    allow_interspersed_args = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave the words of a command to that command."""
+        if args and args[0] in self.commands:
+            super().parse_args(ctx, [])  # fills in defaults
+            ctx.args = list(args)
+            return list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named, else the callback."""
+        if not ctx.args:
+            return super().invoke(ctx)
+        name, command, rest = self.resolve_command(ctx, ctx.args)
+        assert command is not None  # noqa: S101 - parse_args found it
+        ctx.invoked_subcommand = name
+        ctx.args = []
+        with command.make_context(name, rest, parent=ctx) as below:
+            return below.command.invoke(below)
+
+
 group = typer.Typer(
-    cls=OwnArguments, invoke_without_command=True, subcommand_metavar="| COMMAND [ARGS]…"
+    cls=_GroupWithArguments, invoke_without_command=True, subcommand_metavar="| COMMAND [ARGS]…"
 )
+group.command("ls")(stageheld.ls)
+group.command("verify")(stageheld.verify)
+group.command("clean")(stageheld.clean)
+group.command("bench")(stagebench.bench)
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete a command's name as the first word; where none begins so, the shell takes files."""
+    """Complete a command's name as the first word; otherwise the shell completes files."""
     if ctx.params.get("sources") or not incomplete:
         return []
-    known = [one.name or getattr(one.callback, "__name__", "") for one in group.registered_commands]
-    return [name for name in known if name.startswith(incomplete)]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.add_typer(group, name="stage")
-
-
-stageheld.register(group)
-stagebench.register(group)
+    names = [command.name or "" for command in group.registered_commands]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 @group.callback()
@@ -57,9 +100,8 @@ def stage(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SRC…",
-            help="Directories, files, archives or packs. One called like a command: ./ls.",
-            show_default=False,
+            metavar="SRC",
+            help="Directories, files, archives or packs. If named like a command: ./ls.",
             autocompletion=_complete,
         ),
     ] = None,
@@ -68,17 +110,16 @@ def stage(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="shm (RAM), local (the node's disk), auto (whichever fits and pays, else the "
-            "data stays where it is), or a directory of this node.",
+            help="shm (memory), local (the node's disk), auto (whichever fits and pays off, else "
+            "the data is used in place), or a directory on this node.",
         ),
     ] = "auto",
     keep: Annotated[
         bool,
         typer.Option(
             "--keep/--no-keep",
-            help="Leave it in the node's cache for whoever stages the same later; else it lasts as "
-            "long as the shell or script that called.",
-            show_default=False,
+            help="Keep the copy in the node's cache for later jobs, instead of removing it when "
+            "the calling shell or script ends.",
         ),
     ] = False,
     name: Annotated[
@@ -86,8 +127,8 @@ def stage(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="What the directory is called, if there is one SRC.",
-            show_default="made of the last part of SRC",
+            help="Name of the directory, for a single SRC.",
+            show_default="from the last part of SRC",
         ),
     ] = None,
     kind: Annotated[
@@ -95,7 +136,7 @@ def stage(
         typer.Option(
             "--kind",
             metavar="KIND",
-            help="What SRC is: auto, tree, file, tar, zip, squashfs or pack. The last four are "
+            help="Type of SRC: auto, tree, file, tar, zip, squashfs or pack. The last four are "
             "unpacked.",
         ),
     ] = "auto",
@@ -106,30 +147,28 @@ def stage(
             metavar="N",
             min=1,
             max=1_000_000,
-            help="With --to auto: how often all of it will be read. Source and targets are timed "
-            "with a sample, and what does not pay is not done.",
-            show_default="not known",
+            help="With --to auto: how often the data will be read. A sample of source and targets "
+            "is timed, and data that does not pay off is not copied.",
+            show_default="unknown",
         ),
     ] = None,
     no_hash: Annotated[
-        bool, typer.Option("--no-hash", help="No digests: faster, and nothing to verify by.")
+        bool, typer.Option("--no-hash", help="Skip digests: faster, but cannot be verified.")
     ] = False,
-    outside_links: Annotated[bool, outside_links_option("Take")] = False,
+    outside_links: Annotated[bool, outside_links_option("Copy")] = False,
     local_dir: Annotated[
         str | None,
         typer.Option(
             "--local-dir",
             metavar="DIR",
-            help="What local stands for.",
-            show_default="the site profile's, else $SLURM_TMPDIR, $TMPDIR or /tmp",
+            help="The directory that `local` stands for.",
+            show_default="from the site profile, else $SLURM_TMPDIR, $TMPDIR or /tmp",
         ),
     ] = None,
-    processes: Annotated[int | None, count_option("--processes", "Processes that copy.")] = None,
+    processes: Annotated[int | None, count_option("--processes", "Copying processes.")] = None,
     threads: Annotated[
         int | None,
-        count_option(
-            "--threads", "Threads of each of them.", "as many as the source's latency asks for"
-        ),
+        count_option("--threads", "Threads per process.", "from the latency of the source"),
     ] = None,
     opens_per_second: Annotated[
         float | None,
@@ -138,84 +177,77 @@ def stage(
             metavar="RATE",
             min=0,
             max=1e9,
-            help="Open no more files than that on the source's file system; 0: no limit.",
-            show_default="the site profile's limit",
+            help="Limit of file opens on the source's file system; 0: no limit.",
+            show_default="from the site profile",
         ),
     ] = None,
-    only: Annotated[
+    field: Annotated[
         str | None,
         typer.Option(
             "--print",
             metavar="FIELD",
-            help="Print that alone, a line for each SRC: path, digest, bytes, files, seconds, "
+            help="Print only this field, one line per SRC: path, digest, bytes, files, seconds, "
             "reused, target or name.",
-            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring data to this node: into RAM or onto its disk, whole or not at all.
+    """Copy data to this node's memory or local disk.
 
-    It is there when the command ends, and its path is printed. Who stages the same again finds it.
-    After an error or Ctrl-C nothing half-done is left; of several SRC those that were told stay.
+    The copy is complete when the command ends, and its path is printed. Staging the same data again
+    reuses the copy. After an error or Ctrl-C no incomplete copy is left; sources already staged are
+    kept.
     """
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.staging.errands import requests_for  # noqa: PLC0415
-
-    refuse_empty({"--name": name, "--local-dir": local_dir, "--print": only})
-    if only is not None:
+    refuse_empty({"--name": name, "--local-dir": local_dir, "--print": field})
+    if field is not None:
         refuse_with("--print", {"--json": as_json})
-        if only not in _PRINTABLE:
-            raise InputError(f"must be one of {', '.join(_PRINTABLE)}", field="--print", value=only)
+        if field not in _PRINTABLE:
+            raise InputError(
+                f"must be one of {', '.join(_PRINTABLE)}", field="--print", value=field
+            )
     if to != "auto":
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
-    with told_as_options():
+    with _option_names():
         errands = requests_for(
-            sources or [],
-            to,
-            name=name or "",
-            kind=kind,
-            keep=keep,
-            outside_links=outside_links,
+            sources or [], to, name=name or "", kind=kind, keep=keep, outside_links=outside_links
         )
     paths = stageheld.paths_here(chosen_site(context))
     bases = stageheld.bases_of(paths, local_dir)
-    from hpml_orchestrator.staging.engine import EngineOptions  # noqa: PLC0415
-    from hpml_orchestrator.staging.manners import open_rate  # noqa: PLC0415
-
     if opens_per_second is None:
         opens_per_second = open_rate(paths.opens_per_node, paths.opens_per_job, paths.nodes)
     options = EngineOptions(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )
-    with told_as_options(to, bases, local_dir):
-        _run(errands, bases, options, epochs, only or ("json" if as_json else ""))
+    with _option_names(to, bases, local_dir):
+        _stage(errands, bases, options, epochs, field or ("json" if as_json else ""))
 
 
-def _run(
+def _stage(
     errands: list[Errand], bases: Bases, options: EngineOptions, epochs: int | None, form: str
 ) -> None:
-    from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
-
-    told: list[Outcome] = []
-    names = [one.request.name for one in errands]
+    """Stage one source after the other; print each as soon as it is there, JSON at the end."""
+    outcomes: list[Outcome] = []
+    names = [errand.request.name for errand in errands]
 
     def left() -> str:
-        done = len(told)
-        stays = f"; {', '.join(names[:done])} stays" if done else ""
-        return f"nothing was published of {', '.join(names[done:])}{stays}"
+        done = len(outcomes)
+        kept = f"; kept: {', '.join(names[:done])}" if done else ""
+        return f"not staged: {', '.join(names[done:])}{kept}"
 
     try:
         with stoppable(left) as stop:
             for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
-                told.append(outcome)
-                if form != "json":
-                    _tell(outcome, form)
+                outcomes.append(outcome)
+                if form == "":
+                    _print(outcome)
+                elif form != "json":
+                    typer.echo(_raw(_json(outcome)[form]))
     finally:
-        if form == "json" and (told or sys.exc_info()[0] is None):  # what stays is told, always
-            print_json([_json(one) for one in told])
+        # after an error, too, a program learns what is kept
+        if form == "json" and (outcomes or sys.exc_info()[0] is None):
+            print_json([_json(outcome) for outcome in outcomes])
 
 
 def _outcomes(
@@ -227,17 +259,6 @@ def _outcomes(
     *,
     quiet: bool,
 ) -> Iterator[Outcome]:
-    import time  # noqa: PLC0415
-
-    from hpml_orchestrator.cli.meter import Meter  # noqa: PLC0415
-    from hpml_orchestrator.staging import CopyStager  # noqa: PLC0415
-    from hpml_orchestrator.staging.caller import calling_process  # noqa: PLC0415
-    from hpml_orchestrator.staging.errands import run_errand  # noqa: PLC0415
-    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
-    from hpml_orchestrator.staging.held import shell_key  # noqa: PLC0415
-    from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
-    from hpml_orchestrator.staging.supply import LocalSupply  # noqa: PLC0415
-
     retry = Retry(time.sleep, stop)
 
     def supply_of(request: StageRequest, room: Room) -> LocalSupply:
@@ -262,61 +283,44 @@ def _outcomes(
         yield outcome
 
 
-def _tell(outcome: Outcome, field: str) -> None:
-    from hpml_orchestrator.errors import counted  # noqa: PLC0415
-    from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes  # noqa: PLC0415
-    from hpml_orchestrator.staging.choose import IN_PLACE  # noqa: PLC0415
-    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
-
-    result = outcome.result
-    if field:
-        typer.echo(_raw(_json(outcome)[field]))
-        return
+def _print(outcome: Outcome) -> None:
+    result, choice = outcome.result, outcome.choice
     size = f"{counted(result.files, 'file')}, {exact_bytes(result.bytes)}"
-    if outcome.choice is not None and outcome.choice.target == IN_PLACE:
-        done = f"{result.name} stays where it is: {size}"
+    if choice is not None and choice.target == IN_PLACE:
+        line = f"{result.name} is used in place: {size}"
     elif result.reused:
-        done = f"{result.name} was here already: {size}, found in {result.seconds:.2f} s"
+        line = f"{result.name} is already staged: {size}, found in {result.seconds:.2f} s"
     else:
-        done = (
-            f"staged {result.name}: {size} in {result.seconds:.2f} s, "
-            f"{human_bytes(int(result.rate))}/s"
-        )
-    typer.echo(done)
-    typer.echo(f"  path    {shown(result.path)}")
+        rate = human_bytes(int(result.rate))
+        line = f"staged {result.name}: {size} in {result.seconds:.2f} s, {rate}/s"
+    typer.echo(f"{line}\n  path    {shown(result.path)}")
     if result.digest:
         typer.echo(f"  digest  {result.digest}")
-    if outcome.choice is not None:
-        typer.echo(f"  target  {outcome.choice.target}: {outcome.choice.why}")
-        for target, why in outcome.choice.others:
+    if choice is not None:
+        typer.echo(f"  target  {choice.target}: {choice.why}")
+        for target, why in choice.others:
             typer.echo(f"          not {target}: {why}")
     for note in _notes(outcome):
         typer.echo(f"note: {note}", err=True)
 
 
 def _notes(outcome: Outcome) -> Iterator[str]:
-    from hpml_orchestrator.staging.choose import IN_PLACE  # noqa: PLC0415
-    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
-
     result = outcome.result
     if result.private and outcome.request.keep:
         yield f"{result.name}: later jobs will not find it: {result.private}"
     elif outcome.request.keep and not result.kept and result.method != IN_PLACE:
         yield (
-            f"{result.name}: this shell had staged it without --keep, and so it goes with this "
-            "shell; `hpml stage clean --mine` removes it"
+            f"{result.name}: this shell staged it without --keep, so it is removed with this "
+            "shell; `hpml stage clean --mine` removes it now"
         )
     for source in result.evicted:
-        yield f"{shown(source)} had to leave the cache to make room"
+        yield f"{shown(source)} was removed from the cache to make room"
 
 
 def _json(outcome: Outcome) -> dict[str, Any]:
-    """Return what came of one request, for programs."""
-    from dataclasses import asdict  # noqa: PLC0415
-
     choice = outcome.choice
-    told = asdict(outcome.result)
-    told.update(
+    fields = asdict(outcome.result)
+    fields.update(
         source=outcome.request.source,
         target=choice.target if choice else outcome.request.target,
         bytes_per_second=round(outcome.result.rate, 1),
@@ -324,12 +328,55 @@ def _json(outcome: Outcome) -> dict[str, Any]:
     )
     if choice is not None:
         others = [{"target": target, "why": why} for target, why in choice.others]
-        told["choice"] = {"target": choice.target, "why": choice.why, "others": others}
-    return told
+        fields["choice"] = {"target": choice.target, "why": choice.why, "others": others}
+    return fields
 
 
 def _raw(value: Any) -> str | bytes:
-    """Return what is printed for a shell: a path with every byte that it has."""
+    """Return what a shell reads: a path with every byte that it has."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return os.fsencode(value) if isinstance(value, str) else f"{value}"
+
+
+_OPTIONS = {
+    "source": "SRC",
+    "name": "--name",
+    "kind": "--kind",
+    "target": "--to",
+    "outside_links": "--outside-links",
+}
+_IN_HINTS = (
+    (re.compile(r"\boutside_links: true\b"), "--outside-links"),
+    (re.compile(r"\btarget: (\w+)"), r"--to \1"),
+    (re.compile(r"\bkind: (\w+)"), r"--kind \1"),
+)
+
+
+@contextlib.contextmanager
+def _option_names(
+    to: str = "", bases: Bases | None = None, local_dir: str | None = None
+) -> Iterator[None]:
+    """Name options in errors where staging names fields of a job file.
+
+    Args:
+        to: the value of `--to`.
+        bases: the directories of shm and local; if one of these is wrong, `--to` is not.
+        local_dir: the value of `--local-dir`.
+    """
+    try:
+        yield
+    except HpmlError as error:
+        for pattern, option in _IN_HINTS:
+            error.hint = pattern.sub(option, error.hint)
+        # a CapacityError has the name of the data as its field, which may be any word
+        if isinstance(error, InputError) and not isinstance(error, CapacityError):
+            base = getattr(bases, to, "") if to in {"shm", "local"} else ""
+            option = _OPTIONS.get(error.field, "")
+            if error.field == "target" and base and error.value == base:
+                option = "--local-dir" if to == "local" and local_dir else option
+                error.hint = error.hint or "set by the site profile, $SLURM_TMPDIR or $TMPDIR"
+            if option:
+                message = error.message.removeprefix(f"{error.field}: ")
+                error.message, error.field = f"{option}: {message}", option
+        raise

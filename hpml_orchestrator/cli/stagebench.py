@@ -1,27 +1,28 @@
-"""Command that compares ways of copying on a site's file systems: stage bench."""
+"""Command `stage bench`: compare ways of copying on a site's file systems."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
-from hpml_orchestrator.cli.dataoptions import parse_size
+from hpml_orchestrator.cli.copying import parse_size, stoppable
+from hpml_orchestrator.cli.stageheld import bases_of, paths_here
+from hpml_orchestrator.packing.bench import Sizes, run_bench
+from hpml_orchestrator.staging import human_bytes
+from hpml_orchestrator.staging.faults import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from hpml_orchestrator.packing.bench import Bench, Sizes
+    from hpml_orchestrator.packing.bench import Bench
     from hpml_orchestrator.staging.ladder import Rung
 
-__all__ = ["register"]
-
-
-def register(group: typer.Typer) -> None:
-    """Add the command to the group."""
-    group.command()(bench)
+__all__ = ["bench"]
 
 
 def bench(
@@ -29,7 +30,7 @@ def bench(
     directories: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="DIR…",
+            metavar="DIR",
             help="Where to copy to.",
             show_default="the node's disk and RAM, as local and shm",
         ),
@@ -67,14 +68,9 @@ def bench(
     It makes files in --from and in each DIR, copies them for some seconds, and removes all of it
     again. The cache is warm: what is read was written a moment before.
     """
-    from hpml_orchestrator.cli.stopping import stoppable  # noqa: PLC0415
-    from hpml_orchestrator.packing.bench import Sizes, run_bench  # noqa: PLC0415
-
     sizes = Sizes(files, parse_size("--size", size), parse_size("--large", large), runs)
     targets = [("DIR", one) for one in directories or []]
     if not targets:
-        from hpml_orchestrator.cli.stageheld import bases_of, paths_here  # noqa: PLC0415
-
         bases = bases_of(paths_here(chosen_site(context)))
         targets = [("local", bases.local), ("shm", bases.shm)]
     with stoppable(lambda: "what was made for it is removed") as stop:
@@ -86,15 +82,11 @@ def bench(
 
 
 def _say(text: str) -> None:
-    import sys  # noqa: PLC0415
-
     if sys.stderr.isatty():
         typer.echo(f"hpml: {text}", err=True)
 
 
 def _tell(found: Bench, sizes: Sizes) -> None:
-    from hpml_orchestrator.staging import human_bytes  # noqa: PLC0415
-    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415
 
     data = found.data
     typer.echo(
@@ -124,7 +116,6 @@ def _row(rung: Rung) -> Sequence[str]:
 
 
 def _json(found: Bench) -> dict[str, Any]:
-    from dataclasses import asdict  # noqa: PLC0415
 
     told = asdict(found)
     told["data"] = found.data._asdict()

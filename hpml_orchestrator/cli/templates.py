@@ -67,7 +67,7 @@ def eject(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a template of your own that extends hpml's, with its blocks explained."""
-    from hpml_orchestrator.cli.conflicts import refuse_empty  # noqa: PLC0415
+    from hpml_orchestrator.cli.common import refuse_empty  # noqa: PLC0415
     from hpml_orchestrator.runs import templates  # noqa: PLC0415
     from hpml_orchestrator.site import toml  # noqa: PLC0415
 

@@ -14,10 +14,11 @@ from hpml_orchestrator.cli.common import (
     SetOption,
     print_json,
     print_table,
-    refuse_gone_directory,
+    refuse_empty,
+    refuse_with,
     store_of,
 )
-from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
+from hpml_orchestrator.cli.process import refuse_gone_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -86,7 +87,7 @@ def topo(
             show_default=False,
         ),
     ] = None,
-    settings: SetOption = [],  # noqa: B006 - typer copies it
+    settings: SetOption = [],
     allowed_cpus: Annotated[
         str | None,
         typer.Option(

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hpml_orchestrator.cli.common import STANDARD_OUTPUT, chosen_site, print_json, print_table
-from hpml_orchestrator.cli.conflicts import refuse_with
+from hpml_orchestrator.cli.common import (
+    STANDARD_OUTPUT,
+    chosen_site,
+    print_json,
+    print_table,
+    refuse_with,
+)
 from hpml_orchestrator.errors import InputError, counted, did_you_mean
 
 if TYPE_CHECKING:

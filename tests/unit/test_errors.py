@@ -10,7 +10,8 @@ import pytest
 
 from hpml_orchestrator import errors
 from hpml_orchestrator.cli.__main__ import EXIT_INTERRUPTED as EXIT_OF_ENTRY
-from hpml_orchestrator.cli.statuses import EXIT_INTERRUPTED, exit_statuses
+from hpml_orchestrator.cli.process import EXIT_INTERRUPTED
+from hpml_orchestrator.cli.reference import exit_statuses
 from hpml_orchestrator.errors import HpmlError, InputError, did_you_mean, nearest
 
 ROOT = Path(__file__).parents[2]

@@ -81,6 +81,7 @@ def test_the_wheel_holds_what_is_no_module(wheel: Path) -> None:
         f"{assets}/training_jobs/ddp_images.py",
         f"{assets}/training_jobs/hpml_channel.py",
         f"{assets}/training_jobs/digits.yaml",
+        f"{assets}/docs/man/man1/hpml.1",
         "hpml_orchestrator/node/main.py",
         "hpml_exporters/__main__.py",
         "hpml_exporters/metrics/exporter.py",

@@ -11,18 +11,14 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hpml_exporters.metrics import ALL
 
 from tests.patience import eventually
+from tests.unit.cli.support import Hpml, Shell
 from tests.unit.exporters.collecting import figures
 
-if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
-
-Hpml = Callable[..., "Result"]
 SWITCHES = "gpu jobs processes shm disks infiniband nfs lustre training".split()
 NOTHING = [f"--no-{name}" for name in SWITCHES]
 
@@ -50,37 +46,6 @@ def scraped(shell: Shell) -> dict[str, float]:
     eventually(path.exists)
     with urllib.request.urlopen(f"http://{path.read_text().strip()}/metrics", timeout=120) as got:
         return figures(got.read())
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        (["--listen", "localhost"], "--listen: no address with a port (got 'localhost')", "9445"),
-        (["--listen", ":99999"], "--listen: no port (got ':99999')", "hint: a port is a number"),
-        (["--gpu-interval", "0"], "--gpu-interval: must be 0.1 to 3600 seconds (got 0.0)", ""),
-        (["--job-interval", "nan"], "--job-interval: must be 0.1 to 3600 seconds", ""),
-        (["--process-interval", "x"], "--process-interval: must be a number (got 'x')", "hint:"),
-        (["--node-interval", "1e9"], "--node-interval: must be 0.1 to 3600 seconds", ""),
-        (["--stuck-seconds", "0"], "--stuck-seconds: must be 1 to 3600 seconds (got 0.0)", ""),
-        (["--exit-seconds", "9"], "--exit-seconds: must be more than --stuck-seconds, which", ""),
-        (["--web-config", "none.yml"], "--web-config: cannot be read: No such file", ""),
-        (["--web-config", ""], "--web-config: must not be empty", "hint: is a variable"),
-        (["--address-file", " "], "--address-file: must not be empty", "hint: is a variable"),
-        (["--no-gpus"], "--no-gpus: hpml export node has no such option", "--no-gpu"),
-        (["--root", "dev=/x"], "--root: must be NAME=DIR (got 'dev=/x')", "hint: NAME is one of"),
-        (["there"], "", "hint: "),
-    ],
-)
-def test_what_is_wrong_is_told(
-    hpml: Hpml, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str, hint: str
-) -> None:
-    """With the option, its value and what would be right; nothing is started."""
-    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the exporter was started"))
-    told = hpml("export", "node", *words)
-    assert (told.code, told.out) == (2, "")
-    assert told.err.startswith(f"hpml: error: {message}"), told.err
-    assert hint in told.err
-    assert "Traceback" not in told.err
 
 
 def handed_over(
@@ -133,14 +98,6 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
     assert (roots["proc"], roots["sys"], roots["shm"]) == ("/p", "/s", "/dev/shm")
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_each_switch_is_that_of_its_collector(
-    hpml: Hpml, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """`--no-gpu` leaves out GPUs and nothing else."""
-    assert handed_over(hpml, monkeypatch, f"--no-{name}")[0]["without"] == [name]
-
-
 HASH = "$2y$10$" + "a" * 53
 USERS = f"basic_auth_users: {{prometheus: '{HASH}'}}\n"
 TLS = "tls_server_config: {cert_file: a.crt, key_file: a.key%s}\n"
@@ -153,12 +110,12 @@ TLS = "tls_server_config: {cert_file: a.crt, key_file: a.key%s}\n"
         ("localhost:9445", None, ""),
         ("[::1]:9445", None, ""),
         ("127.0.0.1:9445", "", ""),
-        (":9445", None, "whoever reaches :9445 can read who runs what here, unencrypted and with"),
-        ("0.0.0.0:9445", None, "whoever reaches 0.0.0.0:9445 can read"),
-        (":9445", "", "whoever reaches :9445 can read who runs what here, unencrypted and with"),
-        (":9445", TLS % "", "whoever reaches :9445 can read who runs what here, without a pass"),
-        (":9445", TLS % ", client_auth_type: RequireAnyClientCert", "whoever reaches :9445 can"),
-        (":9445", USERS, "the password for :9445 crosses the network unencrypted"),
+        (":9445", None, "anybody who can reach :9445 can read job metrics, unencrypted and w"),
+        ("0.0.0.0:9445", None, "anybody who can reach 0.0.0.0:9445 can read"),
+        (":9445", "", "anybody who can reach :9445 can read job metrics, unencrypted and with"),
+        (":9445", TLS % "", "anybody who can reach :9445 can read job metrics, without a pass"),
+        (":9445", TLS % ", client_auth_type: RequireAnyClientCert", "anybody who can reach"),
+        (":9445", USERS, "passwords for :9445 are sent unencrypted"),
         (":9445", USERS + TLS % "", ""),
         (":9445", TLS % ", client_auth_type: RequireAndVerifyClientCert", ""),
     ],
@@ -181,24 +138,11 @@ def test_an_open_door_is_warned_of(
     assert err.startswith(f"hpml: warning: {warning}") if warning else err == ""
 
 
-def test_a_wrong_web_config_is_told_before_the_start(
-    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the field; the value, which may be a password, is not shown."""
-    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the exporter was started"))
-    path = shell.root / "web.yml"
-    path.write_text("basic_auth_users: {ada: secret}\n")
-    told = hpml("export", "node", "--no-gpu", "--web-config", str(path))
-    assert told.code == 2
-    assert told.err.startswith("hpml: error: basic_auth_users.ada: this is no hash of bcrypt")
-    assert "secret" not in told.err
-
-
 def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said with what to install; with `--no-gpu` nobody misses it."""
     monkeypatch.setitem(sys.modules, "nvitop", None)
     err = handed_over(hpml, monkeypatch)[1]
-    assert "GPUs are left out: nvitop is not installed\nhint: pip install 'hpml-orch" in err
+    assert "no GPU metrics: nvitop is not installed\nhint: pip install 'hpml-orch" in err
     assert handed_over(hpml, monkeypatch, "--no-gpu")[1] == ""
 
 
@@ -216,18 +160,6 @@ def test_a_node_is_exported(exporter: Callable[..., subprocess.Popen[str]], shel
     assert re.fullmatch(r"hpml: http://127\.0\.0\.1:\d+/metrics\n", err)
 
 
-def test_a_port_that_is_taken(exporter: Callable[..., subprocess.Popen[str]], shell: Shell) -> None:
-    """The second exporter says what to do, and the first goes on."""
-    exporter(*NOTHING)
-    scraped(shell)
-    where = (shell.root / "address").read_text().strip()
-    second = shell.hpml("export", "node", *NOTHING, "--listen", where)
-    assert (second.code, second.out) == (2, "")
-    assert "something else listens there already" in second.err
-    assert "hint: another port" in second.err
-    assert scraped(shell)
-
-
 def test_the_catalogue_is_printed(hpml: Hpml) -> None:
     """Every metric as a line, or as JSON with all that is known of it."""
     lines = hpml("export", "metrics").out.splitlines()
@@ -235,12 +167,4 @@ def test_the_catalogue_is_printed(hpml: Hpml) -> None:
     assert [line.split("\t")[0] for line in lines[1:]] == [one.name for one in ALL]
     rows = hpml("export", "metrics", "--json").json()
     assert len(rows) == len(ALL)
-    build = next(row for row in rows if row["name"] == "hpml_exporter_build_info")
-    assert build == {
-        "name": "hpml_exporter_build_info",
-        "type": "info",
-        "help": "Which exporter this is.",
-        "labels": ["version", "python"],
-        "unit": "",
-        "source": "the exporter",
-    }
+    assert set(rows[0]) == {"name", "type", "help", "labels", "unit", "source"}

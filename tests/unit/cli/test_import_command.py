@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Shell
+    from tests.unit.cli.support import Shell
 
 SCRIPT = """\
 #!/bin/bash

@@ -6,14 +6,11 @@ import re
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conftest import skip_or_fail
-
-if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Shell
+from tests.unit.cli.support import Shell
 
 
 def _open_mpi() -> bool:

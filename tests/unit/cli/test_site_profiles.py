@@ -15,7 +15,7 @@ from hpml_orchestrator.topology.record import topology_json
 from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.support import Result, Shell
 
 Hpml = Callable[..., "Result"]
 SLURM = ("--backend", "slurm")

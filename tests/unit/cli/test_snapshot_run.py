@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
-
-if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Shell
+from tests.unit.cli.support import Shell
 
 pytestmark = pytest.mark.xdist_group("local runs")
 
@@ -78,27 +74,3 @@ def test_a_rendered_directory_is_all_it_needs(shell: Shell) -> None:
     told = shell.hpml("submit", "--local", "--json", path).json()
     assert Path(told["submission"], "job.sh").read_text() == printed
     assert shell.hpml("cancel", told["id"]).code == 0
-
-
-def test_errors_end_with_2_and_nothing_is_submitted(shell: Shell) -> None:
-    """As for every wrong field: the field, what is wrong, what to do; no run is listed."""
-    before = ids(shell)
-    path = shell.job("astray", snapshot=True, workdir=str(shell.root))
-    told = shell.hpml("submit", "--local", path)
-    assert told.code == 2
-    assert told.err.startswith("hpml: error: snapshot: ")
-    assert "\nhint: " in told.err
-    assert "Traceback" not in told.err
-    assert shell.hpml("render", path).code == 2
-    assert ids(shell) == before
-    told = shell.hpml("render", shell.job("word", snapshot="maybe"))
-    assert told.err.startswith("hpml: error: snapshot: must be true or false")
-    assert (
-        json.loads(shell.hpml("render", "--json", shell.job("plain")).out)["job"]["snapshot"]
-        is False
-    )
-
-
-def ids(shell: Shell) -> list[str]:
-    """The ids of all runs."""
-    return [one["id"] for one in shell.hpml("list", "--all", "--json").json()]

@@ -21,14 +21,14 @@ from hpml_orchestrator.runs.bound import Place
 from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology, format_list, parse_list
 from hpml_orchestrator.topology.recognise import read_topology
 from hpml_orchestrator.topology.xml_guard import parse_xml
-from tests.unit.cli.test_words import HPML
+from tests.unit.cli.support import HPML
 from tests.unit.topology.machines import write_sysfs
 from tests.unit.topology.test_formats_agree import MACHINE
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
 
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.support import Result, Shell
 
 Hpml = Callable[..., "Result"]
 DATA = Path(__file__).parents[1] / "topology" / "data"

@@ -12,7 +12,7 @@ import pytest
 from hpml_orchestrator.topology.xml_guard import parse_xml
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.support import Result, Shell
 
 Hpml = Callable[..., "Result"]
 MACHINES = Path(__file__).parents[1] / "topology" / "data"

@@ -1,0 +1,196 @@
+"""What the commands that copy data share: options, a progress bar, stopping by signals."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.spec.values import parse_bytes
+from hpml_orchestrator.staging.capacity import human_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+    from typing import Self
+
+    from rich.progress import Progress
+
+__all__ = ["Meter", "Stop", "count_option", "outside_links_option", "parse_size", "stoppable"]
+
+_WORKERS_MAX = 1024
+
+_LINE_EVERY_SECONDS = 10.0
+_BAR_EVERY_SECONDS = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def count_option(name: str, text: str, default: str = "one per CPU", *, least: int = 1) -> Any:
+    """Return an option for a number of processes or threads.
+
+    Args:
+        name: of the option.
+        text: its help.
+        default: what happens without it.
+        least: the smallest value.
+    """
+    return typer.Option(
+        name, metavar="N", min=least, max=_WORKERS_MAX, help=text, show_default=default
+    )
+
+
+def outside_links_option(verb: str) -> Any:
+    """Return the option that accepts symbolic links out of the tree, which are refused without."""
+    text = f"{verb} symbolic links that leave the tree, as they are."
+    return typer.Option("--outside-links", help=text)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Return the bytes of a value such as `16K` or `1G`.
+
+    Raises:
+        InputError: it is no size; names the option.
+    """
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise InputError(str(error), field=option, value=text) from None
+
+
+class Meter:
+    """A bar on a terminal, a line every ten seconds elsewhere, both on standard error.
+
+    Called with (bytes done, files done, bytes in all, files in all).
+
+    Args:
+        verb: what is done, as in "packed 3 of 4 files".
+        lines: whether to print lines without a terminal.
+        terminal: whether to draw; None: find out.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        *,
+        lines: bool = True,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._verb = verb
+        self._lines = lines
+        self._clock = clock
+        self._begin = clock()
+        self._next = self._begin
+        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._bar: Progress | None = None
+        if not self._terminal:
+            self._next += _LINE_EVERY_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
+        """Show the figures if it is time to."""
+        now = self._clock()
+        if now < self._next:
+            return
+        counts = f"{self._verb} {files} of {all_files} files"
+        if self._terminal:
+            self._next = now + _BAR_EVERY_SECONDS
+            self._draw(counts, done, all_bytes)
+        elif self._lines:
+            self._next = now + _LINE_EVERY_SECONDS
+            seconds = now - self._begin
+            rate = done / seconds if seconds else 0.0
+            left = f", {(all_bytes - done) / rate:.0f} s left" if rate else ""
+            notice(
+                f"{counts}, {human_bytes(done)} of {human_bytes(all_bytes)} in {seconds:.0f} s, "
+                f"{human_bytes(int(rate))}/s{left}"
+            )
+
+    def _draw(self, counts: str, done: int, all_bytes: int) -> None:
+        from rich import progress  # noqa: PLC0415 - only for terminals
+        from rich.console import Console  # noqa: PLC0415
+
+        if self._bar is None:
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.DownloadColumn(binary_units=True),
+                progress.TransferSpeedColumn(),
+                progress.TimeRemainingColumn(),
+                console=Console(stderr=True),
+                auto_refresh=False,  # a refresh thread would be forked with the workers
+                redirect_stdout=False,
+                redirect_stderr=False,
+                transient=True,
+            )
+            self._bar.add_task("", total=None)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], description=counts, completed=done, total=all_bytes)
+        self._bar.refresh()
+
+
+class Stop:
+    """Whether a signal asked to stop; a context manager that is passed as `should_stop`.
+
+    The second Ctrl-C raises KeyboardInterrupt.
+
+    Attributes:
+        number: of the signal; 0 as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self.number != 0
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN:  # stays ignored, as nohup wants it
+                self._before[number] = before
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = self.number or number
+
+
+@contextlib.contextmanager
+def stoppable(outcome: Callable[[], str]) -> Iterator[Stop]:
+    """Run a block; when a signal ended it, report that and exit with 128 + its number.
+
+    Args:
+        outcome: what is left of the work, printed after the signal's name.
+    """
+    with Stop() as stop:
+        try:
+            yield stop
+        except (StagingError, KeyboardInterrupt):
+            if not stop():
+                raise
+            name = "Ctrl-C" if stop.number == signal.SIGINT else signal.Signals(stop.number).name
+            begin = "\n" if sys.stderr.isatty() else ""  # behind the ^C
+            typer.echo(f"{begin}hpml: {name}: {outcome()}", err=True)
+            raise typer.Exit(128 + stop.number) from None

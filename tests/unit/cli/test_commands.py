@@ -1,0 +1,325 @@
+"""Every command explains itself, starts lean, speaks JSON, and ends with the status of its kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from hpml_orchestrator.cli.main import COMMANDS, app
+from hpml_orchestrator.cli.reference import EXAMPLES
+from hpml_orchestrator.records.store import Store
+from tests.unit.cli.support import COLOUR, HPML, Hpml, Shell, in_terminal
+
+HEAVY = set(
+    "torch scipy numpy matplotlib nvitop submitit pyslurm optuna grafana grafanalib "
+    "prometheus_client sklearn PIL".split()
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(hpml: Hpml, command: str) -> None:
+    """`--help` and `-h` show usage, one imperative sentence and an example."""
+    shown = hpml(command, "--help")
+    assert (shown.code, shown.err) == (0, "")
+    assert f"hpml {command}" in shown.out
+    assert "Examples:" in shown.out
+    assert hpml(command, "-h").out == shown.out
+    line = COMMANDS[command].help
+    assert " ".join(line.split()[:4]) in shown.out
+    assert line[0].isupper()
+    assert line.endswith(".")
+
+
+def test_hpml_alone_lists_its_commands(hpml: Hpml) -> None:
+    """Without a command it lists them and ends with 2; `--version` prints the version."""
+    shown = hpml("--help")
+    assert shown.code == 0
+    for command in COMMANDS:
+        assert re.search(rf"\b{command} +[A-Z]", shown.out), command
+    alone = hpml()
+    assert (alone.code, "Usage: hpml" in alone.out + alone.err) == (2, True)
+    assert re.fullmatch(r"hpml \d+\.\d+\.\d+\S*\n", hpml("--version").out)
+
+
+def test_examples_can_be_typed() -> None:
+    """Every command has examples, and each of them is a call of the command that it is for."""
+    root: Any = typer.main.get_command(app)
+    called: list[str] = []
+    known: list[str] = []
+
+    def record(command: Any, path: str) -> None:
+        known.append(path)
+        if not hasattr(command, "commands") or command.invoke_without_command:
+            command.callback = lambda **_: called.append(path)
+        for name, child in getattr(command, "commands", {}).items():
+            record(child, f"{path} {name}".strip())
+
+    for name in COMMANDS:
+        root.load(name)
+    record(root, "")
+    assert set(EXAMPLES) == set(known)
+    for command, examples in EXAMPLES.items():
+        for _, line in examples:
+            called.clear()
+            name, *words = shlex.split(line)
+            root.main(args=words, prog_name=name, standalone_mode=False)
+            assert len(called) == 1, line
+            assert f"{called[0]} ".startswith(f"{command} ".lstrip()), line
+
+
+def loaded_by(shell: Shell, *words: str) -> set[str]:
+    """The modules that a command has loaded when it ends."""
+    code = (
+        "import sys, json\nfrom hpml_orchestrator.cli.main import main\n"
+        "sys.argv = ['hpml', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "sys.stderr.write('\\n' + json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=shell.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        ("--help", "pydantic jinja2 ruamel hpml_orchestrator.records hpml_orchestrator.spec"),
+        ("list", "jinja2 ruamel hpml_orchestrator.spec hpml_orchestrator.staging"),
+        ("status", "jinja2 ruamel hpml_orchestrator.spec hpml_orchestrator.staging"),
+        ("schema", "hpml_orchestrator.staging"),
+        ("render {job}", "hpml_orchestrator.node.agent"),
+    ],
+)
+def test_a_command_loads_what_it_needs(shell: Shell, words: str, absent: str) -> None:
+    """The help loads no command; lists load neither templates nor staging; nobody loads torch."""
+    modules = loaded_by(shell, *words.format(job=shell.job("light")).split())
+    assert not modules & {*HEAVY, *absent.split()}
+    if words == "--help":
+        ours = {name for name in modules if name.startswith("hpml_orchestrator")}
+        assert len(ours) < 20, ours
+
+
+def test_a_traceback_is_for_those_who_ask(shell: Shell) -> None:
+    """`--debug` shows where an error came from, as a process that fails."""
+    quiet, loud = shell.hpml("show", "nothing"), shell.hpml("--debug", "show", "nothing")
+    assert (quiet.code, "Traceback" in quiet.err) == (3, False)
+    assert (loud.code, "Traceback" in loud.err) == (1, True)
+    assert "NotFoundError" in loud.err
+
+
+def test_a_bug_of_hpml_is_reported_as_such(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody foresaw is one line too, with a status of its own and what to do."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(Store, "submissions", broken)
+    ended = hpml("list")
+    assert (ended.code, ended.out) == (70, "")
+    assert ended.err.startswith("hpml: internal error: KeyError: 'oops'\nhint: ")
+
+
+def test_no_runs_yet(hpml: Hpml) -> None:
+    """An empty store is no error: nothing on standard output, an empty list for programs."""
+    for command in ("list", "status"):
+        shown = hpml(command)
+        assert (shown.code, shown.out, shown.err) == (0, "", "no runs\n")
+        assert hpml(command, "--json").json() == []
+
+
+def test_status_when_all_runs_have_ended(hpml: Hpml, tmp_path: Path) -> None:
+    """There are runs and none is unfinished: `hpml list` has them."""
+    store = Store(tmp_path)
+    record = {"name": "old", "backend": "local", "host": "here", "created": 0.0}
+    made = store.prepare(
+        "old-20240101-000000-aaaaaa", script="", archive=b"", submit=record, runs={0: {}}
+    )
+    made.record_refusal("no such partition", now=1.0)
+    shown = hpml("--records", str(tmp_path), "status")
+    assert (shown.code, shown.out) == (0, "")
+    assert shown.err == "no unfinished runs; `hpml list` shows all\n"
+    assert hpml("--records", str(tmp_path), "status", "--json").json() == []
+
+
+def test_render_explains(shell: Shell, hpml: Hpml) -> None:
+    """Each value with its origin, for people and for programs."""
+    path = shell.job("explained", resources={"nodes": 2})
+    shown = hpml("render", path, "--explain", "--set", "resources.time=5").out
+    for field, value, origin in [
+        ("resources.nodes", "2", "job file"),
+        ("resources.time", "00:05:00", "command line"),
+        ("resources.account", "null", "default"),
+        ("snapshot", "false", "default"),
+        ("command", '["bash", "-c", "echo hi"]', "job file"),
+    ]:
+        pattern = rf"^{re.escape(field)} +{re.escape(value)} +{origin}$"
+        assert re.search(pattern, shown, re.MULTILINE), field
+    rows = hpml("render", path, "--explain", "--json").json()
+    assert {"field": "resources.nodes", "value": 2, "origin": "job file"} in rows
+
+
+def test_render_writes_what_sbatch_needs(shell: Shell, hpml: Hpml) -> None:
+    """`-o` puts script and node archive side by side; a script edited by hand is not replaced."""
+    path = shell.job("written")
+    plain = hpml("--records", str(shell.root / "fresh"), "render", path)
+    assert (plain.code, plain.err) == (0, "")
+    assert not (shell.root / "fresh").exists(), "rendering leaves no trace"
+    shown = hpml("render", path, "-o", "by hand")
+    made = shell.root / "by hand"
+    assert f"cd '{made}' && sbatch job.sh" in shown.out
+    assert (made / "job.sh").read_text() == plain.out
+    assert os.access(made / "job.sh", os.X_OK)
+    assert (made / "hpml-node.pyz").read_bytes().startswith(b"PK")
+    assert hpml("render", path, "--json").json()["script"] == plain.out
+    assert hpml("render", path, "-o", "by hand").code == 0
+    (made / "job.sh").write_text("# my edit\n")
+    refused = hpml("render", path, "-o", "by hand")
+    assert (refused.code, "--force" in refused.err) == (2, True)
+    assert (made / "job.sh").read_text() == "# my edit\n"
+    assert hpml("render", path, "-o", "by hand", "--force").code == 0
+    assert (made / "job.sh").read_text() == plain.out
+
+
+def test_schema_and_doctor(hpml: Hpml) -> None:
+    """JSON for an editor; a table for people, a list for programs, a status for scripts."""
+    assert hpml("schema", "job").json()["title"] == "hpml job file"
+    assert hpml("schema").out == hpml("schema", "job").out
+    shown = hpml("doctor", "--json")
+    results = {one["check"]: one["result"] for one in shown.json()}
+    assert shown.code == int("missing" in results.values())
+    assert results["templates"] == "ok"
+    assert hpml("doctor").out.startswith("CHECK\t")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["render", "none.yaml"]])
+def test_no_color_is_honoured(shell: Shell, words: list[str]) -> None:
+    """With NO_COLOR nothing that a terminal gets is coloured."""
+    environment = {**shell.environment(), "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    shown = in_terminal([HPML, *words], {**environment, "NO_COLOR": "1"})
+    assert shown.strip()
+    assert not COLOUR.search(shown)
+    if words == ["--help"]:
+        assert COLOUR.search(in_terminal([HPML, *words], environment))
+
+
+def complete(shell: Shell, kind: str, line: str) -> str:
+    """What the shell is offered for a line that was begun."""
+    environment = {
+        **shell.environment(),
+        "_HPML_COMPLETE": f"complete_{kind}",
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+    }
+    done = subprocess.run(
+        [HPML], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
+def test_completion(shell: Shell, kind: str) -> None:
+    """Commands by their beginning, runs by theirs, in the records that the line names."""
+    script = subprocess.run(
+        [HPML],
+        env={**shell.environment(), "_HPML_COMPLETE": f"source_{kind}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert f"_HPML_COMPLETE=complete_{kind}" in script
+    if shutil.which(kind):
+        subprocess.run([kind, "-n"], input=script, text=True, check=True, timeout=120)
+    store = Store(shell.root / f"completed-{kind}")
+    ids = [f"{name}-20240101-000000-abcdef" for name in ("alpha", "alps", "beta")]
+    for sid in ids:
+        store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}})
+    assert "status" in complete(shell, kind, "hpml stat")
+    offered = complete(shell, kind, f"hpml --records {store.root} show al")
+    assert [sid in offered for sid in ids] == [True, True, False]
+    assert complete(shell, kind, "hpml --records /proc/none show al").strip() in ("", "_files")
+
+
+def test_completion_of_stage(shell: Shell) -> None:
+    """A command by its beginning as the first word; else files, which the shell knows itself."""
+    assert complete(shell, "bash", "hpml stage ver").split() == ["verify"]
+    assert complete(shell, "bash", "hpml stage ").split() == []
+    assert complete(shell, "bash", "hpml stage data ver").split() == []
+    assert complete(shell, "bash", "hpml stage data --epo").split() == ["--epochs"]
+    assert complete(shell, "bash", "hpml stage clean --ol").split() == ["--older"]
+
+
+@pytest.mark.parametrize(
+    ("words", "redirect", "status"),
+    [
+        ("list", ">&-", 0),
+        ("list --json", ">/dev/full", 74),
+        ("render {job}", ">/dev/full", 74),
+        ("submit --local {job}", ">&-", 0),
+        ("submit --local {job}", ">/dev/full", 0),
+    ],
+)
+def test_an_output_that_cannot_be_written(
+    shell: Shell, words: str, redirect: str, status: int
+) -> None:
+    """A closed output is nobody's; a full one is reported. A job that was submitted exists."""
+    ended = shell.bash(f'"$@" {redirect}', *words.format(job=shell.job("full")).split())
+    assert ended.code == status, ended.err
+    assert "internal error" not in ended.err
+    if redirect == ">/dev/full":
+        assert "cannot write to standard output: No space left on device" in ended.err
+        assert ("hpml: submitted full-" in ended.err) == (status == 0)
+
+
+CTRL_C_WHILE_LOADING = """
+import os, signal, sys
+from hpml_orchestrator.cli.__main__ import run
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hpml_orchestrator.cli.main":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass  # lost, as in a callback of the import system
+sys.meta_path.insert(0, Finder())
+run()
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_while_modules_are_loaded(ignored: bool) -> None:
+    """It ends without a traceback; a shell that ignores it, as `hpml … &` does, is obeyed."""
+
+    def ignore() -> None:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_WHILE_LOADING, "--version"],
+        preexec_fn=ignore,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0 if ignored else 130, "")
