@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.submit import Rendered
 
-__all__ = ["NoCheckOption", "before_submission", "register"]
+__all__ = ["NoCheckOption", "before_submission", "check"]
 
 _EXIT_WRONG = 2
 _EXIT_NOT_ASKED = 5
@@ -33,11 +33,6 @@ NoCheckOption = Annotated[
     bool,
     typer.Option("--no-check", help="Submit without asking first whether the job will be taken."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.command()(check)
 
 
 def check(

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.convert import Finding
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.command("import")(import_)
+__all__ = ["import_"]
 
 
 def import_(

@@ -11,12 +11,7 @@ import typer
 
 from hpml_orchestrator.cli.common import JsonOption, print_json
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's command to the application."""
-    app.command()(init)
+__all__ = ["init"]
 
 
 def init(

@@ -8,13 +8,7 @@ import typer
 
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table, store_of
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.command()(doctor)
-    app.command()(schema)
+__all__ = ["doctor", "schema"]
 
 
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:

@@ -12,7 +12,7 @@ from hpml_orchestrator import assets
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
 from hpml_orchestrator.errors import NotFoundError
 
-__all__ = ["register"]
+__all__ = ["group"]
 
 group = typer.Typer(
     help="Show the templates of batch scripts, and begin one of your own.", no_args_is_help=True
@@ -29,11 +29,6 @@ def _choices() -> str:
         (one.name.removesuffix(".sh.j2") for one in files), key=lambda name: (name != "base", name)
     )
     return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.add_typer(group, name="template")
 
 
 @group.command("list")

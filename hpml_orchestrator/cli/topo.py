@@ -26,16 +26,11 @@ if TYPE_CHECKING:
     from hpml_orchestrator.cli.rankpicture import RankBox
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["names", "nearest_nics", "print_node", "read_node", "register", "write_picture"]
+__all__ = ["names", "nearest_nics", "print_node", "read_nodewrite_picture", "topo"]
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _GIB = 1024**3
 _NO_VALUE = "-"
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.command()(topo)
 
 
 def topo(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.records.run import owner_name
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.unit.cli.support import Result, Shell
 
 

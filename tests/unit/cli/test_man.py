@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from hpml_orchestrator.cli.main import COMMANDS
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.patience import eventually
 from tests.unit.cli.support import HPML, Node, as_anybody, grow, in_terminal, same
 
