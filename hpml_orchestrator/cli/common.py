@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.runs.submit import Rendered
+    from hpml_orchestrator.runs.prepare import Rendered
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -142,7 +142,7 @@ def rendered_of(
     after: list[str] | None = None,
 ) -> Rendered:
     """Load a job file through the site profile that counts for it, and render its script."""
-    from hpml_orchestrator.runs.submit import render_job  # noqa: PLC0415
+    from hpml_orchestrator.runs.prepare import render_job  # noqa: PLC0415
     from hpml_orchestrator.site.profile import site_for  # noqa: PLC0415
     from hpml_orchestrator.spec import load_job, parse_setting  # noqa: PLC0415
 

@@ -11,8 +11,8 @@ import typer
 from hpml_orchestrator.cli.common import print_json
 from hpml_orchestrator.cli.interrupt import EXIT_INTERRUPTED
 from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
-from hpml_orchestrator.runs.ends import run_of
 from hpml_orchestrator.runs.show import array_lines, summary_lines
+from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import State, wait_until_over
 from hpml_orchestrator.runs.summary import binding_of, summarise
 from hpml_orchestrator.runs.tail import Tail

@@ -69,7 +69,8 @@ def render(
     """
     from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.runs.show import explained, write_rendered  # noqa: PLC0415
+    from hpml_orchestrator.runs.output import write_rendered  # noqa: PLC0415
+    from hpml_orchestrator.runs.prepare import explained  # noqa: PLC0415
     from hpml_orchestrator.script.static_form import static_form, told  # noqa: PLC0415
 
     refuse_empty({"--output": output})
@@ -249,7 +250,7 @@ def _submit(
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.runs.after import outstanding  # noqa: PLC0415
     from hpml_orchestrator.runs.backend import open_backend  # noqa: PLC0415
-    from hpml_orchestrator.runs.submit import prepare  # noqa: PLC0415
+    from hpml_orchestrator.runs.prepare import prepare  # noqa: PLC0415
     from hpml_orchestrator.runs.submit import submit as submit_prepared  # noqa: PLC0415
 
     if not job_file:

@@ -111,7 +111,7 @@ def logs(
 ) -> None:
     """Print a run's output; of a job array that of one task, RUN.INDEX."""
     from hpml_orchestrator.errors import NotFoundError  # noqa: PLC0415
-    from hpml_orchestrator.runs.ends import run_of  # noqa: PLC0415
+    from hpml_orchestrator.runs.state import run_of  # noqa: PLC0415
     from hpml_orchestrator.runs.tail import Tail, start_of_last  # noqa: PLC0415
 
     store = store_of(context)

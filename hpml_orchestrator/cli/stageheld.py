@@ -19,7 +19,7 @@ from hpml_orchestrator.cli.dataoptions import count_option
 if TYPE_CHECKING:
     from typing import Any
 
-    from hpml_orchestrator.site.nodepaths import NodePaths
+    from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging import Bases
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
@@ -51,7 +51,7 @@ def paths_here(site: str) -> NodePaths:
     """
     from pathlib import Path  # noqa: PLC0415
 
-    from hpml_orchestrator.site.nodepaths import node_paths  # noqa: PLC0415
+    from hpml_orchestrator.site.profile import node_paths  # noqa: PLC0415
 
     return node_paths(Path.cwd(), os.environ, chosen=site)
 

@@ -189,11 +189,11 @@ def test_paths_that_are_not_there_are_told_before_the_job_waits(shell: Shell, hp
 
 
 def test_a_cause_that_hpml_knows_is_the_reason_of_the_end(shell: Shell) -> None:
-    """A node that was not made ready is named in the state, not only `NonZeroExitCode`."""
+    """A node that did not become ready is named in the state, not only `NonZeroExitCode`."""
     job = shell.job(stage=[{"name": "data", "source": "no/where", "target": "shm"}])
     told = shell.hpml("run", "--local", "--no-check", "--json", job)
     assert told.code == 6
-    assert re.search(r"was not made ready: .*no/where", told.json()["reason"])
+    assert re.search(r"did not become ready: .*no/where", told.json()["reason"])
     assert "User defined signal" not in told.err
 
 

@@ -13,7 +13,7 @@ import pytest
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import append_line, write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
-from hpml_orchestrator.runs.submit import prepare, render_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.testing import FakeClock, FakeScheduler

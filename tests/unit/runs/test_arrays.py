@@ -14,7 +14,7 @@ from hpml_orchestrator.runs import cancel as cancel_module
 from hpml_orchestrator.runs import status as status_module
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.show import array_lines, task_rows
-from hpml_orchestrator.runs.status import State, states, wait_until_over
+from hpml_orchestrator.runs.status import State, states
 from hpml_orchestrator.runs.submit import resume, settle, submit
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
 from hpml_orchestrator.scheduler.recovery import Found
@@ -95,13 +95,6 @@ def test_an_array_that_is_over_is_as_its_worst_task(
     assert (state_of(world, submitted).state, state_of(world, submitted).over) == (state, True)
 
 
-def test_between_two_tasks_it_still_runs(world: World, submitted: Submission) -> None:
-    """Some are done and the others wait: that is no array that has not begun."""
-    world.scheduler.move("1_0", JobState.RUNNING)
-    world.scheduler.move("1_0", JobState.COMPLETED)
-    assert state_of(world, submitted).state == "RUNNING"
-
-
 def test_one_task_is_told_as_a_run(world: World, submitted: Submission) -> None:
     """Its state, its job, its directory; in the order that was asked for."""
     world.scheduler.move("1_2", JobState.RUNNING)
@@ -138,16 +131,6 @@ def test_tasks_that_the_scheduler_forgets_are_remembered(
     assert sorted(read_json(submitted.directory / "ends.json")["tasks"]) == ["0", "1"]
 
 
-def test_a_forgotten_task_is_judged_by_its_own_word(world: World, submitted: Submission) -> None:
-    """Nobody looked while Slurm knew it, and there is no accounting: its own record counts."""
-    world.ends(world.starts(task(submitted, 1), "5"), 4, "failed")
-    del world.scheduler.jobs["1_1"]
-    world.scheduler.move("1_2", JobState.RUNNING)
-    found = state_of(world, submitted)
-    assert (found.tasks[1].state, found.tasks[1].exit_code) == ("FAILED", 4)
-    assert found.tasks[1].reason == "failed (the job's own record)"
-
-
 def test_a_task_without_any_trace_was_cancelled(world: World, submitted: Submission) -> None:
     """Slurm keeps nothing of a task cancelled while its array waits; the others are still known."""
     del world.scheduler.jobs["1_3"]
@@ -168,15 +151,6 @@ def test_an_array_that_nobody_knows_is_lost(world: World, submitted: Submission)
     assert (found.state, found.over, found.lost) == ("UNKNOWN", False, True)
 
 
-def test_a_task_that_started_without_an_end_is_lost(world: World, submitted: Submission) -> None:
-    """It ran, wrote no end, and its scheduler has forgotten it: that is no cancelled task."""
-    world.starts(task(submitted, 1), "5")
-    del world.scheduler.jobs["1_1"]
-    world.clock.sleep(100)
-    found = state_of(world, submitted)
-    assert (found.tasks[1].state, found.tasks[1].lost, found.lost) == ("UNKNOWN", True, False)
-
-
 def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submission) -> None:
     """The end with all tasks is written down; from then on no scheduler is needed."""
     world.scheduler.cancel(["1"])
@@ -191,36 +165,6 @@ def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submissi
     (third,) = states(world.store, [task(submitted, 1)], backends=nobody)
     assert third == first.tasks[1]
     assert not (submitted.directory / "ends.json").exists()
-
-
-def test_no_answer_is_no_state(world: World, submitted: Submission) -> None:
-    """A silent controller makes its tasks UNKNOWN, with its words; what is over stays so."""
-    world.scheduler.move("1_0", JobState.COMPLETED)
-    state_of(world, submitted)
-    world.scheduler.faults = [Fault.UNAVAILABLE]
-    found = state_of(world, submitted)
-    assert (found.state, found.over) == ("UNKNOWN", False)
-    assert found.reason == "1 of 4 done, 3 unknown: the controller does not answer"
-
-
-def test_waiting_ends_with_the_last_task(
-    world: World, submitted: Submission, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every task has a time of its own; the wait is over when all are."""
-    monkeypatch.setattr(status_module, "open_backend", lambda *_, **__: world.scheduler)
-    for index in range(4):
-        job = world.scheduler.jobs[f"1_{index}"]
-        job.states = [(0, JobState.RUNNING), (100 * (index + 1), JobState.COMPLETED)]
-    seen: list[str] = []
-    state = wait_until_over(
-        world.store,
-        submitted,
-        sleep=world.clock.sleep,
-        now=world.clock.time,
-        each=lambda state: seen.append(state.reason),
-    )
-    assert (state.state, state.reason) == ("COMPLETED", "4 of 4 done")
-    assert list(dict.fromkeys(seen))[:2] == ["0 of 4 done, 4 running", "1 of 4 done, 3 running"]
 
 
 @pytest.mark.parametrize(

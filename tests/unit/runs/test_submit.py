@@ -11,9 +11,9 @@ import pytest
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.submit import resume, submit
+from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.site.environment import travelling
 from hpml_orchestrator.testing import Fault, Killed
 
 if TYPE_CHECKING:

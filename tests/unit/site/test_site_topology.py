@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.check.job import check_job
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.submit import render_job
+from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.site.profile import topologies_of
 from hpml_orchestrator.spec import load_job

@@ -11,7 +11,7 @@ from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.site import profile_text
+from hpml_orchestrator.site.profile_text import profile_text
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site import NodeType, Site
 from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
