@@ -82,7 +82,8 @@ def is_compressed(stage: Stage) -> bool:
     """Whether only unpacking an archive would tell how much it holds."""
     from hpml_orchestrator.staging.request import SUFFIXES  # noqa: PLC0415 - few jobs stage data
 
-    name, kind = stage.source.lower(), stage.kind
+    name = stage.source.lower()
+    kind: str = stage.kind
     if kind == "auto" and not os.path.isdir(stage.source):
         kind = next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
     return kind == "squashfs" or (kind == "tar" and name.endswith(_COMPRESSED))
@@ -106,27 +107,16 @@ def tree_bytes(path: str) -> int:
 
 def _size(stage: Stage, index: int) -> str:
     """Return the measured size of an entry, such as `30M`, with errors that name its field."""
-    field = f"stage.{index}.source"
     try:
         size = None if is_compressed(stage) else _bytes(stage)
-    except InputError as error:  # it names the source already
-        refused = InputError(error.message.removeprefix("source: "), field=field, hint=error.hint)
-        refused.value = error.value
-        raise refused from error
-    except HpmlError as error:  # a damaged archive, or one that holds what is refused
-        raise InputError(
-            str(error),
-            field=field,
-            value=stage.source,
-            hint=error.hint or "the job could not stage it either",
-        ) from error
-    except OSError as error:
-        raise InputError(
-            f"cannot be read: {error.strerror or error}",
-            field=field,
-            value=error.filename or stage.source,
-            hint="or give `size`, and the source is not looked at before the job runs",
-        ) from error
+    except (HpmlError, OSError) as error:
+        if isinstance(error, OSError):
+            message = f"cannot be read: {error.strerror or error}"
+            hint = "or give `size`, and the source is not looked at before the job runs"
+        else:  # a damaged archive, or one that holds what staging refuses
+            message, hint = error.message.removeprefix("source: "), error.hint
+        field = f"stage.{index}.source"
+        raise InputError(message, field=field, value=stage.source, hint=hint) from error
     if size is None:
         raise InputError(
             "must be given for a compressed archive that is unpacked into RAM",

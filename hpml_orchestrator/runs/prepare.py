@@ -136,7 +136,7 @@ def prepare(
         RecordError: the records cannot be written. Either way nothing is left behind.
     """
     job = rendered.resolved.job
-    check_backend(job, backend, store)
+    check_backend(job, backend)
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
     sid = new_id(job.name, now=moment)

@@ -77,11 +77,9 @@ class Pruned:
 
     def to_json(self) -> dict[str, Any]:
         """Return it for programs."""
-        return {
-            "bytes": self.bytes,
-            "removed": [asdict(one) for one in self.removed],
-            "kept": [{"id": sid, "reason": reason} for sid, reason in self.kept],
-        }
+        kept = [{"id": sid, "reason": reason} for sid, reason in self.kept]
+        removed = [asdict(submission) for submission in self.removed]
+        return {"bytes": self.bytes, "removed": removed, "kept": kept}
 
 
 def prune(

@@ -35,7 +35,6 @@ MAX_UNTRACKED_BYTES = 200 * 1024**2
 """Largest size of all such files together."""
 
 _FIELD = "snapshot"
-_TIMEOUT_SECONDS = 300.0
 _NOTICE_FILES = 20_000
 _NOTICE_BYTES = 512 * 1024**2
 _TRIES = 2
@@ -49,11 +48,6 @@ class _Entry(NamedTuple):
 
     tracked: bool
     info: os.stat_result
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """What changes when the file is written to or replaced."""
-        return (self.info.st_mode, self.info.st_ino, self.info.st_size, self.info.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class Snapshot:
                 a file cannot be read, or tracked files change while they are copied.
             OSError: the target cannot be written.
         """
-        head, entries = _head(self.top), self._entries(leave_out)
+        entries, version = self._read(leave_out)
         for _ in range(_TRIES):
             self._check(entries)
             total = sum(entry.info.st_size for entry in entries.values())
@@ -111,18 +105,19 @@ class Snapshot:
             target.mkdir(mode=0o700)
             sizes = [self._copy(path, entries, target) for path in entries]
             (target / self.workdir).mkdir(parents=True, exist_ok=True)  # it may be empty
-            before = (head, entries)
-            head, entries = _head(self.top), self._entries(leave_out)
-            changes = _changes(*before, head, entries)
-            if not changes:
+            new_entries, new_version = self._read(leave_out)
+            if new_version == version:
                 copied = [size for size in sizes if size is not None]
                 return {
-                    "commit": head[0],
-                    "branch": head[1],
+                    "commit": version["commit"],
+                    "branch": version["branch"],
                     "files": len(copied),
                     "bytes": sum(copied),
-                    "untracked": sum(not entry.tracked for entry in before[1].values()),
+                    "untracked": sum(not entry.tracked for entry in entries.values()),
                 }
+            keys = sorted({*version, *new_version})
+            changes = [repr(key) for key in keys if version.get(key) != new_version.get(key)]
+            entries, version = new_entries, new_version
             shutil.rmtree(target)
         raise InputError(
             f"the code changes while it is copied: {_first_few(changes)}",
@@ -130,18 +125,31 @@ class Snapshot:
             hint="submit again once nothing writes to it; git should not track what programs write",
         )
 
-    def _entries(self, leave_out: Sequence[Path]) -> dict[str, _Entry]:
+    def _read(self, leave_out: Sequence[Path]) -> tuple[dict[str, _Entry], dict[str, Any]]:
+        """Return the entries, and what a copy must be consistent with: HEAD and tracked files.
+
+        Other files may be written to meanwhile, such as a log.
+        """
+        commit = _git(self.top, "rev-parse", "--verify", "--quiet", "HEAD", check=False)
+        branch = _git(self.top, "symbolic-ref", "--short", "--quiet", "HEAD", check=False)
+        version: dict[str, Any] = {"commit": commit.strip(), "branch": branch.strip()}
         places = tuple(f"{place}/" for path in leave_out if (place := _relative(path, self.top)))
-        found = sorted(_list_entries(self.top).items())
-        return {path: one for path, one in found if one.tracked or not path.startswith(places)}
+        entries = {}
+        for path, entry in sorted(_list_entries(self.top).items()):
+            info = entry.info
+            if entry.tracked:
+                version[f"./{path}"] = (info.st_mode, info.st_ino, info.st_size, info.st_mtime_ns)
+            if entry.tracked or not path.startswith(places):
+                entries[path] = entry
+        return entries, version
 
     def _check(self, entries: dict[str, _Entry]) -> None:
         """Refuse a snapshot without the job's script or workdir, or with far more than code."""
         if self.script is not None and self.script not in entries:
             path = os.path.join(self.top, self.script)
-            if not os.path.lexists(path):
-                raise InputError(f"no such script: {path!r}", field=_FIELD)
-            raise _ignored("script", path)
+            if os.path.lexists(path):
+                raise _ignored("script", path)
+            raise InputError(f"no such script: {path!r}", field=_FIELD)
         if self.workdir and not any(path.startswith(f"{self.workdir}/") for path in entries):
             name = f"./{self.workdir}"
             if _git(self.top, "check-ignore", "--", name, check=False):
@@ -150,13 +158,9 @@ class Snapshot:
         large = {path: size for path, size in sizes.items() if size > MAX_UNTRACKED_FILE_BYTES}
         total = sum(sizes.values())
         if large or total > MAX_UNTRACKED_BYTES:
-            what = "files that git neither tracks nor ignores"
-            what = (
-                f"{what}, over {human_bytes(MAX_UNTRACKED_FILE_BYTES)}"
-                if large
-                else f"{human_bytes(total)} in {len(sizes)} {what}, over "
-                f"{human_bytes(MAX_UNTRACKED_BYTES)} in all"
-            )
+            limit = human_bytes(MAX_UNTRACKED_FILE_BYTES if large else MAX_UNTRACKED_BYTES)
+            what = f"files that git neither tracks nor ignores, over {limit}"
+            what = what if large else f"{human_bytes(total)} in {len(sizes)} {what}"
             largest = sorted((large or sizes).items(), key=lambda item: -item[1])
             named = _first_few([f"{path!r} ({human_bytes(size)})" for path, size in largest])
             raise InputError(
@@ -231,28 +235,6 @@ def _relative(path: str | Path, top: str) -> str:
     return real.removeprefix(start) if real.startswith(start) else ""
 
 
-def _head(top: str) -> tuple[str, str]:
-    """Return commit and branch; either is empty where there is none."""
-    commit = _git(top, "rev-parse", "--verify", "--quiet", "HEAD", check=False)
-    branch = _git(top, "symbolic-ref", "--short", "--quiet", "HEAD", check=False)
-    return commit.strip(), branch.strip()
-
-
-def _changes(
-    head: tuple[str, str],
-    entries: dict[str, _Entry],
-    new_head: tuple[str, str],
-    new_entries: dict[str, _Entry],
-) -> list[str]:
-    """Return what changed of `HEAD` and the tracked files; an untracked log may grow."""
-    before, now = (
-        {path: one.version for path, one in listed.items() if one.tracked}
-        for listed in (entries, new_entries)
-    )
-    paths = sorted(path for path in {*before, *now} if before.get(path) != now.get(path))
-    return ["HEAD"] * (head != new_head) + [repr(path) for path in paths]
-
-
 def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[str, _Entry]:
     """Return what the repository at `top`/`below` holds, its submodules and inner ones included.
 
@@ -294,7 +276,7 @@ def _git(directory: str, *arguments: str, check: bool = True) -> str:
     """Return what git prints about a directory; nothing in it changes and no hook is run.
 
     Raises:
-        InputError: git is missing or slow, or fails and `check` is set.
+        InputError: git is missing, or fails and `check` is set.
     """
     environment = {
         name: value
@@ -309,7 +291,6 @@ def _git(directory: str, *arguments: str, check: bool = True) -> str:
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except FileNotFoundError:
@@ -317,10 +298,6 @@ def _git(directory: str, *arguments: str, check: bool = True) -> str:
             "the command git is not on PATH",
             field=_FIELD,
             hint="install git (or `module load git`), or remove `snapshot: true`",
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            f"git did not list {directory!r} in {_TIMEOUT_SECONDS:.0f} s", field=_FIELD
         ) from None
     if check and done.returncode != 0:
         raise _refusal(directory, os.fsdecode(done.stderr))

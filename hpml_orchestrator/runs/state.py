@@ -27,26 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "run_of"]
 
 _FINAL, _ENDS = "final.json", "ends.json"
+_SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
 _KEPT = ("state", "raw_state", "reason", "nodes", "started", "ended", "exit_code", "attempts")
 # An array that is over has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
-    "FAILED",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-    "DEADLINE",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "PREEMPTED",
-    "CANCELLED",
-    "COMPLETED",
-)
+    "FAILED OUT_OF_MEMORY TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL PREEMPTED CANCELLED COMPLETED"
+).split()
 _COUNTED_AS = {
+    **dict.fromkeys(("RUNNING", "COMPLETING"), "running"),
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED"), "waiting"),
     "COMPLETED": "done",
-    "RUNNING": "running",
-    "COMPLETING": "running",
-    "PENDING": "waiting",
-    "CONFIGURING": "waiting",
-    "REQUEUED": "waiting",
     "TIMEOUT": "over their time limit",
     "OUT_OF_MEMORY": "out of memory",
 }
@@ -107,17 +97,15 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for programs; `tasks` is empty for what is no array."""
-        common = self.task_json()
-        del common["index"], common["run"]
-        if self.tasks:
-            common |= {"directory": None, "output": None}
         return {
             "id": self.submission.label,
             "name": self.name,
             "backend": self.backend,
-            **common,
+            **{name: getattr(self, name) for name in _SHOWN},
             "created": self.created,
+            "directory": None if self.tasks else str(self.run.directory),
             "submission": str(self.submission.directory),
+            "output": None if self.tasks else str(self.run.output),
             "tasks": [task.task_json() for task in self.tasks],
         }
 
@@ -126,15 +114,7 @@ class State:
         return {
             "index": self.submission.index,
             "run": self.run.rid,
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "nodes": self.nodes,
-            "started": self.started,
-            "ended": self.ended,
-            "exit_code": self.exit_code,
-            "attempts": self.attempts,
-            "over": self.over,
+            **{name: getattr(self, name) for name in _SHOWN},
             "directory": str(self.run.directory),
             "output": str(self.run.output),
         }
@@ -196,11 +176,10 @@ def read_ends(
 ) -> tuple[State, ...]:
     """Return the tasks of an array that are known to be over while others are not."""
     try:
-        return _read_tasks(
-            store, submission, record, read_json(submission.directory / _ENDS), job_id
-        )
+        ends = read_json(submission.directory / _ENDS)
     except (NotFoundError, RecordError):
         return ()
+    return _read_tasks(store, submission, record, ends, job_id)
 
 
 def _read_tasks(

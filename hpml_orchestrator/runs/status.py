@@ -38,9 +38,7 @@ _LOST_ANSWERS = 3
 _WATCHED_TASKS = 16
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
-_LOOK_SECONDS = 0.2
-_RARE_LOOK_SECONDS = 1.0
-_OFTEN_SECONDS = 10.0
+_LOOK_SECONDS = {"local": 0.2, "slurm": 1.0}
 _LOCAL_END_SECONDS = 0.5
 
 
@@ -350,15 +348,14 @@ def wait_until_over(
     """Return the submission's last state, once it is over.
 
     The scheduler is asked after 1 s and then less and less often, up to 30 s apart. The job's own
-    record of its end triggers the next question at once: it is looked for five times a second, and
-    for a Slurm job, whose records may lie on a shared file system, once a second after 10 s. A job
-    that its scheduler does not know in three answers in a row is given up.
+    record of its end triggers the next question at once: it is looked for five times a second, for
+    a Slurm job, whose records may lie on a shared file system, once a second. A job that its
+    scheduler does not know in three answers in a row is given up.
 
     Raises:
         RecordError: its record cannot be read.
     """
     pauses = pauses or PollSchedule()
-    began = now()
     lost = 0
     end_seen = False  # before the scheduler was asked: what is written meanwhile is news
     backends = cache(_opener(store))
@@ -377,9 +374,7 @@ def wait_until_over(
         deadline = now() + (min(pause, _LOCAL_END_SECONDS) if end_seen and local else pause)
         while now() < deadline:
             each(state)
-            often = local or now() - began < _OFTEN_SECONDS
-            look = _LOOK_SECONDS if often else _RARE_LOOK_SECONDS
-            sleep(min(look, max(0.0, deadline - now())))
+            sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
             if not end_seen and _ends_recorded(watched):
                 end_seen = True
                 pauses.reset()

@@ -180,15 +180,6 @@ def test_the_binding_in_one_line(
     assert bound.fatal == ("WRONG" in line and FAILED in line)
 
 
-def test_records_that_are_lost_are_no_proof(attempt: Attempt) -> None:
-    """A job that is over and whose ranks were planned must have left records."""
-    (attempt.directory / "plan").mkdir()
-    (attempt.directory / "plan" / "n0.txt").write_text("")
-    assert bound_of(attempt, LOCAL).line == "", "they may be about to start"
-    end(attempt, 1, "failed")
-    assert bound_of(attempt, LOCAL).line == "not proven: gpu-local, there is no record of any rank"
-
-
 def test_a_node_without_a_proof_is_missed(attempt: Attempt) -> None:
     """A rank knows the world size: ranks of a node that recorded nothing are not forgotten."""
     prove(attempt, node(0))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing.claim import Claim
 from hpml_orchestrator.packing.pack import PackRequest, pack
 from hpml_orchestrator.runs.measure import chosen_targets, measured, tree_bytes
 from hpml_orchestrator.runs.stage_target import NodeRoom
@@ -89,18 +87,6 @@ def test_auto_without_memory_or_room_is_the_disk(tmp_path: Path) -> None:
     assert measured(sized).job.stage[0].target == "local"
 
 
-def test_a_zip_archive_is_measured_by_its_directory(tmp_path: Path) -> None:
-    """What its files take once unpacked, in whole pages; a broken one is refused."""
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("zeros", bytes(3 * 1024**2))
-        archive.writestr("one", b"1")
-    entry = {"name": "a", "source": "a.zip", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "4M"
-    (tmp_path / "a.zip").write_bytes(b"PK")
-    with pytest.raises(InputError, match="is no zip archive"):
-        measured(resolved(tmp_path, [entry]))
-
-
 @pytest.mark.parametrize("kind", ["auto", "pack"])
 def test_a_pack_is_measured_as_the_tree_that_it_becomes(tmp_path: Path, kind: str) -> None:
     """By its index: small files take a page each in RAM, which they do not in the pack."""
@@ -151,13 +137,3 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
         measured(resolved(tmp_path, [stage]))
     assert caught.value.value == f"{tmp_path}/none"
     assert "give `size`" in caught.value.hint
-
-
-def test_a_pack_that_is_not_finished_is_not_measured(tmp_path: Path) -> None:
-    """Neither as the tree that it is not, nor as a pack; the entry is named."""
-    (tmp_path / "p").mkdir()
-    Claim(str(tmp_path / "p"), "p").take("/data", None)
-    with pytest.raises(InputError, match="is no finished pack") as caught:
-        measured(resolved(tmp_path, [{"name": "a", "source": "p", "target": "shm"}]))
-    assert (caught.value.field, caught.value.value) == ("stage.0.source", str(tmp_path / "p"))
-    assert "`hpml pack --resume" in caught.value.hint

@@ -19,10 +19,7 @@ from hpml_orchestrator.runs.monitored import (
     monitored_nodes,
     together,
 )
-from hpml_orchestrator.runs.show import summary_lines
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.submit import submit
-from hpml_orchestrator.runs.summary import summarise
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -123,12 +120,6 @@ def test_trouble_is_told(attempt: Attempt) -> None:
     assert line.endswith("throttled 1:15 (hw_thermal), XID 79 (2 x), 3 x out of memory")
 
 
-def test_nodes_without_a_word_are_named(attempt: Attempt) -> None:
-    """As where the exporter is not installed on one of them."""
-    nodes = write(attempt, n2=record(mean_cpus=1.0))
-    assert monitor_lines(nodes, ready=["n1", "n2", "n3"])[1] == "no data of n1, n3"
-
-
 def test_what_is_missing_at_the_end_is_told(attempt: Attempt) -> None:
     """The monitor was killed: its last word is older than the job's end."""
     nodes = write(attempt, n1=record(mean_cpus=1.0, updated=1000.0))
@@ -160,8 +151,7 @@ def test_a_submission_sweeps_the_targets_of_the_dead(world: World, monitor: bool
 
 def test_a_known_end_takes_the_targets_along(world: World) -> None:
     """Its nodes died without a word: who asks how it ended removes what is left."""
-    submission = world.prepare(monitor=True)
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    submission = world.submit(monitor=True)
     left = world.store.root / "targets" / f"{submission.sid}.c-1@n1.json"
     targets.publish(left, "a:1", {"jobid": "1", "run": submission.sid, "node": "n1"})
 
@@ -173,17 +163,3 @@ def test_a_known_end_takes_the_targets_along(world: World) -> None:
     world.scheduler.move("1", JobState.FAILED)
     look()
     assert not left.exists()
-
-
-def test_it_stands_in_the_summary(world: World) -> None:
-    """In words and, for programs, per node and together."""
-    submission = world.prepare(monitor=True)
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
-    attempt = world.starts(submission, "1")
-    (attempt / "nodes" / "n1.monitor.json").write_text(json.dumps(record(mean_cpus=2.5)))
-    (state,) = states(world.store, [submission])
-    summary = summarise(state)
-    assert ("monitor", "2.5 CPUs busy") in summary_lines(state, summary)
-    told = summary.to_json()
-    assert told["monitor"]["figures"] == {"mean_cpus": 2.5}
-    assert [one["node"] for one in told["monitored"]] == ["n1"]

@@ -62,7 +62,8 @@ def test_reuse_and_what_it_cost_is_said() -> None:
     why = "/tmp is this job's own"
     alone = {**ENTRY, "private": why, "evicted": ["/data/old", "/data/older"]}
     assert lines(ready(alone))[0].endswith(
-        f"1.5 MiB/s; later jobs cannot reuse it: {why}; removed to make room: /data/old, /data/older"
+        f"1.5 MiB/s; later jobs cannot reuse it: {why}; removed to make room: "
+        "/data/old, /data/older"
     )
 
 

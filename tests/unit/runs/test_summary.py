@@ -16,14 +16,11 @@ from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.attempts import attempt_reports
 from hpml_orchestrator.runs.show import summary_lines
-from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.submit import submit
-from hpml_orchestrator.runs.summary import Summary, Timeline, phases, summarise
+from hpml_orchestrator.runs.summary import Timeline, phases, summarise
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
-    from hpml_orchestrator.runs.status import State
     from tests.unit.runs.conftest import World
 
 NAMES = "queue start-up staging launch running rendezvous warm-up training end".split()
@@ -95,20 +92,6 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
     ]
 
 
-def test_a_program_that_reports_nothing_runs() -> None:
-    """From when its last rank began to when the script ended; the rest is the scheduler's."""
-    events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(Timeline(events), bound=[13, 14], left=60, ended=61)
-    assert [(one.name, one.seconds) for one in found] == [
-        ("start-up", 2),
-        ("staging", 0),
-        ("launch", 2),
-        ("running", 46),
-        ("end", 1),
-    ]
-    assert phases(Timeline(events), bound=[13, 14])[-1].name == "launch", "nothing is known of now"
-
-
 @pytest.mark.parametrize(
     ("reached", "stretch"),
     [
@@ -154,18 +137,10 @@ def trained(world: World, submission: Submission) -> None:
     world.scheduler.move("1", JobState.COMPLETED)
 
 
-def state_of(world: World, submission: Submission) -> State:
-    (state,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
-    return state
-
-
 @pytest.fixture
 def submitted(world: World) -> Submission:
     """A submission with a job."""
-    submission = world.prepare()
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    submission = world.submit()
     world.clock.sleep(5)
     return submission
 
@@ -173,7 +148,7 @@ def submitted(world: World) -> Submission:
 def test_a_run_in_figures(world: World, submitted: Submission) -> None:
     """Staging of all nodes together, the ranks' waiting as a ratio of sums, the result."""
     trained(world, submitted)
-    summary = summarise(state_of(world, submitted))
+    summary = summarise(world.state(submitted))
     assert (summary.staged_bytes, summary.staged_files) == (2000, 4)
     assert (summary.staging_seconds, summary.nodes, summary.ranks) == (2.5, 2, 2)
     assert summary.world_size == 4  # two of them were not heard of
@@ -193,9 +168,9 @@ def test_samples_per_second_from_the_counters(world: World, submitted: Submissio
             world.event(attempt, "step", rank, samples_total=samples)
         world.clock.sleep(4)
     world.event(attempt, "evaluation", 0, final=True, weight=3.0)
-    assert summarise(state_of(world, submitted)).samples_per_second == pytest.approx(2000 / 8)
+    assert summarise(world.state(submitted)).samples_per_second == pytest.approx(2000 / 8)
     world.event(attempt, "evaluation", 0, final=True, samples_per_second=None)
-    assert summarise(state_of(world, submitted)).samples_per_second is None
+    assert summarise(world.state(submitted)).samples_per_second is None
 
 
 STEP = Event(9.0, "step", "n1", 0, {"samples_total": 7}).to_json() + "\n"
@@ -245,7 +220,7 @@ def test_the_phases_reach_the_schedulers_end(
         world.ends(attempt, 143, "time limit")
     world.clock.sleep(30)
     world.scheduler.move("1", JobState.TIMEOUT)
-    found = summarise(state_of(world, submitted)).phases
+    found = summarise(world.state(submitted)).phases
     assert (found[-1].name, found[-1].seconds) == ("end", 30 if says_so else 0)
     assert (found[-2].name, found[-2].seconds) == ("start-up", 60 if says_so else 90)
     assert sum(one.seconds for one in found) == 95
@@ -254,7 +229,7 @@ def test_the_phases_reach_the_schedulers_end(
 def test_a_run_in_words(world: World, submitted: Submission) -> None:
     """Each line has a name and says what matters."""
     trained(world, submitted)
-    state = state_of(world, submitted)
+    state = world.state(submitted)
     lines = dict(summary_lines(state, summarise(state)))
     assert lines["run"] == f"{submitted.sid}  COMPLETED"
     assert lines["job"] == "1 (slurm) on n[1-2], 2 of 4 ranks"
@@ -266,21 +241,13 @@ def test_a_run_in_words(world: World, submitted: Submission) -> None:
     assert lines["record"] == str(state.run.directory)
 
 
-def test_a_run_that_never_started(world: World, submitted: Submission) -> None:
-    """Nothing was recorded: the summary is empty, and its lines still say what and where."""
-    state = state_of(world, submitted)
-    assert summarise(state) == Summary()
-    assert [name for name, _ in summary_lines(state, Summary())] == ["run", "job", "record"]
-
-
 def test_a_requeued_run_says_how_each_attempt_ended(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When, where and why; one that left no record of its end was alive at its newest event."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    submission = world.prepare()
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    submission = world.submit()
     told = []
     for number, reason in enumerate(["preempted", "", "failed"]):
         attempt = world.starts(submission, "1", number)
@@ -305,9 +272,7 @@ def test_a_requeued_run_says_how_each_attempt_ended(
         [zero, one, "2: running since 2027-01-15 10:06:10 on n[1-2]"],
         [zero, one, two],
     ]
-    (state,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
+    state = world.state(submission)
     first = attempt_reports(state)[0].to_json()
     assert (first["number"], first["reason"], first["nodes"]) == (0, "preempted", "n[1-2]")
     assert first["ended"] - first["started"] == 3725
@@ -315,9 +280,7 @@ def test_a_requeued_run_says_how_each_attempt_ended(
 
 def _attempts_told(world: World, submission: Submission) -> list[str]:
     """What the summary says of attempts; without requeues nothing."""
-    (state,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
+    state = world.state(submission)
     lines = summary_lines(state, summarise(state))
     names = [name for name, _ in lines]
     if "attempts" not in names:

@@ -7,37 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
-from hpml_orchestrator.scheduler.command import Completed
-from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
+from hpml_orchestrator.scheduler.cluster import Node, Partition
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.site.profile_text import profile_text
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site import NodeType, Site
 from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
-from hpml_orchestrator.testing import FakeRunner
 
-DATA = Path(__file__).parents[2] / "scheduler" / "slurm" / "data"
 MIB = {"M": 1, "G": 1024, "T": 1024**2}
-
-
-def captured() -> Cluster:
-    """What read_cluster makes of a real 22.05.8."""
-
-    def said(name: str) -> list[Completed | BaseException]:
-        return [Completed(0, (DATA / "22.05.8" / name).read_text())]
-
-    run = FakeRunner(
-        {
-            "scontrol --all show config": said("config.txt"),
-            "scontrol --all show partition": said("show-partition.txt"),
-            "scontrol --all show node": said("show-node.txt"),
-            "scontrol --all show reservation": said("show-reservation.txt"),
-            "sacctmgr -nP show user": said("sacctmgr-user.txt"),
-            "sacctmgr -nP show qos": said("sacctmgr-qos.txt"),
-        }
-    )
-    return read_cluster(run, user="ada", groups=["users"])
 
 
 def directives(script: str) -> dict[str, str]:
@@ -94,12 +71,12 @@ def check(asked: dict[str, str], partition: Partition, nodes: list[Node]) -> Non
         assert seconds(asked["time"]) <= partition.max_seconds
 
 
-@pytest.mark.parametrize("which", ["small", "big", "22.05.8"])
+@pytest.mark.parametrize("which", ["small", "big", "captured"])
 def test_jobs_that_take_all_a_profile_offers_fit_the_cluster(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """For every kind of node in every partition, of real clusters and of a big made-up one."""
-    cluster = request.getfixturevalue(which) if which in ("small", "big") else captured()
+    cluster = request.getfixturevalue(which)
     profile = tmp_path / "hpml.toml"
     profile.write_text(profile_text(cluster))
     site: ResolvedSite = load_site([profile])
