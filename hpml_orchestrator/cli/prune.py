@@ -136,8 +136,7 @@ def _states(text: str | None) -> list[str]:
 
 def _tell(done: Pruned, *, dry_run: bool) -> None:
     from hpml_orchestrator.errors import counted  # noqa: PLC0415
-    from hpml_orchestrator.records.texts import clock_text  # noqa: PLC0415
-    from hpml_orchestrator.staging.capacity import human_bytes  # noqa: PLC0415
+    from hpml_orchestrator.records.texts import clock_text, human_bytes  # noqa: PLC0415
 
     if done.removed:
         rows = [

@@ -200,7 +200,9 @@ class _Remover:
             freed = sum(self._freed(path) for path in (*runs, directory))
             if not self._dry_run:
                 for path in (*runs, directory):
-                    shutil.rmtree(path)
+                    while os.path.lexists(path):  # another prune may be removing it too
+                        with contextlib.suppress(FileNotFoundError):
+                            shutil.rmtree(path)
         except FileNotFoundError:
             return  # another prune was faster
         except OSError as error:

@@ -72,18 +72,14 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
     horovodrun = shutil.which("horovodrun")
     return [
         Finding("hpml", "ok", f"{__version__} on Python {platform.python_version()}"),
-        Finding("interpreter for the nodes", "ok", interpreter)
-        if starts
-        else Finding(
+        _required(
             "interpreter for the nodes",
-            "missing",
+            interpreter if starts else None,
             f"{interpreter} does not start with -I -S",
             "install hpml into a virtual environment made with `python3 -m venv`",
         ),
         _templates(),
-        Finding("bash", "ok", bash)
-        if bash
-        else Finding("bash", "missing", "not on PATH", "install bash 4 or newer"),
+        _required("bash", bash, "not on PATH", "install bash 4 or newer"),
         _optional("git", git, "not on PATH: records have no commit, and there are no snapshots"),
         _records(store),
         _site(site),
@@ -100,6 +96,10 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
     ]
 
 
+def _required(check: str, found: str | None, problem: str, hint: str) -> Finding:
+    return Finding(check, "ok", found) if found else Finding(check, "missing", problem, hint)
+
+
 def _optional(check: str, found: str | None, absent: str) -> Finding:
     return Finding(check, "ok", found) if found else Finding(check, "none", absent)
 
@@ -112,18 +112,15 @@ def _templates() -> Finding:
 
 
 def _records(store: Store) -> Finding:
+    problem = ""
     try:
         store.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root):
             pass
     except OSError as error:
-        return Finding(
-            "records",
-            "missing",
-            f"{store.root}: {error.strerror or error}",
-            "set HPML_HOME to a directory that you can write to and that the nodes see",
-        )
-    return Finding("records", "ok", str(store.root))
+        problem = f"{store.root}: {error.strerror or error}"
+    hint = "set HPML_HOME to a directory that you can write to and that the nodes see"
+    return _required("records", None if problem else str(store.root), problem, hint)
 
 
 def _site(chosen: str) -> Finding:

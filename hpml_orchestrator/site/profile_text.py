@@ -122,9 +122,8 @@ def profile_text(
 
 def _add(section: Section, name: str, *, named: bool = False) -> Table:
     """Add a table; a `named` one has no header and holds a table for each name."""
-    section.add(name, tomlkit.table(is_super_table=named))
-    table = section[name]
-    assert isinstance(table, Table)
+    table = tomlkit.table(is_super_table=named)
+    section.add(name, table)
     return table
 
 

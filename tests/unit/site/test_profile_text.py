@@ -119,6 +119,15 @@ def test_whatever_slurm_says_becomes_a_profile(cluster: Cluster, look: Look, odd
     assert profile_text(cluster) == profile_text(cluster)
 
 
+def test_a_real_cluster_is_described_completely(captured: Cluster) -> None:
+    """Every partition with its nodes' kinds, and every node of Slurm 22.05.8's own answers."""
+    site = loaded(profile_text(captured))
+    assert set(site.partitions) == {partition.name for partition in captured.partitions}
+    assert sum(kind.count or 0 for kind in site.node_types.values()) == len(captured.nodes)
+    for partition in captured.partitions:
+        assert bool(site.partitions[partition.name].node_types) == bool(partition.nodes)
+
+
 def test_a_partition_tells_its_limits(small: Cluster) -> None:
     """Time, nodes, CPUs, memory and who may use it."""
     gpu = loaded(profile_text(small)).partitions["gpu"]
