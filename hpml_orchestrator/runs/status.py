@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt, Run, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
+    from hpml_orchestrator.scheduler.recovery import Outcome
 
 __all__ = ["UNREADABLE", "State", "states", "wait_until_over"]
 
@@ -78,17 +79,17 @@ def states(
         except (NotFoundError, RecordError) as error:
             known[submission.sid] = _unreadable(store, submission, str(error))
     for key, group in unfinished.items():
-        job_ids = [job_id for submission in group for job_id in submission.job_ids_to_query]
+        job_ids = [job_id for one in group for job_id in one.job_ids_to_query]
         try:
             answer, trouble = open_once(*key).query(job_ids), ""
         except SchedulerUnavailable as error:
             answer, trouble = {}, str(error)
         for one in group:
+            sid = one.submission.sid
             try:
-                state = one.state(answer, trouble, now())
+                known[sid] = one.state(answer, trouble, now())
             except RecordError as error:
-                state = _unreadable(store, one.submission, str(error))
-            known[one.submission.sid] = state
+                known[sid] = _unreadable(store, one.submission, str(error))
     return [_chosen(store, known[submission.sid], submission) for submission in wanted]
 
 
@@ -128,17 +129,17 @@ def _without_job(
     if submission.job() is not None:
         return None
     refused = submission.refused()
-    reason = str(refused["reason"]) if refused else ""
-    state, over = "REFUSED", True
-    if not reason:
+    outcome: Outcome
+    if refused is not None:
+        outcome = Absent("refused", refused=str(refused["reason"]))
+    else:
         outcome = settle(store, submission, scheduler(), now=now)
-        if isinstance(outcome, Found):
-            return None
-        if not isinstance(outcome, Absent):
-            state, reason, over = "SUBMITTING", outcome.reason, False
-        elif outcome.refused:
-            reason = outcome.refused
-        else:
+    if isinstance(outcome, Found):
+        return None
+    state, reason, over = "SUBMITTING", outcome.reason, False
+    if isinstance(outcome, Absent):
+        state, reason, over = "REFUSED", outcome.refused, True
+        if not reason:
             state = "NOT SUBMITTED"
             reason = f"hpml was interrupted; `hpml submit --resume {submission.sid}` submits it"
     return State.of(store, submission, record, job_id="", state=state, reason=reason, over=over)
