@@ -21,7 +21,7 @@ from hpml_orchestrator.cli.loading import backend_name, rendered_of
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import Report
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.runs.submit import Rendered
+    from hpml_orchestrator.runs.prepare import Rendered
 
 __all__ = ["NoCheckOption", "before_submission", "check"]
 

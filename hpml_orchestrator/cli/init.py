@@ -34,43 +34,41 @@ def init(
         bool,
         typer.Option(
             "--probe",
-            help="Look at an idle node of each kind with a short srun: disks, networks, topology.",
+            help="Probe an idle node of each kind with a short srun: disks, networks, topology.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask the cluster what it has, and write a site profile to be read and edited."""
+    """Write a site profile of this cluster, to be read and edited."""
     from datetime import UTC, datetime  # noqa: PLC0415
     from getpass import getuser  # noqa: PLC0415
     from socket import gethostname  # noqa: PLC0415
 
-    from hpml_orchestrator import site as site_profile  # noqa: PLC0415
     from hpml_orchestrator.scheduler.command import SubprocessRunner  # noqa: PLC0415
+    from hpml_orchestrator.site.initialise import initialise, profile_path, save  # noqa: PLC0415
 
     printed = output == "-" and not user
     where = (
-        None
-        if printed
-        else site_profile.plan(output, user=user, force=force, environment=os.environ)
+        None if printed else profile_path(output, user=user, force=force, environment=os.environ)
     )
     try:
         who = getuser()
     except (OSError, KeyError):  # a user id without a name
         who = str(os.getuid())
     if probe:
-        typer.echo("hpml: looking at idle nodes, up to a minute or two", err=True)
-    profile = site_profile.initialise(
+        typer.echo("hpml: probing idle nodes, a minute or two at most", err=True)
+    profile = initialise(
         SubprocessRunner(),
         os.environ,
         writer=f"{who}@{gethostname()}",
         when=f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
         look=probe,
     )
-    written = site_profile.save(profile, where) if where else []
+    written = save(profile, where, force=force) if where else []
     if as_json:
         print_json(
             {
-                "file": str(where.path) if where else None,
+                "file": str(where) if where else None,
                 "topology_files": [str(path) for path in written[:-1]],
                 **profile.to_json(),
             }
@@ -83,7 +81,5 @@ def init(
         typer.echo(line)
     for path in written:
         typer.echo(f"wrote       {path}")
-    applies = (
-        "" if user or where.path.name == "hpml.toml" else f"--site {shlex.quote(str(where.path))} "
-    )
+    applies = "" if user or where.name == "hpml.toml" else f"--site {shlex.quote(str(where))} "
     typer.echo(f"next: read it, then hpml {applies}check job.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -64,7 +65,6 @@ def eject(
     """Write a template of your own that extends hpml's, with its blocks explained."""
     from hpml_orchestrator.cli.common import refuse_empty  # noqa: PLC0415
     from hpml_orchestrator.runs import templates  # noqa: PLC0415
-    from hpml_orchestrator.site import toml  # noqa: PLC0415
 
     refuse_empty({"--output": output})
     path = templates.eject(name, output, whole=whole, force=force)
@@ -72,4 +72,4 @@ def eject(
     here = Path.cwd()
     inside = path.parent.relative_to(here) if path.parent.is_relative_to(here) else path.parent
     typer.echo("it counts once hpml.toml says, above its first [section]:")
-    typer.echo(f"    templates = {toml.value(str(inside))}")
+    typer.echo(f"    templates = {json.dumps(str(inside))}")

@@ -95,7 +95,7 @@ def _one_run(submission: Submission) -> Submission:
 
 
 def _attempt(store: Store, submission: Submission) -> Attempt:
-    from hpml_orchestrator.runs.ends import run_of  # noqa: PLC0415
+    from hpml_orchestrator.runs.state import run_of  # noqa: PLC0415
 
     attempt = run_of(store, submission).newest()
     if attempt is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.runs.texts import clock_text, seconds_text
+from hpml_orchestrator.records.texts import clock_text, seconds_text
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ class AttemptReport:
 
     Attributes:
         number: counted from 0.
-        over: whether it has ended; a run that waits to be started again has ended attempts only.
-        reason: why it ended, in the job's own words or the scheduler's; the state of one that has
-            not; empty where it left no record of its end, as when its node failed.
+        over: whether it has ended.
+        reason: why it ended, or the state of one that has not; empty where it left no record of
+            its end, as when its node failed.
         nodes: node list; may be empty.
         started, ended: seconds since the epoch, None where not known.
         last_written: when its newest event was written, where it left no record of its end.
         exit_code: exit status of its script, None where not known.
-        error: why its records cannot be read, and then nothing else is known.
+        error: why its records cannot be read; then nothing else is known.
     """
 
     number: int
@@ -76,8 +76,8 @@ def attempt_reports(state: State) -> list[AttemptReport]:
 
 
 def attempt_lines(reports: list[AttemptReport], state: State) -> list[tuple[str, str]]:
-    """Return name and text of the lines about a run that was started more than once, or will be."""
-    if len(reports) < 2 and state.state not in _WAITING:  # noqa: PLR2004 - nothing was requeued
+    """Return the summary's lines, name and text, of a run that was or will be requeued."""
+    if len(reports) <= 1 and state.state not in _WAITING:
         return []
     lines = [str(report) for report in reports[-_SHOWN:]]
     if len(reports) > _SHOWN:
@@ -90,24 +90,17 @@ def _report(attempt: Attempt, state: State, *, last: bool) -> AttemptReport:
         attempt.check_readable()
     except RecordError as error:
         return AttemptReport(attempt.number, error=error)
-    end = attempt.ended
-    begun = attempt.started
-    report = AttemptReport(
-        attempt.number, nodes=attempt.nodes, started=begun.time if begun else None
-    )
+    end, begun = attempt.ended, attempt.started
+    known: dict[str, Any] = {}
+    if begun is not None:
+        known = {"started": begun.time, "nodes": str(begun.data.get("nodes", ""))}
     if end is not None:
-        return replace(
-            report,
-            reason=str(end.get("reason", "")),
-            ended=float(end["time"]),
-            exit_code=int(end["exit_code"]),
-        )
-    if not last or state.state in _WAITING:
-        return replace(report, last_written=attempt.last_written)
-    return replace(
-        report,
-        over=state.state in _OVER,
-        reason=state.state.lower().replace("_", " "),
-        ended=state.ended,
-        exit_code=state.exit_code,
-    )
+        known["reason"] = str(end.get("reason", ""))
+        known |= {"ended": float(end["time"]), "exit_code": int(end["exit_code"])}
+    elif not last or state.state in _WAITING:
+        known["last_written"] = attempt.last_written
+    else:
+        known["over"] = state.state in _OVER
+        known["reason"] = state.state.lower().replace("_", " ")
+        known |= {"ended": state.ended, "exit_code": state.exit_code}
+    return AttemptReport(attempt.number, **known)

@@ -37,7 +37,7 @@ def choose(wanted: str) -> str:
     return wanted
 
 
-def check_backend(job: Job, name: str, store: Store) -> None:
+def check_backend(job: Job, name: str) -> None:
     """Refuse a job that the scheduler of that name cannot run, before anything is written.
 
     Raises:
@@ -49,14 +49,6 @@ def check_backend(job: Job, name: str, store: Store) -> None:
             field="mpi",
             value=job.mpi,
             hint="--set mpi=none starts the ranks without it; or submit it to a Slurm cluster",
-        )
-    if name == "slurm" and job.array is not None and "\\" in str(store.root):
-        raise InputError(
-            f"needs a file for each task's output, and the backslash in {store.root} keeps "
-            "Slurm from naming them",
-            field="array",
-            value=job.array,
-            hint="keep the records elsewhere: --records DIR, or $HPML_HOME",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run's monitor saw: GPUs, CPUs, memory and I/O, per node and of all nodes together."""
+"""What a run used by its monitor: GPUs, CPUs, memory and I/O, per node and of all nodes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.runs.texts import seconds_text
-from hpml_orchestrator.staging.capacity import human_bytes
+from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpml_orchestrator.records.store import Attempt
 
 __all__ = ["Gpu", "Monitored", "joined", "monitor_lines", "monitored_nodes", "together"]
 
-_ENDING = ".monitor.json"
+_SUFFIX = ".monitor.json"
 _SHOWN_NODES = 8
 _MISSING_SECONDS = 15.0
-_IO = ("io_read_bytes", "io_write_bytes", "io_syscall_read_bytes", "io_syscall_write_bytes")
-_SUMS = ("cpu_seconds", "mean_cpus", "cpus", *_IO, "oom_events")
+_SUMS = tuple(
+    "cpu_seconds mean_cpus cpus io_read_bytes io_write_bytes io_syscall_read_bytes "
+    "io_syscall_write_bytes oom_events gpus_allocated gpus_used".split()
+)
 _PEAKS = ("memory_peak_bytes", "memory_with_cache_peak_bytes", "memory_limit_bytes")
-_GPU_SUMS = ("gpus_allocated", "gpus_used")
-_WATT_SECONDS_PER_KWH = 3.6e6
+_JOULES_PER_KWH = 3.6e6
 _HALF_GPU = 0.5
 
 
@@ -35,8 +35,8 @@ class Gpu:
 
     Attributes:
         uuid, name: of the GPU; empty where several are meant.
-        seconds: how long it was watched.
-        figures: those that the driver tells: `utilization_ratio` (share of the time in which a
+        seconds: how long it was monitored.
+        figures: those that the driver reports: `utilization_ratio` (share of the time in which a
             kernel was resident), `busy_seconds`, `sm_active_ratio`, `tensor_active_ratio`,
             `dram_active_ratio`, `power_watts` (all means), `energy_joules`, `memory_peak_bytes`,
             `temperature_peak_celsius`.
@@ -54,19 +54,19 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Monitored:
-    """What a monitor saw of a run on one node, or on all of them.
+    """What a run used on one node, or on all of them, as its monitor recorded it.
 
     Attributes:
         node: its name; empty where all nodes are meant.
-        nodes: how many were monitored.
-        seconds: how long, on the node that was watched longest.
-        updated: when it was last written down, seconds since the epoch.
+        nodes: number of monitored nodes.
+        seconds: how long, on the node that was monitored longest.
+        updated: when it was last recorded, seconds since the epoch.
         figures: `cpu_seconds`, `mean_cpus`, `cpus`, `memory_peak_bytes` (without the page cache; of
             all nodes: on the one that had most), `memory_with_cache_peak_bytes` (the kernel's),
             `memory_limit_bytes`, `io_read_bytes` and `io_write_bytes` (storage),
             `io_syscall_read_bytes` and `io_syscall_write_bytes` (all that was read and written),
             `oom_events`, `gpus_allocated`, `gpus_used`.
-        training: what its ranks told: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
+        training: what its ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
         gpus: each GPU.
     """
 
@@ -80,188 +80,45 @@ class Monitored:
 
 
 def monitored_nodes(attempt: Attempt) -> list[Monitored]:
-    """Return what each node's monitor wrote down, by node; what is damaged is passed over."""
-    found = []
-    for path in sorted((attempt.directory / "nodes").glob(f"*{_ENDING}")):
+    """Return what each node's monitor recorded, by node; damaged files are skipped."""
+    nodes = []
+    for path in sorted((attempt.directory / "nodes").glob(f"*{_SUFFIX}")):
         try:
             record = read_json(path)
         except (NotFoundError, RecordError):
             continue
         gpus = record.get("gpus")
-        found.append(
+        numbers = _numbers(record)
+        nodes.append(
             Monitored(
-                node=path.name[: -len(_ENDING)],
-                seconds=_figures(record).get("seconds", 0.0),
-                updated=_figures(record).get("updated", 0.0),
-                figures=_figures(record.get("job")),
-                training=_figures(record.get("training")),
-                gpus=[_gpu(one) for one in gpus if isinstance(one, dict)]
-                if isinstance(gpus, list)
-                else [],
+                node=path.name.removesuffix(_SUFFIX),
+                seconds=numbers.get("seconds", 0.0),
+                updated=numbers.get("updated", 0.0),
+                figures=_numbers(record.get("job")),
+                training=_numbers(record.get("training")),
+                gpus=[
+                    _gpu(gpu)
+                    for gpu in (gpus if isinstance(gpus, list) else [])
+                    if isinstance(gpu, dict)
+                ],
             )
         )
-    return found
-
-
-def together(nodes: Sequence[Monitored]) -> Monitored | None:
-    """Return the figures of all nodes; None where no node was monitored.
-
-    CPU time, I/O, energy and counts are added up. Memory is that of the node that had most.
-    """
-    if not nodes:
-        return None
-    sums = {
-        name: sum(one.figures[name] for one in nodes if name in one.figures)
-        for name in (*_SUMS, *_GPU_SUMS)
-        if any(name in one.figures for one in nodes)
-    }
-    peaks = {
-        name: max(one.figures[name] for one in nodes if name in one.figures)
-        for name in _PEAKS
-        if any(name in one.figures for one in nodes)
-    }
-    training: dict[str, float] = {}
-    for one in nodes:
-        for name, value in one.training.items():
-            if name in ("samples", "steps") or name.endswith("_seconds"):
-                training[name] = training.get(name, 0.0) + value
-    return Monitored(
-        nodes=len(nodes),
-        seconds=max(one.seconds for one in nodes),
-        updated=min(one.updated for one in nodes),
-        figures={**sums, **peaks},
-        training=training,
-        gpus=[gpu for one in nodes for gpu in one.gpus],
-    )
-
-
-def monitor_lines(
-    nodes: Sequence[Monitored], *, ready: Sequence[str] = (), ended: float | None = None
-) -> list[str]:
-    """Return what to tell: a line of all nodes, one per node where they are few, and what is odd.
-
-    Args:
-        nodes: what was seen.
-        ready: names of the nodes that the run had.
-        ended: when it was over; None while it runs.
-    """
-    whole = together(nodes)
-    if whole is None:
-        return []
-    lines = [_line(whole)]
-    if 1 < len(nodes) <= _SHOWN_NODES:
-        lines += [f"{one.node}: {_line(one)}" for one in nodes]
-    left = sorted(set(ready) - {one.node for one in nodes})
-    if left:
-        shown = ", ".join(left[:_SHOWN_NODES]) + " …" * (len(left) > _SHOWN_NODES)
-        lines.append(f"nothing is known of {shown}")
-    missing = 0.0 if ended is None else ended - whole.updated
-    if missing > _MISSING_SECONDS:
-        lines.append(f"the last {seconds_text(missing)} are missing: the monitor did not end well")
-    return lines
-
-
-def joined(gpus: Sequence[Gpu]) -> Gpu:
-    """Return several GPUs as one: means over their time, sums of energy, the largest peaks."""
-    figures: dict[str, float] = {}
-    for name in {name for one in gpus for name in one.figures}:
-        told = [(one.figures[name], one.seconds) for one in gpus if name in one.figures]
-        if name in ("busy_seconds", "energy_joules"):
-            figures[name] = sum(value for value, _ in told)
-        elif "_peak_" in name:
-            figures[name] = max(value for value, _ in told)
-        else:
-            weight = sum(seconds for _, seconds in told)
-            weighed = sum(value * seconds for value, seconds in told)
-            figures[name] = weighed / weight if weight else sum(v for v, _ in told) / len(told)
-    return Gpu(
-        seconds=max((one.seconds for one in gpus), default=0.0),
-        figures=figures,
-        throttled_seconds=_added(one.throttled_seconds for one in gpus),
-        xid_errors=_added(one.xid_errors for one in gpus),
-    )
-
-
-def _line(one: Monitored) -> str:
-    words = filter(None, (_gpu_words(one), _host_words(one), _trouble(one)))
-    return "; ".join(words) or "it saw nothing"
-
-
-def _gpu_words(one: Monitored) -> str:
-    if not one.gpus:
-        return ""
-    told = joined(one.gpus).figures
-    words = [f"{len(one.gpus)} GPU{'s' * (len(one.gpus) > 1)}"]
-    if "utilization_ratio" in told:
-        words[0] += f" {told['utilization_ratio']:.0%} busy"
-    for name, what in (("sm_active_ratio", "SMs"), ("tensor_active_ratio", "tensor cores")):
-        if name in told:
-            words.append(f"{what} {told[name]:.0%}")
-    if "memory_peak_bytes" in told:
-        each = " on one" if len(one.gpus) > 1 else ""
-        words.append(f"{human_bytes(told['memory_peak_bytes'])} of memory at most{each}")
-    if told.get("energy_joules"):
-        words.append(f"{told['energy_joules'] / _WATT_SECONDS_PER_KWH:.3g} kWh")
-    unused = one.figures.get("gpus_allocated", 0.0) - one.figures.get("gpus_used", 0.0)
-    if "gpus_used" in one.figures and unused > _HALF_GPU:
-        words.append(f"{unused:.0f} of them never used")
-    return ", ".join(words)
-
-
-def _host_words(one: Monitored) -> str:
-    told = one.figures
-    words = []
-    if "mean_cpus" in told:
-        of = f" of {told['cpus']:.0f}" if told.get("cpus") else ""
-        words.append(f"{told['mean_cpus']:.1f}{of} CPUs busy")
-    elif "cpu_seconds" in told:
-        words.append(f"{told['cpu_seconds']:.1f} s of CPU time")
-    if "memory_peak_bytes" in told:
-        where = " on one node" if one.nodes > 1 else ""
-        words.append(f"{human_bytes(told['memory_peak_bytes'])} of memory at most{where}")
-    if "io_read_bytes" in told:
-        words.append(f"{human_bytes(told['io_read_bytes'])} read")
-    if "io_write_bytes" in told:
-        words.append(f"{human_bytes(told['io_write_bytes'])} written")
-    return ", ".join(words)
-
-
-def _trouble(one: Monitored) -> str:
-    gpu = joined(one.gpus)
-    words = []
-    reasons = {name: seconds for name, seconds in gpu.throttled_seconds.items() if seconds >= 1}
-    if reasons:
-        worst = max(reasons, key=lambda name: reasons[name])
-        words.append(f"throttled {seconds_text(reasons[worst])} ({worst})")
-    words += [f"XID {xid} ({count:.0f} x)" for xid, count in gpu.xid_errors.items() if count]
-    kills = one.figures.get("oom_events", 0.0)
-    if kills:
-        words.append(f"{kills:.0f} x out of memory")
-    return ", ".join(words)
+    return nodes
 
 
 def _gpu(record: Mapping[str, Any]) -> Gpu:
-    figures = _figures(record)
-    seconds = figures.pop("seconds", 0.0)
+    figures = _numbers(record)
     return Gpu(
         uuid=str(record.get("uuid", "")),
         name=str(record.get("name", "")),
-        seconds=seconds,
+        seconds=figures.pop("seconds", 0.0),
         figures=figures,
-        throttled_seconds=_figures(record.get("throttled_seconds")),
-        xid_errors=_figures(record.get("xid_errors")),
+        throttled_seconds=_numbers(record.get("throttled_seconds")),
+        xid_errors=_numbers(record.get("xid_errors")),
     )
 
 
-def _added(all_told: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for told in all_told:
-        for name, value in told.items():
-            found[name] = found.get(name, 0.0) + value
-    return found
-
-
-def _figures(record: Any) -> dict[str, float]:
+def _numbers(record: Any) -> dict[str, float]:
     """Return the numbers of a mapping."""
     if not isinstance(record, dict):
         return {}
@@ -270,3 +127,132 @@ def _figures(record: Any) -> dict[str, float]:
         for name, value in record.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     }
+
+
+def _sums(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def together(nodes: Sequence[Monitored]) -> Monitored | None:
+    """Return the figures of all nodes; None where no node was monitored.
+
+    CPU time, I/O, energy and counts are sums. Memory is that of the node with most.
+    """
+    if not nodes:
+        return None
+    total = _sums(node.figures for node in nodes)
+    figures = {name: value for name, value in total.items() if name in _SUMS}
+    for name in _PEAKS:
+        if name in total:
+            figures[name] = max(node.figures.get(name, 0.0) for node in nodes)
+    training = _sums(node.training for node in nodes)
+    return Monitored(
+        nodes=len(nodes),
+        seconds=max(node.seconds for node in nodes),
+        updated=min(node.updated for node in nodes),
+        figures=figures,
+        training={
+            name: value
+            for name, value in training.items()
+            if name in ("samples", "steps") or name.endswith("_seconds")
+        },
+        gpus=[gpu for node in nodes for gpu in node.gpus],
+    )
+
+
+def joined(gpus: Sequence[Gpu]) -> Gpu:
+    """Return several GPUs as one: means over their time, sums of energy, the largest peaks."""
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for gpu in gpus for name in gpu.figures):
+        values = [(gpu.figures[name], gpu.seconds) for gpu in gpus if name in gpu.figures]
+        if name in ("busy_seconds", "energy_joules"):
+            figures[name] = sum(value for value, _ in values)
+        elif "_peak_" in name:
+            figures[name] = max(value for value, _ in values)
+        else:
+            weight = sum(seconds for _, seconds in values)
+            weighed = sum(value * seconds for value, seconds in values)
+            mean = sum(value for value, _ in values) / len(values)
+            figures[name] = weighed / weight if weight else mean
+    return Gpu(
+        seconds=max((gpu.seconds for gpu in gpus), default=0.0),
+        figures=figures,
+        throttled_seconds=_sums(gpu.throttled_seconds for gpu in gpus),
+        xid_errors=_sums(gpu.xid_errors for gpu in gpus),
+    )
+
+
+def monitor_lines(
+    nodes: Sequence[Monitored], *, ready: Sequence[str] = (), ended: float | None = None
+) -> list[str]:
+    """Return a line of all nodes, one per node where they are few, and what is missing.
+
+    Args:
+        nodes: what was recorded.
+        ready: names of the nodes that the run had.
+        ended: when it was over; None while it runs.
+    """
+    whole = together(nodes)
+    if whole is None:
+        return []
+    lines = [_line(whole)]
+    if 1 < len(nodes) <= _SHOWN_NODES:
+        lines += [f"{node.node}: {_line(node)}" for node in nodes]
+    absent = sorted(set(ready) - {node.node for node in nodes})
+    if absent:
+        shown = ", ".join(absent[:_SHOWN_NODES]) + " …" * (len(absent) > _SHOWN_NODES)
+        lines.append(f"no data of {shown}")
+    missing = 0.0 if ended is None else ended - whole.updated
+    if missing > _MISSING_SECONDS:
+        lines.append(f"the last {seconds_text(missing)} are missing: the monitor was killed")
+    return lines
+
+
+def _line(node: Monitored) -> str:
+    gpu = joined(node.gpus)
+    figures = node.figures
+    parts = [_gpu_text(node, gpu)] if node.gpus else []
+    host = []
+    if "mean_cpus" in figures:
+        of = f" of {figures['cpus']:.0f}" if figures.get("cpus") else ""
+        host.append(f"{figures['mean_cpus']:.1f}{of} CPUs busy")
+    elif "cpu_seconds" in figures:
+        host.append(f"{figures['cpu_seconds']:.1f} s of CPU time")
+    if "memory_peak_bytes" in figures:
+        where = " on one node" if node.nodes > 1 else ""
+        host.append(f"{human_bytes(figures['memory_peak_bytes'])} of memory at most{where}")
+    for name, what in (("io_read_bytes", "read"), ("io_write_bytes", "written")):
+        if name in figures:
+            host.append(f"{human_bytes(figures[name])} {what}")
+    errors = []
+    throttled = max(gpu.throttled_seconds.items(), key=lambda item: item[1], default=("", 0.0))
+    if throttled[1] >= 1:
+        errors.append(f"throttled {seconds_text(throttled[1])} ({throttled[0]})")
+    errors += [f"XID {xid} ({count:.0f} x)" for xid, count in gpu.xid_errors.items() if count]
+    if figures.get("oom_events"):
+        errors.append(f"{figures['oom_events']:.0f} x out of memory")
+    parts += [", ".join(host), ", ".join(errors)]
+    return "; ".join(filter(None, parts)) or "no data"
+
+
+def _gpu_text(node: Monitored, gpu: Gpu) -> str:
+    several = len(node.gpus) > 1
+    parts = [f"{len(node.gpus)} GPU{'s' * several}"]
+    if "utilization_ratio" in gpu.figures:
+        parts[0] += f" {gpu.figures['utilization_ratio']:.0%} busy"
+    for name, what in (("sm_active_ratio", "SMs"), ("tensor_active_ratio", "tensor cores")):
+        if name in gpu.figures:
+            parts.append(f"{what} {gpu.figures[name]:.0%}")
+    if "memory_peak_bytes" in gpu.figures:
+        most = human_bytes(gpu.figures["memory_peak_bytes"])
+        parts.append(f"{most} of memory at most{' on one' * several}")
+    if gpu.figures.get("energy_joules"):
+        parts.append(f"{gpu.figures['energy_joules'] / _JOULES_PER_KWH:.3g} kWh")
+    unused = node.figures.get("gpus_allocated", 0.0) - node.figures.get("gpus_used", 0.0)
+    if "gpus_used" in node.figures and unused > _HALF_GPU:
+        parts.append(f"{unused:.0f} of them never used")
+    return ", ".join(parts)

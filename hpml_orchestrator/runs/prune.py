@@ -1,7 +1,7 @@
-"""Remove old submissions with their runs, and say what that frees.
+"""Remove old submissions with their runs, and count the disk space that is freed.
 
 A submission is renamed before anything of it is removed: from then on no command sees it, and the
-next prune completes what was cut off. Two at the same time do not disturb each other.
+next prune completes an interrupted removal. Two may run at the same time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,6 @@ from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.records.run import Run, owner_name
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.staging.files import remove_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +36,7 @@ OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBM
 
 _UNDECIDED = (JobState.UNKNOWN.value, UNREADABLE, "SUBMITTING")
 _HIDDEN = re.compile(r"\.(.+)\.pruned")
-LEFT_OVER = "LEFT OVER"
+_LEFT_OVER = "LEFT OVER"
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own block size
 
 
@@ -46,10 +46,10 @@ class Removed:
 
     Attributes:
         id: of the submission.
-        state: how it ended; `LEFT OVER` where an earlier removal was cut off.
+        state: how it ended; `LEFT OVER` where an earlier removal was interrupted.
         ended: seconds since the epoch, None where not known.
-        runs: how many directories of runs it had.
-        bytes: what the disk gets back; a file with several hard links counts where the last goes.
+        runs: number of its run directories.
+        bytes: freed disk space; a file with several hard links counts when the last is removed.
     """
 
     id: str
@@ -64,9 +64,9 @@ class Pruned:
     """What a prune did, or would do.
 
     Attributes:
-        removed: the newest first.
+        removed: newest first.
         kept: id and reason of what was chosen and must stay.
-        bytes: what the disk gets back by all of it.
+        bytes: freed disk space, all together.
         interrupted: whether Ctrl-C came before all was removed; the next prune completes it.
     """
 
@@ -77,11 +77,9 @@ class Pruned:
 
     def to_json(self) -> dict[str, Any]:
         """Return it for programs."""
-        return {
-            "bytes": self.bytes,
-            "removed": [asdict(one) for one in self.removed],
-            "kept": [{"id": sid, "reason": reason} for sid, reason in self.kept],
-        }
+        kept = [{"id": sid, "reason": reason} for sid, reason in self.kept]
+        removed = [asdict(submission) for submission in self.removed]
+        return {"bytes": self.bytes, "removed": removed, "kept": kept}
 
 
 def prune(
@@ -103,9 +101,9 @@ def prune(
         store: where records live.
         named: which ones; all of the caller's own when left out.
         older_seconds: only those that ended so long ago.
-        in_states: only those that ended so, of `OVER`; any when empty.
-        keep: of what the other arguments choose, so many of the newest stay.
-        dry_run: whether nothing is removed, and only said what would be.
+        in_states: only those that ended in one of these states of `OVER`; any when empty.
+        keep: number of the newest to keep, of those that the other arguments choose.
+        dry_run: whether to report only and remove nothing.
         backends: as `states` takes it.
         now: the clock, in seconds since the epoch.
 
@@ -141,7 +139,7 @@ def prune(
 
 
 def _owner(directory: Path) -> int | None:
-    """Return whose directory it is; None where it is gone."""
+    """Return the user id of a directory; None where it is gone."""
     try:
         return directory.stat().st_uid
     except OSError:
@@ -177,25 +175,21 @@ class _Remover:
             self.runs[re.sub(r"\.\d+$", "", name)].append(store.runs_dir / name)
 
     def remove_all(self, over: Iterable[State]) -> None:
-        """Remove these submissions, and what earlier removals left."""
+        """Complete interrupted removals, and remove these submissions."""
         try:
-            self._complete()
+            for name in _names(self._store.submissions_dir):
+                hidden = _HIDDEN.fullmatch(name)
+                directory = self._store.submissions_dir / name
+                if hidden and _owner(directory) == os.getuid():
+                    self._remove(hidden[1], directory)
             for state in over:
-                self.remove(state.submission.sid, state.submission.directory, state)
-            self.remove_archives()
-        except KeyboardInterrupt:  # what is gone is gone: the caller says so
+                self._remove(state.submission.sid, state.submission.directory, state)
+            self._remove_archives()
+        except KeyboardInterrupt:
             self.done.interrupted = True
 
-    def _complete(self) -> None:
-        """Remove what is left of submissions whose removal was cut off."""
-        for name in _names(self._store.submissions_dir):
-            hidden = _HIDDEN.fullmatch(name)
-            directory = self._store.submissions_dir / name
-            if hidden and _owner(directory) == os.getuid():
-                self.remove(hidden[1], directory)
-
-    def remove(self, sid: str, directory: Path, state: State | None = None) -> None:
-        """Remove a submission with its runs, in an order that leaves nothing half when cut off."""
+    def _remove(self, sid: str, directory: Path, state: State | None = None) -> None:
+        """Remove a submission with its runs; renamed first, so that no command sees half of it."""
         runs = self.runs[sid]
         try:
             if not self._dry_run:
@@ -206,49 +200,47 @@ class _Remover:
             freed = sum(self._freed(path) for path in (*runs, directory))
             if not self._dry_run:
                 for path in (*runs, directory):
-                    remove_tree(str(path))
+                    while os.path.lexists(path):  # another prune may be removing it too
+                        with contextlib.suppress(FileNotFoundError):
+                            shutil.rmtree(path)
         except FileNotFoundError:
             return  # another prune was faster
         except OSError as error:
             self.done.kept.append((sid, f"cannot be removed: {error.strerror}: {error.filename}"))
             return
         self.done.bytes += freed
-        end = (state.state, state.ended) if state else (LEFT_OVER, None)
+        end = (state.state, state.ended) if state else (_LEFT_OVER, None)
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
 
-    def remove_archives(self) -> None:
-        """Remove the store's copies of node archives that no submission has a link to any more."""
+    def _remove_archives(self) -> None:
+        """Remove the store's node archives that no submission links to any more."""
         directory = self._store.root / "archives"
         for name in _names(directory):
             with contextlib.suppress(OSError):
                 info = os.lstat(directory / name)
-                gone = self._links[info.st_dev, info.st_ino] if self._dry_run else 0
-                if name.endswith(".pyz") and info.st_uid == os.getuid():
-                    if info.st_nlink - gone > 1:
-                        continue
-                    if not self._dry_run:
-                        os.unlink(directory / name)
-                    self.done.bytes += info.st_blocks * _BLOCK_BYTES
+                links = info.st_nlink
+                if self._dry_run:
+                    links -= self._links[info.st_dev, info.st_ino]
+                if links > 1 or info.st_uid != os.getuid() or not name.endswith(".pyz"):
+                    continue
+                if not self._dry_run:
+                    os.unlink(directory / name)
+                self.done.bytes += info.st_blocks * _BLOCK_BYTES
 
     def _freed(self, top: Path) -> int:
-        """Return what the disk gets back when a directory goes; what cannot be read counts 0."""
+        """Return the disk space that removing a directory frees, as far as it can be read."""
         freed = 0
-        pending = [str(top)]
-        while pending:
-            path = pending.pop()
+        for folder, _, files in os.walk(top):
             with contextlib.suppress(OSError):
-                freed += os.lstat(path).st_blocks * _BLOCK_BYTES
-                with os.scandir(path) as entries:
-                    for entry in entries:
-                        if entry.is_dir(follow_symlinks=False):
-                            pending.append(entry.path)
-                            continue
-                        info = entry.stat(follow_symlinks=False)
-                        links = self._links[info.st_dev, info.st_ino] + 1
-                        if info.st_nlink > 1:
-                            self._links[info.st_dev, info.st_ino] = links
-                        if links >= info.st_nlink:  # the last one
-                            freed += info.st_blocks * _BLOCK_BYTES
+                freed += os.lstat(folder).st_blocks * _BLOCK_BYTES
+            for name in files:
+                with contextlib.suppress(OSError):
+                    info = os.lstat(os.path.join(folder, name))
+                    links = self._links[info.st_dev, info.st_ino] + 1
+                    if info.st_nlink > 1:
+                        self._links[info.st_dev, info.st_ino] = links
+                    if links >= info.st_nlink:  # the last one
+                        freed += info.st_blocks * _BLOCK_BYTES
         return freed
 
 

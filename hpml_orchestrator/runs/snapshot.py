@@ -1,23 +1,24 @@
-"""Copy the git repository of a job's code, as it lies there, so that later edits change nothing.
+"""Copy the git repository of a job's code, so that later edits do not change what the job runs.
 
-The files are copied byte by byte from the working tree. `git archive` would leave out what
-`export-ignore` says, and a checkout would send them through filters: neither gives the code that
-the user has just tried out.
+Git lists the names, the files are copied as they lie on disk: `git archive` would leave out what
+`export-ignore` says, and a checkout would run filters.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
-import time
+import stat
+import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.copytree import copy_entries
-from hpml_orchestrator.runs.worktree import FIELD, Entry, Git
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.script.code import SnapshotPaths
-from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,44 +26,33 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.spec import Job
 
-__all__ = ["MAX_UNTRACKED_BYTES", "MAX_UNTRACKED_FILE_BYTES", "Snapshot", "Taken", "find"]
+__all__ = ["MAX_UNTRACKED_BYTES", "MAX_UNTRACKED_FILE_BYTES", "Snapshot", "find"]
 
 MAX_UNTRACKED_FILE_BYTES = 10 * 1024**2
-"""How large a file may be that git neither tracks nor ignores: above that it is hardly code."""
+"""Largest file that git neither tracks nor ignores: above that it is hardly code."""
 
 MAX_UNTRACKED_BYTES = 200 * 1024**2
-"""How large all such files may be together."""
+"""Largest size of all such files together."""
 
-_PATIENCE_SECONDS = 2.0
-_TRIES = 3
+_FIELD = "snapshot"
+_NOTICE_FILES = 20_000
+_NOTICE_BYTES = 512 * 1024**2
+_TRIES = 2
 _NAMED = 5
+# Inside a git hook, the other GIT_ variables name another repository than the job's.
+_KEPT_VARIABLES = ("GIT_CONFIG_", "GIT_CEILING_", "GIT_DISCOVERY_")
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What a snapshot holds.
+class _Entry(NamedTuple):
+    """A file, a symbolic link, or the empty directory of a submodule that is not initialised."""
 
-    Attributes:
-        commit, branch: of the repository; empty where it has none.
-        files: number of files and symbolic links.
-        bytes: size of the files.
-        untracked: how many of them git did not track.
-    """
-
-    commit: str
-    branch: str
-    files: int
-    bytes: int
-    untracked: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it for a record."""
-        return dict(vars(self))
+    tracked: bool
+    info: os.stat_result
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The repository that a snapshot is to be taken of.
+    """The repository to take a snapshot of.
 
     Attributes:
         top: top of its working tree, without symbolic links.
@@ -76,12 +66,12 @@ class Snapshot:
 
     @property
     def paths(self) -> SnapshotPaths:
-        """What the script of the job has to know of it."""
+        """The paths that the job's script needs."""
         return SnapshotPaths(self.workdir, self.script)
 
     def holds(self, path: str | Path) -> bool:
         """Whether a path is the top or lies below it."""
-        return os.path.realpath(path) == self.top or bool(relative(path, self.top))
+        return os.path.realpath(path) == self.top or bool(_relative(path, self.top))
 
     def take(
         self,
@@ -89,165 +79,259 @@ class Snapshot:
         *,
         leave_out: Sequence[Path] = (),
         notice: Callable[[str], None] = lambda _: None,
-        git: Git | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> Taken:
-        """Copy the working tree into a directory, which is made.
+    ) -> dict[str, Any]:
+        """Copy the working tree into a new directory that only its owner may read.
 
         Args:
-            target: the directory; only its owner may look into it.
+            target: the directory to make.
             leave_out: places whose untracked files are no code, such as hpml's records.
-            notice: takes one line to show, once it has become slow.
-            git: answers questions.
-            clock: seconds that never go back.
+            notice: takes one line to show before a large copy.
+
+        Returns:
+            For the record: `commit` and `branch`, empty where there is none; the number of `files`
+            (links included), their `bytes`, and how many of them are `untracked`.
 
         Raises:
-            InputError: it would not be the job's code: script or working directory are ignored,
-                untracked files are too large, a file cannot be read, or they change all the time.
+            InputError: the script or working directory is ignored, untracked files are too large,
+                a file cannot be read, or tracked files change while they are copied.
             OSError: the target cannot be written.
         """
-        git = git or Git()
-        places = [place for path in leave_out if (place := relative(path, self.top))]
-        began = clock()
-        told: list[str] = []
-
-        def state() -> _State:
-            return _State(*git.commit(self.top), git.entries(self.top, places))
-
-        def tick() -> None:
-            if not told and clock() - began > _PATIENCE_SECONDS:
-                told.append(f"copying the code of {self.top}: {before.size()}")
-                notice(told[0])
-
-        before = state()
+        entries, version = self._read(leave_out)
         for _ in range(_TRIES):
-            self._check(before.entries, git)
-            files, size = copy_entries(
-                os.fsencode(self.top), os.fsencode(target), before.entries, tick=tick
-            )
-            after = state()
-            changed = before.changed(after)
-            if not changed:
-                (target / self.workdir).mkdir(parents=True, exist_ok=True)  # nothing is in it
-                untracked = sum(not entry.tracked for entry in before.entries)
-                return Taken(before.commit, before.branch, files, size, untracked)
+            self._check(entries)
+            total = sum(entry.info.st_size for entry in entries.values())
+            if len(entries) > _NOTICE_FILES or total > _NOTICE_BYTES:
+                notice(f"copying {len(entries)} files, {human_bytes(total)}, of {self.top}")
+            target.mkdir(mode=0o700)
+            sizes = [self._copy(path, entries, target) for path in entries]
+            (target / self.workdir).mkdir(parents=True, exist_ok=True)  # it may be empty
+            new_entries, new_version = self._read(leave_out)
+            if new_version == version:
+                copied = [size for size in sizes if size is not None]
+                return {
+                    "commit": version["commit"],
+                    "branch": version["branch"],
+                    "files": len(copied),
+                    "bytes": sum(copied),
+                    "untracked": sum(not entry.tracked for entry in entries.values()),
+                }
+            keys = sorted({*version, *new_version})
+            changes = [repr(key) for key in keys if version.get(key) != new_version.get(key)]
+            entries, version = new_entries, new_version
             shutil.rmtree(target)
-            before = after
         raise InputError(
-            f"the code changes while it is copied: {_some(changed)}",
-            field=FIELD,
+            f"the code changes while it is copied: {_first_few(changes)}",
+            field=_FIELD,
             hint="submit again once nothing writes to it; git should not track what programs write",
         )
 
-    def _check(self, entries: list[Entry], git: Git) -> None:
-        """Refuse a snapshot that would not be the job's code, or far more than that."""
-        paths = [entry.path for entry in entries]
-        if self.script is not None and os.fsencode(self.script) not in paths:
-            place = os.path.join(self.top, self.script)
-            if not os.path.lexists(place):
-                raise InputError(f"the script {place!r} is not there", field=FIELD)
-            raise _ignored("script", place)
-        inside = os.fsencode(f"{self.workdir}/")
-        empty = self.workdir and not any(path.startswith(inside) for path in paths)
-        if empty and git.ignores(self.top, self.workdir):
-            raise _ignored("workdir", os.path.join(self.top, self.workdir))
-        untracked = sorted(
-            (entry for entry in entries if not entry.tracked), key=lambda one: -one.info.st_size
-        )
-        large = [one for one in untracked if one.info.st_size > MAX_UNTRACKED_FILE_BYTES]
-        total = sum(one.info.st_size for one in untracked)
+    def _read(self, leave_out: Sequence[Path]) -> tuple[dict[str, _Entry], dict[str, Any]]:
+        """Return the entries, and what a copy must be consistent with: HEAD and tracked files.
+
+        Other files may be written to meanwhile, such as a log.
+        """
+        commit = _git(self.top, "rev-parse", "--verify", "--quiet", "HEAD", check=False)
+        branch = _git(self.top, "symbolic-ref", "--short", "--quiet", "HEAD", check=False)
+        version: dict[str, Any] = {"commit": commit.strip(), "branch": branch.strip()}
+        places = tuple(f"{place}/" for path in leave_out if (place := _relative(path, self.top)))
+        entries = {}
+        for path, entry in sorted(_list_entries(self.top).items()):
+            info = entry.info
+            if entry.tracked:
+                version[f"./{path}"] = (info.st_mode, info.st_ino, info.st_size, info.st_mtime_ns)
+            if entry.tracked or not path.startswith(places):
+                entries[path] = entry
+        return entries, version
+
+    def _check(self, entries: dict[str, _Entry]) -> None:
+        """Refuse a snapshot without the job's script or workdir, or with far more than code."""
+        if self.script is not None and self.script not in entries:
+            path = os.path.join(self.top, self.script)
+            if os.path.lexists(path):
+                raise _ignored("script", path)
+            raise InputError(f"no such script: {path!r}", field=_FIELD)
+        if self.workdir and not any(path.startswith(f"{self.workdir}/") for path in entries):
+            name = f"./{self.workdir}"
+            if _git(self.top, "check-ignore", "--", name, check=False):
+                raise _ignored("workdir", os.path.join(self.top, self.workdir))
+        sizes = {path: one.info.st_size for path, one in entries.items() if not one.tracked}
+        large = {path: size for path, size in sizes.items() if size > MAX_UNTRACKED_FILE_BYTES}
+        total = sum(sizes.values())
         if large or total > MAX_UNTRACKED_BYTES:
-            unknown = "that git neither tracks nor ignores"
-            what = (
-                f"files {unknown}, over {human_bytes(MAX_UNTRACKED_FILE_BYTES)}"
-                if large
-                else f"{human_bytes(total)} in {len(untracked)} files {unknown}, over "
-                f"{human_bytes(MAX_UNTRACKED_BYTES)} in all"
-            )
-            sizes = [
-                f"{os.fsdecode(one.path)!r} ({human_bytes(one.info.st_size)})"
-                for one in large or untracked
-            ]
+            limit = human_bytes(MAX_UNTRACKED_FILE_BYTES if large else MAX_UNTRACKED_BYTES)
+            what = f"files that git neither tracks nor ignores, over {limit}"
+            what = what if large else f"{human_bytes(total)} in {len(sizes)} {what}"
+            largest = sorted((large or sizes).items(), key=lambda item: -item[1])
+            named = _first_few([f"{path!r} ({human_bytes(size)})" for path, size in largest])
             raise InputError(
-                f"the repository {self.top!r} has {what}: {_some(sizes)}",
-                field=FIELD,
-                hint="name what is no code in .gitignore, or commit it",
+                f"the repository {self.top!r} has {what}: {named}",
+                field=_FIELD,
+                hint="list what is not code in .gitignore, or commit it",
             )
 
+    def _copy(self, path: str, entries: dict[str, _Entry], target: Path) -> int | None:
+        """Copy one entry and return its bytes; None for a directory, and for what is gone."""
+        source, copy = os.path.join(self.top, path), os.path.join(target, path)
+        info = entries[path].info
+        folder = copy if stat.S_ISDIR(info.st_mode) else os.path.dirname(copy)
+        os.makedirs(folder, exist_ok=True)
+        if folder == copy:
+            return None
+        try:
+            if stat.S_ISLNK(info.st_mode):
+                os.symlink(self._link(path, os.readlink(source), entries), copy)
+                return 0
+            opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InputError(
+                f"cannot copy {source!r}: {error.strerror or error}",
+                field=_FIELD,
+                hint="make it readable, or list it in .gitignore if it is not code",
+            ) from error
+        with open(opened, "rb") as reading, open(copy, "xb") as writing:
+            shutil.copyfileobj(reading, writing)
+            size = writing.tell()
+        os.chmod(copy, stat.S_IMODE(info.st_mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
+        os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
+        return size
 
-def find(job: Job, git: Git | None = None) -> Snapshot:
+    def _link(self, path: str, text: str, entries: dict[str, _Entry]) -> str:
+        """Return where a copied link leads: to the copy of a file of the tree, else as before."""
+        folder = os.path.dirname(path)
+        inside = os.path.relpath(os.path.join(self.top, folder, text), self.top)
+        if not os.path.isabs(text):
+            return os.path.join(self.top, folder, text) if inside.startswith("..") else text
+        copied = any(name == inside or name.startswith(f"{inside}/") for name in entries)
+        return os.path.relpath(inside, folder or ".") if copied else text
+
+
+def find(job: Job) -> Snapshot:
     """Return the repository that holds a job's working directory; nothing is copied yet.
 
     Raises:
         InputError: there is none, or git cannot read it.
     """
     if not os.path.isdir(job.workdir):
-        raise InputError(f"the workdir {job.workdir!r} is not there", field=FIELD)
-    top, workdir = (git or Git()).top(job.workdir)
+        raise InputError(f"no such workdir: {job.workdir!r}", field=_FIELD)
+    top = _git(job.workdir, "rev-parse", "--show-toplevel").removesuffix("\n")
+    workdir = _git(job.workdir, "rev-parse", "--show-prefix").removesuffix("\n").rstrip("/")
     script = None
     if job.script is not None:
-        # the directories may be reached through links; the script may be one, and stays one
+        # The directories may be links; the script itself may be one, and stays one.
         folder = os.path.realpath(os.path.dirname(job.script))
         if Snapshot(top, workdir).holds(folder):
-            script = os.path.join(relative(folder, top), os.path.basename(job.script))
+            script = os.path.join(_relative(folder, top), os.path.basename(job.script))
     for path in (workdir, script or ""):
-        try:
-            path.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError(f"{path!r} must be valid Unicode text", field=FIELD) from None
+        if not path.isascii() and any("\ud800" <= letter <= "\udfff" for letter in path):
+            raise InputError(f"{path!r} must be valid Unicode text", field=_FIELD)
     return Snapshot(top, workdir, script)
 
 
-def relative(path: str | Path, top: str) -> str:
+def _relative(path: str | Path, top: str) -> str:
     """Return a path relative to the top of a working tree; empty unless it lies below it."""
     real, start = os.path.realpath(path), top.rstrip("/") + "/"
     return real.removeprefix(start) if real.startswith(start) else ""
 
 
-@dataclass(frozen=True)
-class _State:
-    """A working tree at one moment."""
+def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[str, _Entry]:
+    """Return what the repository at `top`/`below` holds, its submodules and inner ones included.
 
-    commit: str
-    branch: str
-    entries: list[Entry]
+    All files of a repository that lies inside and is no submodule count as untracked.
+    """
+    directory = os.path.join(top, below)
 
-    def size(self) -> str:
-        total = sum(entry.info.st_size for entry in self.entries)
-        return f"{len(self.entries)} files, {human_bytes(total)}"
+    @cache
+    def is_real(folder: str) -> bool:
+        return os.path.realpath(os.path.join(top, folder)) == os.path.join(top, folder).rstrip("/")
 
-    def changed(self, later: _State) -> list[str]:
-        """Return what of the repository is not as it was: `HEAD`, and tracked files.
+    if below and _git(directory, "rev-parse", "--show-cdup", check=False).strip():
+        raise InputError(
+            f"{directory!r} has a .git that is no repository",
+            field=_FIELD,
+            hint="for a submodule: git submodule update --init; else remove it",
+        )
+    found: dict[str, _Entry] = {}
+    for listed in ("--cached", "--others"):
+        known = tracked and listed == "--cached"
+        for name in _git(directory, "ls-files", "-z", listed, "--exclude-standard").split("\0"):
+            path = below + name.rstrip("/")
+            place = os.path.join(top, path)
+            # A tracked directory may have become a link to another one.
+            if not name or path in found or not is_real(os.path.dirname(path)):
+                continue
+            try:
+                info = os.lstat(place)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if stat.S_ISDIR(info.st_mode) and os.path.lexists(os.path.join(place, ".git")):
+                found |= _list_entries(top, f"{path}/", tracked=known)
+            elif stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode) or known:
+                found[path] = _Entry(known, info)
+    return found
 
-        Of the others one may be a log that grows: that the copy has its beginning does no harm.
-        """
-        mine, theirs = self._tracked(), later._tracked()
-        names = sorted(path for path in {*mine, *theirs} if mine.get(path) != theirs.get(path))
-        head = (self.commit, self.branch) != (later.commit, later.branch)
-        return ["HEAD"] * head + [repr(os.fsdecode(path)) for path in names]
 
-    def _tracked(self) -> dict[bytes, tuple[int, ...]]:
-        return {
-            entry.path: (
-                entry.info.st_mode,
-                entry.info.st_ino,
-                entry.info.st_size,
-                entry.info.st_mtime_ns,
-            )
-            for entry in self.entries
-            if entry.tracked
-        }
+def _git(directory: str, *arguments: str, check: bool = True) -> str:
+    """Return what git prints about a directory; nothing in it changes and no hook is run.
+
+    Raises:
+        InputError: git is missing, or fails and `check` is set.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith(_KEPT_VARIABLES)
+    }
+    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    quiet = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=")
+    try:
+        done = subprocess.run(
+            ["git", "-C", directory, *quiet, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise InputError(
+            "the command git is not on PATH",
+            field=_FIELD,
+            hint="install git (or `module load git`), or remove `snapshot: true`",
+        ) from None
+    if check and done.returncode != 0:
+        raise _refusal(directory, os.fsdecode(done.stderr))
+    return os.fsdecode(done.stdout)
 
 
-def _ignored(what: str, place: str) -> InputError:
+def _refusal(directory: str, stderr: str) -> InputError:
+    """Return the error for what git wrote on stderr."""
+    if "dubious ownership" in stderr or "unsafe repository" in stderr:
+        match = re.search(r"repository (?:at )?\(?'(.+?)'", stderr)
+        top = shlex.quote(match[1] if match else directory)
+        return InputError(
+            f"the git repository of {directory!r} belongs to another user, and git refuses it",
+            field=_FIELD,
+            hint=f"if you trust it: git config --global --add safe.directory {top}",
+        )
+    if "not a git repository" in stderr:
+        return InputError(
+            f"{directory!r} is not in a git repository",
+            field=_FIELD,
+            hint="create one with `git init`, or remove `snapshot: true`",
+        )
+    reason = (stderr.strip() or "no reason given").splitlines()[0].removeprefix("fatal: ")
+    return InputError(f"git cannot read {directory!r}: {reason}", field=_FIELD)
+
+
+def _ignored(what: str, path: str) -> InputError:
     return InputError(
-        f"git ignores the {what} {place!r}, so that the snapshot would not have it",
-        field=FIELD,
-        hint="take it out of .gitignore, or `git add --force` it",
+        f"git ignores the {what} {path!r}, so the snapshot would not contain it",
+        field=_FIELD,
+        hint="remove it from .gitignore, or `git add --force` it",
     )
 
 
-def _some(words: Sequence[str]) -> str:
-    """Return the first words of a list, and how many more there are."""
-    more = len(words) - _NAMED
-    return ", ".join(words[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _first_few(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What came of each entry of `stage`: where it lay, how it came there, and whether that paid."""
+"""The entries of `stage` as they were staged: where, how fast, and whether that paid."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.staging.capacity import human_bytes
+from hpml_orchestrator.records.texts import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Staged", "payback_text", "staged_entries", "staged_lines"]
 
+_SHORT_SECONDS = 0.01
+
 
 @dataclass(frozen=True)
 class Staged:
-    """One entry of `stage`, on all nodes that brought it.
+    """One entry of `stage`, on all nodes.
 
     Attributes:
         name: the entry's.
-        path: where it lay, on the first of the nodes.
-        nodes: how many had it.
+        path: its place on the first node.
+        nodes: number of nodes that had it.
         bytes, files: on all of them together.
         seconds: of the slowest node.
         bytes_per_second: of the slowest node that copied something; 0 where none did.
-        methods: how it came, each once.
-        reused: on how many nodes it lay already.
-        kept: on how many it stays for later jobs.
-        private: why later jobs cannot find it, where that is so.
-        evicted: sources of what had to go to make room for it.
+        methods: how it was copied, each once.
+        reused: number of nodes where it was already.
+        kept: number of nodes where it stays for later jobs.
+        private: why later jobs cannot reuse it, if so.
+        evicted: sources that were removed to make room for it.
         digests: of names, sizes and contents, each once.
         payback: of the node on which staging pays last: times of one epoch and of staging in
-            seconds, and `epochs` after which it has paid, None for never; empty where no node
-            could tell.
-        epochs: how often the job file says that the data are read; 0 where it does not.
+            seconds, and `epochs` after which it has paid, None for never; empty if not measured.
+        epochs: how often the job file says that the data is read; 0 where it does not.
     """
 
     name: str
@@ -59,134 +60,117 @@ class Staged:
 def staged_entries(ready: Sequence[Event]) -> list[Staged]:
     """Return the entries, in the job file's order, of the events of nodes that became ready.
 
-    Records may be of another release or damaged: what is not of the right form is passed over.
+    Damaged parts of records, and those of a later release, are skipped.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    reports: dict[str, list[Mapping[str, Any]]] = {}
     for event in ready:
-        told = event.data.get("stages")
-        for one in told if isinstance(told, list) else []:
-            if isinstance(one, dict) and isinstance(one.get("name"), str):
-                found.setdefault(one["name"], []).append(one)
-    return [_joined(name, here) for name, here in found.items()]
+        stages = event.data.get("stages")
+        for report in stages if isinstance(stages, list) else []:
+            if isinstance(report, dict) and isinstance(report.get("name"), str):
+                reports.setdefault(report["name"], []).append(report)
+    return [_combined(name, of_nodes) for name, of_nodes in reports.items()]
+
+
+def _combined(name: str, nodes: Sequence[Mapping[str, Any]]) -> Staged:
+    rates = [rate for node in nodes if (rate := _number(node, "bytes_per_second"))]
+    paybacks = [node["payback"] for node in nodes if isinstance(node.get("payback"), dict)]
+    evicted = [node["evicted"] for node in nodes if isinstance(node.get("evicted"), list)]
+
+    def texts(key: str) -> tuple[str, ...]:
+        values = [node.get(key) for node in nodes]
+        return tuple(dict.fromkeys(value for value in values if value and isinstance(value, str)))
+
+    def late(payback: Mapping[str, Any]) -> float:
+        epochs = payback.get("epochs")
+        return float(epochs) if isinstance(epochs, int) else math.inf
+
+    return Staged(
+        name=name,
+        path=next(iter(texts("path")), ""),
+        nodes=len(nodes),
+        bytes=sum(int(_number(node, "bytes")) for node in nodes),
+        files=sum(int(_number(node, "files")) for node in nodes),
+        seconds=max(_number(node, "seconds") for node in nodes),
+        bytes_per_second=min(rates, default=0.0),
+        methods=texts("method"),
+        reused=sum(node.get("reused") is True for node in nodes),
+        kept=sum(node.get("kept") is True for node in nodes),
+        private=next(iter(texts("private")), ""),
+        evicted=tuple(
+            dict.fromkeys(one for listed in evicted for one in listed if isinstance(one, str))
+        ),
+        digests=texts("digest"),
+        payback=max(paybacks, key=late, default=None),
+        epochs=max(int(_number(node, "epochs")) for node in nodes),
+    )
 
 
 def staged_lines(entries: Sequence[Staged]) -> list[str]:
-    """Return a line per entry, and one more where it is known whether staging it paid."""
+    """Return a line per entry, and one more where it was measured whether staging pays."""
     lines = []
-    for one in entries:
-        lines.append(f"{one.name}: {_where(one)}, {_how(one)}{_fate(one)}")
-        if _differ(one):
-            lines.append(f"{one.name}: the nodes do NOT have the same data, by their digests")
-        sentence = payback_text(one)
+    for entry in entries:
+        files = f"{entry.files} file{'s' * (entry.files != 1)}, {human_bytes(entry.bytes)}"
+        nodes = f" on {entry.nodes} nodes" if entry.nodes > 1 else ""
+        text = f"{files} in {entry.path}{nodes}, {_how(entry)}"
+        if entry.kept:
+            some = "" if entry.kept == entry.nodes else f" on {entry.kept} of {entry.nodes} nodes"
+            text += f"; kept{some} for later jobs"
+        if entry.private:
+            text += f"; later jobs cannot reuse it: {entry.private}"
+        if entry.evicted:
+            text += f"; removed to make room: {', '.join(entry.evicted)}"
+        lines.append(f"{entry.name}: {text}")
+        # Parts of a partition differ, and so do digests of different functions, as on nodes with
+        # and without xxhash.
+        functions = [digest.partition(":")[0] for digest in entry.digests]
+        if "partition" not in entry.methods and len(set(functions)) < len(functions):
+            lines.append(f"{entry.name}: the nodes do NOT have the same data, by their digests")
+        sentence = payback_text(entry)
         if sentence:
-            lines.append(f"{one.name}: {sentence}")
+            lines.append(f"{entry.name}: {sentence}")
     return lines
 
 
-def payback_text(one: Staged) -> str:
-    """Return the sentence about whether staging an entry paid; empty where nothing is known."""
-    told = one.payback
-    if not told:
+def _how(entry: Staged) -> str:
+    if entry.reused == entry.nodes:
+        return f"there already ({_seconds(entry.seconds)})"
+    by = f"by {' and '.join(entry.methods)} " if entry.methods else ""
+    rate = f", {human_bytes(entry.bytes_per_second)}/s" if entry.bytes_per_second else ""
+    each = " per node" if entry.nodes > 1 and rate else ""
+    reused = f", reused on {entry.reused} of {entry.nodes} nodes" if entry.reused else ""
+    return f"{by}in {_seconds(entry.seconds)}{rate}{each}{reused}"
+
+
+def payback_text(entry: Staged) -> str:
+    """Return the sentence on whether staging an entry paid; empty where that was not measured."""
+    payback = entry.payback
+    if not payback:
         return ""
     stage, remote, local = (
-        _figure(told, key) for key in ("stage_seconds", "remote_seconds", "local_seconds")
+        _number(payback, key) for key in ("stage_seconds", "remote_seconds", "local_seconds")
     )
-    warm = " out of the page cache" if told.get("warm") else ""
+    warm = " out of the page cache" if payback.get("warm") else ""
     times = (
         f"one reading takes {_seconds(remote)} from the source and {_seconds(local)} from the "
         f"node{warm}, staging took {_seconds(stage)}"
     )
-    epochs = told.get("epochs")
+    epochs = payback.get("epochs")
     if not isinstance(epochs, int):
         return f"staging never pays: {times}"
     after = f"staging pays after {epochs} epoch{'s' * (epochs != 1)}"
-    if not one.epochs:
+    if not entry.epochs:
         return f"{after}: {times}"
-    saved = one.epochs * (remote - local) - stage
+    saved = entry.epochs * (remote - local) - stage
     if saved > 0:
-        return f"{after} of {one.epochs}, and saves {_seconds(saved)}: {times}"
-    return f"{after}, but the job reads it {one.epochs} time{'s' * (one.epochs != 1)}: {times}"
-
-
-def _differ(one: Staged) -> bool:
-    """Say whether nodes that should have the same have not.
-
-    Parts of a partition differ, and so do digests that were made with different functions, as
-    nodes with and without xxhash do.
-    """
-    functions = [digest.partition(":")[0] for digest in one.digests]
-    return "partition" not in one.methods and len(set(functions)) < len(functions)
-
-
-def _joined(name: str, here: Sequence[Mapping[str, Any]]) -> Staged:
-    rates = [rate for one in here if (rate := _figure(one, "bytes_per_second"))]
-    paybacks = [one["payback"] for one in here if isinstance(one.get("payback"), dict)]
-    return Staged(
-        name=name,
-        path=_text(here[0], "path"),
-        nodes=len(here),
-        bytes=sum(int(_figure(one, "bytes")) for one in here),
-        files=sum(int(_figure(one, "files")) for one in here),
-        seconds=max(_figure(one, "seconds") for one in here),
-        bytes_per_second=min(rates, default=0.0),
-        methods=tuple(dict.fromkeys(filter(None, (_text(one, "method") for one in here)))),
-        reused=sum(one.get("reused") is True for one in here),
-        kept=sum(one.get("kept") is True for one in here),
-        private=next(filter(None, (_text(one, "private") for one in here)), ""),
-        evicted=tuple(dict.fromkeys(source for one in here for source in _texts(one, "evicted"))),
-        digests=tuple(dict.fromkeys(filter(None, (_text(one, "digest") for one in here)))),
-        payback=max(paybacks, key=_late, default=None),
-        epochs=max(int(_figure(one, "epochs")) for one in here),
-    )
-
-
-def _late(payback: Mapping[str, Any]) -> float:
-    epochs = payback.get("epochs")
-    return float(epochs) if isinstance(epochs, int) else math.inf
-
-
-def _where(one: Staged) -> str:
-    files = f"{one.files} file{'s' * (one.files != 1)}, {human_bytes(one.bytes)}"
-    return f"{files} in {one.path}" + (f" on {one.nodes} nodes" if one.nodes > 1 else "")
-
-
-def _how(one: Staged) -> str:
-    if one.reused == one.nodes:
-        return f"there already ({_seconds(one.seconds)})"
-    by = f"by {' and '.join(one.methods)} " if one.methods else ""
-    rate = f", {human_bytes(one.bytes_per_second)}/s" if one.bytes_per_second else ""
-    each = " and node" if one.nodes > 1 and rate else ""
-    had = f", {one.reused} of {one.nodes} nodes had it already" if one.reused else ""
-    return f"{by}in {_seconds(one.seconds)}{rate}{each}{had}"
-
-
-def _fate(one: Staged) -> str:
-    words = ""
-    if one.kept:
-        some = "" if one.kept == one.nodes else f" on {one.kept} of {one.nodes} nodes"
-        words += f"; kept{some} for later jobs"
-    if one.private:
-        words += f"; later jobs cannot reuse it: {one.private}"
-    if one.evicted:
-        words += f"; {', '.join(one.evicted)} had to go for it"
-    return words
+        return f"{after} of {entry.epochs}, and saves {_seconds(saved)}: {times}"
+    return f"{after}, but the job reads it {entry.epochs} time{'s' * (entry.epochs != 1)}: {times}"
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"  # noqa: PLR2004
+    return f"{seconds:.2f} s" if seconds >= _SHORT_SECONDS else f"{seconds * 1e3:.2g} ms"
 
 
-def _text(data: Mapping[str, Any], key: str) -> str:
-    value = data.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _texts(data: Mapping[str, Any], key: str) -> list[str]:
-    value = data.get(key)
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-
-
-def _figure(data: Mapping[str, Any], key: str) -> float:
+def _number(data: Mapping[str, Any], key: str) -> float:
     value = data.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return 0.0

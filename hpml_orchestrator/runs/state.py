@@ -1,43 +1,46 @@
-"""The state of a submission, of a task of an array, and of an array made of its tasks' states."""
+"""The state of a submission, of an array and of its tasks, and its record once it is over.
+
+`final.json` has the last state of a submission that is over, of an array with all of its tasks.
+While tasks of an array still go on, `ends.json` has those that are over, because a scheduler
+forgets them long before the last one ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
+from hpml_orchestrator.records import targets
+from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.store import Run
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.records.store import Run, Submission
+    from hpml_orchestrator.records.store import Store, Submission
 
-__all__ = ["State", "joined"]
+__all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "run_of"]
 
-# An array that is over is as its worst task: first what a program did wrong.
+_FINAL, _ENDS = "final.json", "ends.json"
+_SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
+_KEPT = ("state", "raw_state", "reason", "nodes", "started", "ended", "exit_code", "attempts")
+# An array that is over has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
-    "FAILED",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-    "DEADLINE",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "PREEMPTED",
-    "CANCELLED",
-    "COMPLETED",
-)
-_WORDS = {
+    "FAILED OUT_OF_MEMORY TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL PREEMPTED CANCELLED COMPLETED"
+).split()
+_COUNTED_AS = {
+    **dict.fromkeys(("RUNNING", "COMPLETING"), "running"),
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED"), "waiting"),
     "COMPLETED": "done",
-    "RUNNING": "running",
-    "COMPLETING": "running",
-    "PENDING": "waiting",
-    "CONFIGURING": "waiting",
-    "REQUEUED": "waiting",
     "TIMEOUT": "over their time limit",
     "OUT_OF_MEMORY": "out of memory",
 }
-_WORD_ORDER = ("running", "waiting", "unknown", "failed")
+_COUNT_ORDER = ("running", "waiting", "unknown", "failed")
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,19 @@ class State:
 
     Attributes:
         submission: the submission; its index is the task's where this is one of an array.
-        run: its run; an array as a whole has none, and this directory is not there.
+        run: its run; an array as a whole has none, and this directory does not exist.
         name, backend: from its record.
         job_id: the scheduler's id; empty while it is not known.
-        state: a scheduler's state, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`.
-        reason: why, in words; of an array how many tasks are in which state; may be empty.
+        state: a scheduler's state, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`.
+        reason: why, in a few words; of an array how many tasks are in which state; may be empty.
         nodes: node list; may be empty.
         created, started, ended: seconds since the epoch, None where not known.
         exit_code: exit status of the script, None where not known; of an array its worst task's.
-        attempts: how many starts there were.
+        attempts: number of starts.
         over: whether nothing more will happen by itself.
-        lost: whether the scheduler answers but knows no such job any more, and the job did not
-            write down its end: it is not running, and how it ended will not be known.
-        raw_state: the scheduler's own word, where it is over.
+        lost: whether the scheduler answers but no longer knows the job, and the job did not record
+            its end: it is not running, and how it ended will not be known.
+        raw_state: the scheduler's own word, once it is over.
         tasks: of an array, one state per task, by index.
     """
 
@@ -80,22 +83,26 @@ class State:
     raw_state: str = ""
     tasks: tuple[State, ...] = ()
 
+    @staticmethod
+    def of(store: Store, submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
+        """Return the state of a submission with what its record says and what else is known."""
+        return State(
+            submission,
+            run_of(store, submission),
+            name=str(record["name"]),
+            backend=str(record["backend"]),
+            created=float(record["created"]),
+            **known,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the state for programs; `tasks` is empty for what is no array."""
         return {
             "id": self.submission.label,
             "name": self.name,
             "backend": self.backend,
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "nodes": self.nodes,
+            **{name: getattr(self, name) for name in _SHOWN},
             "created": self.created,
-            "started": self.started,
-            "ended": self.ended,
-            "exit_code": self.exit_code,
-            "attempts": self.attempts,
-            "over": self.over,
             "directory": None if self.tasks else str(self.run.directory),
             "submission": str(self.submission.directory),
             "output": None if self.tasks else str(self.run.output),
@@ -107,28 +114,103 @@ class State:
         return {
             "index": self.submission.index,
             "run": self.run.rid,
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "nodes": self.nodes,
-            "started": self.started,
-            "ended": self.ended,
-            "exit_code": self.exit_code,
-            "attempts": self.attempts,
-            "over": self.over,
+            **{name: getattr(self, name) for name in _SHOWN},
             "directory": str(self.run.directory),
             "output": str(self.run.output),
         }
 
 
-def joined(whole: State, tasks: Sequence[State]) -> State:
+def run_of(store: Store, submission: Submission) -> Run:
+    """Return the run of a submission or of one task; its directory need not exist.
+
+    An array as a whole has no run, and gets a directory that never existed.
+    """
+    return Run(store.runs_dir / submission.label)
+
+
+def keep_ends(state: State) -> None:
+    """Record how a submission ended, or the tasks of an array that are over already."""
+    directory = state.submission.directory
+    over = [task for task in state.tasks if task.over]
+    tasks = {"tasks": {str(task.submission.index): _end(task) for task in over}} if over else {}
+    # Somebody else's records, or a full disk: then the scheduler is asked again.
+    with contextlib.suppress(RecordError):
+        if not state.over:
+            write_json(directory / _ENDS, tasks)
+            return
+        write_json(directory / _FINAL, {"job_id": state.job_id, **_end(state), **tasks})
+        with contextlib.suppress(OSError):
+            (directory / _ENDS).unlink()
+    _withdraw_targets(state)
+
+
+def _end(state: State) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in _KEPT}
+
+
+def _withdraw_targets(state: State) -> None:
+    """Remove the run's Prometheus targets, which its agents could not if they were killed."""
+    with contextlib.suppress(HpmlError, KeyError, TypeError):
+        monitor = state.submission.record()["job"]["monitor"]
+        if monitor["enabled"]:
+            root = state.submission.directory.parents[1]
+            directory = monitor["targets"] or targets.default_directory(root)
+            targets.withdraw_run(Path(directory), state.submission.label)
+
+
+def read_final(store: Store, submission: Submission, record: Mapping[str, Any]) -> State | None:
+    """Return the last state of a submission that is known to be over, else None."""
+    try:
+        final = read_json(submission.directory / _FINAL)
+    except (NotFoundError, RecordError):
+        return None
+    tasks = _read_tasks(store, submission, record, final, str(final["job_id"]))
+    known = {name: final[name] for name in _KEPT if name in final}
+    return State.of(
+        store, submission, record, job_id=str(final["job_id"]), over=True, tasks=tasks, **known
+    )
+
+
+def read_ends(
+    store: Store, submission: Submission, record: Mapping[str, Any], job_id: str
+) -> tuple[State, ...]:
+    """Return the tasks of an array that are known to be over while others are not."""
+    try:
+        ends = read_json(submission.directory / _ENDS)
+    except (NotFoundError, RecordError):
+        return ()
+    return _read_tasks(store, submission, record, ends, job_id)
+
+
+def _read_tasks(
+    store: Store,
+    submission: Submission,
+    record: Mapping[str, Any],
+    ends: Mapping[str, Any],
+    job_id: str,
+) -> tuple[State, ...]:
+    tasks = sorted((int(index), end) for index, end in ends.get("tasks", {}).items())
+    return tuple(
+        State.of(
+            store,
+            replace(submission, index=index),
+            record,
+            job_id=f"{job_id}_{index}",
+            over=True,
+            **{name: end[name] for name in _KEPT if name in end},
+        )
+        for index, end in tasks
+    )
+
+
+def array_state(whole: State, tasks: Sequence[State]) -> State:
     """Return the state of an array.
 
-    It is over when every task is, and then as good as its worst task. Before that it is RUNNING as
+    It is over when every task is, with the state of its worst task. Before that it is RUNNING as
     soon as one task runs or some are over while others wait, else PENDING, else UNKNOWN.
 
     Args:
-        whole: what is known of the submission; what its tasks tell is laid over it.
+        whole: what is known of the submission.
         tasks: one state per task, by index; at least one.
     """
     over = all(task.over for task in tasks)
@@ -139,7 +221,7 @@ def joined(whole: State, tasks: Sequence[State]) -> State:
     return replace(
         whole,
         state=state,
-        reason=_counted(tasks, state),
+        reason=_counts(tasks, state),
         started=min(starts, default=None),
         ended=max(ends, default=None) if over else None,
         exit_code=worst.exit_code if over else None,
@@ -156,33 +238,30 @@ def _badness(task: State) -> int:
 
 
 def _unfinished(tasks: Sequence[State]) -> str:
-    open_words = {_word(task) for task in tasks if not task.over}
+    kinds = {_counted_as(task) for task in tasks if not task.over}
     begun = any(task.over and task.started is not None for task in tasks)
-    if open_words == {"unknown"}:
+    if kinds == {"unknown"}:
         return JobState.UNKNOWN.value
-    if open_words <= {"waiting", "unknown"} and not begun:
+    if kinds <= {"waiting", "unknown"} and not begun:
         return JobState.PENDING.value
     return JobState.RUNNING.value
 
 
-def _word(task: State) -> str:
-    """Return in one word how a task is; what may be requeued waits."""
+def _counted_as(task: State) -> str:
+    """Return as what a task is counted; one that may be requeued is waiting."""
     if not task.over and task.state in _WORST_FIRST:
         return "waiting"
-    return _WORDS.get(task.state, task.state.lower().replace("_", " "))
+    return _COUNTED_AS.get(task.state, task.state.lower().replace("_", " "))
 
 
-def _counted(tasks: Sequence[State], state: str) -> str:
+def _counts(tasks: Sequence[State], state: str) -> str:
     """Return `3 of 10 done, 2 running, 1 failed`, and why tasks wait where none runs."""
-    counts = Counter(_word(task) for task in tasks)
+    counts = Counter(_counted_as(task) for task in tasks)
     done = counts.pop("done", 0)
-    order = sorted(
-        counts,
-        key=lambda word: _WORD_ORDER.index(word) if word in _WORD_ORDER else len(_WORD_ORDER),
-    )
-    text = ", ".join(
-        [f"{done} of {len(tasks)} done", *(f"{counts[word]} {word}" for word in order)]
-    )
+    kinds = [kind for kind in _COUNT_ORDER if kind in counts]
+    kinds += [kind for kind in counts if kind not in _COUNT_ORDER]
+    parts = [f"{done} of {len(tasks)} done", *(f"{counts[kind]} {kind}" for kind in kinds)]
+    text = ", ".join(parts)
     if state in ("PENDING", "UNKNOWN"):
         why = next((task.reason for task in tasks if not task.over and task.reason), "")
         return f"{text}: {why}" if why else text

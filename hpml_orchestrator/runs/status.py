@@ -5,34 +5,41 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.runs.backend import open_backend
-from hpml_orchestrator.runs.ends import keep_final, keep_tasks, read_final, read_tasks, run_of
-from hpml_orchestrator.runs.state import State, joined
+from hpml_orchestrator.runs.state import (
+    State,
+    array_state,
+    keep_ends,
+    read_ends,
+    read_final,
+    run_of,
+)
+from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 from hpml_orchestrator.scheduler.slurm.states import parse_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from hpml_orchestrator.records.store import Attempt, Run, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
+    from hpml_orchestrator.scheduler.recovery import Outcome
 
-__all__ = ["State", "states", "wait_until_over"]
+__all__ = ["UNREADABLE", "State", "states", "wait_until_over"]
 
+UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
 _LOST_ANSWERS = 3
 _WATCHED_TASKS = 16
-UNREADABLE = "UNREADABLE"
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
-_LOOK_SECONDS = 0.2
-_RARE_LOOK_SECONDS = 1.0
-_OFTEN_SECONDS = 10.0
+_LOOK_SECONDS = {"local": 0.2, "slurm": 1.0}
 _LOCAL_END_SECONDS = 0.5
 
 
@@ -45,8 +52,7 @@ def states(
 ) -> list[State]:
     """Return the state of each submission, in the order given.
 
-    What is over stands in the submission's own record and costs no question; everything else of a
-    scheduler goes into one.
+    What is over is in the submission's own record; each scheduler is asked once for all the rest.
 
     Args:
         store: where records live.
@@ -54,53 +60,98 @@ def states(
         backends: `(name, host) -> Scheduler`; the real ones when left out.
         now: the clock, in seconds since the epoch.
     """
-    backend = _opened_once(backends or _opener(store))
+    open_once = cache(backends or _opener(store))
     wanted = list(submissions)
     known: dict[str, State] = {}
-    asked: dict[tuple[str, str], list[_Open]] = {}
+    unfinished: dict[tuple[str, str], list[UnfinishedSubmission]] = {}
     for submission in dict.fromkeys(replace(one, index=None) for one in wanted):
         try:
             record = submission.record()
-            final = read_final(store, submission, record)
-            if final is not None:
-                known[submission.sid] = final
-                continue
-            job_id, unsettled = _job_id(store, submission, record, backend, now())
+            key = _scheduler_key(record)
+            state = read_final(store, submission, record) or _without_job(
+                store, submission, record, partial(open_once, *key), now()
+            )
+            if state is None:
+                found = UnfinishedSubmission.read(store, submission, record)
+                unfinished.setdefault(key, []).append(found)
+            else:
+                known[submission.sid] = state
         except (NotFoundError, RecordError) as error:
-            known[submission.sid] = _broken(store, submission, str(error))
-            continue
-        if unsettled is not None:
-            known[submission.sid] = unsettled
-            continue
-        key = _scheduler_key(str(record["backend"]), str(record["host"]))
-        asked.setdefault(key, []).append(_Open.of(store, submission, record, job_id))
-    for (name, host), items in asked.items():
-        job_ids = [job_id for item in items for job_id in item.unknown]
-        answer, trouble = _ask(backend(name, host), job_ids)
-        for item in items:
+            known[submission.sid] = _unreadable(store, submission, str(error))
+    for key, group in unfinished.items():
+        job_ids = [job_id for one in group for job_id in one.job_ids_to_query]
+        try:
+            answer, trouble = open_once(*key).query(job_ids), ""
+        except SchedulerUnavailable as error:
+            answer, trouble = {}, str(error)
+        for one in group:
+            sid = one.submission.sid
             try:
-                known[item.submission.sid] = item.state(answer, trouble, now())
+                known[sid] = one.state(answer, trouble, now())
             except RecordError as error:
-                known[item.submission.sid] = _broken(store, item.submission, str(error))
-    return [_meant(store, known[one.sid], one) for one in wanted]
+                known[sid] = _unreadable(store, one.submission, str(error))
+    return [_chosen(store, known[submission.sid], submission) for submission in wanted]
 
 
-def _meant(store: Store, state: State, submission: Submission) -> State:
-    """Return the state of the task that is meant, or that of the whole submission."""
+def _opener(store: Store) -> Callable[[str, str], Scheduler]:
+    return lambda name, host: open_backend(name, store, host=host)
+
+
+def _scheduler_key(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return backend and host of a scheduler: each machine has a local one of its own."""
+    name = str(record["backend"])
+    return name, str(record["host"]) if name == "local" else ""
+
+
+def _chosen(store: Store, state: State, submission: Submission) -> State:
+    """Return the state of the chosen task, or that of the whole submission."""
     if submission.index is None:
         return state
-    found = (task for task in state.tasks if task.submission.index == submission.index)
-    other = replace(state, submission=submission, run=run_of(store, submission))
-    return next(found, other)
+    for task in state.tasks:
+        if task.submission.index == submission.index:
+            return task
+    return replace(state, submission=submission, run=run_of(store, submission))
+
+
+def _unreadable(store: Store, submission: Submission, reason: str) -> State:
+    run = run_of(store, submission)
+    return State(submission, run, "?", "?", job_id="", state=UNREADABLE, reason=reason)
+
+
+def _without_job(
+    store: Store,
+    submission: Submission,
+    record: dict[str, Any],
+    scheduler: Callable[[], Scheduler],
+    now: float,
+) -> State | None:
+    """Return the state of a submission that has no job (yet); None where it has one."""
+    if submission.job() is not None:
+        return None
+    refused = submission.refused()
+    outcome: Outcome
+    if refused is not None:
+        outcome = Absent("refused", refused=str(refused["reason"]))
+    else:
+        outcome = settle(store, submission, scheduler(), now=now)
+    if isinstance(outcome, Found):
+        return None
+    state, reason, over = "SUBMITTING", outcome.reason, False
+    if isinstance(outcome, Absent):
+        state, reason, over = "REFUSED", outcome.refused, True
+        if not reason:
+            state = "NOT SUBMITTED"
+            reason = f"hpml was interrupted; `hpml submit --resume {submission.sid}` submits it"
+    return State.of(store, submission, record, job_id="", state=state, reason=reason, over=over)
 
 
 @dataclass(frozen=True)
-class _Open:
+class UnfinishedSubmission:
     """A submission that has a job and is not known to be over.
 
     Attributes:
-        runs: index and the scheduler's id of each run that it has.
-        ends: states of an array's tasks that are known to be over.
+        job_ids: index and the scheduler's id of each of its runs.
+        ends: states of an array's tasks that are known to be over, by index.
         is_array: whether it has tasks.
     """
 
@@ -108,60 +159,182 @@ class _Open:
     submission: Submission
     record: dict[str, Any]
     job_id: str
-    runs: tuple[tuple[int, str], ...]
+    job_ids: tuple[tuple[int, str], ...]
     ends: dict[int, State]
     is_array: bool
 
     @staticmethod
-    def of(store: Store, submission: Submission, record: dict[str, Any], job_id: str) -> _Open:
-        """Return it with what its own records tell."""
-        if not submission.is_array():
-            return _Open(store, submission, record, job_id, ((0, job_id),), {}, is_array=False)
-        runs = tuple((index, f"{job_id}_{index}") for index, _ in submission.runs())
-        ends = {
-            int(task.submission.index or 0): task
-            for task in read_tasks(store, submission, record, job_id)
-        }
-        return _Open(store, submission, record, job_id, runs, ends, is_array=True)
+    def read(store: Store, submission: Submission, record: dict[str, Any]) -> UnfinishedSubmission:
+        """Read what its own records say."""
+        job_id = str((submission.job() or {})["job_id"])
+        is_array = submission.is_array()
+        job_ids: tuple[tuple[int, str], ...] = ((0, job_id),)
+        ends: dict[int, State] = {}
+        if is_array:
+            job_ids = tuple((index, f"{job_id}_{index}") for index, _ in submission.runs())
+            for task in read_ends(store, submission, record, job_id):
+                ends[int(task.submission.index or 0)] = task
+        return UnfinishedSubmission(store, submission, record, job_id, job_ids, ends, is_array)
 
     @property
-    def unknown(self) -> list[str]:
-        """The ids that the scheduler is to be asked about."""
-        return [job_id for index, job_id in self.runs if index not in self.ends]
+    def job_ids_to_query(self) -> list[str]:
+        """The ids to ask the scheduler about."""
+        return [job_id for index, job_id in self.job_ids if index not in self.ends]
 
     def state(self, answer: dict[str, JobStatus], trouble: str, now: float) -> State:
-        """Join what the scheduler says with what was written down, and keep what is over."""
-        seen = self.is_array and (bool(self.ends) or any(one in answer for _, one in self.runs))
+        """Combine the scheduler's answer with the records, and record what is over.
 
-        def of(submission: Submission, job_id: str) -> State:
-            status = answer.get(job_id)
-            run = run_of(self.store, submission)
-            return _state(submission, run, self.record, job_id, status, trouble, now, seen=seen)
-
+        Args:
+            answer: by job id.
+            trouble: why there is no answer; empty where there is one.
+            now: seconds since the epoch.
+        """
         if not self.is_array:
-            state = of(self.submission, self.job_id)
-            if state.over:
-                keep_final(state)
-            return state
-        tasks = [
-            self.ends.get(index) or of(replace(self.submission, index=index), job_id)
-            for index, job_id in self.runs
-        ]
-        whole = State(
-            self.submission,
-            run_of(self.store, self.submission),
-            name=str(self.record["name"]),
-            backend=str(self.record["backend"]),
-            job_id=self.job_id,
-            state=JobState.UNKNOWN.value,
-            created=float(self.record["created"]),
-        )
-        state = joined(whole, tasks)
-        if state.over:
-            keep_final(state)
-        elif sum(task.over for task in tasks) > len(self.ends):
-            keep_tasks(self.submission, [task for task in tasks if task.over])
+            status = answer.get(self.job_id)
+            state = self._judge(self.submission, self.job_id, status, trouble, now)
+        else:
+            siblings_known = bool(self.ends) or any(job_id in answer for _, job_id in self.job_ids)
+            tasks = []
+            for index, job_id in self.job_ids:
+                status = answer.get(job_id)
+                task = replace(self.submission, index=index)
+                if index in self.ends:
+                    tasks.append(self.ends[index])
+                    continue
+                unknown = status is None and siblings_known and not trouble
+                if unknown and not run_of(self.store, task).attempts():
+                    # Slurm keeps no record of a task that is cancelled while its array waits.
+                    status = JobStatus(job_id, JobState.CANCELLED)
+                tasks.append(self._judge(task, job_id, status, trouble, now))
+            whole = State.of(
+                self.store, self.submission, self.record, job_id=self.job_id, state="UNKNOWN"
+            )
+            state = array_state(whole, tasks)
+        if state.over or sum(task.over for task in state.tasks) > len(self.ends):
+            keep_ends(state)
         return state
+
+    def _judge(
+        self,
+        submission: Submission,
+        job_id: str,
+        status: JobStatus | None,
+        trouble: str,
+        now: float,
+    ) -> State:
+        """Combine what the scheduler says of one job with what the job recorded itself."""
+        run = run_of(self.store, submission)
+        # A waiting task has recorded nothing, and there may be ten thousand of them.
+        waits = submission.index is not None and status is not None and status.state.waiting
+        attempts = [] if waits and status and not status.restarts else run.attempts()
+        own = attempts[-1] if attempts else None
+        end = own.ended if own is not None else None
+        lost = False
+        if status is None or (status.state is JobState.UNKNOWN and end is not None):
+            if own is not None and not trouble:
+                own.check_readable()
+            status, lost = _own_status(submission, job_id, end, trouble, now)
+        if not status.state.over:
+            end = None
+        exit_code = status.exit_code
+        if end is not None and (not exit_code or status.state is JobState.FAILED):
+            exit_code = int(end["exit_code"])
+        never_started = status.started is None and own is None
+        if status.state is JobState.CANCELLED and never_started:
+            exit_code = None
+        over, reason = status.state.over, _reason(status, own, self.record)
+        if over and self.record["backend"] == "slurm" and _may_be_requeued(status, now):
+            over, reason = False, "it may be requeued"
+        begun = own.started if own is not None else None
+        nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
+        return State.of(
+            self.store,
+            submission,
+            self.record,
+            job_id=job_id,
+            state=status.state.value,
+            reason=reason,
+            nodes=status.nodes or nodes,
+            started=status.started or (begun.time if begun is not None else None),
+            ended=status.ended or (float(end["time"]) if end else None),
+            exit_code=exit_code,
+            attempts=len(attempts),
+            over=over,
+            lost=lost,
+            raw_state=status.raw_state if over else "",
+        )
+
+
+def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -> str:
+    """Return why a job waits or ended; hpml's own records come before the scheduler's word."""
+    if status.reason.startswith("Dependency"):
+        runs = ", ".join(f"{run['run']} ({run['end']})" for run in record.get("after", ()))
+        if runs and status.state.waiting:
+            return f"waits for {runs}"
+        if runs and status.state is JobState.CANCELLED:
+            return f"did not start: it waited for {runs}, which ended otherwise"
+    if status.state is JobState.FAILED and own is not None:
+        failed = own.markers("failed")
+        if failed:
+            return f"{failed[0].get('node')} did not become ready: {failed[0].get('message')}"
+        reason = str((own.ended or {}).get("reason", ""))
+        if reason == "binding":
+            return _binding_error(own)
+        if reason not in ("", "failed", "completed"):
+            return reason
+    if status.state is JobState.CANCELLED and status.started is None and own is None:
+        return "cancelled before it started"  # Slurm keeps the reason why it waited
+    return "" if status.reason == "None" else status.reason
+
+
+def _binding_error(attempt: Attempt) -> str:
+    """Return the first rank that is not bound as planned; missing ranks have no proof."""
+    wrong = [
+        (proof.get("node"), rank)
+        for proof in attempt.proofs()
+        for rank in proof.get("ranks", ())
+        if rank.get("wrong")
+    ]
+    if not wrong:
+        return "ranks are not bound as planned: the job's output says which"
+    node, rank = wrong[0]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"rank {rank.get('rank')} on {node} {rank['wrong'][0]}{more}"
+
+
+def _may_be_requeued(status: JobStatus, now: float) -> bool:
+    """Whether Slurm may be about to requeue a job that it calls over.
+
+    A preempted job, and one whose node failed, passes through that state on its way back into the
+    queue; if it is not back after a while, that was its end.
+    """
+    recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
+    return status.state in _BEFORE_REQUEUE and recent
+
+
+def _own_status(
+    submission: Submission, job_id: str, end: Mapping[str, Any] | None, trouble: str, now: float
+) -> tuple[JobStatus, bool]:
+    """Return the status of a job that its scheduler does not report, and whether it is lost."""
+    if trouble:
+        return JobStatus(job_id, JobState.UNKNOWN, reason=trouble), False
+    if end is not None:
+        code = int(end["exit_code"])
+        status = JobStatus(
+            job_id,
+            parse_state(str(end.get("state") or (JobState.FAILED if code else JobState.COMPLETED))),
+            reason=f"{end.get('reason', '')} (the job's own record)",
+            exit_code=code,
+            ended=float(end["time"]),
+        )
+        return status, not status.state.over
+    lost = now - (submission.started_at() or now) >= _FORGOTTEN_SECONDS
+    reason = (
+        "the scheduler has forgotten it, and the job did not record its end"
+        if lost
+        else "the scheduler does not know it (yet)"
+    )
+    return JobStatus(job_id, JobState.UNKNOWN, reason=reason), lost
 
 
 def wait_until_over(
@@ -175,20 +348,18 @@ def wait_until_over(
 ) -> State:
     """Return the submission's last state, once it is over.
 
-    The scheduler is asked 1 s after the start and then ever more rarely, up to 30 s apart and never
-    in step with others; the end that the job itself writes down makes the next question come at
-    once. Its directory is looked at five times a second, but of a job of Slurm, whose records may
-    lie on a shared file system, once a second when 10 s are over. A job that its scheduler does not
-    know any more, three answers in a row, is waited for no longer.
+    The scheduler is asked after 1 s and then less and less often, up to 30 s apart. The job's own
+    record of its end triggers the next question at once: it is looked for five times a second, for
+    a Slurm job, whose records may lie on a shared file system, once a second. A job that its
+    scheduler does not know in three answers in a row is given up.
 
     Raises:
         RecordError: its record cannot be read.
     """
     pauses = pauses or PollSchedule()
-    began = now()
     lost = 0
-    said_end = False  # before the scheduler was asked: what is written meanwhile is news
-    backends = _opened_once(_opener(store))
+    end_seen = False  # before the scheduler was asked: what is written meanwhile is news
+    backends = cache(_opener(store))
     while True:
         state = states(store, [submission], backends=backends, now=now)[0]
         each(state)
@@ -198,267 +369,29 @@ def wait_until_over(
         if state.over or lost >= _LOST_ANSWERS:
             return state
         watched = _watched(state)
-        said_end = said_end and _all_said_end(watched)
-        here = state.backend == "local"
+        end_seen = end_seen and _ends_recorded(watched)
+        local = state.backend == "local"
         pause = next(pauses)
-        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if said_end and here else pause)
+        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if end_seen and local else pause)
         while now() < deadline:
             each(state)
-            often = here or now() - began < _OFTEN_SECONDS
-            look = _LOOK_SECONDS if often else _RARE_LOOK_SECONDS
-            sleep(min(look, max(0.0, deadline - now())))
-            if not said_end and _all_said_end(watched):
-                said_end = True
+            sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
+            if not end_seen and _ends_recorded(watched):
+                end_seen = True
                 pauses.reset()
                 break
 
 
 def _watched(state: State) -> list[Run]:
-    """Return the runs whose own word of their end is worth a look several times a second.
-
-    Of an array only its last few tasks are: that it is about to be over is news, what one of many
-    does is not, and every look leads to a question to the scheduler.
-    """
+    """Return the runs whose records are watched: of an array only the last few tasks."""
     if not state.tasks:
         return [state.run]
     going = [task.run for task in state.tasks if not task.over]
     return going if len(going) <= _WATCHED_TASKS else []
 
 
-def _all_said_end(runs: list[Run]) -> bool:
-    return bool(runs) and all(_said_end(run) for run in runs)
-
-
-def _said_end(run: Run) -> bool:
-    attempts = run.attempts()
-    return bool(attempts) and os.path.exists(attempts[-1].directory / "ended.json")
-
-
-def _ask(scheduler: Scheduler, job_ids: list[str]) -> tuple[dict[str, JobStatus], str]:
-    try:
-        return scheduler.query(job_ids), ""
-    except SchedulerUnavailable as error:
-        return {}, str(error)
-
-
-def _opener(store: Store) -> Callable[[str, str], Scheduler]:
-    """Return `(name, host) -> Scheduler` for the real schedulers."""
-    return lambda name, host: open_backend(name, store, host=host)
-
-
-def _opened_once(opener: Callable[[str, str], Scheduler]) -> Callable[[str, str], Scheduler]:
-    """Return an opener that opens each scheduler when it is first asked for, and only then."""
-    opened: dict[tuple[str, str], Scheduler] = {}
-
-    def backend(name: str, host: str) -> Scheduler:
-        key = _scheduler_key(name, host)
-        if key not in opened:
-            opened[key] = opener(name, host)
-        return opened[key]
-
-    return backend
-
-
-def _scheduler_key(name: str, host: str) -> tuple[str, str]:
-    """Return what tells schedulers apart: every machine has its own local one."""
-    return (name, host if name == "local" else "")
-
-
-def _broken(store: Store, submission: Submission, reason: str) -> State:
-    """Return the state of what cannot be read, which says nothing about its job."""
-    return State(
-        submission,
-        run_of(store, submission),
-        name="?",
-        backend="?",
-        job_id="",
-        state=UNREADABLE,
-        reason=reason,
+def _ends_recorded(runs: list[Run]) -> bool:
+    newest = [run.attempts()[-1:] for run in runs]
+    return bool(newest) and all(
+        attempts and os.path.exists(attempts[0].directory / "ended.json") for attempts in newest
     )
-
-
-def _job_id(
-    store: Store,
-    submission: Submission,
-    record: dict[str, Any],
-    backend: Callable[[str, str], Scheduler],
-    now: float,
-) -> tuple[str, State | None]:
-    """Return the job's id, or the state of a submission that has none."""
-
-    def without_job(state: str, reason: str, *, over: bool) -> State:
-        return State(
-            submission,
-            run_of(store, submission),
-            name=str(record["name"]),
-            backend=str(record["backend"]),
-            job_id="",
-            state=state,
-            reason=reason,
-            created=float(record["created"]),
-            over=over,
-        )
-
-    job = submission.job()
-    if job is not None:
-        return str(job["job_id"]), None
-    refused = submission.refused()
-    if refused is not None:
-        return "", without_job("REFUSED", str(refused["reason"]), over=True)
-    from hpml_orchestrator.runs.submit import settle  # noqa: PLC0415 - half a second, rarely needed
-
-    outcome = settle(
-        store, submission, backend(str(record["backend"]), str(record["host"])), now=now
-    )
-    if isinstance(outcome, Found):
-        return outcome.job_id, None
-    if isinstance(outcome, Absent) and outcome.refused:
-        return "", without_job("REFUSED", outcome.refused, over=True)
-    if isinstance(outcome, Absent):
-        hint = f"hpml was interrupted; `hpml submit --resume {submission.sid}` submits it"
-        return "", without_job("NOT SUBMITTED", hint, over=True)
-    return "", without_job("SUBMITTING", outcome.reason, over=False)
-
-
-def _state(
-    submission: Submission,
-    run: Run,
-    record: dict[str, Any],
-    job_id: str,
-    status: JobStatus | None,
-    trouble: str,
-    now: float,
-    *,
-    seen: bool,
-) -> State:
-    """Join what the scheduler says with what the job wrote down itself.
-
-    `seen`: whether it is a task of an array of which other tasks are known.
-    """
-    # Of ten thousand tasks that wait, not one directory has to be looked into.
-    waits = submission.index is not None and status is not None and status.state.waiting
-    attempts = [] if waits and not (status and status.restarts) else run.attempts()
-    own = attempts[-1] if attempts else None
-    lost = False
-    said_end = own is not None and own.ended is not None
-    if status is None or (status.state is JobState.UNKNOWN and said_end):
-        if seen and own is None and not trouble:
-            # Slurm keeps no record at all of a task that is cancelled while its array waits.
-            status = JobStatus(job_id, JobState.CANCELLED)
-        else:
-            if own is not None and not trouble:
-                own.check_readable()
-            status, lost = _own_status(job_id, own, trouble, submission, now)
-    ended = own.ended if own is not None and status.state.over else None
-    exit_code = status.exit_code
-    if ended is not None and (not exit_code or status.state is JobState.FAILED):
-        exit_code = int(ended["exit_code"])
-    reason = _reason(status, own, record)
-    over = status.state.over
-    if over and status.state is JobState.CANCELLED and status.started is None and own is None:
-        exit_code = None
-    if over and _may_come_back(str(record["backend"]), status, now):
-        over, reason = False, "it may be requeued"
-    return State(
-        submission,
-        run,
-        name=str(record["name"]),
-        backend=str(record["backend"]),
-        job_id=job_id,
-        state=status.state.value,
-        reason=reason,
-        nodes=status.nodes or ("" if own is None or status.state.waiting else own.nodes),
-        created=float(record["created"]),
-        started=status.started or _started_of(own),
-        ended=status.ended or (float(ended["time"]) if ended else None),
-        exit_code=exit_code,
-        attempts=len(attempts),
-        over=over,
-        lost=lost,
-        raw_state=status.raw_state if over else "",
-    )
-
-
-def _reason(status: JobStatus, own: Attempt | None, record: dict[str, Any]) -> str:
-    """Return why a job waits or ended: what hpml knows better before the scheduler's word."""
-    if status.reason.startswith("Dependency"):
-        runs = ", ".join(f"{one['run']} ({one['end']})" for one in record.get("after", ()))
-        if runs and status.state.waiting:
-            return f"waits for {runs}"
-        if runs and status.state is JobState.CANCELLED:
-            return f"did not start: it waited for {runs}, which ended otherwise"
-    if status.state is JobState.FAILED and own is not None:
-        failed = own.markers("failed")
-        if failed:
-            return f"{failed[0].get('node')} was not made ready: {failed[0].get('message')}"
-        reason = str((own.ended or {}).get("reason", ""))
-        if reason == "binding":
-            return _misplaced(own)
-        if reason not in ("", "failed", "completed"):
-            return reason
-    if status.state is JobState.CANCELLED and status.started is None and own is None:
-        return "cancelled before it started"  # Slurm keeps the reason why it waited
-    return "" if status.reason == "None" else status.reason
-
-
-def _misplaced(attempt: Attempt) -> str:
-    """Return the reason of a job that wants its ranks in their places: the first one that is not.
-
-    Missing ranks have no proof: then the job's output has the table.
-    """
-    wrong = [
-        (proof.get("node"), rank)
-        for proof in attempt.proofs()
-        for rank in proof.get("ranks", ())
-        if rank.get("wrong")
-    ]
-    if not wrong:
-        return "ranks did not run where they should: the job's output says which"
-    node, rank = wrong[0]
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"rank {rank.get('rank')} on {node} {rank['wrong'][0]}{more}"
-
-
-def _may_come_back(backend: str, status: JobStatus, now: float) -> bool:
-    """Whether Slurm may be about to requeue a job that it calls over.
-
-    A preempted job, and one whose node failed, passes through that state on its way back into the
-    queue; if it is not back after a while, that was its end.
-    """
-    recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
-    return backend == "slurm" and status.state in _BEFORE_REQUEUE and recent
-
-
-def _own_status(
-    job_id: str, own: Attempt | None, trouble: str, submission: Submission, now: float
-) -> tuple[JobStatus, bool]:
-    """Say what is known of a job that its scheduler does not know, or cannot be asked about.
-
-    Returns:
-        The status, and whether the job is lost.
-    """
-    ended = own.ended if own is not None else None
-    if ended is not None and not trouble:
-        code = int(ended["exit_code"])
-        state = JobState.FAILED if code else JobState.COMPLETED
-        own_status = JobStatus(
-            job_id,
-            parse_state(str(ended.get("state") or state)),
-            reason=f"{ended.get('reason', '')} (the job's own record)",
-            exit_code=code,
-            ended=float(ended["time"]),
-        )
-        return own_status, not own_status.state.over
-    if trouble:
-        return JobStatus(job_id, JobState.UNKNOWN, reason=trouble), False
-    started = submission.started_at() or now
-    if now - started < _FORGOTTEN_SECONDS:
-        reason = "the scheduler does not know it (yet)"
-        return JobStatus(job_id, JobState.UNKNOWN, reason=reason), False
-    reason = "the scheduler has forgotten it, and the job did not write down its end"
-    return JobStatus(job_id, JobState.UNKNOWN, reason=reason), True
-
-
-def _started_of(own: Attempt | None) -> float | None:
-    started = own.started if own is not None else None
-    return started.time if started is not None else None

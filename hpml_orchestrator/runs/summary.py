@@ -1,4 +1,4 @@
-"""What a run did: phases, staging, throughput and accuracy, from its own records."""
+"""A run in figures: phases, staging, throughput and accuracy, from its own records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hpml_orchestrator.records.events import Event
-    from hpml_orchestrator.runs.status import State
+    from hpml_orchestrator.runs.state import State
 
 __all__ = ["Phase", "Summary", "Timeline", "binding_of", "phases", "summarise"]
 
@@ -36,27 +36,26 @@ class Phase:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is worth telling of a run.
+    """A run in figures.
 
     Attributes:
-        phases: the last attempt's time, stretch by stretch, without gaps.
-        staged_bytes, staged_files: brought to all nodes together.
+        phases: the last attempt's time, phase by phase, without gaps.
+        staged_bytes, staged_files: on all nodes together.
         staging_seconds: of the slowest node.
         stages: each entry of `stage`, on all nodes.
-        nodes: nodes that were ready.
-        ranks: ranks that recorded where they ran.
-        world_size: ranks that there should be, as those that recorded it know; 0 if none did.
+        nodes: nodes that became ready.
+        ranks: ranks that recorded their binding.
+        world_size: number of ranks by those records; 0 without any.
         result: figures that the training reported at its end, units in the keys.
         last_step: rank 0's last counters.
         data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
-        samples_per_second: of all ranks: what the result says, else from the counters since the
-            warm-up ended; None if neither tells.
-        binding: whether the ranks ran where they should, in one line; empty if nothing tells.
-        binding_failed: whether the job failed for that; its output and `hpml show` tell of each
-            rank.
-        monitor: what the job's monitor saw on all nodes together; None where it had none.
+        samples_per_second: of all ranks, as the result says, else by the counters since the warm-up
+            ended; None if neither is known.
+        binding: whether the ranks are bound as planned, in one line; empty if not known.
+        binding_failed: whether the job failed because they are not.
+        monitor: what the job's monitor saw on all nodes together; None without a monitor.
         monitored: the same of each node.
-        monitor_lines: both in words.
+        monitor_lines: both as text.
         signals: those that did not end the job, by name: how often they came, and when last, in
             seconds since the epoch.
     """
@@ -99,54 +98,49 @@ def summarise(state: State) -> Summary:
     steps = {rank: last.data for rank, (_, last) in timeline.steps.items()}
     result = dict(timeline.result.data) if timeline.result else {}
     result.pop("final", None)
+    rate = _rate(timeline.steps.values())
+    if "samples_per_second" in result:
+        rate = _number(result, "samples_per_second") or None
     bindings = attempt.bindings()
     bound = binding_of(state)
-    ends = [] if state.ended is None else [state.ended]
-    if attempt.ended is not None:
-        # The scheduler's word may be rounded; the script's comes before the scheduler clears up.
-        ends.append(float(attempt.ended["time"]))
+    script_ended = None if attempt.ended is None else float(attempt.ended["time"])
+    # The scheduler's time may be rounded; the script's comes before the scheduler clears up.
+    ends = [end for end in (state.ended, script_ended) if end is not None]
     monitored = monitored_nodes(attempt)
+    nodes = [event.node for event in ready]
     return Summary(
         phases=phases(
             timeline,
             queued=timeline.first.get("queued"),
-            bound=[time for one in bindings if (time := _figure(one, "time"))],
-            left=None if attempt.ended is None else float(attempt.ended["time"]),
+            bound=[time for record in bindings if (time := _number(record, "time"))],
+            left=script_ended,
             ended=max(ends, default=None),
         ),
-        staged_bytes=sum(int(_figure(event.data, "bytes")) for event in ready),
-        staged_files=sum(int(_figure(event.data, "files")) for event in ready),
-        staging_seconds=max((_figure(event.data, "seconds") for event in ready), default=0.0),
+        staged_bytes=sum(int(_number(event.data, "bytes")) for event in ready),
+        staged_files=sum(int(_number(event.data, "files")) for event in ready),
+        staging_seconds=max((_number(event.data, "seconds") for event in ready), default=0.0),
         stages=staged_entries(ready),
         nodes=len(ready),
         ranks=len(bindings),
-        world_size=max((int(_figure(one, "world_size")) for one in bindings), default=0),
+        world_size=max((int(_number(record, "world_size")) for record in bindings), default=0),
         result=result,
         last_step=dict(steps.get(0, {})),
         data_wait_ratio=_data_wait(steps.values()),
-        samples_per_second=(
-            _figure(result, "samples_per_second") or None
-            if "samples_per_second" in result
-            else _rate(timeline.steps.values())
-        ),
+        samples_per_second=rate,
         binding=bound.line,
         binding_failed=bound.fatal,
         monitor=together(monitored),
         monitored=monitored,
-        monitor_lines=monitor_lines(
-            monitored,
-            ready=[event.node for event in ready],
-            ended=None if attempt.ended is None else float(attempt.ended["time"]),
-        ),
+        monitor_lines=monitor_lines(monitored, ready=nodes, ended=script_ended),
         signals=_signals(timeline.signals),
     )
 
 
 def binding_of(state: State) -> Bound:
-    """Return what the last attempt's records tell of where its ranks ran.
+    """Return the binding of the last attempt's ranks.
 
     Raises:
-        RecordError: they may not be read.
+        RecordError: its records may not be read.
     """
     attempt = state.run.newest()
     if attempt is None:
@@ -159,7 +153,7 @@ def binding_of(state: State) -> Bound:
 
 
 class Timeline:
-    """What a summary needs of an attempt's events, gathered in one pass that keeps few of them.
+    """The few of an attempt's events that a summary needs, gathered in one pass.
 
     Args:
         events: of one attempt, in any order.
@@ -170,7 +164,7 @@ class Timeline:
         result: the last that a rank reported.
         trained: when a rank last reported counters or a result.
         steps: each rank's first and last counters.
-        signals: by name, how often each came to the script or a node, and when last.
+        signals: by name and node (`batch` for the script), how often it came, and when last.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -196,7 +190,7 @@ class Timeline:
         if event.event == "signal":
             came = self.signals.setdefault(str(event.data.get("name")), {})
             count, before = came.get(event.node, (0, time))
-            came[event.node] = count + int(_figure(event.data, "count")), max(before, time)
+            came[event.node] = count + int(_number(event.data, "count")), max(before, time)
         if event.event == "step" and event.rank is not None:
             first, last = self.steps.get(event.rank, (event, event))
             self.steps[event.rank] = (
@@ -213,20 +207,19 @@ def phases(
     left: float | None = None,
     ended: float | None = None,
 ) -> list[Phase]:
-    """Return the stretches between the marks of an attempt.
+    """Return the phases of an attempt.
 
-    A mark that many ranks or nodes reach counts when the last of them does (nodes ready, training
-    over), since nobody goes on before; a beginning counts when the first begins. The warm-up ends,
-    and the training begins, with the first counters that a rank sent. A mark that was not recorded
-    joins its stretch to the next, so the stretches always add up to the whole. What was going on
-    when the script ended, without any training, lasted until then.
+    A phase that all nodes or ranks complete (staging, training) ends with the last of them; one
+    that each begins by itself ends when the first begins. The warm-up ends with the first counters
+    that a rank sent. A phase whose end was not recorded is part of the next, so that the phases add
+    up to the whole; without any training, the last that began lasts until the script ended.
 
     Args:
         timeline: the attempt's.
-        queued: when it was handed to the scheduler.
+        queued: when it was submitted.
         bound: when each rank became its program.
-        left: when the script was over; where it left no word, all was over at once.
-        ended: when it was over.
+        left: when the script ended; None where it left no record.
+        ended: when the job was over.
     """
     first, trained = timeline.first, timeline.trained
     marks: dict[str, float | None] = {
@@ -239,24 +232,24 @@ def phases(
         "warm-up": first.get("step"),
         "training": trained,
     }
-    going_on = "" if trained is not None else _going_on(first, launched=bool(bound))
-    if going_on:
-        marks[going_on] = ended if left is None else left
+    last = "" if trained is not None else _last_begun(first, launched=bool(bound))
+    if last:
+        marks[last] = ended if left is None else left
     marks["end"] = ended
     found = []
-    here = queued if queued is not None else first.get("started")
+    here = queued
+    if here is None:
+        here = first.get("started")
+        del marks["queue"]
     for name, mark in marks.items():
-        if mark is None or here is None:
-            continue
-        if name == "queue" and queued is None:
-            continue
-        found.append(Phase(name, round(max(0.0, mark - here), 6)))
-        here = max(here, mark)
+        if mark is not None and here is not None:
+            found.append(Phase(name, round(max(0.0, mark - here), 6)))
+            here = max(here, mark)
     return found
 
 
-def _going_on(first: Mapping[str, float], *, launched: bool) -> str:
-    """Return the stretch that began last; empty where nothing began."""
+def _last_begun(first: Mapping[str, float], *, launched: bool) -> str:
+    """Return the phase that began last; empty where nothing began."""
     for event in ("warm-up", "rendezvous"):
         if event in first:
             return event
@@ -268,35 +261,35 @@ def _going_on(first: Mapping[str, float], *, launched: bool) -> str:
 
 
 def _signals(came: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, tuple[int, float]]:
-    """Count signals to the steps once, however many nodes they reached, and those to the script."""
-    found = {}
-    for name, places in came.items():
-        of_script = places.get("batch", (0, 0.0))[0]
-        of_steps = max((count for node, (count, _) in places.items() if node != "batch"), default=0)
-        found[name] = of_script + of_steps, max(last for _, last in places.values())
-    return found
+    """Return count and last time by name; one to a step counts once, however many nodes got it."""
+    signals = {}
+    for name, nodes in came.items():
+        of_script = nodes.get("batch", (0, 0.0))[0]
+        of_steps = max((count for node, (count, _) in nodes.items() if node != "batch"), default=0)
+        signals[name] = of_script + of_steps, max(last for _, last in nodes.values())
+    return signals
 
 
 def _data_wait(steps: Collection[Mapping[str, Any]]) -> float | None:
     """Return waited / (steps' whole time), both summed over the ranks."""
-    waited = sum(_figure(step, "data_wait_seconds_total") for step in steps)
-    stepped = sum(_figure(step, "step_seconds_total") for step in steps)
+    waited = sum(_number(step, "data_wait_seconds_total") for step in steps)
+    stepped = sum(_number(step, "step_seconds_total") for step in steps)
     return waited / stepped if stepped > 0 else None
 
 
 def _rate(steps: Collection[tuple[Event, Event]]) -> float | None:
     """Return samples/s of all ranks between their first counters and their last."""
     counted = [
-        _figure(last.data, "samples_total") - _figure(first.data, "samples_total")
+        _number(last.data, "samples_total") - _number(first.data, "samples_total")
         for first, last in steps
     ]
     began = min((first.time for first, _ in steps), default=0.0)
     took = max((last.time for _, last in steps), default=0.0) - began
-    samples = sum(max(0.0, one) for one in counted)
+    samples = sum(max(0.0, count) for count in counted)
     return samples / took if samples and took > 0 else None
 
 
-def _figure(data: Mapping[str, Any], key: str) -> float:
-    """Return a figure that a rank reported; 0 where it reported none, or something else."""
+def _number(data: Mapping[str, Any], key: str) -> float:
+    """Return a number that a rank reported; 0 where it reported none, or something else."""
     value = data.get(key)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

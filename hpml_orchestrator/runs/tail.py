@@ -15,7 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Tail:
-    """Reads what was added to a file since the last time; the file need not be there yet."""
+    """Reads what was added to a file since the last call; the file need not exist yet."""
 
     def __init__(self, path: Path, *, position: int = 0) -> None:
         self._path = path
@@ -35,30 +35,28 @@ class Tail:
     def read_to_end(
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
-        """Return all that is new, and what comes within a moment: the last writes may be late."""
+        """Return all that is new, and what is written within a moment: the end may be late."""
         parts = [self.read()]
         while parts[-1]:
             parts.append(self.read())
         sleep(settle_seconds)
-        parts.append(self.read())
-        return b"".join(parts)
+        return b"".join([*parts, self.read()])
 
 
 def start_of_last(path: Path, count: int) -> int:
-    """Return the offset at which the last lines of a file begin, without reading all of it.
+    """Return the offset at which the last lines of a file begin, reading only its end.
 
     Args:
         path: the file.
-        count: how many lines, 1 or more.
+        count: number of lines, 1 or more.
     """
     with path.open("rb") as stream:
-        size = end = stream.seek(0, 2)
+        size = begin = stream.seek(0, 2)
         data = b""
-        while end > 0 and data.count(b"\n") <= count:
-            begin = max(0, end - (1 << 16))
+        while begin > 0 and data.count(b"\n") <= count:
+            end, begin = begin, max(0, begin - (1 << 16))
             stream.seek(begin)
             data = stream.read(end - begin) + data
-            end = begin
-    lines = data.split(b"\n")  # not splitlines(): progress bars end theirs in \r
-    whole = [line + b"\n" for line in lines[:-1]] + [lines[-1]] * bool(lines[-1])
-    return size - sum(len(line) for line in whole[-count:])
+    # Not splitlines(): progress bars end theirs in \r. The last line may have no end yet.
+    lines = data.removesuffix(b"\n").split(b"\n")[-count:]
+    return size - len(b"\n".join(lines)) - data.endswith(b"\n")

@@ -13,10 +13,10 @@ import jinja2.nodes
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.runs.output import output_directory
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.template_blocks import chain, check_blocks
 from hpml_orchestrator.script.user_template import OWN, own_directory
-from hpml_orchestrator.site.output_directory import output_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,8 +1,7 @@
-"""What one look at a node finds: a short POSIX shell program, and the reader of what it prints.
+"""Look at a node: a short POSIX shell program, and the parser of its output.
 
-The program changes nothing and needs nothing but sh and df; what it cannot find it leaves out. It
-prints one finding per line, its parts divided by tabs, between two marks, so that a greeting of
-the login shell does no harm.
+The program changes nothing and needs only sh and df. It prints one finding per line, separated by
+tabs, between two marks, so that a greeting of the login shell does no harm.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ _SHARED = re.compile(
 _MEMORY = ("tmpfs", "ramfs")
 _MODULE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./+@:=~-]{0,254}[A-Za-z0-9_+@=~-])?")
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
+_PLACE_PARTS, _INTERFACE_PARTS = 6, 5
+_TMP = "/tmp"  # noqa: S108 - where hpml stages when nothing else is known
 
 # $1: directory of TmpFS; $2: `xml` where the hardware's description is wanted as well.
 SCRIPT = rf"""
@@ -61,12 +62,6 @@ for path in /sys/class/net/*; do
   printf 'interface\t%s\t%s\t%s\t%s\t%s\n' \
     "$name" "$state" "${{speed:-?}}" "${{type:-?}}" "$address"
 done
-for path in /sys/class/infiniband/*/ports/*; do
-  test -r "$path/state" || continue
-  device=${{path#/sys/class/infiniband/}}; device=${{device%%/*}}
-  printf 'infiniband\t%s\t%s\t%s\n' \
-    "$device" "$(cat "$path/state")" "$(cat "$path/rate" 2>/dev/null)"
-done
 if command -v bash >/dev/null 2>&1; then
   within 20 bash -lc 'type module >/dev/null 2>&1 && echo "modules yes"; module -t avail 2>&1' \
     </dev/null 2>/dev/null | sed 's/^/module\t/' | head -n 20000
@@ -86,7 +81,7 @@ echo '{_END}'
 
 @dataclass(frozen=True)
 class Place:
-    """A directory on a node: how it is called, what lies below it, sizes in KiB."""
+    """A directory on a node: its name (a variable or `path`), path, file system, sizes in KiB."""
 
     name: str
     path: str
@@ -102,7 +97,7 @@ class Place:
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes see it too, or may."""
+        """Whether other nodes may see it too."""
         return bool(_SHARED.search(self.filesystem.lower()))
 
 
@@ -124,55 +119,48 @@ class Look:
         host: its host name.
         places: directories for temporary data.
         interfaces: networks, the best first.
-        infiniband: `device: state, rate` of each active port.
         modules: environment modules; None where there is no `module` command.
-        topology: hwloc XML of version 2, empty where there is none.
+        topology: hwloc XML of version 2; empty where there is none.
     """
 
     host: str
     places: tuple[Place, ...] = ()
     interfaces: tuple[Interface, ...] = ()
-    infiniband: tuple[str, ...] = ()
     modules: tuple[str, ...] | None = None
     topology: str = ""
 
     @property
     def ram(self) -> Place | None:
         """`/dev/shm`."""
-        return next((one for one in self.places if one.name == "ram"), None)
+        return next((place for place in self.places if place.name == "ram"), None)
 
     @property
     def network(self) -> tuple[str, ...]:
         """Names of the interfaces that have an address, the best first."""
-        return tuple(one.name for one in self.interfaces if one.addressed)
+        return tuple(interface.name for interface in self.interfaces if interface.addressed)
 
     @property
     def scratch(self) -> Place | None:
-        """The local directory to stage to, where it is another than hpml takes by itself.
+        """The local directory to stage to, where it is not one that hpml uses by itself.
 
-        A job's own directory goes before the directory that Slurm calls TmpFS, and that before the
-        largest disk. Those in RAM, shared ones and those that cannot be written do not count.
+        A job's own directory comes before Slurm's TmpFS, and that before the largest disk.
         """
         fit = [
-            one
-            for one in self.places
-            if one.writable and not one.shared and not one.in_ram and one.name != "ram"
+            place
+            for place in self.places
+            if place.writable and not (place.shared or place.in_ram or place.name == "ram")
         ]
-        own = [one for one in fit if one.name.startswith("$") and one.path != _TMP]
-        known = [one for one in own if one.name not in ("$SLURM_TMPDIR", "$TMPDIR")]
-        if len(own) > len(known):
-            return None  # hpml takes these by itself
-        if known:
-            return known[0]
-        site = next((one for one in fit if one.name == "TmpFS" and one.path != _TMP), None)
-        tmp = max((one.total_kib for one in fit if one.path == _TMP), default=0)
-        largest = max(fit, key=lambda one: one.total_kib, default=None)
-        if site is not None:
-            return site
-        return largest if largest is not None and largest.total_kib > tmp else None
-
-
-_TMP = "/tmp"  # noqa: S108 - where hpml stages when nothing else is known
+        own = [place for place in fit if place.name.startswith("$") and place.path != _TMP]
+        if any(place.name in ("$SLURM_TMPDIR", "$TMPDIR") for place in own):
+            return None
+        if own:
+            return own[0]
+        tmp = max((place.total_kib for place in fit if place.path == _TMP), default=0)
+        largest = max(fit, key=lambda place: place.total_kib, default=None)
+        if largest is not None and largest.total_kib <= tmp:
+            largest = None
+        tmp_fs = (place for place in fit if place.name == "TmpFS" and place.path != _TMP)
+        return next(tmp_fs, largest)
 
 
 def command(tmp_fs: str, *, topology: bool) -> list[str]:
@@ -181,72 +169,48 @@ def command(tmp_fs: str, *, topology: bool) -> list[str]:
 
 
 def parse(text: str) -> Look | None:
-    """Return what a look printed; None where it did not come to its end."""
-    body, end, _ = text.partition(f"\n{_BEGIN}\n")[2].partition(f"{_END}\n")
-    if not end and text.startswith(f"{_BEGIN}\n"):
-        body, end, _ = text.removeprefix(f"{_BEGIN}\n").partition(f"{_END}\n")
-    if not end:
+    """Return what a look printed; None where it is not complete."""
+    match = re.search(rf"^{_BEGIN}\n(.*?){_END}$", text, re.DOTALL | re.MULTILINE)
+    if match is None:
         return None
-    lines, _, xml = body.partition(f"{_TOPOLOGY}\n")
-    found: dict[str, list[list[str]]] = {}
+    lines, _, xml = match[1].partition(f"{_TOPOLOGY}\n")
+    rows: dict[str, list[list[str]]] = {}
     for line in lines.split("\n"):
         kind, *parts = line.split("\t")
-        found.setdefault(kind, []).append(parts)
-    hosts = found.get("host", [[""]])
-    listed = [parts[0] for parts in found.get("module", []) if parts]
+        rows.setdefault(kind, []).append(parts)
+    host = "".join(rows.get("host", [[]])[0][:1])
+    modules = [parts[0] for parts in rows.get("module", []) if parts]
+    whole = '<topology version="2.' in xml[:2000] and xml.rstrip().endswith("</topology>")
     return Look(
-        host=hosts[0][0] if hosts[0] else "",
-        places=tuple(_places(found.get("place", []))),
-        interfaces=_interfaces(found.get("interface", [])),
-        infiniband=tuple(
-            f"{parts[0]}: {parts[1].partition(': ')[2] or parts[1]}, {parts[2] or 'rate unknown'}"
-            for parts in found.get("infiniband", [])
-            if len(parts) == 3 and "ACTIVE" in parts[1]  # noqa: PLR2004 - as the script prints it
-        ),
-        modules=_modules(listed[1:]) if listed[:1] == ["modules yes"] else None,
-        topology=xml if _is_topology(xml) else "",
+        host=host,
+        places=_places(rows.get("place", [])),
+        interfaces=_interfaces(rows.get("interface", [])),
+        modules=_modules(modules[1:]) if modules[:1] == ["modules yes"] else None,
+        topology=xml if whole else "",
     )
 
 
-def _places(rows: list[list[str]]) -> list[Place]:
-    places: list[Place] = []
+def _places(rows: list[list[str]]) -> tuple[Place, ...]:
+    places: dict[str, Place] = {}
     for row in rows:
-        if len(row) != 6 or not (row[3].isascii() and row[3].isdigit() and row[4].isdigit()):  # noqa: PLR2004
-            continue
-        name, path, filesystem, total, free, writable = row
-        place = Place(name, path, filesystem, int(total), int(free), writable == "yes")
-        if path not in [one.path for one in places]:
-            places.append(place)
-    return places
+        if len(row) == _PLACE_PARTS and all(re.fullmatch("[0-9]{1,18}", size) for size in row[3:5]):
+            name, path, filesystem, total, free, writable = row
+            place = Place(name, path, filesystem, int(total), int(free), writable == "yes")
+            places.setdefault(path, place)
+    return tuple(places.values())
 
 
 def _interfaces(rows: list[list[str]]) -> tuple[Interface, ...]:
-    found = [
-        Interface(
-            row[0],
-            max(0, int(row[2])) if _number(row[2]) else 0,
-            row[3] == _INFINIBAND,
-            row[4] == "yes",
-        )
-        for row in rows
-        if len(row) == 5  # noqa: PLR2004 - as the script prints it
-    ]
+    found = []
+    for row in rows:
+        if len(row) == _INTERFACE_PARTS:
+            name, _, speed, kind, addressed = row
+            mbps = int(speed) if re.fullmatch("[0-9]{1,9}", speed) else 0  # -1: not known
+            found.append(Interface(name, mbps, kind == _INFINIBAND, addressed == "yes"))
     return tuple(sorted(found, key=lambda one: (-one.infiniband, -one.speed_mbps, one.name)))
 
 
-def _number(text: str) -> bool:
-    return re.fullmatch(r"-?[0-9]{1,9}", text) is not None
-
-
 def _modules(lines: list[str]) -> tuple[str, ...]:
-    """Names in the output of `module -t avail`: paths end with a colon, defaults are marked."""
+    """Return the names in the output of `module -t avail`: paths end in a colon."""
     names = (re.sub(r"\s*(\([^)]*\)|<[^>]*>)$", "", line.strip()) for line in lines)
     return tuple(dict.fromkeys(name for name in names if _MODULE.fullmatch(name)))
-
-
-def _is_topology(xml: str) -> bool:
-    """Whether it is a whole hwloc document of version 2."""
-    head = xml[:2000]
-    return re.search(r'<topology version="2\.', head) is not None and xml.rstrip().endswith(
-        "</topology>"
-    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_KINDS", "NodeGroup", "fold", "group_nodes"]
 
 MAX_KINDS = 64
-"""More kinds than this help nobody: features, then odd disks, then odd memory are passed over."""
+"""With more kinds than this, features are no longer compared, then disks, then memory."""
 
 _GPU = "gpu"
 
@@ -31,7 +31,7 @@ class NodeGroup:
         name: such as `a100x4`, `cpu`, `a100x4-2`.
         nodes: the nodes, in the cluster's order.
         sample: a node with what all of them have: the least memory and disk, common features.
-        uneven: what differs within the group all the same, in words.
+        uneven: what differs within the group all the same, such as `memory`.
     """
 
     name: str
@@ -53,8 +53,8 @@ class NodeGroup:
 def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
     """Return the kinds of nodes, those with GPUs and the larger ones first.
 
-    Equal are sockets, cores, threads, CPUs, memory, GPUs, features and local disk. Where that makes
-    more than `MAX_KINDS`, less is compared, and `uneven` says what differs.
+    Compared are sockets, cores, threads, CPUs, GPUs, memory, local disk and features, but less
+    where that makes more than `MAX_KINDS`.
     """
     for same in _COMPARISONS:
         kinds: dict[Hashable, list[Node]] = {}
@@ -76,12 +76,12 @@ def fold(names: Iterable[str]) -> str:
     listed = sorted(names)
     try:
         return nodelist.fold(listed)
-    except InputError:  # names that no host has: nothing to fold
+    except InputError:  # names that no host has
         return ",".join(listed)
 
 
 def _gpus(node: Node) -> tuple[Gres, ...]:
-    return tuple(sorted(one for one in node.gres if one.name == _GPU and one.count))
+    return tuple(sorted(gres for gres in node.gres if gres.name == _GPU and gres.count))
 
 
 def _hardware(node: Node) -> tuple[Hashable, ...]:
@@ -93,48 +93,39 @@ _COMPARISONS: tuple[Callable[[Node], Hashable], ...] = (
     lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib),
     lambda node: (_hardware(node), node.memory_mib),
     _hardware,
-    lambda node: (_gpus(node), node.cpus),
     _gpus,
     lambda node: bool(_gpus(node)),
 )
 
 
 def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
-    first = nodes[0]
-    uneven = []
-    common = frozenset.intersection(*(node.features for node in nodes))
-    more = frozenset.union(*(node.features for node in nodes)) - common
-    if more:
-        uneven.append(f"some have more features, {len(more)} in all")
-    for words, values in (
-        ("memory", {node.memory_mib for node in nodes}),
-        ("local disk", {node.tmp_disk_mib for node in nodes}),
-        ("CPUs", {node.cpus for node in nodes}),
-        ("GPUs", {_gpus(node) for node in nodes}),
-    ):
-        if len(values) > 1:
-            uneven.append(f"{words} of some nodes: more than the least, which stands here")
+    differing: dict[str, Callable[[Node], Hashable]] = {
+        "features": lambda node: node.features,
+        "memory": lambda node: node.memory_mib,
+        "local disk": lambda node: node.tmp_disk_mib,
+        "CPUs": lambda node: node.cpus,
+        "GPUs": _gpus,
+    }
+    uneven = [name for name, value in differing.items() if len(set(map(value, nodes))) > 1]
     sample = min(nodes, key=lambda node: (node.gpus(), node.cpus, node.memory_mib))
     sample = replace(
-        sample if uneven else first,
+        sample,
         memory_mib=min(node.memory_mib for node in nodes),
         tmp_disk_mib=min(node.tmp_disk_mib for node in nodes),
         cpus=min(node.cpus for node in nodes),
-        features=common,
+        features=frozenset.intersection(*(node.features for node in nodes)),
     )
-    return NodeGroup(_name(first, taken), tuple(nodes), sample, tuple(uneven))
+    return NodeGroup(_name(nodes[0], taken), tuple(nodes), sample, tuple(uneven))
 
 
 def _name(node: Node, taken: set[str]) -> str:
-    counts = Counter({one.kind or _GPU: one.count for one in _gpus(node)})
+    counts = Counter({gres.kind or _GPU: gres.count for gres in _gpus(node)})
     parts = [
         f"{re.sub(r'[^A-Za-z0-9_]', '', kind) or _GPU}x{number}"
         for kind, number in sorted(counts.items())
     ]
     base = "-".join(parts)[:64] or "cpu"
-    for number in itertools.count(1):
-        name = base if number == 1 else f"{base}-{number}"
-        if name not in taken:
-            break
+    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
+    name = next(name for name in names if name not in taken)
     taken.add(name)
     return name

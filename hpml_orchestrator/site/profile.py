@@ -1,9 +1,10 @@
-"""Which site profile counts for a job, and what its nodes look like."""
+"""Which site profile counts for a job, its nodes' topologies, and where data is staged here."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.spec import find_profiles
@@ -16,7 +17,31 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["kinds_for", "site_for", "topologies_of", "topology_faults"]
+__all__ = [
+    "NodePaths",
+    "kinds_for",
+    "node_paths",
+    "site_for",
+    "topologies_of",
+    "topology_faults",
+]
+
+
+class NodePaths(NamedTuple):
+    """Where this node stages data, and the site's limits on opening files.
+
+    Attributes:
+        ram, scratch: a directory in RAM and one on the local disk; empty where there is none.
+        opens_per_node, opens_per_job: files per second, of a node and of all `nodes` of the job
+            together; 0 for no limit.
+        nodes: number of the job's nodes.
+    """
+
+    ram: str
+    scratch: str
+    opens_per_node: float = 0
+    opens_per_job: float = 0
+    nodes: int = 1
 
 
 def site_for(
@@ -28,18 +53,17 @@ def site_for(
 ) -> ResolvedSite | None:
     """Return the site profile of a job file; None where there is none.
 
-    Jobs of the local backend run without one, for it describes the cluster and not this machine;
-    a profile that is chosen by name counts for them too.
+    Local jobs use one only if it is chosen by name, since a profile describes the cluster.
 
     Args:
-        job_file: the job file, beside or below which a project keeps its profile.
+        job_file: the job file; a project's profile is in its directory or above.
         environment: of the process.
-        chosen: what `--site` or `HPML_SITE` says: a file, or `none`.
-        backend: where the job shall run.
+        chosen: the value of `--site` or `HPML_SITE`: a file, or `none`.
+        backend: where the job is to run.
 
     Raises:
-        NotFoundError: the chosen profile is not there.
-        InputError: something is wrong with a profile.
+        NotFoundError: the chosen profile does not exist.
+        InputError: a profile is wrong.
     """
     if backend == "local" and not chosen:
         return None
@@ -62,7 +86,7 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
     """Return the topologies of the node types that a job may land on, by the type's name.
 
     Raises:
-        InputError: a file of the profile is not there, or tells of no node; names file and field.
+        InputError: a file of the profile does not exist or describes no node; names file and field.
     """
     if site is None:
         return {}
@@ -75,7 +99,7 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
 
 
 def topology_faults(site: ResolvedSite) -> list[InputError]:
-    """Return what is wrong with the topology files of all of a profile's node types."""
+    """Return the errors of the topology files of all node types."""
     faults = []
     for name, kind in site.site.node_types.items():
         if kind.topology is not None:
@@ -98,8 +122,51 @@ def _read(name: str, path: str, site: ResolvedSite) -> Topology:
         ) from None
     if not found.cores:
         raise InputError(
-            f"{path}: tells of no CPUs",
+            f"{path}: describes no CPUs",
             field=field,
             hint=f"in {site.origin(field)}; `hpml topo --json` on such a node writes one",
         )
     return found
+
+
+def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str = "") -> NodePaths:
+    """Return what `shm` and `local` mean on this node, as in a job's script.
+
+    The profile's path may begin with a variable that only jobs have: outside of a job there is no
+    local directory then. Without a profile it is $SLURM_TMPDIR, $TMPDIR or /tmp.
+
+    Args:
+        directory: the working directory; a project's profile is there or above.
+        environment: of the process.
+        chosen: the value of `--site` or `HPML_SITE`: a file, or `none`.
+
+    Raises:
+        NotFoundError: the chosen profile does not exist.
+        InputError: a profile is wrong.
+    """
+    scratch = environment.get("SLURM_TMPDIR") or environment.get("TMPDIR") or "/tmp"  # noqa: S108
+    ram = "/dev/shm"  # noqa: S108 - RAM is the point
+    count = environment.get("SLURM_NNODES", "")
+    nodes = int(count) if count.isdecimal() else 1
+    resolved = site_for(directory / "job.yaml", environment, chosen=chosen)
+    if resolved is None:
+        return NodePaths(ram, scratch, nodes=nodes)
+    site = resolved.site
+    partition = environment.get("SLURM_JOB_PARTITION")
+    own_ram, own_scratch = site.path("ram", partition), site.path("scratch", partition)
+    return NodePaths(
+        ram if own_ram is None else _expanded(own_ram, environment),
+        scratch if own_scratch is None else _expanded(own_scratch, environment),
+        site.staging.opens_per_second or 0,
+        site.staging.opens_per_second_per_job or 0,
+        nodes,
+    )
+
+
+def _expanded(path: str, environment: Mapping[str, str]) -> str:
+    """Return a path with its first variable replaced; empty where that is not set."""
+    variable = re.match(r"\$([A-Za-z_][A-Za-z0-9_]*)", path)
+    if variable is None:
+        return path
+    value = environment.get(variable[1], "")
+    return value + path[variable.end() :] if value else ""

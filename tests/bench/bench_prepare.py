@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.runs.submit import prepare, render_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 

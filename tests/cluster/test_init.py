@@ -85,7 +85,7 @@ def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
     assert told["node_types"][0]["looked_at"] in desk.cluster.nodes
     assert told["topology_files"] == [str(desk.directory / "topology" / "a100x2.xml")]
     text = (desk.directory / "site.toml").read_text()
-    assert "/dev/shm: 0.5 of 0.5 GiB free" in text
+    assert "/dev/shm: tmpfs (RAM), 0.5 of 0.5 GiB free" in text
     kind = profile(desk, "site.toml")["node_types"]["a100x2"]  # type: ignore[index]
     assert kind["topology"] == "topology/a100x2.xml"
     assert (desk.directory / kind["topology"]).read_text().endswith("</topology>\n")
@@ -102,7 +102,7 @@ def test_a_look_is_refused_where_slurm_refuses_it(desk: Desk) -> None:
         desk.slurm("scontrol", "update", f"nodename={nodes}", "state=resume")
     assert told["node_types"][0]["looked_at"] is None
     text = (desk.directory / "drained.toml").read_text()
-    assert "# Not looked at: all nodes of this kind are out of service." in text
+    assert "# Not probed: all nodes of this kind are out of service." in text
     assert ": fan = dead" in text
     profile(desk, "drained.toml")
 

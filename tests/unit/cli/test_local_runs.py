@@ -15,7 +15,7 @@ import pytest
 from hpml_orchestrator.cli.follow import follow
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs import cancel as cancel_module
-from hpml_orchestrator.runs.submit import prepare, render_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job

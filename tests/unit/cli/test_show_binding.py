@@ -86,7 +86,7 @@ def test_up_to_sixteen_ranks_are_all_shown(hpml: Hpml, attempt: Path) -> None:
     """One line in the summary, one row for each rank."""
     prove(attempt, *cluster(4))
     told = hpml("show", "bound")
-    assert "binding    gpu-local, 16 of 16 ranks where they should be\n" in told.out
+    assert "binding    gpu-local, 16 of 16 ranks bound as planned\n" in told.out
     rows = told.out.partition(f"\n\n{HEADER}\n")[2].splitlines()
     assert len(rows) == 16
     assert rows[5] == "5\tn1\t0000:02:00.0\t32-47,96-111\t16\t2\t10\tmlx5_0\t16\tyes"
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_is_shown(shell: Shell, hpml: Hpml) -> None:
         (directory / "binding").mkdir(parents=True, exist_ok=True)
         prove(directory, *cluster(1))
         told = hpml("show", f"{made['id']}.1")
-        assert "binding    gpu-local, 4 of 4 ranks where they should be\n" in told.out
+        assert "binding    gpu-local, 4 of 4 ranks bound as planned\n" in told.out
         assert HEADER in told.out
         refused = hpml("show", made["id"], "--ranks")
         assert (refused.code, f"{made['id']}.0 --ranks" in refused.err) == (2, True)

@@ -227,7 +227,7 @@ def test_the_sites_topology_is_read_as_a_submission_does(
     job = shell.job("ruled", resources={"gpus": 4, "partition": "old"})
     here = hpml("topo", "--json").json()
     empty: dict[str, list[str]] = {"cores": [], "domains": [], "gpus": [], "nics": [], "links": []}
-    for text, says in (("", "no such file"), (json.dumps({**here, **empty}), "tells of no CPUs")):
+    for text, says in (("", "no such file"), (json.dumps({**here, **empty}), "describes no CPUs")):
         if text:
             (shell.root / "dark.json").write_text(text)
         told = hpml("--site", str(profile), "topo", "--plan", job)

@@ -13,7 +13,9 @@ import pytest
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import append_line, write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
-from hpml_orchestrator.runs.submit import prepare, render_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
+from hpml_orchestrator.runs.status import State, states
+from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.testing import FakeClock, FakeScheduler
@@ -54,6 +56,23 @@ class World:
             after=after,
             now=self.clock.now,
         )
+
+    def go(self, submission: Submission) -> str:
+        """Submit what was prepared."""
+        return submit(submission, self.scheduler, environment={}, clock=self.clock.time)
+
+    def submit(self, name: str = "probe", **fields: Any) -> Submission:
+        """Prepare and submit a small job, which then waits in the queue."""
+        submission = self.prepare(name, **fields)
+        self.go(submission)
+        return submission
+
+    def state(self, submission: Submission) -> State:
+        """Ask for the state of a submission."""
+        (found,) = states(
+            self.store, [submission], backends=lambda *_: self.scheduler, now=self.clock.time
+        )
+        return found
 
     def starts(self, submission: Submission, job_id: str, number: int = 0) -> Path:
         """Write what a job writes when it starts."""

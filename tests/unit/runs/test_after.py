@@ -31,8 +31,7 @@ def found(world: World, words: Sequence[str], backend: str = "slurm") -> list[di
 
 
 def run(world: World, name: str, **fields: Any) -> str:
-    submission = world.prepare(name, **fields)
-    submit(submission, world.scheduler, environment=ENVIRONMENT, clock=world.clock.time)
+    submission = world.submit(name, **fields)
     return submission.sid
 
 

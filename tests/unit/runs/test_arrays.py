@@ -8,28 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.files import read_json, write_text
-from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.runs import cancel as cancel_module
 from hpml_orchestrator.runs import status as status_module
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.show import array_lines, task_rows
-from hpml_orchestrator.runs.status import State, states, wait_until_over
-from hpml_orchestrator.runs.submit import resume, settle, submit
+from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
-from hpml_orchestrator.scheduler.recovery import Found
 from hpml_orchestrator.testing import Fault, Killed
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
     from tests.unit.runs.conftest import World
-
-
-def state_of(world: World, submission: Submission) -> State:
-    (found,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
-    return found
 
 
 def task(submission: Submission, index: int) -> Submission:
@@ -39,24 +30,12 @@ def task(submission: Submission, index: int) -> Submission:
 @pytest.fixture
 def submitted(world: World) -> Submission:
     """An array of four tasks that wait in the queue."""
-    submission = world.prepare(array="0-3%2")
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
-    return submission
-
-
-def test_a_run_for_each_task(world: World) -> None:
-    """One submission, one script, and nothing of a task's own before it starts."""
-    submission = world.prepare(array="7,3,4")
-    assert submission.runs() == [(n, f"{submission.sid}.{n}") for n in (3, 4, 7)]
-    assert list(world.store.runs_dir.iterdir()) == []
-    assert "#SBATCH --array=3-4,7\n" in submission.script.read_text()
-    single = world.prepare("one", array=7)
-    assert single.runs() == [(7, f"{single.sid}.7")]
+    return world.submit(array="0-3%2")
 
 
 def test_the_counts_say_how_far_it_is(world: World, submitted: Submission) -> None:
     """Done, running, waiting and failed tasks are counted; it runs until the last one is over."""
-    waiting = state_of(world, submitted)
+    waiting = world.state(submitted)
     assert (waiting.state, waiting.reason, waiting.over) == (
         "PENDING",
         "0 of 4 done, 4 waiting",
@@ -66,13 +45,13 @@ def test_the_counts_say_how_far_it_is(world: World, submitted: Submission) -> No
     world.scheduler.move("1_0", JobState.COMPLETED)
     world.scheduler.move("1_1", JobState.FAILED, exit_code=3)
     world.scheduler.move("1_2", JobState.RUNNING)
-    running = state_of(world, submitted)
+    running = world.state(submitted)
     assert (running.state, running.over) == ("RUNNING", False)
     assert running.reason == "1 of 4 done, 1 running, 1 waiting, 1 failed"
     assert running.exit_code is None
     for job_id in ("1_2", "1_3"):
         world.scheduler.move(job_id, JobState.COMPLETED)
-    over = state_of(world, submitted)
+    over = world.state(submitted)
     assert (over.state, over.over, over.exit_code) == ("FAILED", True, 3)
     assert over.reason == "3 of 4 done, 1 failed"
 
@@ -92,33 +71,7 @@ def test_an_array_that_is_over_is_as_its_worst_task(
     """It is COMPLETED only if all tasks are."""
     for index, end in enumerate(ends):
         world.scheduler.move(f"1_{index}", JobState(end))
-    assert (state_of(world, submitted).state, state_of(world, submitted).over) == (state, True)
-
-
-def test_between_two_tasks_it_still_runs(world: World, submitted: Submission) -> None:
-    """Some are done and the others wait: that is no array that has not begun."""
-    world.scheduler.move("1_0", JobState.RUNNING)
-    world.scheduler.move("1_0", JobState.COMPLETED)
-    assert state_of(world, submitted).state == "RUNNING"
-
-
-def test_one_task_is_told_as_a_run(world: World, submitted: Submission) -> None:
-    """Its state, its job, its directory; in the order that was asked for."""
-    world.scheduler.move("1_2", JobState.RUNNING)
-    asked = [task(submitted, 2), submitted, task(submitted, 0)]
-    found = states(world.store, asked, backends=lambda *_: world.scheduler, now=world.clock.time)
-    assert [one.state for one in found] == ["RUNNING", "RUNNING", "PENDING"]
-    told = found[0].to_json()
-    assert (told["id"], told["job_id"], told["tasks"]) == (f"{submitted.sid}.2", "1_2", [])
-    assert told["directory"] == str(world.store.runs_dir / f"{submitted.sid}.2")
-    whole = found[1].to_json()
-    assert (whole["directory"], whole["output"]) == (None, None)
-    assert [(one["index"], one["state"]) for one in whole["tasks"]] == [
-        (0, "PENDING"),
-        (1, "PENDING"),
-        (2, "RUNNING"),
-        (3, "PENDING"),
-    ]
+    assert (world.state(submitted).state, world.state(submitted).over) == (state, True)
 
 
 def test_tasks_that_the_scheduler_forgets_are_remembered(
@@ -128,60 +81,30 @@ def test_tasks_that_the_scheduler_forgets_are_remembered(
     world.scheduler.move("1_0", JobState.TIMEOUT)
     world.starts(task(submitted, 1), "5")
     world.scheduler.move("1_1", JobState.COMPLETED)
-    state_of(world, submitted)
+    world.state(submitted)
     for job_id in ("1_0", "1_1"):
         del world.scheduler.jobs[job_id]
     world.clock.sleep(1000)
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert [one.state for one in found.tasks] == ["TIMEOUT", "COMPLETED", "PENDING", "PENDING"]
     assert found.tasks[1].attempts == 1
     assert sorted(read_json(submitted.directory / "ends.json")["tasks"]) == ["0", "1"]
 
 
-def test_a_forgotten_task_is_judged_by_its_own_word(world: World, submitted: Submission) -> None:
-    """Nobody looked while Slurm knew it, and there is no accounting: its own record counts."""
-    world.ends(world.starts(task(submitted, 1), "5"), 4, "failed")
-    del world.scheduler.jobs["1_1"]
-    world.scheduler.move("1_2", JobState.RUNNING)
-    found = state_of(world, submitted)
-    assert (found.tasks[1].state, found.tasks[1].exit_code) == ("FAILED", 4)
-    assert found.tasks[1].reason == "failed (the job's own record)"
-
-
 def test_a_task_without_any_trace_was_cancelled(world: World, submitted: Submission) -> None:
     """Slurm keeps nothing of a task cancelled while its array waits; the others are still known."""
     del world.scheduler.jobs["1_3"]
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert (found.tasks[3].state, found.tasks[3].over) == ("CANCELLED", True)
     assert found.tasks[3].reason == "cancelled before it started"
     assert found.tasks[3].exit_code is None
-
-
-def test_an_array_that_nobody_knows_is_lost(world: World, submitted: Submission) -> None:
-    """When not one task is known, nothing is concluded of them."""
-    world.scheduler.jobs.clear()
-    assert state_of(world, submitted).reason.startswith(
-        "0 of 4 done, 4 unknown: the scheduler does"
-    )
-    world.clock.sleep(100)
-    found = state_of(world, submitted)
-    assert (found.state, found.over, found.lost) == ("UNKNOWN", False, True)
-
-
-def test_a_task_that_started_without_an_end_is_lost(world: World, submitted: Submission) -> None:
-    """It ran, wrote no end, and its scheduler has forgotten it: that is no cancelled task."""
-    world.starts(task(submitted, 1), "5")
-    del world.scheduler.jobs["1_1"]
-    world.clock.sleep(100)
-    found = state_of(world, submitted)
-    assert (found.tasks[1].state, found.tasks[1].lost, found.lost) == ("UNKNOWN", True, False)
 
 
 def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submission) -> None:
     """The end with all tasks is written down; from then on no scheduler is needed."""
     world.scheduler.cancel(["1"])
     world.ends(world.starts(task(submitted, 1), "5"), 143, "cancelled", "CANCELLED")
-    first = state_of(world, submitted)
+    first = world.state(submitted)
 
     def nobody(name: str, host: str) -> Scheduler:
         raise AssertionError(f"the scheduler {name} of {host} was asked")
@@ -193,36 +116,6 @@ def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submissi
     assert not (submitted.directory / "ends.json").exists()
 
 
-def test_no_answer_is_no_state(world: World, submitted: Submission) -> None:
-    """A silent controller makes its tasks UNKNOWN, with its words; what is over stays so."""
-    world.scheduler.move("1_0", JobState.COMPLETED)
-    state_of(world, submitted)
-    world.scheduler.faults = [Fault.UNAVAILABLE]
-    found = state_of(world, submitted)
-    assert (found.state, found.over) == ("UNKNOWN", False)
-    assert found.reason == "1 of 4 done, 3 unknown: the controller does not answer"
-
-
-def test_waiting_ends_with_the_last_task(
-    world: World, submitted: Submission, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every task has a time of its own; the wait is over when all are."""
-    monkeypatch.setattr(status_module, "open_backend", lambda *_, **__: world.scheduler)
-    for index in range(4):
-        job = world.scheduler.jobs[f"1_{index}"]
-        job.states = [(0, JobState.RUNNING), (100 * (index + 1), JobState.COMPLETED)]
-    seen: list[str] = []
-    state = wait_until_over(
-        world.store,
-        submitted,
-        sleep=world.clock.sleep,
-        now=world.clock.time,
-        each=lambda state: seen.append(state.reason),
-    )
-    assert (state.state, state.reason) == ("COMPLETED", "4 of 4 done")
-    assert list(dict.fromkeys(seen))[:2] == ["0 of 4 done, 4 running", "1 of 4 done, 3 running"]
-
-
 @pytest.mark.parametrize(
     "fault",
     [Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.BOTH_KILLED, Fault.KILLED_AFTER],
@@ -232,7 +125,7 @@ def test_a_killed_submission_of_an_array_is_one_array(world: World, fault: Fault
     submission = world.prepare(array="0-3")
     world.scheduler.faults = [fault]
     with pytest.raises(Killed):
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+        world.go(submission)
     job_id = resume(
         world.store,
         submission,
@@ -245,17 +138,6 @@ def test_a_killed_submission_of_an_array_is_one_array(world: World, fault: Fault
     assert list(world.scheduler.jobs) == [f"1_{index}" for index in range(4)]
 
 
-def test_a_tasks_claim_names_its_array(world: World) -> None:
-    """A task has an id of its own; the submission's job is the array that sbatch answered with."""
-    submission = world.prepare(array="0-3")
-    submission.mark_started(now=world.clock.now)
-    attempt = world.starts(task(submission, 2), "44")
-    write_text(attempt / "started" / "array_job_id", "42\n")
-    assert settle(world.store, submission, world.scheduler, now=world.clock.now) == Found(
-        "42", "job"
-    )
-
-
 def test_cancelling(world: World, submitted: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
     """One task or all of them; the end is written down at once."""
     for module in (cancel_module, status_module):
@@ -263,7 +145,7 @@ def test_cancelling(world: World, submitted: Submission, monkeypatch: pytest.Mon
     (one,) = cancel(world.store, [task(submitted, 3)])
     assert (one["id"], one["outcome"]) == (f"{submitted.sid}.3", "cancelled job 1_3")
     assert sorted(read_json(submitted.directory / "ends.json")["tasks"]) == ["3"]
-    assert state_of(world, submitted).reason == "0 of 4 done, 3 waiting, 1 cancelled"
+    assert world.state(submitted).reason == "0 of 4 done, 3 waiting, 1 cancelled"
     (again,) = cancel(world.store, [task(submitted, 3)])
     assert again["outcome"] == "is over already (CANCELLED)"
     (rest,) = cancel(world.store, [submitted])
@@ -274,7 +156,7 @@ def test_cancelling(world: World, submitted: Submission, monkeypatch: pytest.Mon
 def test_tasks_for_people(world: World, submitted: Submission) -> None:
     """A row per task, and a line for each that did not end well."""
     world.scheduler.move("1_1", JobState.FAILED, exit_code=3)
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert [row[:3] for row in task_rows(found)][:2] == [
         (f"{submitted.sid}.0", "1_0", "PENDING"),
         (f"{submitted.sid}.1", "1_1", "FAILED"),
@@ -290,8 +172,4 @@ def test_what_a_backend_cannot_run(world: World) -> None:
     with pytest.raises(InputError) as caught:
         world.prepare(backend="local", launcher="srun", mpi="pmix")
     assert caught.value.field == "mpi"
-    world.store = Store(world.root / "back\\slash")
-    with pytest.raises(InputError, match="backslash") as caught:
-        world.prepare(array="0-3")
-    assert caught.value.field == "array"
     assert not world.store.root.exists()

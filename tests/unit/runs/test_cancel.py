@@ -10,7 +10,6 @@ from hpml_orchestrator.records.store import Submission
 from hpml_orchestrator.runs import cancel as cancel_module
 from hpml_orchestrator.runs import status as status_module
 from hpml_orchestrator.runs.cancel import cancel
-from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing import Fault, Killed
 from tests.unit.runs.conftest import World
@@ -28,7 +27,7 @@ def cut_off(world: World, seconds: float) -> Submission:
     world.scheduler.delay_seconds = seconds
     world.scheduler.faults = [Fault.KILLED_DURING]
     with pytest.raises(Killed):
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+        world.go(submission)
     return submission
 
 
@@ -60,7 +59,7 @@ def test_a_run_whose_hpml_is_about_to_call_sbatch_is_waited_for(world: World) ->
     submission = world.prepare()
 
     def sleep(_: float) -> None:
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+        world.go(submission)
 
     (one,), said = cancelled(world, submission, sleep=sleep)
     assert one["outcome"] == "cancelled job 1"
@@ -70,8 +69,7 @@ def test_a_run_whose_hpml_is_about_to_call_sbatch_is_waited_for(world: World) ->
 def test_a_run_that_gets_no_job_in_time_is_not_cancelled(world: World) -> None:
     """The others are, at once; of this one it is said that nothing was cancelled."""
     stuck = cut_off(world, 1000.0)
-    other = world.prepare()
-    submit(other, world.scheduler, environment={}, clock=world.clock.time)
+    other = world.submit()
     began = world.clock.now
     done, _ = cancelled(world, stuck, other, stuck)
     assert [(one["id"], one["job_id"]) for one in done] == [(stuck.sid, ""), (other.sid, "1")]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing.claim import Claim
 from hpml_orchestrator.packing.pack import PackRequest, pack
 from hpml_orchestrator.runs.measure import chosen_targets, measured, tree_bytes
 from hpml_orchestrator.runs.stage_target import NodeRoom
@@ -90,18 +87,6 @@ def test_auto_without_memory_or_room_is_the_disk(tmp_path: Path) -> None:
     assert measured(sized).job.stage[0].target == "local"
 
 
-def test_a_zip_archive_is_measured_by_its_directory(tmp_path: Path) -> None:
-    """What its files take once unpacked, in whole pages; a broken one is refused."""
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("zeros", bytes(3 * 1024**2))
-        archive.writestr("one", b"1")
-    entry = {"name": "a", "source": "a.zip", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "4M"
-    (tmp_path / "a.zip").write_bytes(b"PK")
-    with pytest.raises(InputError, match="is no zip archive"):
-        measured(resolved(tmp_path, [entry]))
-
-
 @pytest.mark.parametrize("kind", ["auto", "pack"])
 def test_a_pack_is_measured_as_the_tree_that_it_becomes(tmp_path: Path, kind: str) -> None:
     """By its index: small files take a page each in RAM, which they do not in the pack."""
@@ -134,21 +119,6 @@ def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
         measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
 
 
-def test_a_compressed_file_that_is_no_archive_is_measured(tmp_path: Path) -> None:
-    """It is copied as it is, so its size is known; so is that of a directory of such a name."""
-    (tmp_path / "words.txt.gz").write_bytes(b"x" * 5000)
-    (tmp_path / "d.tgz").mkdir()
-    for source in ("words.txt.gz", "d.tgz"):
-        entry = {"name": "a", "source": source, "target": "shm"}
-        assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "1M"
-
-
-def test_without_memory_nothing_is_looked_at(tmp_path: Path) -> None:
-    """A source that is not here, or not yet, is no matter then."""
-    before = resolved(tmp_path, [{"name": "a", "source": "/none", "target": "shm"}], memory=None)
-    assert measured(before) is before
-
-
 @pytest.mark.parametrize("name", ["d.tar.gz", "d.tgz", "d.tar.xz", "d.tar.bz2", "d.sfs"])
 def test_the_size_of_a_compressed_archive_has_to_be_said(tmp_path: Path, name: str) -> None:
     """What it unpacks to cannot be seen; kept as a file it can."""
@@ -167,49 +137,3 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
         measured(resolved(tmp_path, [stage]))
     assert caught.value.value == f"{tmp_path}/none"
     assert "give `size`" in caught.value.hint
-
-
-def test_what_is_unpacked_is_measured_as_it_will_lie_there(tmp_path: Path) -> None:
-    """A pack and a tar of small files: each takes a page, whatever it takes in the archive."""
-    (tmp_path / "tree").mkdir()
-    for number in range(2000):
-        (tmp_path / "tree" / f"{number}").write_bytes(b"x")
-    with tarfile.open(tmp_path / "tree.tar", "w") as archive:
-        archive.add(tmp_path / "tree", ".")
-    pack(PackRequest(str(tmp_path / "tree"), str(tmp_path / "pack"), workers=1))
-    sources = [("tree", "auto"), ("tree.tar", "auto"), ("pack", "auto"), ("tree.tar", "tar")]
-    for source, kind in [*sources, ("pack", "pack")]:
-        entry = {"name": "a", "source": source, "kind": kind, "target": "shm"}
-        assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "10M", (source, kind)
-    for source, kind in [("tree.tar", "file"), ("pack", "tree")]:
-        entry = {"name": "a", "source": source, "kind": kind, "target": "shm"}
-        assert measured(resolved(tmp_path, [entry])).job.stage[0].size in {"2M", "3M", "4M"}
-
-
-@pytest.mark.parametrize("name", ["d.tar.zstd", "d.sfs", "d.tar.tzst"])
-def test_every_suffix_that_is_unpacked_counts(tmp_path: Path, name: str) -> None:
-    """Also those that are spelt otherwise: their own size is not what they hold."""
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(InputError, match="must be given for a compressed archive"):
-        measured(resolved(tmp_path, [{"name": "a", "source": name, "target": "shm"}]))
-
-
-def test_an_archive_that_cannot_be_staged_is_refused_at_once(tmp_path: Path) -> None:
-    """By its field; and one whose suffix hides that it is compressed needs a size."""
-    (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 100)
-    entry = {"name": "a", "source": "bad.tar", "target": "shm"}
-    with pytest.raises(InputError, match="stage.0.source: "):
-        measured(resolved(tmp_path, [entry]))
-    (tmp_path / "bad.tar").write_bytes(gzip.compress(b"x" * 2000))
-    with pytest.raises(InputError, match="stage.0.size: must be given"):
-        measured(resolved(tmp_path, [entry]))
-
-
-def test_a_pack_that_is_not_finished_is_not_measured(tmp_path: Path) -> None:
-    """Neither as the tree that it is not, nor as a pack; the entry is named."""
-    (tmp_path / "p").mkdir()
-    Claim(str(tmp_path / "p"), "p").take("/data", None)
-    with pytest.raises(InputError, match="is no finished pack") as caught:
-        measured(resolved(tmp_path, [{"name": "a", "source": "p", "target": "shm"}]))
-    assert (caught.value.field, caught.value.value) == ("stage.0.source", str(tmp_path / "p"))
-    assert "`hpml pack --resume" in caught.value.hint

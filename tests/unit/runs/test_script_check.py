@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.submit import render_job
+from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site import Site

@@ -10,25 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.runs import status as module
 from hpml_orchestrator.runs.status import State, states, wait_until_over
-from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
-from hpml_orchestrator.testing import FakeScheduler, Fault, Killed
+from hpml_orchestrator.testing import Fault, Killed
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
     from tests.unit.runs.conftest import World
-
-
-def state_of(world: World, submission: Submission) -> State:
-    (found,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
-    return found
 
 
 def no_scheduler(name: str, host: str) -> Scheduler:
@@ -38,26 +29,24 @@ def no_scheduler(name: str, host: str) -> Scheduler:
 @pytest.fixture
 def submitted(world: World) -> Submission:
     """A submission whose job waits in the queue."""
-    submission = world.prepare()
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
-    return submission
+    return world.submit()
 
 
 def test_a_job_goes_through_its_states(world: World, submitted: Submission) -> None:
     """What the scheduler says, joined with when it was submitted and started."""
-    waiting = state_of(world, submitted)
+    waiting = world.state(submitted)
     assert (waiting.state, waiting.over, waiting.attempts) == ("PENDING", False, 0)
     assert (waiting.job_id, waiting.name, waiting.backend) == ("1", "probe", "slurm")
     world.clock.sleep(5)
     world.scheduler.move("1", JobState.RUNNING)
     attempt = world.starts(submitted, "1")
-    running = state_of(world, submitted)
+    running = world.state(submitted)
     assert (running.state, running.attempts) == ("RUNNING", 1)
     assert running.started == world.clock.now
     world.clock.sleep(7)
     world.ends(attempt)
     world.scheduler.move("1", JobState.COMPLETED, exit_code=0)
-    over = state_of(world, submitted)
+    over = world.state(submitted)
     assert (over.state, over.over, over.exit_code) == ("COMPLETED", True, 0)
     assert over.ended == world.clock.now
 
@@ -65,7 +54,7 @@ def test_a_job_goes_through_its_states(world: World, submitted: Submission) -> N
 def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submission) -> None:
     """The end is written down with the submission; from then on no scheduler is needed."""
     world.scheduler.move("1", JobState.TIMEOUT)
-    first = state_of(world, submitted)
+    first = world.state(submitted)
     (second,) = states(world.store, [submitted], backends=no_scheduler)
     assert second == first
     assert read_json(submitted.directory / "final.json")["state"] == "TIMEOUT"
@@ -75,8 +64,7 @@ def test_a_scheduler_is_asked_once_for_all(world: World) -> None:
     """Submissions from several login nodes are one question to their one Slurm."""
     made = []
     for host in ("login1", "login1", "login2"):
-        submission = world.prepare()
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+        submission = world.submit()
         record = submission.record()
         write_json(submission.directory / "submit.json", {**record, "host": host})
         made.append(submission)
@@ -93,23 +81,6 @@ def test_a_scheduler_is_asked_once_for_all(world: World) -> None:
     )
     assert [state.job_id for state in found] == ["1", "2", "3", "1"]
     assert len(asked) == 1
-
-
-def test_every_machine_has_a_local_scheduler_of_its_own(world: World) -> None:
-    """Local jobs of two machines are two questions."""
-    opened = []
-    for host in ("a", "b", "a"):
-        submission = world.prepare(backend="local")
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
-        record = submission.record()
-        write_json(submission.directory / "submit.json", {**record, "host": host})
-
-    def backends(name: str, host: str) -> FakeScheduler:
-        opened.append((name, host))
-        return world.scheduler
-
-    states(world.store, world.store.submissions(), backends=backends, now=world.clock.time)
-    assert sorted(opened) == [("local", "a"), ("local", "b")]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +100,7 @@ def test_a_forgotten_job_is_judged_by_its_own_word(
     world.ends(world.starts(submitted, "1"), code, reason, state)
     world.clock.sleep(3600)
     world.scheduler.jobs.clear()
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert (found.state, found.over, found.exit_code) == (state, True, code)
     assert found.reason == f"{reason} (the job's own record)"
     assert found.nodes == found.to_json()["nodes"] == "n[1-2]"
@@ -141,10 +112,10 @@ def test_nodes_of_an_earlier_attempt_are_not_those_of_one_that_waits(
     """One that was requeued has none until it starts again; one that nobody knows had some."""
     world.starts(submitted, "1")
     world.scheduler.jobs["1"].status = replace(world.scheduler.jobs["1"].status, restarts=1)
-    assert state_of(world, submitted).nodes == ""
+    assert world.state(submitted).nodes == ""
     world.scheduler.jobs.clear()
     world.clock.sleep(100)
-    assert (state_of(world, submitted).nodes, state_of(world, submitted).lost) == ("n[1-2]", True)
+    assert (world.state(submitted).nodes, world.state(submitted).lost) == ("n[1-2]", True)
 
 
 def test_an_uncertain_scheduler_yields_to_the_jobs_own_word(
@@ -152,11 +123,11 @@ def test_an_uncertain_scheduler_yields_to_the_jobs_own_word(
 ) -> None:
     """Gone from the queue while accounting is silent: the job itself knows that it ended."""
     world.scheduler.move("1", JobState.UNKNOWN)
-    assert state_of(world, submitted).state == "UNKNOWN"
+    assert world.state(submitted).state == "UNKNOWN"
     attempt = world.starts(submitted, "1")
-    assert not state_of(world, submitted).over
+    assert not world.state(submitted).over
     world.ends(attempt, 0)
-    assert (state_of(world, submitted).state, state_of(world, submitted).over) == (
+    assert (world.state(submitted).state, world.state(submitted).over) == (
         "COMPLETED",
         True,
     )
@@ -165,30 +136,14 @@ def test_an_uncertain_scheduler_yields_to_the_jobs_own_word(
 def test_a_job_that_nobody_knows(world: World, submitted: Submission) -> None:
     """Right after the submission it may still show up; later it is lost, which is said."""
     world.scheduler.jobs.clear()
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert (found.state, found.over, found.lost) == ("UNKNOWN", False, False)
     assert found.reason == "the scheduler does not know it (yet)"
     world.clock.sleep(100)
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert (found.state, found.over, found.lost) == ("UNKNOWN", False, True)
-    assert "did not write down its end" in found.reason
+    assert "did not record its end" in found.reason
     assert not (submitted.directory / "final.json").exists()
-
-
-def test_a_scheduler_that_gives_no_answer(world: World, submitted: Submission) -> None:
-    """The state is unknown and says why; nothing is concluded from the records alone."""
-    world.ends(world.starts(submitted, "1"))
-    world.scheduler.faults = [Fault.UNAVAILABLE]
-    found = state_of(world, submitted)
-    assert (found.state, found.over) == ("UNKNOWN", False)
-    assert found.reason == "the controller does not answer"
-
-
-def test_the_exit_code_is_the_scripts_own(world: World, submitted: Submission) -> None:
-    """Where the scheduler says only FAILED, the script's record has the status."""
-    world.ends(world.starts(submitted, "1"), 42, "failed")
-    world.scheduler.move("1", JobState.FAILED)
-    assert state_of(world, submitted).exit_code == 42
 
 
 @pytest.mark.parametrize("proven", [True, False])
@@ -203,12 +158,12 @@ def test_ranks_that_are_elsewhere_are_the_reason(
         write_json(attempt / "binding" / "n1.proof.json", {"node": "n1", "ranks": ranks})
     world.ends(attempt, 79, "binding")
     world.scheduler.move("1", JobState.FAILED, exit_code=79)
-    state = state_of(world, submitted)
+    state = world.state(submitted)
     assert (state.state, state.exit_code) == ("FAILED", 79)
     assert state.reason == (
         "rank 3 on n1 runs on CPUs 0 (and 1 more)"
         if proven
-        else "ranks did not run where they should: the job's output says which"
+        else "ranks are not bound as planned: the job's output says which"
     )
 
 
@@ -216,47 +171,33 @@ def test_submissions_without_a_job(world: World) -> None:
     """Refused, never submitted, and cut off a moment ago: each has a state of its own."""
     refused = world.prepare()
     refused.record_refusal("no such account", now=1.0)
-    assert (state_of(world, refused).state, state_of(world, refused).over) == ("REFUSED", True)
-    assert state_of(world, refused).reason == "no such account"
+    assert (world.state(refused).state, world.state(refused).over) == ("REFUSED", True)
+    assert world.state(refused).reason == "no such account"
     never = world.prepare()
-    found = state_of(world, never)
+    found = world.state(never)
     assert (found.state, found.reason) == ("SUBMITTING", "hpml is about to call sbatch")
     world.clock.sleep(1000)
-    found = state_of(world, never)
+    found = world.state(never)
     assert (found.state, found.over) == ("NOT SUBMITTED", True)
     assert f"hpml submit --resume {never.sid}" in found.reason
     cut = world.prepare()
     world.scheduler.faults = [Fault.KILLED_DURING]
     with pytest.raises(Killed):
-        submit(cut, world.scheduler, environment={}, clock=world.clock.time)
-    found = state_of(world, cut)
+        world.go(cut)
+    found = world.state(cut)
     assert (found.state, found.over) == ("SUBMITTING", False)
     world.clock.sleep(31)
-    assert state_of(world, cut).state == "PENDING"
+    assert world.state(cut).state == "PENDING"
     job = cut.job()
     assert job is not None
     assert job["job_id"] == "1"
-
-
-def test_a_run_that_cannot_be_read_does_not_hide_the_others(world: World) -> None:
-    """Its attempts may be closed to who asks; a file in their place is as unreadable, for root."""
-    made = [world.prepare(f"p{number}") for number in range(2)]
-    for submission in made:
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
-    (world.store.runs_dir / made[0].sid / "attempts").touch()
-    closed, other = states(
-        world.store, made, backends=lambda *_: world.scheduler, now=world.clock.time
-    )
-    assert (closed.state, closed.over) == ("UNREADABLE", False)
-    assert closed.reason == f"run {made[0].sid}: cannot be read: Not a directory"
-    assert other.state == "PENDING"
 
 
 def test_damaged_records_do_not_hide_the_others(world: World) -> None:
     """A record that is gone, is no JSON, or is newer is told as such; the rest is listed."""
     made = [world.prepare(f"p{number}") for number in range(6)]
     for submission in made[1:]:
-        submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+        world.go(submission)
     write_text(made[0].directory / "submit.json", "{")
     shutil.rmtree(world.store.runs_dir / made[1].sid)
     write_text(made[2].directory / "runs.tsv", "")
@@ -280,14 +221,6 @@ def test_damaged_records_do_not_hide_the_others(world: World) -> None:
         "UNREADABLE",
         "PENDING",
     ]
-
-
-def test_a_state_is_json(world: World, submitted: Submission) -> None:
-    """Programs get every field as plain data, and where the records lie."""
-    told: dict[str, Any] = state_of(world, submitted).to_json()
-    assert told["id"] == submitted.sid
-    assert told["directory"] == str(world.store.runs_dir / submitted.sid)
-    assert {"state", "reason", "job_id", "exit_code", "over", "output"} <= set(told)
 
 
 @pytest.fixture
@@ -329,26 +262,12 @@ def test_waiting_asks_ever_more_rarely(
     assert 110 < len(asked) < 150
 
 
-def test_who_waits_at_the_same_time_asks_at_other_times(
-    world: World, submitted: Submission, wait: Callable[..., State]
-) -> None:
-    """Without a word about it no two waiting commands are in step, nor far off the rhythm."""
-    world.scheduler.jobs["1"].states = [(0, JobState.RUNNING), (300, JobState.COMPLETED)]
-    asked = moments_of_questions(world)
-    assert wait(submitted).state == "COMPLETED"
-    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)][:9]
-    ratios = [gap / plain for gap, plain in zip(gaps, [1, 2, 3, 5, 8, 13, 20, 30, 30], strict=True)]
-    assert all(0.79 < ratio < 1.21 for ratio in ratios)
-    assert len({round(ratio, 6) for ratio in ratios}) > 1
-
-
 @pytest.mark.parametrize(("backend", "at_most_seconds"), [("slurm", 1.01), ("local", 0.21)])
 def test_the_jobs_own_end_is_noticed_at_once(
     world: World, wait: Callable[..., State], backend: str, at_most_seconds: float
 ) -> None:
     """What the job writes as its last act makes the next question come within a second."""
-    submission = world.prepare(backend=backend)
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    submission = world.submit(backend=backend)
     attempt = world.starts(submission, "1")
     world.scheduler.move("1", JobState.RUNNING)
     ended = 0.0
@@ -364,45 +283,6 @@ def test_the_jobs_own_end_is_noticed_at_once(
     assert world.clock.now - ended <= at_most_seconds
 
 
-def test_an_end_during_the_question_is_no_old_news(
-    world: World, submitted: Submission, wait: Callable[..., State]
-) -> None:
-    """The job ends just after the scheduler said that it runs: asked again within a second."""
-    attempt = world.starts(submitted, "1")
-    world.scheduler.move("1", JobState.RUNNING)
-    original, ended = world.scheduler.query, 0.0
-
-    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        nonlocal ended
-        answer = original(job_ids)
-        if world.clock.now > 1_800_000_200 and not ended:
-            ended = world.clock.now
-            world.ends(attempt)
-            world.scheduler.move("1", JobState.COMPLETED)
-        return answer
-
-    world.scheduler.query = query  # type: ignore[method-assign]
-    assert wait(submitted).over
-    assert world.clock.now - ended <= 1.01
-
-
-@pytest.mark.parametrize(("backend", "looks"), [("slurm", (45, 60)), ("local", (290, 310))])
-def test_a_shared_directory_is_looked_at_more_rarely_after_a_while(
-    world: World, wait: Callable[..., State], backend: str, looks: tuple[int, int]
-) -> None:
-    """Of a minute's wait, five looks a second for ten seconds, then one; always five at home."""
-    submission = world.prepare(backend=backend)
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
-    world.scheduler.jobs["1"].states = [(0, JobState.RUNNING), (71, JobState.COMPLETED)]
-    seen: list[float] = []
-    wait(submission, each=lambda _: seen.append(world.clock.now), pauses=PollSchedule(jitter=0))
-    start = seen[0]
-    early = {moment for moment in seen if moment - start < 10}
-    late = {moment for moment in seen if 10 <= moment - start < 70}
-    assert 45 <= len(early) <= 55
-    assert looks[0] <= len(late) <= looks[1]
-
-
 def test_a_lost_job_is_not_waited_for_forever(
     world: World, submitted: Submission, wait: Callable[..., State]
 ) -> None:
@@ -414,32 +294,16 @@ def test_a_lost_job_is_not_waited_for_forever(
     assert world.scheduler.faults == []
 
 
-def test_a_scheduler_that_is_away_is_waited_for(
-    world: World, submitted: Submission, wait: Callable[..., State]
-) -> None:
-    """An hour without an answer is no end."""
-    world.scheduler.jobs["1"].states = [(0, JobState.COMPLETED)]
-
-    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        if world.clock.now < 1_800_003_600:
-            raise SchedulerUnavailable("away")
-        return FakeScheduler.query(world.scheduler, job_ids)
-
-    world.scheduler.query = query  # type: ignore[method-assign]
-    assert wait(submitted).state == "COMPLETED"
-    assert world.clock.now >= 1_800_003_600
-
-
 @pytest.mark.parametrize("word", [JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL])
 def test_an_end_that_may_be_followed_by_a_requeue_is_not_final_at_once(
     world: World, submitted: Submission, word: JobState
 ) -> None:
     """A preempted job is waited for a while: it may be on its way back into the queue."""
     world.scheduler.move("1", word)
-    found = state_of(world, submitted)
+    found = world.state(submitted)
     assert (found.state, found.over, found.reason) == (word.value, False, "it may be requeued")
     world.scheduler.move("1", JobState.PENDING)
-    assert state_of(world, submitted).state == "PENDING"
+    assert world.state(submitted).state == "PENDING"
     world.scheduler.move("1", word)
     world.clock.sleep(200)
-    assert state_of(world, submitted).over
+    assert world.state(submitted).over

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,15 +16,11 @@ from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.attempts import attempt_reports
 from hpml_orchestrator.runs.show import summary_lines
-from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.submit import submit
-from hpml_orchestrator.runs.summary import Summary, Timeline, phases, summarise
-from hpml_orchestrator.runs.texts import seconds_text
+from hpml_orchestrator.runs.summary import Timeline, phases, summarise
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
-    from hpml_orchestrator.runs.status import State
     from tests.unit.runs.conftest import World
 
 NAMES = "queue start-up staging launch running rendezvous warm-up training end".split()
@@ -97,32 +92,6 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
     ]
 
 
-def test_what_was_not_recorded_joins_the_next() -> None:
-    """A command that reports nothing of itself still has its time."""
-    events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(Timeline(events), ended=30)
-    assert [(one.name, one.seconds) for one in found] == [
-        ("start-up", 2),
-        ("staging", 0),
-        ("launch", 18),
-        ("end", 0),
-    ]
-
-
-def test_a_program_that_reports_nothing_runs() -> None:
-    """From when its last rank began to when the script ended; the rest is the scheduler's."""
-    events = [Event(10, "started", "batch"), Event(12, "ready", "n1")]
-    found = phases(Timeline(events), bound=[13, 14], left=60, ended=61)
-    assert [(one.name, one.seconds) for one in found] == [
-        ("start-up", 2),
-        ("staging", 0),
-        ("launch", 2),
-        ("running", 46),
-        ("end", 1),
-    ]
-    assert phases(Timeline(events), bound=[13, 14])[-1].name == "launch", "nothing is known of now"
-
-
 @pytest.mark.parametrize(
     ("reached", "stretch"),
     [
@@ -141,18 +110,6 @@ def test_a_run_that_stops_on_its_way_spends_its_time_there(reached: str, stretch
     found = {one.name: one.seconds for one in phases(Timeline(events), left=100, ended=101)}
     assert found[stretch] >= 100 - 10 - len(steps)
     assert found["end"] == 1
-
-
-def test_the_training_lasts_to_its_last_step_or_result() -> None:
-    """Whichever is later; the warm-up ends with the first counters."""
-    events = [
-        Event(10, "warm-up", "n1", 0),
-        Event(12, "step", "n1", 0),
-        Event(15, "evaluation", "n1", 0, {"final": True}),
-        Event(16, "step", "n1", 0),
-    ]
-    found = phases(Timeline(events), queued=0)
-    assert [(one.name, one.seconds) for one in found][-2:] == [("warm-up", 2), ("training", 4)]
 
 
 def trained(world: World, submission: Submission) -> None:
@@ -180,18 +137,10 @@ def trained(world: World, submission: Submission) -> None:
     world.scheduler.move("1", JobState.COMPLETED)
 
 
-def state_of(world: World, submission: Submission) -> State:
-    (state,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
-    return state
-
-
 @pytest.fixture
 def submitted(world: World) -> Submission:
     """A submission with a job."""
-    submission = world.prepare()
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    submission = world.submit()
     world.clock.sleep(5)
     return submission
 
@@ -199,7 +148,7 @@ def submitted(world: World) -> Submission:
 def test_a_run_in_figures(world: World, submitted: Submission) -> None:
     """Staging of all nodes together, the ranks' waiting as a ratio of sums, the result."""
     trained(world, submitted)
-    summary = summarise(state_of(world, submitted))
+    summary = summarise(world.state(submitted))
     assert (summary.staged_bytes, summary.staged_files) == (2000, 4)
     assert (summary.staging_seconds, summary.nodes, summary.ranks) == (2.5, 2, 2)
     assert summary.world_size == 4  # two of them were not heard of
@@ -219,9 +168,9 @@ def test_samples_per_second_from_the_counters(world: World, submitted: Submissio
             world.event(attempt, "step", rank, samples_total=samples)
         world.clock.sleep(4)
     world.event(attempt, "evaluation", 0, final=True, weight=3.0)
-    assert summarise(state_of(world, submitted)).samples_per_second == pytest.approx(2000 / 8)
+    assert summarise(world.state(submitted)).samples_per_second == pytest.approx(2000 / 8)
     world.event(attempt, "evaluation", 0, final=True, samples_per_second=None)
-    assert summarise(state_of(world, submitted)).samples_per_second is None
+    assert summarise(world.state(submitted)).samples_per_second is None
 
 
 STEP = Event(9.0, "step", "n1", 0, {"samples_total": 7}).to_json() + "\n"
@@ -259,47 +208,6 @@ def test_the_milestones_tell_all(world: World, submitted: Submission, end: str) 
     assert len([event for event in found if event.event == "step"]) <= 2 * 4 * 2
 
 
-def test_the_size_of_a_record_takes_no_memory(world: World, submitted: Submission) -> None:
-    """Of an hour of 16 ranks that was not thinned, as hpml 0.1 wrote it, little is held at once."""
-    directory = world.starts(submitted, "1")
-    lines = [
-        Event(second, "step", "n1", rank, {"samples_total": 100 * second, "loss": 0.5}).to_json()
-        for second in range(3600)
-        for rank in range(16)
-    ]
-    path = directory / "events" / "n1.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    del lines
-    state = state_of(world, submitted)
-    tracemalloc.start()
-    try:
-        summary = summarise(state)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert summary.samples_per_second == pytest.approx(1600)
-    assert most < 1e6 < path.stat().st_size / 5
-
-
-def test_when_a_job_started_is_read_in_its_first_lines(world: World, submitted: Submission) -> None:
-    """The script's own events tell it: those of the nodes need not even be readable."""
-    directory = world.starts(submitted, "1")
-    started = world.clock.now
-    (directory / "events" / "a1.jsonl").mkdir()
-    world.scheduler.jobs.clear()
-    assert state_of(world, submitted).started == started
-
-
-def test_one_count_tells_no_rate(world: World, submitted: Submission) -> None:
-    """No rate is made of a single moment, nor of a counter that began anew."""
-    attempt = world.starts(submitted, "1")
-    world.event(attempt, "step", 0, samples_total=100)
-    assert summarise(state_of(world, submitted)).samples_per_second is None
-    world.clock.sleep(1)
-    world.event(attempt, "step", 0, samples_total=10)
-    assert summarise(state_of(world, submitted)).samples_per_second is None
-
-
 @pytest.mark.parametrize("says_so", [True, False])
 def test_the_phases_reach_the_schedulers_end(
     world: World, submitted: Submission, says_so: bool
@@ -312,7 +220,7 @@ def test_the_phases_reach_the_schedulers_end(
         world.ends(attempt, 143, "time limit")
     world.clock.sleep(30)
     world.scheduler.move("1", JobState.TIMEOUT)
-    found = summarise(state_of(world, submitted)).phases
+    found = summarise(world.state(submitted)).phases
     assert (found[-1].name, found[-1].seconds) == ("end", 30 if says_so else 0)
     assert (found[-2].name, found[-2].seconds) == ("start-up", 60 if says_so else 90)
     assert sum(one.seconds for one in found) == 95
@@ -321,7 +229,7 @@ def test_the_phases_reach_the_schedulers_end(
 def test_a_run_in_words(world: World, submitted: Submission) -> None:
     """Each line has a name and says what matters."""
     trained(world, submitted)
-    state = state_of(world, submitted)
+    state = world.state(submitted)
     lines = dict(summary_lines(state, summarise(state)))
     assert lines["run"] == f"{submitted.sid}  COMPLETED"
     assert lines["job"] == "1 (slurm) on n[1-2], 2 of 4 ranks"
@@ -333,41 +241,13 @@ def test_a_run_in_words(world: World, submitted: Submission) -> None:
     assert lines["record"] == str(state.run.directory)
 
 
-def test_what_a_rank_reports_need_not_be_figures(world: World, submitted: Submission) -> None:
-    """Text, nothing and not-a-number where a figure should be do not break the summary."""
-    attempt = world.starts(submitted, "1")
-    world.event(attempt, "ready", bytes="many", files=None, seconds=float("nan"))
-    world.event(attempt, "step", 0, data_wait_seconds_total="x", step_seconds_total=[1])
-    world.event(attempt, "evaluation", 0, final=True, test_accuracy="good")
-    summary = summarise(state_of(world, submitted))
-    assert (summary.staged_bytes, summary.data_wait_ratio) == (0, None)
-    assert summary_lines(state_of(world, submitted), summary)
-
-
-def test_a_run_that_never_started(world: World, submitted: Submission) -> None:
-    """Nothing was recorded: the summary is empty, and its lines still say what and where."""
-    state = state_of(world, submitted)
-    assert summarise(state) == Summary()
-    assert [name for name, _ in summary_lines(state, Summary())] == ["run", "job", "record"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.9, "59 s"), (60, "1:00"), (3725, "1:02:05"), (90_061, "1 d 1:01:01")],
-)
-def test_durations_in_words(seconds: float, text: str) -> None:
-    """As people write them."""
-    assert seconds_text(seconds) == text
-
-
 def test_a_requeued_run_says_how_each_attempt_ended(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When, where and why; one that left no record of its end was alive at its newest event."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    submission = world.prepare()
-    submit(submission, world.scheduler, environment={}, clock=world.clock.time)
+    submission = world.submit()
     told = []
     for number, reason in enumerate(["preempted", "", "failed"]):
         attempt = world.starts(submission, "1", number)
@@ -392,9 +272,7 @@ def test_a_requeued_run_says_how_each_attempt_ended(
         [zero, one, "2: running since 2027-01-15 10:06:10 on n[1-2]"],
         [zero, one, two],
     ]
-    (state,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
+    state = world.state(submission)
     first = attempt_reports(state)[0].to_json()
     assert (first["number"], first["reason"], first["nodes"]) == (0, "preempted", "n[1-2]")
     assert first["ended"] - first["started"] == 3725
@@ -402,9 +280,7 @@ def test_a_requeued_run_says_how_each_attempt_ended(
 
 def _attempts_told(world: World, submission: Submission) -> list[str]:
     """What the summary says of attempts; without requeues nothing."""
-    (state,) = states(
-        world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
+    state = world.state(submission)
     lines = summary_lines(state, summarise(state))
     names = [name for name, _ in lines]
     if "attempts" not in names:

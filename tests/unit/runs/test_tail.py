@@ -22,15 +22,6 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     assert tail.read() == b"o\n"
 
 
-def test_much_is_read_in_pieces(tmp_path: Path) -> None:
-    """At most 1 MiB at a time; to the end it is all of it."""
-    path = tmp_path / "log"
-    path.write_bytes(b"x" * 2_500_000)
-    tail = Tail(path)
-    assert len(tail.read()) == 1 << 20
-    assert len(tail.read_to_end(sleep=lambda _: None)) == 2_500_000 - (1 << 20)
-
-
 def test_the_last_writes_may_be_late(tmp_path: Path) -> None:
     """What comes within the moment of settling belongs to the end."""
     path = tmp_path / "log"

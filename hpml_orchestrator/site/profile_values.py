@@ -1,4 +1,4 @@
-"""Values of a site profile from those of Slurm: what the profile's model takes, and what not."""
+"""Values of a site profile made from Slurm's, as far as the profile's model accepts them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.cluster import Gres
 
-__all__ = ["count", "duration", "fits", "gpus", "memory", "names", "release", "shorten"]
+__all__ = ["count", "duration", "first_few", "fits", "gpus", "memory", "names", "release"]
 
-MAX_COUNT = 10_000_000
+_MAX_COUNT = 10_000_000
 _MAX_MIB = 1024**3
 _MAX_SECONDS = 3_650 * 86_400
+_MAX_GPUS = 9999
 _SHOWN = 8
 
 
@@ -29,51 +30,48 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
 
 
 def fits(kind: str, value: str) -> bool:
-    """Whether a text is one of `hpml_orchestrator.spec.text`, such as `PlainWord`."""
+    """Whether a text is of a type of `hpml_orchestrator.spec.text`, such as `PlainWord`."""
     try:
         _adapter(kind).validate_python(value)
-    except ValidationError:
+        value.encode("utf-8")
+    except (UnicodeEncodeError, ValidationError):
         return False
     return True
 
 
 def count(number: int | None) -> int | None:
-    """A number that a profile takes; None for none, and for what no profile can say."""
-    return number if number is not None and 0 <= number <= MAX_COUNT else None
+    """Return a number that a profile accepts, else None."""
+    return number if number is not None and 0 <= number <= _MAX_COUNT else None
 
 
 def memory(mebibytes: int | None) -> str | None:
-    """Memory in the largest unit that is exact.
-
-    >>> memory(512 * 1024), memory(64000), memory(0)
-    ('512G', '64000M', None)
-    """
+    """Return an amount of memory, such as `512G`; None for zero and what no node has."""
     if mebibytes is None or not 0 < mebibytes <= _MAX_MIB:
         return None
-    return f"{mebibytes // 1024}G" if mebibytes % 1024 == 0 else f"{mebibytes}M"
+    return values.size_text(mebibytes)
 
 
 def duration(seconds: int | None) -> str | None:
-    """A time limit; `unlimited` for none and for more than ten years, None for zero."""
+    """Return a time limit; `unlimited` for none and for more than ten years, None for zero."""
     if seconds is None or seconds > _MAX_SECONDS:
         return "unlimited"
     return values.format_time(seconds) if seconds > 0 else None
 
 
 def gpus(listed: Sequence[Gres]) -> tuple[str, bool]:
-    """GPUs as a job file names them, and whether their types could be kept."""
+    """Return GPUs as a job file names them, and whether their types could be kept."""
     totals: dict[str, int] = {}
-    for one in listed:
-        totals[one.kind] = totals.get(one.kind, 0) + one.count
+    for gres in listed:
+        totals[gres.kind] = totals.get(gres.kind, 0) + gres.count
     typed = ",".join(f"{kind}:{number}" if kind else str(number) for kind, number in totals.items())
     try:
         return str(values.parse_gpus(typed)), True
     except ValueError:
-        return str(min(sum(totals.values()), 9999)), False
+        return str(min(sum(totals.values()), _MAX_GPUS)), False
 
 
 def names(listed: Iterable[str], kind: str = "PlainWord") -> tuple[list[str], list[str]]:
-    """Divide names into those that a profile can hold and the others."""
+    """Return the names that a profile can hold, and the others."""
     good: list[str] = []
     bad: list[str] = []
     for name in listed:
@@ -82,7 +80,7 @@ def names(listed: Iterable[str], kind: str = "PlainWord") -> tuple[list[str], li
 
 
 def release(version: Sequence[int]) -> str:
-    """Slurm's version as Slurm writes it.
+    """Return Slurm's version as Slurm writes it.
 
     >>> release((22, 5, 8))
     '22.05.8'
@@ -92,10 +90,10 @@ def release(version: Sequence[int]) -> str:
     )
 
 
-def shorten(listed: Sequence[str], most: int = _SHOWN) -> str:
-    """Names for a sentence, the first few of many.
+def first_few(listed: Sequence[str], most: int = _SHOWN) -> str:
+    """Return the first few of many names.
 
-    >>> shorten(["a", "b", "c"], 2)
+    >>> first_few(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     more = f" and {len(listed) - most} more" if len(listed) > most else ""

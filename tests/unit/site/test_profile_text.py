@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Gres, Limits, Node, Partition
-from hpml_orchestrator.site import Surroundings, group_nodes, profile_text
 from hpml_orchestrator.site.look import Interface, Look, Place
+from hpml_orchestrator.site.nodes import group_nodes
+from hpml_orchestrator.site.profile_text import Origin, profile_text
 from hpml_orchestrator.spec.site import Site
-from tests.unit.site.init.conftest import IDLE, loaded, uncommented
+from tests.unit.site.clusters import IDLE, loaded, uncommented
 
 ODD = st.one_of(
     st.sampled_from(
@@ -101,7 +102,6 @@ LOOKS = st.builds(
         max_size=3,
     ).map(tuple),
     interfaces=st.lists(st.builds(Interface, ODD, WHOLE, st.booleans(), st.booleans())).map(tuple),
-    infiniband=NAMES,
     modules=st.none() | NAMES,
 )
 
@@ -111,12 +111,21 @@ LOOKS = st.builds(
 def test_whatever_slurm_says_becomes_a_profile(cluster: Cluster, look: Look, odd: str) -> None:
     """Odd names, quotes, unicode and absurd numbers never make a file that hpml does not read."""
     looks = {group.name: look for group in group_nodes(cluster)}
-    for around in (Surroundings(odd, odd, odd, look), Surroundings(looks=looks)):
+    for around in (Origin(odd, odd, odd), Origin(looks=looks)):
         text = profile_text(cluster, around)
         text.encode("utf-8")
         loaded(text)
         Site.model_validate(uncommented(text))
     assert profile_text(cluster) == profile_text(cluster)
+
+
+def test_a_real_cluster_is_described_completely(captured: Cluster) -> None:
+    """Every partition with its nodes' kinds, and every node of Slurm 22.05.8's own answers."""
+    site = loaded(profile_text(captured))
+    assert set(site.partitions) == {partition.name for partition in captured.partitions}
+    assert sum(kind.count or 0 for kind in site.node_types.values()) == len(captured.nodes)
+    for partition in captured.partitions:
+        assert bool(site.partitions[partition.name].node_types) == bool(partition.nodes)
 
 
 def test_a_partition_tells_its_limits(small: Cluster) -> None:
@@ -135,15 +144,6 @@ def test_a_partition_tells_its_limits(small: Cluster) -> None:
         "accounts": ["physics"],
         "qos": ["normal", "long"],
     }
-
-
-def test_a_partition_that_starts_nothing_says_so(small: Cluster) -> None:
-    """The state is a remark: it was so when the profile was written."""
-    text = profile_text(small)
-    assert "# DRAIN when this was written: takes no new jobs." in text
-    everything = loaded(text).partitions["all"]
-    assert (everything.max_time, everything.exclusive) == ("unlimited", True)
-    assert everything.node_types == ["a100x4", "cpu"]
 
 
 def test_nodes_are_grouped_by_equal_hardware(small: Cluster) -> None:
@@ -196,7 +196,7 @@ def test_a_big_cluster_is_quick_and_readable(big: Cluster) -> None:
     assert (len(site.partitions), len(site.node_types)) == (60, 40)
     assert sum(kind.count or 0 for kind in site.node_types.values()) == 10_000
     assert all(kind.features == ["ib"] for kind in site.node_types.values())
-    assert "# Uneven: some have more features, 250 in all." in text
+    assert "# Nodes differ in features: these are the least values." in text
     assert text.count("\n") < 1_500
     assert max(map(len, text.split("\n"))) < 1_100  # a node list is one value, and long
 
@@ -216,30 +216,12 @@ def test_an_account_is_set_where_only_one_can_be_meant(
     small: Cluster, accounts: tuple[Association, ...] | None, expected: str | None
 ) -> None:
     """One account and no default of Slurm's: that one; else the choice is the user's."""
-    site = loaded(profile_text(replace(small, associations=accounts)))
+    linear = replace(small.limits, whole_nodes=True)
+    first = replace(small, associations=accounts, partitions=small.partitions[:1], limits=linear)
+    site = loaded(profile_text(first))
     assert site.defaults["resources"].get("account") == expected
-
-
-def test_a_partition_is_set_where_it_is_the_only_one(small: Cluster) -> None:
-    """Slurm has no default and one partition: jobs go there."""
-    first = small.partitions[0]
-
-    def default(*partitions: Partition) -> object:
-        site = loaded(profile_text(replace(small, partitions=partitions)))
-        return site.defaults["resources"].get("partition")
-
-    assert default(first) == "gpu"
-    assert default(replace(first, default=True)) is None
-    assert default(*small.partitions) is None
-
-
-def test_facts_make_rules_for_directives(small: Cluster) -> None:
-    """select/linear knows GPUs by --gres alone; memory that is not counted is told of."""
-    linear = replace(small, limits=replace(small.limits, whole_nodes=True, memory_consumable=False))
-    text = profile_text(linear)
-    assert loaded(text).directives["gpus-per-node"].rename == "--gres=gpu:{item}"
-    assert "--mem is taken and not enforced" in text
-    assert loaded(profile_text(small)).directives == {}
+    assert site.defaults["resources"]["partition"] == "gpu"  # the only one, and no default
+    assert site.directives["gpus-per-node"].rename == "--gres=gpu:{item}"
 
 
 def test_scratch_is_slurms_directory_where_it_has_one(small: Cluster) -> None:
@@ -252,16 +234,6 @@ def test_scratch_is_slurms_directory_where_it_has_one(small: Cluster) -> None:
     assert scratch("/local/scratch") == "/local/scratch"
     assert scratch("/tmp") is None
     assert scratch("/local/%h") is None
-
-
-def test_the_login_node_is_not_taken_for_the_nodes(small: Cluster) -> None:
-    """What a look at the login node found is proposed, not set."""
-    here = Look("login", interfaces=(Interface("eno1", 1000, False, True),), modules=("gcc/12",))
-    text = profile_text(small, Surroundings(here=here))
-    site = loaded(text)
-    assert (site.interfaces, site.modules) == ([], [])
-    assert '#interfaces = ["eno1"]  # the login node\'s' in text
-    assert '#modules = ["gcc/12"]  # The login node has 1.' in text
 
 
 def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
@@ -277,10 +249,9 @@ def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
             Interface("ib0", 200_000, True, True),
             Interface("eno1", 1_000, False, True),
         ),
-        infiniband=("mlx5_0: ACTIVE, 200 Gb/sec (4X HDR)",),
         modules=("cuda/12.4",),
     )
-    around = Surroundings(
+    around = Origin(
         looks={"a100x4": look, "cpu": "no node of this kind was idle"},
         topologies={"a100x4": "topology/a100x4.xml"},
     )
@@ -290,14 +261,13 @@ def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
     assert (kind.scratch, kind.interfaces) == ("$LOCAL_SCRATCH", ["ib0"])
     assert kind.topology == "topology/a100x4.xml"
     assert site.modules == ["cuda/12.4"]
-    assert "# Not looked at: no node of this kind was idle." in text
+    assert "# Not probed: no node of this kind was idle." in text
     assert re.search(
         r"^#   srun -N1 -n1 --exclusive -p \S+ -w \S+ hpml topo --json > cpu\.json\n"
         r'# topology = "cpu\.json"$',
         text,
         re.MULTILINE,
     ), "how to have one without lstopo"
-    assert "from Slurm 22.05.8" in text
-    assert "- ib0: IP over InfiniBand, 200 Gbit/s" in text
-    assert "a look at 1 of 2 kinds of nodes" in " ".join(text.replace("\n#", "").split())
+    assert "- ib0: 200 Gbit/s, IP over InfiniBand" in text
+    assert "a probe of 1 of 2 kinds of nodes" in " ".join(text.replace("\n#", "").split())
     assert tomllib.loads(text)["node_types"]["cpu"].keys().isdisjoint({"scratch", "interfaces"})

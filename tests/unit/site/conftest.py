@@ -1,32 +1,13 @@
-"""Clusters to write profiles of: a small one, and a big one of many kinds."""
+"""Clusters to write profiles of: a small one, a big one of many kinds, and a real one."""
 
 from __future__ import annotations
-
-import re
-import tomllib
-from typing import Any
 
 import pytest
 
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Gres, Limits, Node, Partition
-from hpml_orchestrator.spec.site import Site
-
-A100 = (Gres("gpu", "a100", 4),)
-IDLE = frozenset({"IDLE"})
-
-
-def loaded(text: str) -> Site:
-    """The profile as hpml reads it."""
-    return Site.model_validate(tomllib.loads(text))
-
-
-def uncommented(text: str) -> dict[str, Any]:
-    """The profile with every proposed setting taken."""
-    return tomllib.loads(re.sub(r"(?m)^#(?=[^ \n#])", "", text))
-
-
-def nodes_of(nodes: list[Node], partition: str) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes if partition in node.partitions)
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
+from hpml_orchestrator.testing import FakeRunner
+from tests.unit.site.clusters import A100, IDLE, nodes_of, slurm_answers
 
 
 @pytest.fixture
@@ -103,3 +84,9 @@ def big() -> Cluster:
         ),
         nodes=tuple(nodes),
     )
+
+
+@pytest.fixture
+def captured() -> Cluster:
+    """A real cluster of Slurm 22.05.8."""
+    return read_cluster(FakeRunner(slurm_answers()), user="ada", groups=["users"])

@@ -1,0 +1,56 @@
+"""Times and sizes as people read them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+__all__ = ["clock_text", "exact_bytes", "human_bytes", "seconds_text"]
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+_KIBI = 1024
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration as people read it.
+
+    >>> seconds_text(3725), seconds_text(4)
+    ('1:02:05', '4 s')
+    """
+    whole = int(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    days, rest = divmod(whole, _DAY)
+    hours, rest = divmod(rest, _HOUR)
+    minutes, rest = divmod(rest, _MINUTE)
+    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
+    return f"{days} d {clock}" if days else clock
+
+
+def clock_text(seconds: float) -> str:
+    """Return a moment, in seconds since the epoch, as local date and time."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def human_bytes(count: float) -> str:
+    """Return a size, or a rate per second, in the unit that fits it.
+
+    >>> human_bytes(1536), human_bytes(99.6)
+    ('1.5 KiB', '100 bytes')
+    """
+    if count < _KIBI:
+        return f"{count:.0f} bytes"
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= _KIBI
+        if size < _KIBI:
+            return f"{size:.1f} {unit}"
+    return f"{size / _KIBI:.1f} PiB"
+
+
+def exact_bytes(count: int) -> str:
+    """Return a size in the unit that fits it, and in bytes.
+
+    >>> exact_bytes(1536), exact_bytes(12)
+    ('1.5 KiB (1536 bytes)', '12 bytes')
+    """
+    return f"{human_bytes(count)} ({count} bytes)" if count >= _KIBI else human_bytes(count)

@@ -1,0 +1,199 @@
+"""Complete and render a job, and write its submission down before anything is submitted."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.owner import this_owner
+from hpml_orchestrator.records.provenance import collect
+from hpml_orchestrator.records.targets import default_directory, sweep
+from hpml_orchestrator.runs.backend import check_backend
+from hpml_orchestrator.runs.snapshot import Snapshot, find
+from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.local.resources import memory_mb
+from hpml_orchestrator.script import Capabilities, archive, render
+from hpml_orchestrator.script.code import CODE_DIRECTORY
+from hpml_orchestrator.script.render import directives
+from hpml_orchestrator.script.site_rules import leaves_out
+from hpml_orchestrator.site.profile import topologies_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.spec import ResolvedJob
+    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
+
+__all__ = ["Rendered", "explained", "prepare", "render_job"]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A job and its script, ready to be submitted or printed.
+
+    Attributes:
+        resolved: the complete job.
+        script: the text of its script.
+        site: the site profile that it is for, if any.
+        snapshot: the repository to take a snapshot of at submission, if any.
+        topologies: of the site profile's node types that it may land on, by the type's name.
+        targets: why each `target: auto` became what it is, by the name of its entry.
+    """
+
+    resolved: ResolvedJob
+    script: str
+    site: ResolvedSite | None = None
+    snapshot: Snapshot | None = None
+    topologies: Mapping[str, Topology] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
+
+
+def render_job(
+    resolved: ResolvedJob,
+    capabilities: Capabilities | None = None,
+    *,
+    site: ResolvedSite | None = None,
+    here: bool = False,
+) -> Rendered:
+    """Complete a job with what must be measured and render its script.
+
+    Args:
+        resolved: the job.
+        capabilities: what this installation can do; looked for when left out.
+        site: the site profile, if there is one.
+        here: whether it runs on this machine, which the profile's topologies do not describe.
+
+    Raises:
+        InputError: the job cannot be rendered, or its `environment.setup` or the user's own
+            templates make a script that cannot run.
+    """
+    targets: dict[str, str] = {}
+    if resolved.job.stage:  # most jobs stage nothing, and need none of this
+        from hpml_orchestrator.runs.measure import chosen_targets, measured  # noqa: PLC0415
+        from hpml_orchestrator.runs.stage_target import NodeRoom, room_of_site  # noqa: PLC0415
+
+        room = (
+            NodeRoom(memory_mb() or None)
+            if here
+            else room_of_site(resolved.job, site.site if site else None)
+        )
+        resolved = measured(resolved, room)
+        targets = chosen_targets(resolved)
+    job = resolved.job
+    if job.environment.setup:
+        from hpml_orchestrator.runs.script_check import check_setup  # noqa: PLC0415 - few have it
+
+        check_setup(job.environment.setup, resolved.origins["environment.setup"])
+    snapshot = find(job) if job.snapshot else None
+    topologies = {} if here else topologies_of(job, site)
+    script = render(
+        job,
+        capabilities or Capabilities(),
+        site,
+        snapshot=snapshot.paths if snapshot else None,
+        topologies=topologies,
+        targets=targets,
+    )
+    if site is not None and site.site.templates:
+        from hpml_orchestrator.runs.script_check import check_script  # noqa: PLC0415 - few have it
+
+        check_script(script, directives(job, site), site.site.templates)
+    return Rendered(resolved, script, site, snapshot, topologies, targets)
+
+
+def prepare(
+    store: Store,
+    rendered: Rendered,
+    *,
+    backend: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    after: Sequence[Mapping[str, str]] = (),
+    now: float | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> Submission:
+    """Write a submission and its runs completely; nothing is submitted yet.
+
+    Args:
+        store: where records live.
+        rendered: the job and its script.
+        backend: name of the scheduler that it is for.
+        argv: the command line, for the record.
+        environment: of the submitting process.
+        after: the runs that it waits for, as `after.outstanding` returns them.
+        now: seconds since the epoch; the clock when left out.
+        notice: takes a line to show when the snapshot is large.
+
+    Raises:
+        InputError: that scheduler cannot run such a job, or the snapshot cannot be taken.
+        RecordError: the records cannot be written. Either way nothing is left behind.
+    """
+    job = rendered.resolved.job
+    check_backend(job, backend)
+    moment = time.time() if now is None else now
+    provenance, diff = collect(job.workdir, argv=argv, environment=environment)
+    sid = new_id(job.name, now=moment)
+    resolved = job.model_dump(mode="json")
+    plan: dict[str, Any] = {"name": job.name, "created": moment}
+    if job.tasks is None:
+        runs = {0: {**plan, "job": resolved, "provenance": provenance}}
+    else:  # what all tasks share is kept once, in submit.json
+        runs = dict.fromkeys(job.tasks.indices, plan)
+
+    def take_snapshot(directory: Path) -> None:
+        # Called before the records are written that hold the provenance.
+        if rendered.snapshot is not None:
+            code = directory / CODE_DIRECTORY
+            taken = rendered.snapshot.take(code, leave_out=store.places, notice=notice)
+            dirty = (provenance["git"] or {"dirty": taken["files"] > 0})["dirty"]
+            provenance["snapshot"] = {"top": rendered.snapshot.top, "dirty": dirty, **taken}
+
+    site = rendered.site
+    no_comment = leaves_out(site.site.directives if site else {}, "comment")
+    submission = store.prepare(
+        sid,
+        script=rendered.script,
+        archive=archive.build(),
+        submit={
+            "name": job.name,
+            "created": moment,
+            "backend": backend,
+            "host": socket.gethostname(),
+            "submitter": asdict(this_owner(sid)),
+            "comment": "" if no_comment else f"hpml:{sid}",
+            "output": str(store.runs_dir / sid / "output.log"),
+            "environment_names": sorted(travelling(environment, job.environment.inherit)),
+            "job_file": str(rendered.resolved.source),
+            "after": list(after),
+            "site": [str(path) for path in site.sources] if site else [],
+            "job": resolved,
+            "provenance": provenance,
+        },
+        runs=runs,
+        array=job.tasks is not None,
+        fill=take_snapshot,
+    )
+    if diff:
+        write_text(submission.directory / "dirty.diff", diff)
+    if job.monitor.enabled:
+        sweep(Path(job.monitor.targets or default_directory(store.root)))
+    return submission
+
+
+def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
+    """Return field, value and origin of every value of a job, in the order of the model."""
+    whole = resolved.job.model_dump()
+    rows = []
+    for name, origin in resolved.origins.items():
+        value: Any = whole
+        for part in name.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        rows.append((name, value, origin))
+    return rows

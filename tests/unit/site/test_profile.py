@@ -1,0 +1,166 @@
+"""Which profile counts: its directories on this node, and the topologies of its node types."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.check.job import check_job
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.runs.prepare import render_job
+from hpml_orchestrator.scheduler.command import Completed
+from hpml_orchestrator.site.profile import node_paths, topologies_of
+from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
+from hpml_orchestrator.testing import FakeRunner
+from hpml_orchestrator.topology.record import topology_json
+from tests.unit.placement.machines import milan
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.check.finding import Finding
+
+PATHS = """
+[paths]
+ram = "/ram"
+scratch = "$LOCAL_SCRATCH/stage"
+[staging]
+opens_per_second = 500
+opens_per_second_per_job = 800
+[partitions.gpu]
+node_types = ["big"]
+[node_types.big]
+scratch = "/nvme"
+"""
+
+
+@pytest.mark.parametrize(
+    ("profile", "environment", "paths"),
+    [
+        ("none", {}, ("/dev/shm", "/tmp", 0, 0, 1)),
+        ("none", {"TMPDIR": "/t"}, ("/dev/shm", "/t", 0, 0, 1)),
+        ("none", {"TMPDIR": "/t", "SLURM_TMPDIR": "/s"}, ("/dev/shm", "/s", 0, 0, 1)),
+        ("", {"TMPDIR": "/t"}, ("/ram", "", 500, 800, 1)),
+        ("", {"LOCAL_SCRATCH": "/l/7", "SLURM_NNODES": "4"}, ("/ram", "/l/7/stage", 500, 800, 4)),
+        ("", {"SLURM_JOB_PARTITION": "gpu"}, ("/ram", "/nvme", 500, 800, 1)),
+    ],
+)
+def test_the_directories_of_this_node(
+    tmp_path: Path, profile: str, environment: dict[str, str], paths: tuple[object, ...]
+) -> None:
+    """Those of the project's profile with the job's variables, else the usual ones."""
+    (tmp_path / "hpml.toml").write_text(PATHS, encoding="utf-8")
+    environment = {"HOME": str(tmp_path), **environment}
+    assert node_paths(tmp_path, environment, chosen=profile) == paths
+    with pytest.raises(NotFoundError):
+        node_paths(tmp_path, environment, chosen=str(tmp_path / "none.toml"))
+
+
+PROFILE = (
+    '[partitions.gpu]\nnode_types = ["big"]\n[partitions.old]\nnode_types = ["old"]\n'
+    '[node_types.big]\ntopology = "big.json"\n[node_types.old]\ntopology = "old.xml"\n'
+)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> ResolvedSite:
+    """A profile of two partitions with one type of nodes each; one topology file is broken."""
+    (tmp_path / "site.toml").write_text(PROFILE)
+    (tmp_path / "big.json").write_text(json.dumps(topology_json(milan())))
+    (tmp_path / "old.xml").write_text("<broken")
+    return load_site([tmp_path / "site.toml"])
+
+
+def job(tmp_path: Path, site: ResolvedSite | None, **resources: Any) -> Any:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: a\ncommand: ['true']\nresources: {json.dumps(resources)}\n")
+    return load_job(path, [("launcher", "srun")], site)
+
+
+def test_topologies_of_a_job(tmp_path: Path, site: ResolvedSite) -> None:
+    """Only those of nodes that the job may land on are read; the script binds by them."""
+    found = topologies_of(job(tmp_path, site, partition="gpu").job, site)
+    assert {name: len(topology.cores) for name, topology in found.items()} == {"big": 64}
+    assert topologies_of(job(tmp_path, None, partition="gpu").job, None) == {}
+    whole = job(tmp_path, site, partition="gpu", gpus=4, exclusive=True)
+    assert "--cpu-bind=map_ldom:3,2,1,0 " in render_job(whole, site=site).script
+    assert "--cpu-bind=map_ldom" not in render_job(whole, site=site, here=True).script
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "no such file"), ("<broken", "the XML is cut off"), ("{}", ""), ("", "is empty")],
+)
+def test_a_wrong_topology_file_is_an_error(
+    tmp_path: Path, site: ResolvedSite, text: str | None, message: str
+) -> None:
+    """It names the file, the field, and the profile that the field is in."""
+    path = tmp_path / "big.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        render_job(job(tmp_path, site, partition="gpu"), site=site)
+    assert caught.value.field == "node_types.big.topology"
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+    assert f"in {tmp_path}/site.toml" in caught.value.hint
+
+
+PARTITION = (
+    "PartitionName=gpu\n   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL\n"
+    "   Default=YES QoS=N/A\n   MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0\n"
+    "   Nodes=n[1-2]\n   State=UP TotalCPUs=256 TotalNodes=2\n"
+)
+NODE = (
+    "NodeName={} CoresPerSocket=64\n   CPUAlloc=0 CPUEfctv={} CPUTot={}\n   Gres={}\n"
+    "   RealMemory=64000 Sockets=1\n   State=IDLE ThreadsPerCore={}\n   Partitions=gpu\n"
+)
+
+
+def compared(
+    tmp_path: Path, site: ResolvedSite, node: tuple[str, int, int, str], **resources: Any
+) -> list[Finding]:
+    """What the check says of the profile's topology for a right node and another."""
+    asked = job(tmp_path, site, partition="gpu", gpus=4, **{"exclusive": True, **resources}).job
+    data = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7" / "config.txt"
+    nodes = [("n1", 128, 2, "gpu:a100:4"), node]
+    told = {
+        "scontrol --all show config": data.read_text("utf-8"),
+        "scontrol --all show partition": PARTITION,
+        "scontrol --all show node": "\n".join(
+            NODE.format(name, cpus, cpus, gres, threads) for name, cpus, threads, gres in nodes
+        ),
+        "scontrol --all show reservation": "No reservations in the system\n",
+        "sacctmgr": "",
+    }
+    report = check_job(
+        asked,
+        backend="slurm",
+        records=tmp_path,
+        environment={"PATH": ""},
+        run=FakeRunner({command: [Completed(0, text)] * 9 for command, text in told.items()}),
+        site=site,
+        topologies=topologies_of(asked, site),
+    )
+    assert not report.not_asked, report.not_asked
+    return [one for one in report.findings if one.code == "site.topology"]
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        (("n2", 64, 1, "gpu:a100:4"), "it has 128 CPUs, and n2 has 64 CPUs"),
+        (("n2", 128, 2, "gpu:a100:8"), "it has 4 GPUs, and n2 has 8 GPUs"),
+    ],
+)
+def test_a_topology_of_another_machine_is_an_error(
+    tmp_path: Path, site: ResolvedSite, node: tuple[str, int, int, str], says: str
+) -> None:
+    """Unless the job cannot land on that node, or the launcher does not bind by it."""
+    (found,) = compared(tmp_path, site, node)
+    assert (found.level, found.field) == ("error", "node_types.big.topology")
+    assert says in found.message
+    assert f"{tmp_path}/big.json (named in {tmp_path}/site.toml)" in found.message
+    assert compared(tmp_path, site, node, extra=["--exclude=n2"]) == []
+    assert compared(tmp_path, site, node, exclusive=False) == []
