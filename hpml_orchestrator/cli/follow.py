@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import (
     NotFoundError,
     RecordError,
 )
-from hpml_orchestrator.runs.ends import run_of
+from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import State, wait_until_over
 from hpml_orchestrator.runs.summary import binding_of
 from hpml_orchestrator.runs.tail import Tail, start_of_last

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.cli.common import chosen_site, refuse_with
 from hpml_orchestrator.runs.backend import choose
-from hpml_orchestrator.runs.submit import render_job
+from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import load_job, parse_setting
 
 if TYPE_CHECKING:
     import typer
 
-    from hpml_orchestrator.runs.submit import Rendered
+    from hpml_orchestrator.runs.prepare import Rendered
 
 __all__ = ["backend_name", "rendered_of"]
 

@@ -18,10 +18,10 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
+from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.texts import seconds_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.runs.status import State

@@ -20,7 +20,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.copying import count_option, stoppable
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
-from hpml_orchestrator.site.nodepaths import node_paths
+from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.staging import Bases, StagingArea
 from hpml_orchestrator.staging.caller import calling_process
 from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
@@ -30,7 +30,7 @@ from hpml_orchestrator.staging.held import list_staged, shell_key
 from hpml_orchestrator.staging.verify import verify as verify_staged
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.site.nodepaths import NodePaths
+    from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report
 
