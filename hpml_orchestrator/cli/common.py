@@ -199,7 +199,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_WHOLE_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "RIGHT"})
+_WHOLE_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS"})
 """Columns that are never broken: what stands there is copied."""
 
 _STYLES = {
@@ -214,5 +214,6 @@ _STYLES = {
     "REFUSED": "red",
     "NOT SUBMITTED": "red",
     "yes": "green",
+    "ok": "green",
     "WRONG": "bold red",
 }

@@ -1,4 +1,4 @@
-"""Ranks in the picture of a node: a colour for each, on its cores, its GPU and its network card."""
+"""Ranks in the picture of a node: a colour each, on cores, GPU and network card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.cli.sheet import BOLD, MIDDLE, SOFT, wrapped
-from hpml_orchestrator.topology import format_list
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.bound import Place
     from hpml_orchestrator.topology import Core, Gpu, Nic, Topology
 
-__all__ = ["RankBox", "Ranks", "of_places", "of_plan"]
+__all__ = ["RankBox", "Ranks", "boxes_of_places", "boxes_of_plan"]
 
 # All measures in pixels.
 _CHIP_W, _CHIP_H, _CHIP_GAP, _CHIPS = 24, 13, 3, 4
@@ -36,66 +37,59 @@ class RankBox:
 
     Attributes:
         label: its number.
-        gpu: what its GPU is called in the topology: name, PCI address or UUID; empty without one.
+        gpu: name or PCI address of its GPU in the topology; empty without one.
         cpus: CPUs that are its own.
         nic: name of its network card; empty without one.
-        told: lines about it, for the list of ranks.
-        wrong: what is wrong with it; empty when it is where it should be.
+        lines: about it, for the list of ranks.
+        wrong: what is wrong with it; empty when it runs as planned.
     """
 
     label: str
     gpu: str = ""
     cpus: tuple[int, ...] = ()
     nic: str = ""
-    told: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     wrong: str = ""
 
 
-def of_plan(plan: Plan) -> list[RankBox]:
+def boxes_of_plan(plan: Plan) -> list[RankBox]:
     """Return the ranks of a plan; those that it does not bind have no CPUs of their own."""
     return [
         RankBox(
-            str(one.local_rank),
-            one.gpu or "",
-            () if plan.policy == "none" else one.cpus,
-            one.nic or "",
-            _told(one.cpu_list(), len(one.cores), one.numa, one.distance, one.threads),
+            str(rank.local_rank),
+            rank.gpu or "",
+            () if plan.policy == "none" else rank.cpus,
+            rank.nic or "",
+            _lines(rank.cpu_list(), len(rank.cores), rank.numa, rank.distance, rank.threads),
         )
-        for one in plan.ranks
+        for rank in plan.ranks
     ]
 
 
-def of_places(places: Sequence[Place]) -> list[RankBox]:
+def boxes_of_places(places: Sequence[Place]) -> list[RankBox]:
     """Return ranks as they were seen; CPUs that all of them share are nobody's own."""
-    from hpml_orchestrator.topology import parse_list  # noqa: PLC0415
-
-    cpus = [parse_list(one.cpus) for one in places]
-    shared = len(places) > 1 and len(set(cpus)) == 1
+    shared = len(places) > 1 and len({place.cpus for place in places}) == 1
     return [
         RankBox(
-            str(one.rank),
-            one.gpu or "",
-            () if shared else mine,
-            one.nic,
-            _told(one.cpus, one.cores, one.numa, one.distance, one.threads),
-            "; ".join(one.wrong),
+            str(place.rank),
+            place.gpu or "",
+            () if shared else parse_list(place.cpus),
+            place.nic,
+            _lines(place.cpus, place.cores, place.numa, place.distance, place.threads),
+            "; ".join(place.wrong),
         )
-        for one, mine in zip(places, cpus, strict=True)
+        for place in places
     ]
 
 
-def _told(
-    cpus: str,
-    cores: int | None,
-    numa: Sequence[int],
-    distance: int | None,
-    threads: int | None,
+def _lines(
+    cpus: str, cores: int | None, numa: Sequence[int], distance: int | None, threads: int | None
 ) -> tuple[str, ...]:
-    words = [] if cores is None else [f"{cores} core{'s' * (cores != 1)}"]
-    words += [f"NUMA {format_list(numa)}"] if numa else []
-    words += [] if distance is None else [f"distance {distance}"]
-    by = "" if threads is None else f"{threads} OpenMP thread{'s' * (threads != 1)}"
-    return (f"CPUs {cpus or 'not known'}", ", ".join(words), by)
+    parts = [] if cores is None else [counted(cores, "core")]
+    parts += [f"NUMA {format_list(numa)}"] if numa else []
+    parts += [] if distance is None else [f"distance {distance}"]
+    openmp = "" if threads is None else counted(threads, "OpenMP thread")
+    return (f"CPUs {cpus or 'unknown'}", ", ".join(parts), openmp)
 
 
 class Ranks:
@@ -115,25 +109,25 @@ class Ranks:
         for gpu in reversed(topology.gpus):
             names.update(dict.fromkeys((gpu.name, gpu.address, gpu.uuid), gpu.index))
         names.pop("", None)
-        for place, one in enumerate(self.boxes):
-            self._gpus.append(names.get(one.gpu))
-            for cpu in one.cpus:
+        for place, box in enumerate(self.boxes):
+            self._gpus.append(names.get(box.gpu))
+            for cpu in box.cpus:
                 self._of_cpu.setdefault(cpu, []).append(place)
         self._names = {gpu.index: gpu.name for gpu in topology.gpus}
 
     def core(self, sheet: Sheet, core: Core, x: int, y: int, width: int, height: int) -> None:
         """Draw a core in the colour of its rank; in parts where its CPUs are of different ranks."""
-        told = f"core {core.number}: CPUs {format_list(core.cpus)}"
+        hover = f"core {core.number}: CPUs {format_list(core.cpus)}"
         if not self._of_cpu:
-            sheet.box("core", x, y, width, height, told)
+            sheet.box("core", x, y, width, height, hover)
             middle = x + width // 2
             sheet.text(middle, y + 11, str(core.cpus[0]), size=8, room=width, look=MIDDLE)
             return
         owners = [tuple(self._of_cpu.get(cpu, ())) for cpu in core.cpus]
         every = sorted({place for places in owners for place in places})
         numbers = ",".join(self.boxes[place].label for place in every)
-        told += f": rank {numbers}" if every else ": no rank's own"
-        sheet.box("core free", x, y, width, height, told)
+        hover += f": rank {numbers}" if every else ": no rank's own"
+        sheet.box("core free", x, y, width, height, hover)
         parts = owners if len(set(owners)) > 1 else owners[:1]
         wide = width // len(parts)
         for part, places in enumerate(parts):
@@ -142,19 +136,19 @@ class Ranks:
             look = ' rx="4"' if len(parts) == 1 else ""
             kind = "rank several" if len(places) > 1 else "rank"
             look += "" if len(places) > 1 else f' fill="{self.colours[places[0]]}"'
-            sheet.box(kind, x + part * wide, y, wide, height, told, look)
+            sheet.box(kind, x + part * wide, y, wide, height, hover, look)
             words = f"x{len(places)}" if len(places) > 1 else self.boxes[places[0]].label
             if wide >= _NARROW:
                 middle = x + part * wide + wide // 2
                 sheet.text(middle, y + 11, words, size=8, room=wide, look=MIDDLE + BOLD)
 
     def of_gpu(self, gpu: Gpu) -> list[int]:
-        """Return the places of the ranks that a GPU is of."""
+        """Return the places of the ranks that have a GPU."""
         return [place for place, index in enumerate(self._gpus) if index == gpu.index]
 
     def of_nic(self, nic: Nic) -> list[int]:
-        """Return the places of the ranks that talk through a network card."""
-        return [place for place, one in enumerate(self.boxes) if one.nic == nic.name]
+        """Return the places of the ranks that communicate through a network card."""
+        return [place for place, box in enumerate(self.boxes) if box.nic == nic.name]
 
     def chips(self, sheet: Sheet, places: Sequence[int], right: int, y: int, *, room: int) -> int:
         """Draw the numbers of ranks in their colours, up to a right edge; return how wide it is.
@@ -175,12 +169,12 @@ class Ranks:
         return right - left if count else 0
 
     def _chip(self, sheet: Sheet, place: int, x: int, y: int) -> None:
-        one = self.boxes[place]
+        box = self.boxes[place]
         look = f' rx="3" fill="{self.colours[place]}"'
-        kind = "rank bad" if one.wrong else "rank"
-        sheet.box(kind, x, y, _CHIP_W, _CHIP_H, f"rank {one.label} {one.wrong}".strip(), look)
+        kind = "rank bad" if box.wrong else "rank"
+        sheet.box(kind, x, y, _CHIP_W, _CHIP_H, f"rank {box.label} {box.wrong}".strip(), look)
         middle = x + _CHIP_W // 2
-        sheet.text(middle, y + 10, one.label, size=8, room=_CHIP_W, look=MIDDLE + BOLD)
+        sheet.text(middle, y + 10, box.label, size=8, room=_CHIP_W, look=MIDDLE + BOLD)
 
     def legend(self, sheet: Sheet, x: int, y: int, width: int) -> int:
         """Draw the list of ranks; return how high it is."""
@@ -188,23 +182,23 @@ class Ranks:
             return 0
         columns = max(1, min(len(self.boxes), (width + _GAP) // (_ENTRY_W + _GAP)))
         wide = (width + _GAP) // columns - _GAP
-        note = "" if self._of_cpu else ": no core is one rank's own"
+        note = "" if self._of_cpu else ": not bound"
         if any(len(places) > 1 for places in self._of_cpu.values()):
-            note = " (grey cores are several ranks')"
+            note = " (several ranks share grey cores)"
         sheet.text(x, y + 14, f"ranks{note}", size=12, room=width, look=BOLD)
-        high = _ENTRY_H + _WRONG_LINES * _LINE * any(one.wrong for one in self.boxes)
-        for place, one in enumerate(self.boxes):
+        high = _ENTRY_H + _WRONG_LINES * _LINE * any(box.wrong for box in self.boxes)
+        for place, box in enumerate(self.boxes):
             row, column = divmod(place, columns)
             left, top = x + column * (wide + _GAP), y + _HEAD + row * (high + _GAP)
             self._chip(sheet, place, left, top)
             inner, room = left + _CHIP_W + 6, wide - _CHIP_W - 6
             index = self._gpus[place]
-            name = one.gpu if index is None else self._names[index]
-            title = f"rank {one.label}: {name or 'no GPU'}{f', {one.nic}' if one.nic else ''}"
+            name = box.gpu if index is None else self._names[index]
+            title = f"rank {box.label}: {name or 'no GPU'}{f', {box.nic}' if box.nic else ''}"
             sheet.text(inner, top + 10, title, size=10, room=room, look=BOLD)
-            lines = [(line, SOFT) for line in one.told if line]
-            told = f"WRONG: {one.wrong}" if one.wrong else ""
-            lines += [(line, ' class="wrong"') for line in wrapped(told, 9, room, _WRONG_LINES)]
+            lines = [(line, SOFT) for line in box.lines if line]
+            wrong = f"WRONG: {box.wrong}" if box.wrong else ""
+            lines += [(line, ' class="wrong"') for line in wrapped(wrong, 9, room, _WRONG_LINES)]
             for number, (words, look) in enumerate(lines, 1):
                 sheet.text(inner, top + 10 + number * _LINE, words, size=9, room=room, look=look)
         rows = -(-len(self.boxes) // columns)

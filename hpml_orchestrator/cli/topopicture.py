@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.cli.rankpicture import Ranks
 from hpml_orchestrator.cli.sheet import BOLD, SOFT, Sheet, document, text_width
-from hpml_orchestrator.cli.topo import nearest_nics
-from hpml_orchestrator.topology import Gpu, format_list
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.topology.model import Gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hpml_orchestrator.cli.rankpicture import RankBox
     from hpml_orchestrator.topology import Core, Domain, Nic, Topology
 
-__all__ = ["picture"]
+__all__ = ["names", "nearest_nics", "picture"]
 
 # All measures in pixels.
 _MARGIN, _GAP, _PAD = 20, 12, 10
@@ -29,14 +31,45 @@ _DEVICE_COLUMNS, _DEVICE_W, _DEVICE_H, _DEVICE_GAP = 4, 156, 44, 8
 _WIRE = 34
 _SPACE = 3
 
+_NEAR = ("PIX", "PXB", "PHB", "NODE")
+
+
+def nearest_nics(topology: Topology, gpu: str) -> str:
+    """Return the level and the names of the cards that are nearest to a GPU; SYS is not near."""
+    for level in _NEAR:
+        near = [nic for name, nic, away in topology.links if (name, away) == (gpu, level)]
+        if near:
+            return f"{level} {names(near)}"
+    return ""
+
+
+def names(words: Iterable[str]) -> str:
+    """Return names as one text, with consecutive numbers as a range.
+
+    >>> names(["GPU0", "GPU1", "GPU2", "mlx5_0"])
+    'GPU0-2 mlx5_0'
+    """
+    runs: list[list[str]] = []  # a stem, its first number and its last
+    for word in words:
+        match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", word)
+        stem, number = (match[1], match[2]) if match else (word, "")
+        last = runs[-1] if runs else ["", "", ""]
+        if number and last[2] and last[0] == stem and int(number) == int(last[2]) + 1:
+            last[2] = number
+        else:
+            runs.append([stem, number, number])
+    return " ".join(
+        f"{stem}{first}" + (f"-{last}" if last != first else "") for stem, first, last in runs
+    )
+
 
 def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) -> str:
     """Return the text of an SVG file, on a white sheet so that it reads on any background.
 
     Args:
         topology: the node.
-        title: what stands above.
-        ranks: who owns which cores, if anybody.
+        title: stands above.
+        ranks: the owners of its cores.
     """
     page = _Page(Sheet(), topology, Ranks(ranks, topology))
     left = _MARGIN
@@ -44,7 +77,7 @@ def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) ->
     y = _MARGIN + 34
     shown: set[int] = set()
     sockets = {core.socket if topology.sockets_told else None for core in topology.cores}
-    for socket in sorted(sockets, key=lambda one: one or 0):
+    for socket in sorted(sockets, key=lambda socket: socket or 0):
         top = y
         y += _SOCKET_HEAD
         for domain in topology.domains:
@@ -58,7 +91,7 @@ def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) ->
                 shown.add(domain.number)
                 gpus, nics = _devices_of(topology, domain.number) if first else ([], [])
                 y += page.domain(inner, y, domain, cores, gpus, nics) + _GAP
-        label = "sockets are not told" if socket is None else f"socket {socket}"
+        label = "sockets unknown" if socket is None else f"socket {socket}"
         page.sheet.parts.insert(0, _socket(left, top, y - top, label))
         y += _GAP
     for domain in topology.domains:
@@ -68,7 +101,7 @@ def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) ->
     gpus, nics = _devices_of(topology, None)
     if gpus or nics:
         page.sheet.box("domain apart", inner, y, _DOMAIN_W, _DOMAIN_HEAD)
-        words = "domain not told: these may be near to any"
+        words = "domain unknown: these may be near to any"
         page.sheet.text(inner + _PAD, y + 22, words, size=11, room=_DOMAIN_W - 2 * _PAD)
         y += max(_DOMAIN_HEAD, page.devices(inner, y, gpus, nics)) + _GAP
     width = inner + _DOMAIN_W + _PAD + _MARGIN
@@ -87,20 +120,20 @@ def _socket(x: int, y: int, height: int, label: str) -> str:
 
 
 def _devices_of(topology: Topology, domain: int | None) -> tuple[list[Gpu], list[Nic]]:
-    gpus = [one for one in topology.gpus if one.domain == domain]
-    return gpus, [one for one in topology.nics if one.domain == domain]
+    gpus = [gpu for gpu in topology.gpus if gpu.domain == domain]
+    return gpus, [nic for nic in topology.nics if nic.domain == domain]
 
 
 def _device_columns(topology: Topology) -> int:
     """Return how many devices stand side by side at most."""
-    places = [one.number for one in topology.domains] + [None]
+    places = [domain.number for domain in topology.domains] + [None]
     groups = [group for place in places for group in _devices_of(topology, place)]
     return min(_DEVICE_COLUMNS, max(len(group) for group in groups))
 
 
 @dataclass(frozen=True)
 class _Page:
-    """What is drawn on, what is drawn, and whose its cores are."""
+    """The sheet, the node on it, and the owners of its cores."""
 
     sheet: Sheet
     topology: Topology
@@ -144,11 +177,11 @@ class _Page:
         rows = 0
         groups: tuple[Sequence[Gpu | Nic], ...] = (gpus, nics)
         for group in groups:
-            for place, one in enumerate(group):
+            for place, device in enumerate(group):
                 row, column = divmod(place, _DEVICE_COLUMNS)
                 left = start + column * (_DEVICE_W + _DEVICE_GAP)
                 top = y + (rows + row) * (_DEVICE_H + _DEVICE_GAP)
-                self._device(left, top, one)
+                self._device(left, top, device)
                 if column == 0:
                     self.sheet.wire((trunk, top + _DEVICE_H // 2), (start, top + _DEVICE_H // 2))
             rows += -(-len(group) // _DEVICE_COLUMNS)
@@ -159,17 +192,19 @@ class _Page:
             )
         return rows * (_DEVICE_H + _DEVICE_GAP) - _DEVICE_GAP if rows else 0
 
-    def _device(self, x: int, y: int, one: Gpu | Nic) -> None:
-        is_gpu = isinstance(one, Gpu)
-        near = nearest_nics(self.topology, one.name) if is_gpu else ""
-        ranks = self.owners.of_gpu(one) if isinstance(one, Gpu) else self.owners.of_nic(one)
-        kind, hover = "gpu" if is_gpu else "nic", f"{one.name} {one.address} {near}".strip()
+    def _device(self, x: int, y: int, device: Gpu | Nic) -> None:
+        if isinstance(device, Gpu):
+            kind, near = "gpu", nearest_nics(self.topology, device.name)
+            ranks = self.owners.of_gpu(device)
+        else:
+            kind, near, ranks = "nic", "", self.owners.of_nic(device)
+        hover = f"{device.name} {device.address} {near}".strip()
         self.sheet.box(kind, x, y, _DEVICE_W, _DEVICE_H, hover)
         room = _DEVICE_W - _PAD
-        left = room - math.ceil(text_width(one.name, 11, BOLD)) - _SPACE
+        left = room - math.ceil(text_width(device.name, 11, BOLD)) - _SPACE
         taken = self.owners.chips(self.sheet, ranks, x + _DEVICE_W - 4, y + 4, room=left)
-        self.sheet.text(x + 6, y + 14, one.name, size=11, room=room - taken, look=BOLD)
-        self.sheet.text(x + 6, y + 26, one.address, size=9, room=room, look=SOFT)
+        self.sheet.text(x + 6, y + 14, device.name, size=11, room=room - taken, look=BOLD)
+        self.sheet.text(x + 6, y + 26, device.address, size=9, room=room, look=SOFT)
         if near:
             self.sheet.text(x + 6, y + 38, near, size=9, room=room, look=SOFT)
 
@@ -179,7 +214,7 @@ def _headline(domain: Domain, cores: Sequence[Core]) -> str:
     if cores:
         threads = {len(core.cpus) for core in cores}
         each = f" of {threads.pop()} threads" if len(threads) == 1 and threads != {1} else ""
-        words.append(f"{len(cores)} core{'' if len(cores) == 1 else 's'}{each}")
+        words.append(f"{counted(len(cores), 'core')}{each}")
         if len({cpu for core in cores for cpu in core.cpus}) < len(domain.cpus):
             words.append("in part")
     else:

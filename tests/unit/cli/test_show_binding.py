@@ -17,7 +17,7 @@ from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.topology.record import topology_json
-from hpml_orchestrator.topology.xml_guard import parse_xml
+from hpml_orchestrator.topology.recognise import parse_xml
 from tests.unit.cli.test_words import COLOUR, HPML, in_terminal
 from tests.unit.placement.machines import milan
 

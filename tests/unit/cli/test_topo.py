@@ -20,7 +20,7 @@ from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.runs.bound import Place
 from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology, format_list, parse_list
 from hpml_orchestrator.topology.recognise import read_topology
-from hpml_orchestrator.topology.xml_guard import parse_xml
+from hpml_orchestrator.topology.recognise import parse_xml
 from tests.unit.cli.test_words import HPML
 from tests.unit.topology.machines import write_sysfs
 from tests.unit.topology.test_formats_agree import MACHINE

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.topology.xml_guard import parse_xml
+from hpml_orchestrator.topology.recognise import parse_xml
 
 if TYPE_CHECKING:
     from tests.unit.cli.conftest import Result, Shell
