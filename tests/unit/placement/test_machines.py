@@ -1,12 +1,11 @@
-"""Expected plans of the binding table's machines, written by hand from the table."""
+"""Plans of the binding table's machines and of real ones, written by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.model import Plan
-from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.placement.static import (
     openmpi_map_by,
     openmpi_rankfile,
@@ -15,6 +14,8 @@ from hpml_orchestrator.placement.static import (
     slurm_masks,
     slurm_memory,
 )
+from hpml_orchestrator.topology import read_topology
+from hpml_orchestrator.topology.cpulist import parse_list
 from tests.unit.placement.machines import (
     dgx_a100,
     intel,
@@ -24,6 +25,7 @@ from tests.unit.placement.machines import (
     threads,
     two_by_twelve,
 )
+from tests.unit.topology.real_machines import DATA, MACHINES
 
 
 def lists(made: Plan) -> list[str]:
@@ -169,5 +171,75 @@ def test_masks_mean_the_cpus_of_the_plan() -> None:
         tuple(place for place, bit in enumerate(reversed(f"{int(mask, 16):b}")) if bit == "1")
         for mask in masks
     ]
-    assert bits[0] == cpu_numbers("32-39,48-55,160-167,176-183")
-    assert bits[7] == cpu_numbers("72-79,88-95,200-207,216-223")
+    assert bits[0] == parse_list("32-39,48-55,160-167,176-183")
+    assert bits[7] == parse_list("72-79,88-95,200-207,216-223")
+
+
+BY_HAND = {
+    # GPUs on domains 2, 3, 0, 1, one each
+    "nccl/topo_4p_940.xml": [
+        "48-71,144-167",
+        "72-95,168-191",
+        "0-23,96-119",
+        "24-47,120-143",
+    ],
+    # MI250X: 3, 3, 1, 1, 0, 0, 2, 2 with all 64 cores
+    "nccl/topo_8p1h_3.xml": [
+        "48-55,112-119",
+        "56-63,120-127",
+        "16-23,80-87",
+        "24-31,88-95",
+        "0-7,64-71",
+        "8-15,72-79",
+        "32-39,96-103",
+        "40-47,104-111",
+    ],
+    # 1, 1, 0, 0, 3, 3, 2, 2, each CPU a core
+    "nccl/azure-ndv4-topo.xml": [
+        "24-35",
+        "36-47",
+        "0-11",
+        "12-23",
+        "72-83",
+        "84-95",
+        "48-59",
+        "60-71",
+    ],
+    # one GPU on domain 0, two on domain 1
+    "nccl/topo_3p_pcie.xml": ["0-15,32-47", "16-23,48-55", "24-31,56-63"],
+    "nvidia-smi/titanx-4gpu-2socket.txt": ["0-2", "3-5", "6-8", "9-11"],
+    # two cores of two threads for each
+    "hwloc/power8gpudistances.xml": [
+        "0-1,8-9",
+        "16-17,24-25",
+        "80-81,88-89",
+        "96-97,104-105",
+    ],
+    "nvidia-smi/1gpu-numa1.txt": ["32-63,96-127"],
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_real_machines_plan(name: str) -> None:
+    """The plan is the one that somebody writes down who looks at the file."""
+    wanted = BY_HAND[name]
+    made = plan(read_topology(DATA / name), len(wanted))
+    assert [one.cpu_list() for one in made.ranks] == wanted
+    assert {one.distance for one in made.ranks} == {10 if name.startswith("hwloc") else None}
+    assert made.warnings == ()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_rank_of_a_real_machine_has_cores_of_its_own(name: str, policy: str) -> None:
+    """Three for each GPU, where there are cores enough; some of them next to its GPU."""
+    topology, known = read_topology(DATA / name), MACHINES[name]
+    ranks = 3 * len(known.gpus) or 2
+    made = plan(topology, ranks, policy=policy, ranks_per_gpu=3)
+    cores = [core for one in made.ranks for core in one.cores]
+    assert all(one.cores for one in made.ranks)
+    if policy != "none" and len(topology.cores) >= ranks:
+        assert len(set(cores)) == len(cores)
+    if policy in ("gpu-local", "numa", "socket") and not made.warnings:
+        for one, home in zip(made.ranks, known.gpus * 3, strict=False):
+            assert home in one.numa
