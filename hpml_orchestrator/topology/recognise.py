@@ -14,7 +14,7 @@ from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nv
 from hpml_orchestrator.topology.record import topology_of_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
-__all__ = ["BYTES_MAX", "decode", "read_topology", "topology_of_text"]
+__all__ = ["BYTES_MAX", "decode", "parse_xml", "read_topology", "topology_of_text"]
 
 BYTES_MAX = 64 * 1024 * 1024
 # Expat's codes for an end too early: no element, and unclosed token, character or section.
@@ -89,7 +89,7 @@ def _read_by_content(text: str) -> Topology:
         except (ValueError, RecursionError) as error:
             raise InputError(f"is no JSON: {error}", hint=_HINT) from None
     if body.startswith("<"):
-        root = _parse_xml(body)
+        root = parse_xml(body)
         if root.tag == "topology":
             return hwloc_topology(root)
         if root.tag == "system":
@@ -100,7 +100,7 @@ def _read_by_content(text: str) -> Topology:
     raise InputError("describes no machine in a format that hpml knows", hint=_HINT)
 
 
-def _parse_xml(text: str) -> ET.Element:
+def parse_xml(text: str) -> ET.Element:
     """Return the root of an XML document of bounded size.
 
     Raises:
