@@ -28,7 +28,7 @@ from hpml_orchestrator.topology.sysfs import read_sysfs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpml_orchestrator.cli.rankpicture import RankBox
+    from hpml_orchestrator.cli.topopicture import RankBox
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["ShownNode", "print_node", "read_node", "show_node", "write_picture"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from hpml_orchestrator.cli.common import STANDARD_OUTPUT, chosen_site, print_json, print_table
-from hpml_orchestrator.cli.rankpicture import boxes_of_plan
 from hpml_orchestrator.cli.toponode import ShownNode, write_picture
+from hpml_orchestrator.cli.topopicture import boxes_of_plan
 from hpml_orchestrator.errors import InputError, counted, did_you_mean
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import POLICIES, plan

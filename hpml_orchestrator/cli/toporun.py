@@ -9,8 +9,8 @@ import typer
 
 from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
 from hpml_orchestrator.cli.places import print_ranks
-from hpml_orchestrator.cli.rankpicture import boxes_of_places, boxes_of_plan
 from hpml_orchestrator.cli.toponode import print_node, write_picture
+from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planfile import read

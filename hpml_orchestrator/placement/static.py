@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PARTIAL",
     "Form",
-    "forms",
     "openmpi_map_by",
     "openmpi_rankfile",
     "slurm_cores",
@@ -52,18 +51,6 @@ class Form:
     name: str
     value: str | None
     reason: str = ""
-
-
-def forms(topology: Topology, plan: Plan) -> tuple[Form, ...]:
-    """Return all forms of one node's plan; the rankfile is for the host `localhost`."""
-    return (
-        slurm_masks(plan),
-        slurm_ldoms(topology, plan),
-        slurm_cores(topology, plan),
-        slurm_memory(plan),
-        openmpi_rankfile(topology, plan, ["localhost"]),
-        openmpi_map_by(topology, plan),
-    )
 
 
 def slurm_masks(plan: Plan) -> Form:

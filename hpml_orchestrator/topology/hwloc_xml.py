@@ -16,7 +16,7 @@ from hpml_orchestrator.topology.build import (
     nearest_with_cpus,
     walk,
 )
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_mask
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, parse_mask
 from hpml_orchestrator.topology.model import Core, Domain, Topology
 from hpml_orchestrator.topology.pci import PciPath, full_address, is_gpu, is_nic
 
@@ -107,7 +107,9 @@ class _Reader:
         A domain of memory alone (of a GPU, HBM, CXL) has the CPUs that are near it in hwloc's XML.
         A CPU belongs to the smallest domain of main memory that holds it, as in the kernel.
         """
-        online = self._online()
+        online = frozenset(_cpu(unit) for unit in self._of_type("PU"))
+        if not online:
+            raise ValueError("it has no CPUs")
         nodes = {_number(node): node for node in self._of_type("NUMANode")}
         if not nodes:
             self.warnings.append("The file has no NUMA domains: all CPUs count as domain 0.")
@@ -129,20 +131,6 @@ class _Reader:
             for number in sorted(nodes)
         )
         return domains, homes
-
-    def _online(self) -> frozenset[int]:
-        """Return the CPUs that were allowed to whoever exported the file."""
-        units = frozenset(_cpu(unit) for unit in self._of_type("PU"))
-        if not units:
-            raise ValueError("it has no CPUs")
-        allowed = units.intersection(_mask(self.machine, "allowed_cpuset")) or units
-        if allowed < units:
-            # `lstopo` leaves these out by itself, but not with --disallowed.
-            self.warnings.append(
-                f"The CPUs {format_list(units - allowed)} were not allowed to the process that "
-                "exported the file: they are left out."
-            )
-        return allowed
 
     def _distances(self, numbers: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
         """Return domain -> domain -> distance."""

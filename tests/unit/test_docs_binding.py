@@ -12,11 +12,10 @@ import pytest
 
 from hpml_orchestrator.cli.common import _STYLES
 from hpml_orchestrator.placement.planner import POLICIES, plan
-from hpml_orchestrator.placement.static import forms
 from hpml_orchestrator.spec.binding import Binding
 from hpml_orchestrator.topology import Topology
 from hpml_orchestrator.topology.recognise import read_topology
-from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
+from tests.unit.placement.machines import dgx_a100, forms, intel, mi250x, milan, two_by_twelve
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "binding.md").read_text("utf-8")

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.cli.rankpicture import RankBox, boxes_of_places, boxes_of_plan
-from hpml_orchestrator.cli.topopicture import names, picture
+from hpml_orchestrator.cli.topopicture import (
+    RankBox,
+    boxes_of_places,
+    boxes_of_plan,
+    names,
+    picture,
+)
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.runs.bound import Place
 from hpml_orchestrator.topology import (

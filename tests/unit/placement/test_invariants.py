@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hpml_orchestrator.placement.model import Plan
 from hpml_orchestrator.placement.planfile import read, write
 from hpml_orchestrator.placement.planner import POLICIES, plan
-from hpml_orchestrator.placement.static import forms
 from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
-from tests.unit.placement.machines import dgx_a100
+from tests.unit.placement.machines import dgx_a100, forms
 
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BORROWS, SHARES = "too few allowed cores", "some share a core"

@@ -377,19 +377,6 @@ def test_hwloc_offers_the_fabrics_cards(
     assert [nic.name for nic in got.nics] == offered
 
 
-def test_hwloc_cpus_that_were_not_allowed() -> None:
-    """`lstopo --disallowed` in a cgroup tells CPUs that nobody there may use: they are left out."""
-    whole = topology_of_text(hwloc_xml(MACHINE))
-    first = min(whole.cpus)
-    allowed = sum(1 << cpu for cpu in whole.cpus if cpu != first)
-    text = hwloc_xml(MACHINE).replace(
-        'type="Machine"', f'type="Machine" allowed_cpuset="0x{allowed:x}"', 1
-    )
-    got = topology_of_text(text)
-    assert got.cpus == whole.cpus - {first}
-    assert f"The CPUs {first} were not allowed" in got.warnings[0]
-
-
 def test_hwloc_devices_at_the_machine() -> None:
     """A GPU that hangs from no domain is near to none in particular, and a warning says so."""
     gpu = '<object type="PCIDev" pci_busid="0000:01:00.0" pci_type="0302 [10de:1db8] [0:0] 00"/>'
