@@ -155,7 +155,7 @@ def test_all_is_complete(room: str) -> None:
     module = importlib.import_module(f"{NAME}.{room}")
     brought = {
         alias.asname or alias.name
-        for node in ast.parse(path.read_text("utf-8")).body
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module != "__future__"
         for alias in node.names
     }

@@ -187,8 +187,8 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
         {
             2: (
                 (
-                    "was bound twice: it was started on CPUs 0-1,16-17, neither on all of the job's "
-                    "(0-31) nor on its own (8-11,24-27): its launcher binds, too"
+                    "was bound twice: it was started on CPUs 0-1,16-17, neither on all of the "
+                    "job's (0-31) nor on its own (8-11,24-27): its launcher binds, too"
                 ),
             )
         },
@@ -219,8 +219,8 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
         {
             0: (
                 (
-                    "OMP_PROC_BIND=close: OpenMP holds its main thread on CPUs 0,16, and with it the 4 "
-                    "loader workers that it forks"
+                    "OMP_PROC_BIND=close: OpenMP holds its main thread on CPUs 0,16, and with it "
+                    "the 4 loader workers that it forks"
                 ),
             )
         },
@@ -231,8 +231,8 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
         {
             2: (
                 (
-                    f"sees 1 of the job's 4 GPUs {LIST.format(repr('2'))}: the others' memory is out "
-                    "of its reach"
+                    f"sees 1 of the job's 4 GPUs {LIST.format(repr('2'))}: the others' memory is "
+                    "out of its reach"
                 ),
             )
         },
@@ -346,8 +346,8 @@ def test_openmp_that_binds_its_own_threads() -> None:
     assert place.wrong() == {}
     assert place.proof().warnings == (
         (
-            "rank 8: OMP_PROC_BIND=close: OpenMP holds its threads on CPUs 0,16 of its own 0-7,16-23, "
-            "and what it forks on 0,16"
+            "rank 8: OMP_PROC_BIND=close: OpenMP holds its threads on CPUs 0,16 of its own "
+            "0-7,16-23, and what it forks on 0,16"
         ),
     )
     assert pair().change(0, main=HELD).proof().warnings == ()
