@@ -248,7 +248,7 @@ def test_what_is_written(make: Callable[..., Node], tmp_path: Path) -> None:
 def test_a_node_that_tells_nothing(tmp_path: Path) -> None:
     """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
     none = str(tmp_path / "none")
-    with pytest.raises(InputError, match="no CPUs are told"):
+    with pytest.raises(InputError, match="no CPUs found"):
         prepare(Wish(2), {}, node="n1", allowed={0}, sys_root=none, proc_root=none)
     made = unbound(Wish(2), {}, node="n1", allowed=range(8), why="no CPUs are told")
     text = planfile.write(made.plan)
