@@ -35,14 +35,6 @@ def test_every_rank_gets_its_gpu_and_cores_next_to_it(hpml: Hpml) -> None:
     assert told["warnings"]
 
 
-def test_a_part_of_the_node_is_planned_alone(hpml: Hpml) -> None:
-    """Only the allowed CPUs are given out."""
-    words = ("topo", str(V100), "--ranks", "2", "--allowed-cpus", "4-7", "--json")
-    ranks = hpml(*words).json()["ranks"]
-    given = sorted(cpu for one in ranks for cpu in parse_list(one["cpus"]))
-    assert given == [4, 5, 6, 7]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -228,21 +220,6 @@ def test_the_sites_topology_is_read_as_a_submission_does(
     job = shell.job("ruled", resources={"gpus": 4})
     told = hpml("--site", str(profile), "topo", "--plan", job, "--json").json()
     assert [one["cpus"] for one in told["ranks"]] == ["24-31", "16-23", "8-15", "0-7"]
-
-
-def test_allowed_cpus_that_the_node_does_not_have_are_told(hpml: Hpml) -> None:
-    """The others are used."""
-    told = hpml("topo", str(V100), "--ranks", "1", "--allowed-cpus", "0-3,900", "--json").json()
-    assert told["ranks"][0]["cpus"] == "0-3"
-    assert "of the allowed CPUs this node does not have 900" in told["warnings"]
-
-
-def test_nothing_bound_means_no_memory_preferred(hpml: Hpml) -> None:
-    """As in a run: hpml-bind leaves the memory policy alone, too."""
-    told = hpml("topo", str(V100), "--ranks", "4", "--policy", "none", "--json").json()
-    assert [one["memory"] for one in told["ranks"]] == [None] * 4
-    told = hpml("topo", str(V100), "--ranks", "4", "--json").json()
-    assert None not in [one["memory"] for one in told["ranks"]]
 
 
 def test_a_distance_that_nobody_told_is_no_number(hpml: Hpml) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -246,29 +245,6 @@ def test_gpu_local_cores_come_first_and_in_balance(case: Case) -> None:
 
 
 @MANY
-@given(cases(policy="gpu-local"))
-def test_a_domain_without_ranks_lends_to_the_nearest(case: Case) -> None:
-    """A lent core's new owner is next to no farther a domain than any other rank is."""
-    made = case.plan()
-    near = case.near()
-    usable = case.usable()
-    home = {core.number: core.domain for core in case.topology.cores}
-    with_cores = {home[core] for core in usable}
-    known = {one for one in near if one is not None}
-    if known - with_cores or None in near or not known or made.warnings:
-        return
-    for one in made.ranks:
-        own = near[one.local_rank]
-        assert own is not None
-        for core in one.cores:
-            lender = home[core]
-            if lender != own:
-                event("a core was lent")
-                least = min(case.distance(lender, other) for other in known)
-                assert case.distance(lender, own) == least
-
-
-@MANY
 @given(st.sampled_from(["numa", "socket"]).flatmap(lambda policy: cases(policy=policy, gpus=4)))
 def test_policies_numa_and_socket_never_leave_unasked(case: Case) -> None:
     """A rank has cores of its GPU's domain or socket alone, unless the plan warns."""
@@ -281,16 +257,6 @@ def test_policies_numa_and_socket_never_leave_unasked(case: Case) -> None:
 
 
 @MANY
-@given(cases(gpus=0))
-def test_cpu_only_ranks_are_served_evenly(case: Case) -> None:
-    """Equal parts of the node, or of their socket or domain."""
-    made = case.plan()
-    if case.policy in ("gpu-local", "spread") and len(case.usable()) >= case.ranks:
-        assert within_one([len(one.cores) for one in made.ranks])
-    assert all(one.gpu is None and one.distance is None for one in made.ranks)
-
-
-@MANY
 @given(cases(gpus=8))
 def test_the_gpus_are_never_reordered(case: Case) -> None:
     """Local rank r has the visible device r, beginning anew after the last."""
@@ -298,30 +264,6 @@ def test_the_gpus_are_never_reordered(case: Case) -> None:
     for one in case.plan().ranks:
         gpu = gpus[one.local_rank % len(gpus)]
         assert (one.gpu_index, one.gpu) == (gpu.index, gpu.address)
-
-
-@MANY
-@given(cases())
-def test_unknown_and_unreachable_gpus_are_told(case: Case) -> None:
-    """No GPU's place is assumed in silence."""
-    made = case.plan()
-    if case.policy in ("none", "spread") or not case.gpus():
-        return
-    domains = {core.domain for core in case.topology.cores}
-    used = [case.gpus()[rank % len(case.gpus())] for rank in range(case.ranks)]
-    unknown = [gpu for gpu in used if gpu.domain is None]
-    if unknown and len(domains) > 1:
-        told = next(one for one in made.warnings if one.startswith("no NUMA domain is known"))
-        assert all(gpu.address in told for gpu in unknown)
-    home = {core.number: core.domain for core in case.topology.cores}
-    usable = {home[core] for core in case.usable()}
-    for rank, domain in enumerate(case.near()):
-        if domain is not None and domain not in usable:
-            address = used[rank].address
-            assert any(
-                re.match(rf"no CPU is allowed in NUMA domain .*\b{domain}\b.*{address}", one)
-                for one in made.warnings
-            )
 
 
 @MANY

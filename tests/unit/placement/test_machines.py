@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpml_orchestrator.placement.model import Plan
-from hpml_orchestrator.placement.planner import POLICIES, plan
+from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.static import (
     openmpi_map_by,
     openmpi_rankfile,
@@ -15,7 +15,6 @@ from hpml_orchestrator.placement.static import (
     slurm_memory,
 )
 from hpml_orchestrator.topology import read_topology
-from hpml_orchestrator.topology.cpulist import parse_list
 from tests.unit.placement.machines import (
     dgx_a100,
     intel,
@@ -25,7 +24,7 @@ from tests.unit.placement.machines import (
     threads,
     two_by_twelve,
 )
-from tests.unit.topology.real_machines import DATA, MACHINES
+from tests.unit.topology.real_machines import DATA
 
 
 def lists(made: Plan) -> list[str]:
@@ -110,21 +109,6 @@ def test_dgx_a100() -> None:
     assert slurm_ldoms(dgx_a100(), made).value is None
 
 
-def test_dgx_a100_without_lent_cores() -> None:
-    """With the policy `numa` two ranks share their domain and the idle ones stay idle."""
-    made = plan(dgx_a100(), 8, policy="numa")
-    assert lists(made) == [
-        "48-55,176-183",
-        "56-63,184-191",
-        "16-23,144-151",
-        "24-31,152-159",
-        "112-119,240-247",
-        "120-127,248-255",
-        "80-87,208-215",
-        "88-95,216-223",
-    ]
-
-
 def test_mi250x_has_the_masks_of_the_table() -> None:
     """Seven of eight cores of each cache are usable; the masks are the published ones."""
     usable = [cpu for cpu in range(64) if cpu % 8]
@@ -159,20 +143,6 @@ def test_cpu_only_ranks_on_sockets_of_several_domains() -> None:
     assert lists(plan(four, 4, policy="numa")) == ["0-3", "4-7", "8-11", "12-15"]
     by = openmpi_map_by(four, plan(four, 4, policy="numa"))
     assert by.value == "--map-by ppr:1:numa --bind-to numa"
-
-
-def test_masks_mean_the_cpus_of_the_plan() -> None:
-    """A mask's bits are the rank's CPUs, for more CPUs than one word has."""
-    made = plan(dgx_a100(), 8)
-    form = slurm_masks(made).value
-    assert form is not None
-    masks = form.removeprefix("--cpu-bind=mask_cpu:").split(",")
-    bits = [
-        tuple(place for place, bit in enumerate(reversed(f"{int(mask, 16):b}")) if bit == "1")
-        for mask in masks
-    ]
-    assert bits[0] == parse_list("32-39,48-55,160-167,176-183")
-    assert bits[7] == parse_list("72-79,88-95,200-207,216-223")
 
 
 BY_HAND = {
@@ -227,19 +197,3 @@ def test_a_real_machines_plan(name: str) -> None:
     assert [one.cpu_list() for one in made.ranks] == wanted
     assert {one.distance for one in made.ranks} == {10 if name.startswith("hwloc") else None}
     assert made.warnings == ()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MACHINES)
-def test_every_rank_of_a_real_machine_has_cores_of_its_own(name: str, policy: str) -> None:
-    """Three for each GPU, where there are cores enough; some of them next to its GPU."""
-    topology, known = read_topology(DATA / name), MACHINES[name]
-    ranks = 3 * len(known.gpus) or 2
-    made = plan(topology, ranks, policy=policy, ranks_per_gpu=3)
-    cores = [core for one in made.ranks for core in one.cores]
-    assert all(one.cores for one in made.ranks)
-    if policy != "none" and len(topology.cores) >= ranks:
-        assert len(set(cores)) == len(cores)
-    if policy in ("gpu-local", "numa", "socket") and not made.warnings:
-        for one, home in zip(made.ranks, known.gpus * 3, strict=False):
-            assert home in one.numa

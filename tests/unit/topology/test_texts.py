@@ -317,17 +317,6 @@ def test_hwloc_memory_that_is_not_main_memory() -> None:
     assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 8), (1, 8), (7, 0)]
 
 
-@pytest.mark.parametrize("old", ["", 'os_index="0"', 'os_index="4294967295"'])
-def test_hwloc_packages_with_any_number(old: str) -> None:
-    """None need be told: without numbers, or with one twice, sockets are counted."""
-    text = hwloc_xml(MACHINE, 2).replace('type="Package" os_index="0"', f'type="Package" {old}')
-    text = text.replace('type="Package" os_index="1"', 'type="Package" os_index="70000"', 1)
-    if not old:
-        text = text.replace('type="Package" os_index="70000"', 'type="Package"')
-    wanted = {"": [0, 1], 'os_index="0"': [0, 70000]}.get(old, [4294967295, 70000])
-    assert [core.socket for core in topology_of_text(text).cores[::4]] == wanted
-
-
 def test_hwloc_cpus_outside_of_the_domains() -> None:
     """They count to the first domain with a warning that names them; the JSON is read again."""
     text = hwloc_xml(MACHINE)
