@@ -86,14 +86,14 @@ def test_a_name_that_is_no_text_is_shown_all_the_same(shell: Shell, encoding: st
 
 def test_standard_input_that_is_closed_or_too_large_is_refused(shell: Shell) -> None:
     """Both in one line; else `nvidia-smi topo -m | hpml topo -` needs no file."""
-    done = subprocess.run(
+    piped = subprocess.run(
         [HPML, "topo", "-", "--json"],
         input=H100.read_bytes(),
         env=shell.environment(),
         capture_output=True,
         check=True,
     )
-    assert b'"nvidia-smi topo -m"' in done.stdout
+    assert b'"nvidia-smi topo -m"' in piped.stdout
     for feed, words in (
         ("{} topo - <&-", "standard input: is empty"),
         ("head -c 67108865 /dev/zero | {} topo -", "standard input: is larger than 64 MiB"),
