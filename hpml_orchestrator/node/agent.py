@@ -264,7 +264,7 @@ class Agent:
         """
         from hpml_orchestrator.node import planning  # noqa: PLC0415 - for jobs that bind alone
         from hpml_orchestrator.node.watch import Watch  # noqa: PLC0415
-        from hpml_orchestrator.placement.told import plan_figures  # noqa: PLC0415
+        from hpml_orchestrator.placement.report import plan_figures  # noqa: PLC0415
 
         allowed = os.sched_getaffinity(0)
         try:

@@ -23,8 +23,8 @@ import time
 from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, start_ticks
 from hpml_orchestrator.node.rankrecord import append_record
 from hpml_orchestrator.node.ranks import rank_variables
-from hpml_orchestrator.placement.cpulist import cpu_list, cpu_numbers
 from hpml_orchestrator.placement.planfile import find, header
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 __all__ = ["EXIT_BINDING", "USAGE", "main", "run"]
 
@@ -84,7 +84,7 @@ def _obey(attempt: str, program: str) -> int:
     """Do what the plan says of this rank, and record what came of it; 79 to end, else 0."""
     host = os.uname().nodename
     node = os.environ.get("SLURMD_NODENAME") or host.partition(".")[0]
-    inherited = cpu_list(os.sched_getaffinity(0))
+    inherited = format_list(os.sched_getaffinity(0))
     head, line, problems, hint = _planned(attempt, node)
     verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
     _tell_agent(attempt, head.get("channel", ""))
@@ -108,7 +108,7 @@ def _obey(attempt: str, program: str) -> int:
         "start_ticks": start_ticks(),
         "time": round(time.time(), 6),
         "inherited": inherited,
-        "cpus": cpu_list(cpus),
+        "cpus": format_list(cpus),
         "child_cpus": child,
         "memory": memory_policy(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES")),
@@ -155,7 +155,7 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
             problem = f"the plan has {head['ranks']} ranks for this node, and not this one"
             return head, {}, problem, "start as many ranks on each node as the job file says"
         line = find(text, local_rank)
-        cpu_numbers(line.get("cpus", ""))
+        parse_list(line.get("cpus", ""))
     except OSError as error:
         problem = f"the plan {path} cannot be read: {error.strerror}"
         return head, {}, problem, "see in the output what the node's agent says"
@@ -200,7 +200,7 @@ def _proof(cpus: set[int]) -> tuple[str | None, str]:
         child = child_cpus()
     except (OSError, ValueError) as error:
         return None, f"no child can be forked to prove the binding: {error}"
-    told = cpu_list(child)
+    told = format_list(child)
     return told, "" if child == cpus else f"a forked child runs on CPUs {told}, not on the rank's"
 
 
@@ -210,7 +210,7 @@ def _set_cpus(wished: str) -> str:
     The kernel leaves out, without a word, what is outside of the cpuset. A rank that gets a part of
     its CPUs goes back to those that it was started with: the part may be one of many.
     """
-    cpus = frozenset(cpu_numbers(wished))
+    cpus = frozenset(parse_list(wished))
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)
@@ -218,10 +218,10 @@ def _set_cpus(wished: str) -> str:
         if found == cpus:
             return ""
         os.sched_setaffinity(0, before)
-        refused = f"gives {cpu_list(found)} alone"
+        refused = f"gives {format_list(found)} alone"
     except (OSError, ValueError, OverflowError) as error:
         refused = f"refuses them: {getattr(error, 'strerror', None) or error}"
-    may = f"it was started with {cpu_list(before)}"
+    may = f"it was started with {format_list(before)}"
     return f"the plan wishes CPUs {wished or 'none'}, the kernel {refused}; {may}"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.node.rendezvous import resolve
-from hpml_orchestrator.placement.visible import visible_devices
+from hpml_orchestrator.placement.gpus import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

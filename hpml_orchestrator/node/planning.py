@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Optional
 
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.cpulist import cpu_list, cpu_numbers
+from hpml_orchestrator.placement.gpus import chosen_names, visible_devices
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import Circumstances
-from hpml_orchestrator.placement.visible import chosen_names, visible_devices
 from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.pci import full_address
 from hpml_orchestrator.topology.record import topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
@@ -137,7 +137,7 @@ def publish(attempt: Path, wish: Wish, made: Prepared, *, channel: str, parts: s
         write_json(path, topology_json(made.topology))
     more = {
         "verify": around.verify,
-        "allowed": cpu_list(around.allowed),
+        "allowed": format_list(around.allowed),
         "visible": around.visible or "",
         "omp": "keep" if wish.keep_threads else "set",
         "channel": channel,
@@ -297,12 +297,14 @@ def _doubts(
     if environment.get("SLURM_NNODES") == "1":
         told = told or environment.get("SLURM_JOB_GPUS") or ""
     try:
-        numbers = set(cpu_numbers(told))
+        numbers = set(parse_list(told))
     except ValueError:
         return found  # UUIDs, on the local backend
     understood = {minors.get(one.address, -1) for one in devices if one}
     if numbers and minors and understood != numbers:
-        meant = f"/dev/nvidia{cpu_list(understood - {-1})}" if understood - {-1} else "none of them"
+        meant = (
+            f"/dev/nvidia{format_list(understood - {-1})}" if understood - {-1} else "none of them"
+        )
         found.append(
             f"Slurm gave this step the GPUs {told}; its list of visible devices "
             f"{around.visible or '(not set)'} means {meant} here"

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
-from hpml_orchestrator.placement.cpulist import cpu_numbers
+from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.placement.proof import Process
-from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -224,6 +224,6 @@ def _cpus_of(status: bytes) -> str:
 def _numbers(text: str) -> frozenset[int]:
     """The CPUs of a list; most threads of a node have one of a few."""
     try:
-        return frozenset(cpu_numbers(text))
+        return frozenset(parse_list(text))
     except ValueError:
         return frozenset()

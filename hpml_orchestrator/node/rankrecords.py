@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.node.processes import entry_of
-from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.proof import Seen
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +95,6 @@ def _cpus(text: Any) -> tuple[int, ...]:
     try:
         if isinstance(text, list):
             return tuple(sorted({int(one) for one in text}))
-        return cpu_numbers(text) if isinstance(text, str) else ()
+        return parse_list(text) if isinstance(text, str) else ()
     except (ValueError, TypeError, OverflowError):
         return ()

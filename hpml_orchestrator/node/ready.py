@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
-from hpml_orchestrator.placement.told import plan_lines
+from hpml_orchestrator.placement.report import plan_lines
 from hpml_orchestrator.records.store import Attempt
 
 __all__ = ["wait_ready"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node.kernel import prefer_memory
-from hpml_orchestrator.placement.cpulist import cpu_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def _bind(sys_root: str, proc_root: str) -> str:
     made = plan_alone(os.environ, mine, sys_root=sys_root, proc_root=proc_root)
     warnings = "".join(f"; {one}" for one in made.plan.warnings)
     if made.plan.policy == "none":
-        return f"CPUs {cpu_list(mine)}, policy none"
+        return f"CPUs {format_list(mine)}, policy none"
     if is_bound(os.environ, mine, _parent(), made.topology.cpus if made.topology else frozenset()):
-        return f"CPUs {cpu_list(mine)} as its launcher bound it, not bound a second time"
+        return f"CPUs {format_list(mine)} as its launcher bound it, not bound a second time"
     return _apply(made.plan.ranks[local_rank]) + warnings
 
 
@@ -129,8 +129,8 @@ def _apply(mine: RankPlan) -> str:
     os.sched_setaffinity(0, mine.cpus)
     found = os.sched_getaffinity(0)
     if found != set(mine.cpus):
-        raise ValueError(f"CPUs {cpu_list(mine.cpus)} wished, {cpu_list(found)} given")
-    told = [f"CPUs {cpu_list(found)}"]
+        raise ValueError(f"CPUs {format_list(mine.cpus)} wished, {format_list(found)} given")
+    told = [f"CPUs {format_list(found)}"]
     if mine.memory is not None:
         told.append(prefer_memory(mine.memory) or f"memory of NUMA domain {mine.memory}")
     if mine.gpu:

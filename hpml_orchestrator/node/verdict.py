@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
-from hpml_orchestrator.placement.told import table, wrong_rows
+from hpml_orchestrator.placement.report import table, wrong_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

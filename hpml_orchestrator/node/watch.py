@@ -22,7 +22,7 @@ from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.processes import Entry, Look, entry_of, openmp_of, visible_of
 from hpml_orchestrator.node.rankrecords import RankRecords, seen_of_record, start_of
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
-from hpml_orchestrator.placement.told import node_line, table, wrong_rows
+from hpml_orchestrator.placement.report import node_line, table, wrong_rows
 from hpml_orchestrator.placement.verify import judge
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.topology.model import Topology

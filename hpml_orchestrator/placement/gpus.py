@@ -1,60 +1,78 @@
-"""Which GPU each local rank has, and which NUMA domains that GPU is next to."""
+"""Which GPU each local rank has, and which NUMA domains that GPU is next to.
+
+Visible devices are those of CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES. Indices in there count
+the GPUs that the process may open, in the order of their PCI addresses (with
+CUDA_DEVICE_ORDER=PCI_BUS_ID); the topology also has those that a cgroup hides.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.topology.pci import full_address
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from hpml_orchestrator.placement.machine import Machine
     from hpml_orchestrator.topology.model import Gpu, Topology
 
-__all__ = ["Seat", "domains_of_idle", "gpu_name", "local_domains", "seats", "visible"]
+__all__ = [
+    "VISIBLE_VARIABLES",
+    "RankGpu",
+    "chosen_names",
+    "domains_of_idle",
+    "gpu_name",
+    "gpus_of_ranks",
+    "local_domains",
+    "visible",
+    "visible_devices",
+]
 
-_ADDRESS_PARTS = 3  # domain, bus, device.function
+VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that list the visible devices, the one that counts first."""
 
 
-class Seat:
-    """What one rank has been given before its cores are chosen.
+@dataclass(frozen=True)
+class RankGpu:
+    """The GPU of one rank.
 
     Attributes:
         rank: local rank.
         gpu: its GPU; None without one, and where the topology does not know it.
-        near: NUMA domains that the GPU is next to; empty where that is not known.
+        near: NUMA domains that the GPU is next to; empty where unknown.
     """
 
-    def __init__(self, rank: int, gpu: Gpu | None, near: tuple[int, ...]) -> None:
-        self.rank = rank
-        self.gpu = gpu
-        self.near = near
+    rank: int
+    gpu: Gpu | None = None
+    near: tuple[int, ...] = ()
 
 
-def seats(
+def gpus_of_ranks(
     topology: Topology,
     machine: Machine,
     ranks: int,
     ranks_per_gpu: int,
     chosen: Iterable[object] | None,
     warnings: list[str],
-) -> list[Seat]:
-    """Give rank r the visible device r, beginning anew after the last: the order is never changed.
+) -> list[RankGpu]:
+    """Return the GPU of each rank: the visible device of its number, beginning anew after the last.
 
-    That is what `torch.device("cuda", local_rank % device_count)` does in the rank itself, so plan
-    and rank agree on the device.
+    That is what `torch.device("cuda", local_rank % device_count)` does in the rank itself.
     """
     devices = visible(topology, chosen, warnings)
     if not devices:
-        return [Seat(rank, None, ()) for rank in range(ranks)]
+        return [RankGpu(rank) for rank in range(ranks)]
     if ranks > len(devices) * ranks_per_gpu:
         warnings.append(
-            f"{ranks} ranks for {len(devices)} visible GPU{'s' * (len(devices) != 1)}: more than "
+            f"{ranks} ranks for {counted(len(devices), 'visible GPU')}: more than "
             f"{ranks_per_gpu} on one GPU"
         )
-    near = [() if one is None else local_domains(topology, machine, one) for one in devices]
-    return [
-        Seat(rank, devices[rank % len(devices)], near[rank % len(devices)]) for rank in range(ranks)
-    ]
+    near = [() if gpu is None else local_domains(topology, machine, gpu) for gpu in devices]
+    places = [rank % len(devices) for rank in range(ranks)]
+    return [RankGpu(rank, devices[place], near[place]) for rank, place in enumerate(places)]
 
 
 def domains_of_idle(
@@ -62,7 +80,7 @@ def domains_of_idle(
 ) -> set[int]:
     """Return the domains next to visible GPUs that no rank has, and next to none that one has.
 
-    With them go the domains without a GPU to which these are nearer than any that a rank is at.
+    Included are the domains without a GPU that are nearer to these than to any rank's.
 
     Args:
         topology: the node.
@@ -74,10 +92,14 @@ def domains_of_idle(
         () if gpu is None else local_domains(topology, machine, gpu)
         for gpu in visible(topology, chosen, [])
     ]
-    ranked = {domain for one in near[:ranks] for domain in one}
-    idle = {domain for one in near[ranks:] for domain in one} - ranked
-    beside = machine.pool if idle else ()
-    return idle.union(one for one in beside if idle.issuperset(machine.nearest(one, ranked | idle)))
+    ranked = {domain for domains in near[:ranks] for domain in domains}
+    idle = {domain for domains in near[ranks:] for domain in domains} - ranked
+    beside = [
+        domain
+        for domain in (machine.pool if idle else ())
+        if idle.issuperset(machine.nearest(domain, ranked | idle))
+    ]
+    return idle.union(beside)
 
 
 def visible(
@@ -87,87 +109,96 @@ def visible(
 
     Args:
         topology: the node.
-        chosen: indices, PCI addresses, UUIDs or names; None for all GPUs, of which those that are
-            cut into MIG instances do not count: their instances do.
-        warnings: gets a sentence about what is not known.
+        chosen: indices, PCI addresses, UUIDs or names; None for all devices.
+        warnings: gets a sentence about what is unknown.
     """
     if chosen is None:
-        parents = {gpu.parent.lower() for gpu in topology.gpus if gpu.parent}
-        return [gpu for gpu in topology.gpus if not parents & _names(gpu)]
-    found: list[Gpu | None] = []
+        return list(topology.devices)
+    devices: list[Gpu | None] = []
     for entry in chosen:
-        gpu = _find(topology.gpus, str(entry).strip())
-        if gpu is None:
+        devices.append(_find(topology.gpus, str(entry).strip().lower()))
+        if devices[-1] is None:
             warnings.append(f"visible GPU {str(entry).strip()!r} is not in the topology")
-        found.append(gpu)
-    return found
+    return devices
+
+
+def _find(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
+    """Return the GPU that an entry means: index, UUID (or its beginning), PCI address or name."""
+    if entry.isdecimal():
+        return next((gpu for gpu in gpus if gpu.index == int(entry)), None)
+    address = full_address(entry)
+    exact = [
+        *(gpu for gpu in gpus if entry and gpu.uuid.lower() == entry),
+        *(gpu for gpu in gpus if entry and gpu.name.lower() == entry),
+        *(gpu for gpu in gpus if address and gpu.address == address),
+    ]
+    if exact:
+        return exact[0]
+    begun = [gpu for gpu in gpus if "-" in entry and gpu.uuid.lower().startswith(entry)]
+    return begun[0] if len(begun) == 1 else None
+
+
+def visible_devices(
+    topology: Topology, text: str | None, hidden: Collection[str] = ()
+) -> list[Gpu | None]:
+    """Return the devices of a visible list in its order; None stands for an unknown one.
+
+    Args:
+        topology: the node.
+        text: the variable's value; None where it is not set: then all that are not hidden.
+        hidden: PCI addresses of GPUs that a cgroup hides.
+    """
+    return visible(topology, chosen_names(topology, text, hidden), [])
+
+
+def chosen_names(
+    topology: Topology, text: str | None, hidden: Collection[str] = ()
+) -> list[str] | None:
+    """Return the names of visible devices in order, as the planner takes them; None for all.
+
+    As for the driver, the list ends before an entry that can be no device, such as `-1` or
+    Slurm's `NoDevFiles`. A device that the topology does not know stays in the list.
+    """
+    if text is None:
+        admitted = [gpu.name for gpu in topology.devices if gpu.address not in hidden]
+        return admitted if hidden else None
+    admitted = [gpu.name for gpu in topology.gpus if not gpu.parent and gpu.address not in hidden]
+    names: list[str] = []
+    for entry in (part.strip() for part in text.split(",")):
+        if entry.isdecimal():
+            index = int(entry)
+            names.append(admitted[index] if index < len(admitted) else f"index {index}")
+        elif entry.upper().startswith(("GPU-", "MIG-")):
+            names.append(entry)
+        else:
+            break
+    return names
 
 
 def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, ...]:
-    """Return the domains with CPUs that a GPU is next to; several where only CPUs are told.
+    """Return the domains with CPUs that a GPU is next to; several where only CPUs are known.
 
-    Empty where it is not known: a GPU that is near to all CPUs of several domains tells nothing.
-    A MIG instance that tells nothing itself is where its parent is, or another instance of it.
+    Empty where unknown: a GPU that is near to all CPUs of several domains could be anywhere. A MIG
+    instance of unknown place is where its parent is, or another instance of it.
     """
     with_cpus = machine.domains_with_cpus
     if len(with_cpus) == 1:
         return with_cpus
     candidates = [gpu]
     if gpu.parent:
-        parent = gpu.parent.lower()
-        candidates += [one for one in topology.gpus if parent in _names(one)]
-        candidates += [one for one in topology.gpus if one.parent.lower() == parent]
-    for one in candidates:
-        if one.domain is not None:
-            if one.domain in with_cpus:
-                return (one.domain,)
-            if topology.domain(one.domain) is not None:  # memory alone
-                return machine.nearest(one.domain, with_cpus)
-        told = machine.domains_of_cpus(one.cpus)
-        if told and told != with_cpus:
-            return told
+        candidates += [one for one in topology.gpus if gpu.parent in (one.uuid, one.address)]
+        candidates += [one for one in topology.gpus if one.parent == gpu.parent]
+    for candidate in candidates:
+        if candidate.domain in with_cpus:
+            return (candidate.domain,)
+        if candidate.domain is not None and topology.domain(candidate.domain):  # memory alone
+            return machine.nearest(candidate.domain, with_cpus)
+        domains = machine.domains_of_cpus(candidate.cpus)
+        if domains and domains != with_cpus:
+            return domains
     return ()
 
 
 def gpu_name(gpu: Gpu) -> str:
     """Return what to call a GPU: its PCI address, else the source's name of it, else its index."""
     return gpu.address or gpu.name or str(gpu.index)
-
-
-def _names(gpu: Gpu) -> set[str]:
-    """What a MIG instance may call its parent, in lower case."""
-    return {one.lower() for one in (gpu.uuid, gpu.address, gpu.name) if one and not gpu.parent}
-
-
-def _find(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
-    """The GPU that an entry means: index, UUID (or the beginning of one), PCI address or name."""
-    if entry.isdecimal():
-        return next((gpu for gpu in gpus if gpu.index == int(entry)), None)
-    low = entry.lower()
-    if not low:
-        return None
-    for key in ("uuid", "name"):
-        for gpu in gpus:
-            if getattr(gpu, key).lower() == low:
-                return gpu
-    address = _address(low)
-    at = [gpu for gpu in gpus if address and _address(gpu.address.lower()) == address]
-    if at:
-        return at[0]
-    begun = [gpu for gpu in gpus if gpu.uuid.lower().startswith(low)] if "-" in low else []
-    return begun[0] if len(begun) == 1 else None
-
-
-def _address(text: str) -> tuple[int, ...]:
-    """A PCI address as numbers, since nvidia-smi writes 8 digits of domain; empty for no address.
-
-    >>> _address("00000000:c7:00.0") == _address("0000:c7:00.0") == _address("c7:00.0")
-    True
-    """
-    parts = text.replace(".", ":").split(":")
-    if len(parts) == _ADDRESS_PARTS:
-        parts.insert(0, "0")
-    try:
-        return tuple(int(part, 16) for part in parts) if len(parts) > _ADDRESS_PARTS else ()
-    except ValueError:
-        return ()

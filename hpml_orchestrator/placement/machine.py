@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["UNKNOWN_DISTANCE", "Machine"]
 
 UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
-_LOCAL, _REMOTE = 10, 20  # assumed for comparisons where nothing is told
+_LOCAL, _REMOTE = 10, 20  # assumed for comparisons where distances are unknown
 
 
 class Machine:
@@ -25,6 +25,7 @@ class Machine:
 
     Attributes:
         pool: NUMA domain to its usable cores, both by socket and number; none is empty.
+        order: NUMA domain to its number in `pool`.
         cpus_of: core to its usable CPUs.
         domain_of: core to its NUMA domain.
         socket_of: core to its socket.
@@ -33,31 +34,29 @@ class Machine:
     """
 
     def __init__(self, topology: Topology, allowed: Iterable[int] | None, *, smt: bool) -> None:
-        wanted = None if allowed is None else frozenset(allowed)
+        usable = topology.cpus if allowed is None else topology.cpus.intersection(allowed)
+        self.whole = usable == topology.cpus
         self.cpus_of: dict[int, tuple[int, ...]] = {}
         self.domain_of: dict[int, int] = {}
         self.socket_of: dict[int, int] = {}
         self.home_of: dict[int, int] = {}
-        self.whole = True
         self._sockets: dict[int, set[int]] = {}
-        found: dict[int, list[int]] = {}
-        for core in sorted(topology.cores, key=lambda one: (one.socket, one.domain, one.number)):
+        pool: dict[int, list[int]] = {}
+        for core in sorted(
+            topology.cores, key=lambda core: (core.socket, core.domain, core.number)
+        ):
             self.home_of.update(dict.fromkeys(core.cpus, core.domain))
             self._sockets.setdefault(core.domain, set()).add(core.socket)
-            cpus = core.cpus
-            if wanted is not None:
-                cpus = tuple(cpu for cpu in cpus if cpu in wanted)
-                self.whole = self.whole and cpus == core.cpus
-            if not cpus:
-                continue
-            self.cpus_of[core.number] = cpus if smt else cpus[:1]
-            self.domain_of[core.number] = core.domain
-            self.socket_of[core.number] = core.socket
-            found.setdefault(core.domain, []).append(core.number)
-        self.pool = {domain: tuple(cores) for domain, cores in found.items()}
-        self.place = {domain: number for number, domain in enumerate(self.pool)}
-        self._distances = {one.number: dict(one.distances) for one in topology.domains}
-        self._memory = {one.number: one.memory_bytes for one in topology.domains}
+            cpus = tuple(cpu for cpu in core.cpus if cpu in usable)
+            if cpus:
+                self.cpus_of[core.number] = cpus if smt else cpus[:1]
+                self.domain_of[core.number] = core.domain
+                self.socket_of[core.number] = core.socket
+                pool.setdefault(core.domain, []).append(core.number)
+        self.pool = {domain: tuple(cores) for domain, cores in pool.items()}
+        self.order = {domain: number for number, domain in enumerate(self.pool)}
+        self._distances = {domain.number: dict(domain.distances) for domain in topology.domains}
+        self._memory = {domain.number: domain.memory_bytes for domain in topology.domains}
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -69,29 +68,27 @@ class Machine:
         """All domains that have CPUs, usable or not."""
         return tuple(sorted(self._sockets))
 
-    def distance(self, one: int, other: int) -> int:
-        """Return how far a domain is from another: as told, else 10 within and 20 between.
+    def distance(self, domain: int, other: int) -> int:
+        """Return how far a domain is from another; where unknown 10 within and 20 between.
 
         For comparisons alone: what people read is from `farthest`.
         """
-        told = self._distances.get(one, {})
-        return told.get(other, _LOCAL if one == other else _REMOTE)
+        default = _LOCAL if domain == other else _REMOTE
+        return self._distances.get(domain, {}).get(other, default)
 
     def farthest(self, near: Collection[int], domains: Iterable[int]) -> int | None:
-        """Return the largest told distance of some domains, each from the nearest of `near`.
+        """Return the largest distance of some domains, each from the nearest of `near`.
 
-        None where the source does not tell one of them.
+        None where the distance of one of them is unknown.
         """
-        away = [
-            [told[other] for told in map(self._distances.get, near) if told and other in told]
-            for other in domains
-        ]
+        rows = [self._distances.get(domain, {}) for domain in near]
+        away = [[row[other] for row in rows if other in row] for other in domains]
         return max(map(min, away), default=None) if all(away) else None
 
-    def gap(self, one: int, other: int) -> tuple[int, int]:
+    def gap(self, domain: int, other: int) -> tuple[int, int]:
         """Return the distance, and 1 where no socket is common: for sources without distances."""
-        sockets, others = self._sockets.get(one, set()), self._sockets.get(other, set())
-        return self.distance(one, other), int(sockets.isdisjoint(others))
+        sockets, others = self._sockets.get(domain, set()), self._sockets.get(other, set())
+        return self.distance(domain, other), int(sockets.isdisjoint(others))
 
     def nearest(self, domain: int, among: Iterable[int]) -> tuple[int, ...]:
         """Return those of some domains that are nearest to one, all of them when they tie."""
@@ -104,13 +101,8 @@ class Machine:
         return tuple(sorted({self.home_of[cpu] for cpu in cpus if cpu in self.home_of}))
 
     def memory_for(self, domain: int) -> int:
-        """Return the domain whose memory serves another: itself, unless it is seen to have none."""
-        with_memory = [
-            other for other in self._sockets if self._memory.get(other, 0) > 0 or other == domain
-        ]
-        if self._memory.get(domain, 0) > 0 or len(with_memory) == 1:
+        """Return the domain whose memory serves another: itself, if it may have some."""
+        others = [other for other in self._sockets if other != domain and self._memory.get(other)]
+        if self._memory.get(domain) or not others:
             return domain
-        return min(
-            (other for other in with_memory if other != domain),
-            key=lambda other: (self.gap(domain, other), other),
-        )
+        return min(others, key=lambda other: (self.gap(domain, other), other))

@@ -6,10 +6,13 @@ Standard library only, Python 3.9 or newer: it travels to the nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from hpml_orchestrator.placement.cpulist import cpu_list
+from hpml_orchestrator.topology.cpulist import format_list
 
-__all__ = ["Plan", "RankPlan"]
+__all__ = ["PLAN_COLUMNS", "Plan", "RankPlan", "plan_json", "plan_rows"]
+
+PLAN_COLUMNS = ("rank", "GPU", "CPUs", "cores", "NUMA", "distance", "memory", "NIC", "threads")
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,10 @@ class RankPlan:
 
     Attributes:
         local_rank: number among the ranks of its node, from 0.
-        gpu: PCI address of its GPU, or the name that the source gives it; None without a GPU, and
-            where the topology does not know it.
+        gpu: PCI address of its GPU, or the source's name of it; None without a GPU, and where the
+            topology does not know it.
         gpu_index: the GPU's index in the topology.
-        gpu_uuid: UUID of the GPU or MIG instance; empty where it is not told.
+        gpu_uuid: UUID of the GPU or MIG instance; empty where unknown.
         cpus: CPUs that it may run on, ascending.
         cores: numbers of the physical cores that those are in, ascending.
         numa: NUMA domains that those are in, ascending.
@@ -30,7 +33,7 @@ class RankPlan:
         threads: OpenMP threads: its cores less its loader workers, at least 1.
         loader_workers: processes that load data for it, on its cores.
         distance: the largest NUMA distance from its GPU to one of its cores (10 is local); None
-            without a GPU, and where the GPU's domain or a distance is not told.
+            without a GPU, and where unknown.
     """
 
     local_rank: int
@@ -48,7 +51,7 @@ class RankPlan:
 
     def cpu_list(self) -> str:
         """Return its CPUs in the kernel's list format."""
-        return cpu_list(self.cpus)
+        return format_list(self.cpus)
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,34 @@ class Plan:
     policy: str = "gpu-local"
     whole: bool = True
     warnings: tuple[str, ...] = ()
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain data, ready for `json.dumps`; CPUs are in the kernel's list format."""
+    return {
+        "ranks": [
+            {**vars(rank), "cpus": rank.cpu_list(), "gpu_uuid": rank.gpu_uuid or None}
+            for rank in plan.ranks
+        ],
+        "policy": plan.policy,
+        "warnings": list(plan.warnings),
+    }
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return one row per rank, its cells as in `PLAN_COLUMNS`; what is unknown is a dash."""
+    rows = []
+    for rank in plan.ranks:
+        cells = (
+            rank.local_rank,
+            rank.gpu,
+            rank.cpu_list() or None,
+            len(rank.cores),
+            ",".join(map(str, rank.numa)) or None,
+            rank.distance,
+            rank.memory,
+            rank.nic,
+            rank.threads,
+        )
+        rows.append(tuple("-" if cell is None else str(cell) for cell in cells))
+    return rows

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, counted
-from hpml_orchestrator.placement.cpulist import cpu_list
-from hpml_orchestrator.placement.gpus import Seat, domains_of_idle, gpu_name, seats
-from hpml_orchestrator.placement.machine import Machine
+from hpml_orchestrator.placement.gpus import RankGpu, domains_of_idle, gpu_name, gpus_of_ranks
+from hpml_orchestrator.placement.machine import UNKNOWN_DISTANCE, Machine
 from hpml_orchestrator.placement.model import Plan, RankPlan
-from hpml_orchestrator.placement.nics import choose_nics
+from hpml_orchestrator.placement.report import ranks_text
 from hpml_orchestrator.placement.share import (
     Group,
     choose_homes,
@@ -24,12 +23,12 @@ from hpml_orchestrator.placement.share import (
     share_group,
     share_short,
 )
-from hpml_orchestrator.placement.told import ranks_text
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from hpml_orchestrator.topology.model import Topology
+    from hpml_orchestrator.topology.model import Gpu, Nic, Topology
 
 __all__ = ["POLICIES", "plan"]
 
@@ -40,6 +39,7 @@ POLICIES = {
     "spread": "equal parts of all cores in order, wherever the GPU is",
     "none": "nothing is bound: every rank may run on all allowed CPUs",
 }
+_LEVELS = {"PIX": 0, "PXB": 1, "PHB": 2, "NODE": 3, "SYS": 4}  # nvidia-smi's terms, nearest first
 
 
 def plan(
@@ -53,12 +53,12 @@ def plan(
     loader_workers: int = 0,
     smt: bool = True,
 ) -> Plan:
-    """Say for every local rank which cores, memory, GPU and network card are its own.
+    """Return which cores, memory, GPU and network card each local rank gets.
 
     No core belongs to two ranks unless there are fewer cores than ranks (and with policy `none`).
     Ranks next to the same domain get equal numbers of cores, give or take one, those of the domain
     first. With `gpu-local` domains without a visible GPU lend their cores to the nearest ranks.
-    What cannot be done is done as nearly as can be, and told in the plan's warnings.
+    What cannot be done is done as nearly as possible, with a warning in the plan.
 
     Args:
         topology: the node.
@@ -72,8 +72,8 @@ def plan(
         smt: use all hardware threads of a core, or its first allowed one alone.
 
     Raises:
-        InputError: for an unknown policy, numbers below their least, and allowed CPUs of which the
-            node has none.
+        InputError: for an unknown policy, numbers below their minimum, and allowed CPUs of which
+            the node has none.
     """
     _check(policy, ranks, ranks_per_gpu, loader_workers)
     allowed = None if allowed_cpus is None else frozenset(allowed_cpus)
@@ -82,23 +82,29 @@ def plan(
         raise InputError(
             "none of these CPUs is online on this node",
             field="allowed CPUs",
-            value=cpu_list(allowed or ()) or "none",
-            hint=f"The node has {cpu_list(topology.cpus)}.",
+            value=format_list(allowed or ()) or "none",
+            hint=f"The node has {format_list(topology.cpus)}.",
         )
     warnings: list[str] = []
     chosen = None if visible_gpus is None else tuple(visible_gpus)
-    places = seats(topology, machine, ranks, ranks_per_gpu, chosen, warnings)
+    gpus = gpus_of_ranks(topology, machine, ranks, ranks_per_gpu, chosen, warnings)
     idle = domains_of_idle(topology, machine, ranks, chosen) if policy == "gpu-local" else ()
-    given = _share(machine, places, policy, warnings, idle)
-    by_home = [tuple({machine.domain_of[core]: 0 for core in cores}) for cores in given]
-    bound = policy != "none"
-    nics = choose_nics(topology, machine, places, by_home) if bound else [None] * ranks
-    plans: list[RankPlan] = []
-    for seat, cores, nic in zip(places, given, nics):
-        threads = len(cores) if bound else len(cores) // ranks
-        one = _rank(machine, seat, cores, nic, max(1, threads - loader_workers), loader_workers)
-        plans.append(one if bound else replace(one, memory=None))
-    _warn_of_few_cores(plans, loader_workers, warnings, bound=bound)
+    cores = _share(machine, gpus, policy, warnings, idle)
+    if policy == "none":
+        plans = [
+            replace(_rank(machine, gpu, mine, len(mine) // ranks, loader_workers), memory=None)
+            for gpu, mine in zip(gpus, cores)
+        ]
+        return Plan(tuple(plans), policy, machine.whole, tuple(warnings))
+    plans = [_rank(machine, gpu, mine, len(mine), loader_workers) for gpu, mine in zip(gpus, cores)]
+    homes = [tuple({machine.domain_of[core]: 0 for core in mine}) for mine in cores]
+    nics = _choose_nics(topology, machine, gpus, homes)
+    plans = [replace(rank, nic=nic) for rank, nic in zip(plans, nics)]
+    short = [rank.local_rank for rank in plans if 0 < len(rank.cores) < 1 + loader_workers]
+    if short and loader_workers:
+        warnings.append(
+            f"{ranks_text(short)}: fewer cores than 1 and {loader_workers} loader workers need"
+        )
     return Plan(tuple(plans), policy, machine.whole, tuple(warnings))
 
 
@@ -117,73 +123,73 @@ def _check(policy: str, ranks: int, ranks_per_gpu: int, loader_workers: int) -> 
 
 def _share(
     machine: Machine,
-    places: Sequence[Seat],
+    gpus: Sequence[RankGpu],
     policy: str,
     warnings: list[str],
-    idle_gpus: Collection[int],
+    idle_domains: Collection[int],
 ) -> list[list[int]]:
-    """Return each rank's cores; domains of GPUs without a rank, and beside them, lend none."""
+    """Return each rank's cores; the domains of GPUs without a rank, and beside them, lend none."""
     if not machine.cores:
-        warnings.append("the topology tells of no CPUs: no rank can be bound")
-        return [[] for _ in places]
+        warnings.append("the topology has no CPUs: no rank can be bound")
+        return [[] for _ in gpus]
     if policy == "none":
-        return [list(machine.cores) for _ in places]
-    scarce = len(machine.cores) < len(places)
+        return [list(machine.cores) for _ in gpus]
+    scarce = len(machine.cores) < len(gpus)
     if scarce:
         warnings.append(
-            f"{len(places)} ranks on {len(machine.cores)} core{'s' * (len(machine.cores) != 1)}: "
-            "some share a core with another"
+            f"{len(gpus)} ranks on {counted(len(machine.cores), 'core')}: some share a core with "
+            "another"
         )
     if policy == "spread":
-        return chunks([machine.cores], len(places))
-    if not any(seat.near for seat in places):
-        _warn_of_unknown(places, warnings)
-        return chunks([machine.cores] if scarce else _units(machine, policy), len(places))
-    homes = _homes(machine, places, warnings)
+        return chunks([machine.cores], len(gpus))
+    _warn_of_unknown(gpus, warnings)
+    if not any(gpu.near for gpu in gpus):
+        return chunks([machine.cores] if scarce else _units(machine, policy), len(gpus))
+    homes = _homes(machine, gpus)
+    _warn_of_far_homes(gpus, homes, warnings)
     if scarce:
         return share_short(machine, homes)
-    groups = _groups(machine, homes, policy, idle_gpus)
+    groups = _groups(machine, homes, policy, idle_domains)
     merge(machine, groups)
-    if policy == "gpu-local":
-        _warn_of_idle(machine, [one for one in groups if not one.homes], warnings)
-    given: dict[int, list[int]] = {}
+    cores: dict[int, list[int]] = {}
     for group in groups:
         if group.homes:
-            given.update(share_group(machine, group))
-    _warn_of_crowded(machine, homes, given, warnings)
-    return [given[seat.rank] for seat in places]
+            cores.update(share_group(machine, group))
+    if policy == "gpu-local":
+        _warn_of_idle(machine, [group for group in groups if not group.homes], warnings)
+    _warn_of_crowded(machine, homes, cores, warnings)
+    return [cores[gpu.rank] for gpu in gpus]
 
 
-def _units(machine: Machine, policy: str) -> list[tuple[int, ...]]:
-    """The cores in the pieces that ranks without a GPU are handed: sockets, domains or the node."""
+def _units(machine: Machine, policy: str) -> list[Sequence[int]]:
+    """Return the cores in the pieces for ranks without a GPU: sockets, domains or the node."""
     if policy == "numa":
         return list(machine.pool.values())
     if policy == "socket":
         sockets: dict[int, list[int]] = {}
         for core in machine.cores:
             sockets.setdefault(machine.socket_of[core], []).append(core)
-        return [tuple(cores) for cores in sockets.values()]
+        return list(sockets.values())
     return [machine.cores]
 
 
-def _homes(machine: Machine, places: Sequence[Seat], warnings: list[str]) -> list[int]:
+def _homes(machine: Machine, gpus: Sequence[RankGpu]) -> list[int]:
     """Return each rank's home domain, in which there are cores."""
-    _warn_of_unknown(places, warnings)
     wanted: list[tuple[int, ...]] = []
-    for seat in places:
-        usable = tuple(one for one in seat.near if one in machine.pool)
-        if seat.near and not usable:
-            gaps = {one: min(machine.gap(near, one) for near in seat.near) for one in machine.pool}
+    for gpu in gpus:
+        usable = tuple(domain for domain in gpu.near if domain in machine.pool)
+        if gpu.near and not usable:
+            gaps = {
+                home: min(machine.gap(near, home) for near in gpu.near) for home in machine.pool
+            }
             least = min(gaps.values())
-            usable = tuple(one for one, gap in gaps.items() if gap == least)
+            usable = tuple(home for home, gap in gaps.items() if gap == least)
         wanted.append(usable or tuple(machine.pool))
-    homes = choose_homes(machine, wanted)
-    _warn_of_far_homes(places, homes, warnings)
-    return homes
+    return choose_homes(machine, wanted)
 
 
 def _groups(
-    machine: Machine, homes: Sequence[int], policy: str, idle_gpus: Collection[int]
+    machine: Machine, homes: Sequence[int], policy: str, idle_domains: Collection[int]
 ) -> list[Group]:
     """Return the groups of ranks that share cores, and idle ones whose cores nobody has yet."""
     ranks: dict[int, list[int]] = {}
@@ -191,87 +197,133 @@ def _groups(
         ranks.setdefault(home, []).append(rank)
     if policy == "gpu-local":
         groups = {domain: Group([domain], {domain: ranks[domain]}) for domain in sorted(ranks)}
-        idle = [one for one in machine.pool if one in idle_gpus and one not in groups]
+        idle = [domain for domain in machine.pool if domain in idle_domains and domain not in ranks]
         lend(machine, groups, idle)
-        return [*groups.values(), *(Group([one], {}) for one in idle)]
+        return [*groups.values(), *(Group([domain], {}) for domain in idle)]
     pieces: dict[int, list[int]] = {}
     for domain, cores in machine.pool.items():
         key = machine.socket_of[cores[0]] if policy == "socket" else domain
         pieces.setdefault(key, []).append(domain)
     return [
-        Group(domains, {one: ranks[one] for one in domains if one in ranks})
+        Group(domains, {domain: ranks[domain] for domain in domains if domain in ranks})
         for domains in pieces.values()
     ]
 
 
 def _rank(
-    machine: Machine,
-    seat: Seat,
-    cores: Sequence[int],
-    nic: str | None,
-    threads: int,
-    loader_workers: int,
+    machine: Machine, owned: RankGpu, cores: Sequence[int], threads: int, loader_workers: int
 ) -> RankPlan:
-    """Put one rank's plan together."""
-    held: dict[int, int] = {}
+    """Return one rank's plan, but for its network card."""
+    counts: dict[int, int] = {}
     for core in cores:
-        held[machine.domain_of[core]] = held.get(machine.domain_of[core], 0) + 1
-    far = {one: min((machine.distance(near, one) for near in seat.near), default=0) for one in held}
-    memory = min(held, key=lambda one: (far[one], -held[one], one), default=None)
-    gpu = seat.gpu
+        counts[machine.domain_of[core]] = counts.get(machine.domain_of[core], 0) + 1
+
+    def cost(domain: int) -> tuple[int, int, int]:
+        away = min((machine.distance(near, domain) for near in owned.near), default=0)
+        return away, -counts[domain], domain
+
+    gpu = owned.gpu
     return RankPlan(
-        local_rank=seat.rank,
+        local_rank=owned.rank,
         gpu=(gpu.address or gpu.name or None) if gpu else None,
         gpu_index=gpu.index if gpu else None,
         gpu_uuid=gpu.uuid if gpu else "",
         cpus=tuple(sorted(cpu for core in cores for cpu in machine.cpus_of[core])),
         cores=tuple(sorted(cores)),
-        numa=tuple(sorted(held)),
-        memory=None if memory is None else machine.memory_for(memory),
-        nic=nic,
-        threads=threads,
+        numa=tuple(sorted(counts)),
+        memory=machine.memory_for(min(counts, key=cost)) if counts else None,
+        threads=max(1, threads - loader_workers),
         loader_workers=loader_workers,
-        distance=machine.farthest(seat.near, held),
+        distance=machine.farthest(owned.near, counts),
     )
 
 
-def _warn_of_unknown(places: Sequence[Seat], warnings: list[str]) -> None:
-    """Tell of GPUs whose domain nobody knows."""
-    unknown = [seat for seat in places if seat.gpu and not seat.near]
+def _choose_nics(
+    topology: Topology, machine: Machine, gpus: Sequence[RankGpu], homes: Sequence[tuple[int, ...]]
+) -> list[str | None]:
+    """Return the name of each rank's network card: the nearest, and among equals each as often.
+
+    Args:
+        topology: the node.
+        machine: the same, for its distances.
+        gpus: each rank's GPU, whose place decides.
+        homes: each rank's domains, which decide where there is no GPU.
+    """
+    if not topology.nics:
+        return [None] * len(gpus)
+    links = {(gpu, nic): _LEVELS.get(level, 4) for gpu, nic, level in topology.links}
+    names = {name: gpu.name for gpu in topology.gpus for name in (gpu.uuid, gpu.address)}
+    places = {nic.name: _nic_domains(machine, nic) for nic in topology.nics}
+
+    def cost(gpu: Gpu | None, near: tuple[int, ...], nic: str) -> tuple[int, tuple[int, int]]:
+        gaps = [machine.gap(domain, other) for domain in near for other in places[nic]]
+        level = None
+        if gpu:  # a MIG instance has its parent's link
+            level = links.get((gpu.name, nic), links.get((names.get(gpu.parent, ""), nic)))
+        if level is None:
+            level = _LEVELS["NODE"] if set(near) & set(places[nic]) else _LEVELS["SYS"]
+        return level, min(gaps, default=(UNKNOWN_DISTANCE, 1))
+
+    nearest: dict[tuple[str | None, tuple[int, ...]], list[str]] = {}
+    equals: list[list[str]] = []
+    for owned, home in zip(gpus, homes):
+        gpu, near = owned.gpu, owned.near if owned.gpu else home
+        key = (gpu.name if gpu else None, near)
+        if key not in nearest:
+            costs = {nic: cost(gpu, near, nic) for nic in places}
+            nearest[key] = [nic for nic in costs if costs[nic] == min(costs.values())]
+        equals.append(nearest[key])
+    load = dict.fromkeys(places, 0)
+    chosen: list[str | None] = [None] * len(gpus)
+    for rank in sorted(range(len(gpus)), key=lambda rank: (len(equals[rank]), rank)):
+        nic = min(equals[rank], key=load.__getitem__)
+        load[nic] += 1
+        chosen[rank] = nic
+    return chosen
+
+
+def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
+    """Return the domains that a card is next to; none where unknown."""
+    if nic.domain is not None:
+        return (nic.domain,)
+    domains = machine.domains_of_cpus(nic.cpus)
+    return () if domains == machine.domains_with_cpus else domains
+
+
+def _warn_of_unknown(gpus: Sequence[RankGpu], warnings: list[str]) -> None:
+    """Warn of GPUs whose domain is unknown."""
+    unknown = [gpu for gpu in gpus if gpu.gpu and not gpu.near]
     if unknown:
-        names = ", ".join(dict.fromkeys(_name(seat) for seat in unknown))
         warnings.append(
-            f"no NUMA domain is known for GPU {names}: {ranks_text([one.rank for one in unknown])} "
-            "spread evenly, perhaps far from the GPU"
+            f"no NUMA domain is known for GPU {_names(unknown)}: "
+            f"{ranks_text([gpu.rank for gpu in unknown])} spread evenly, perhaps far from the GPU"
         )
 
 
-def _warn_of_far_homes(places: Sequence[Seat], homes: Sequence[int], warnings: list[str]) -> None:
-    """Tell of GPUs next to which no CPU is allowed: a sentence for each domain that ranks go to."""
-    far: dict[int, list[Seat]] = {}
-    for seat, home in zip(places, homes):
-        if seat.near and home not in seat.near:
-            far.setdefault(home, []).append(seat)
-    for home, seats_there in far.items():
-        names = ", ".join(dict.fromkeys(_name(seat) for seat in seats_there))
-        near = {domain for seat in seats_there for domain in seat.near}
-        is_ = "are" if ", " in names else "is"
-        runs = "runs" if len(seats_there) == 1 else "run"
+def _warn_of_far_homes(gpus: Sequence[RankGpu], homes: Sequence[int], warnings: list[str]) -> None:
+    """Warn of GPUs next to which no CPU is allowed, once for each domain that ranks go to."""
+    far: dict[int, list[RankGpu]] = {}
+    for gpu, home in zip(gpus, homes):
+        if gpu.near and home not in gpu.near:
+            far.setdefault(home, []).append(gpu)
+    for home, moved in far.items():
+        near = {domain for gpu in moved for domain in gpu.near}
         warnings.append(
-            f"GPU {names} {is_} next to NUMA {_domains(near)}, where no CPU is allowed: "
-            f"{ranks_text([seat.rank for seat in seats_there])} {runs} on {_domains([home])}"
+            f"no CPU is allowed in NUMA {_domains(near)}, next to GPU {_names(moved)}: "
+            f"{ranks_text([gpu.rank for gpu in moved])} on {_domains([home])}"
         )
 
 
 def _warn_of_crowded(
-    machine: Machine, homes: Sequence[int], given: dict[int, list[int]], warnings: list[str]
+    machine: Machine, homes: Sequence[int], cores: dict[int, list[int]], warnings: list[str]
 ) -> None:
-    """Tell of ranks that found no core left in their domain."""
+    """Warn of ranks that found no core left in their domain."""
+    domains_of = {rank: {machine.domain_of[core] for core in mine} for rank, mine in cores.items()}
     for domain in sorted(set(homes)):
         ranks = [rank for rank, home in enumerate(homes) if home == domain]
-        out = [one for one in ranks if domain not in {machine.domain_of[c] for c in given[one]}]
+        out = [rank for rank in ranks if domain not in domains_of[rank]]
         if out:
-            others = {machine.domain_of[core] for rank in out for core in given[rank]}
+            others = set().union(*(domains_of[rank] for rank in out))
             warnings.append(
                 f"NUMA {_domains([domain])} has too few allowed cores for {ranks_text(ranks)}: "
                 f"{ranks_text(out)} on {_domains(others)}"
@@ -279,32 +331,21 @@ def _warn_of_crowded(
 
 
 def _warn_of_idle(machine: Machine, groups: Sequence[Group], warnings: list[str]) -> None:
-    """Tell of cores that stay idle, since the GPUs nearest to them have no rank."""
+    """Warn of cores that stay idle, since the GPUs nearest to them have no rank."""
     domains = [domain for group in groups for domain in group.domains]
     if domains:
         cores = sum(group.cores(machine) for group in groups)
         warnings.append(
             f"no rank has a GPU next to NUMA {_domains(domains)}: {counted(cores, 'core')} there "
-            f"{'stays' if cores == 1 else 'stay'} idle, which the policy spread would use"
+            f"{'stays' if cores == 1 else 'stay'} idle; policy spread would use them"
         )
 
 
-def _warn_of_few_cores(
-    plans: Sequence[RankPlan], loader_workers: int, warnings: list[str], *, bound: bool
-) -> None:
-    """Tell of ranks whose loader workers have no core of their own."""
-    short = [one.local_rank for one in plans if bound and 0 < len(one.cores) < 1 + loader_workers]
-    if short and loader_workers:
-        warnings.append(
-            f"{ranks_text(short)}: fewer cores than 1 and {loader_workers} loader workers need"
-        )
-
-
-def _name(seat: Seat) -> str:
-    """What to call a rank's GPU."""
-    return gpu_name(seat.gpu) if seat.gpu else "none"
+def _names(gpus: Iterable[RankGpu]) -> str:
+    """Return the names of ranks' GPUs, each once."""
+    return ", ".join(dict.fromkeys(gpu_name(owned.gpu) for owned in gpus if owned.gpu))
 
 
 def _domains(numbers: Iterable[int]) -> str:
-    """Write domains, such as `domain 3` or `domain 0, 1`."""
-    return f"domain {', '.join(str(one) for one in sorted(numbers))}"
+    """Return domains as text, such as `domain 3` or `domain 0, 1`."""
+    return f"domain {', '.join(str(number) for number in sorted(numbers))}"

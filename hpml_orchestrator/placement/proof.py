@@ -1,4 +1,4 @@
-"""What the live ranks of one node were seen to do, and what of it is wrong: plain records.
+"""What the live ranks of one node were seen to do, and what is wrong with it: plain records.
 
 Standard library only, Python 3.9 or newer: it travels to the nodes.
 """
@@ -6,7 +6,7 @@ Standard library only, Python 3.9 or newer: it travels to the nodes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Optional
+from typing import Any
 
 __all__ = ["NodeProof", "Process", "RankProof", "Seen", "proof_json", "proof_of_json"]
 
@@ -43,7 +43,7 @@ class Seen:
         local_rank: number among the ranks of its node.
         rank: number among all ranks.
         pid: its process.
-        inherited: CPUs that it was allowed when hpml-bind started; None where that is not known.
+        inherited: CPUs that it was allowed when hpml-bind started; None where unknown.
         cpus: CPUs that hpml-bind read back after it had set them.
         child_cpus: CPUs that a child forked by hpml-bind was allowed; None where none was forked.
         main: the process that does the rank's work, which a wrapper may have started; None where
@@ -51,9 +51,9 @@ class Seen:
         others: its other processes: wrappers, loader workers and what else it started.
         visible: CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its main process; None where not
             set.
-        memory: its memory policy as the kernel told it, such as `prefer:3`; empty where unknown.
+        memory: its memory policy, such as `prefer:3`; empty where unknown.
         threads: OMP_NUM_THREADS; None where not set.
-        nic: network card that it was told of; empty without one.
+        nic: its network card; empty without one.
         live: whether the process itself was looked at, or only hpml-bind's own record of it.
         error: what hpml-bind could not do; empty when it could do all that counts.
         note: what it could not do and is no fault: a memory policy that a container refuses.
@@ -62,14 +62,14 @@ class Seen:
     local_rank: int
     rank: int
     pid: int
-    inherited: Optional[tuple[int, ...]] = None  # noqa: UP045 - runs on Python 3.9
+    inherited: tuple[int, ...] | None = None
     cpus: tuple[int, ...] = ()
-    child_cpus: Optional[tuple[int, ...]] = None  # noqa: UP045
-    main: Optional[Process] = None  # noqa: UP045
+    child_cpus: tuple[int, ...] | None = None
+    main: Process | None = None
     others: tuple[Process, ...] = ()
-    visible: Optional[str] = None  # noqa: UP045
+    visible: str | None = None
     memory: str = ""
-    threads: Optional[int] = None  # noqa: UP045
+    threads: int | None = None
     nic: str = ""
     live: bool = False
     error: str = ""
@@ -85,7 +85,7 @@ class RankProof:
         local_rank: number among the ranks of its node.
         pid: its process.
         gpu: PCI address (or name) of the device it really has; None without one.
-        uuid: UUID of that device; empty where it is not told.
+        uuid: UUID of that device; empty where unknown.
         cpus: CPUs that it may run on, in the kernel's list format.
         cores: how many physical cores those are in.
         numa: NUMA domains that those are in.
@@ -94,21 +94,21 @@ class RankProof:
         distance: largest NUMA distance from its device to one of its CPUs; None where unknown.
         threads: OMP_NUM_THREADS; None where not set.
         live: whether the process itself was looked at.
-        wrong: what is wrong, one sentence each; empty when the rank is where it should be.
+        wrong: what is wrong, one sentence each; empty when the rank runs as planned.
     """
 
     rank: int
     local_rank: int
     pid: int = 0
-    gpu: Optional[str] = None  # noqa: UP045
+    gpu: str | None = None
     uuid: str = ""
     cpus: str = ""
     cores: int = 0
     numa: tuple[int, ...] = ()
     memory: str = ""
     nic: str = ""
-    distance: Optional[int] = None  # noqa: UP045
-    threads: Optional[int] = None  # noqa: UP045
+    distance: int | None = None
+    threads: int | None = None
     live: bool = False
     wrong: tuple[str, ...] = ()
 
@@ -151,25 +151,20 @@ def proof_json(proof: NodeProof) -> dict[str, Any]:
 
 
 def proof_of_json(data: dict[str, Any]) -> NodeProof:
-    """Return the proof that plain data hold; fields that are not known are passed over.
+    """Return the proof that plain data hold; unknown fields are ignored.
 
     Raises:
-        ValueError: it is no proof.
+        ValueError: they are no proof.
     """
     try:
-        ranks = tuple(_made(RankProof, one) for one in data.get("ranks", ()))
-        proof: NodeProof = _made(NodeProof, {**data, "ranks": ranks})
+        ranks = tuple(RankProof(**_values(RankProof, rank)) for rank in data.get("ranks", ()))
+        return NodeProof(**_values(NodeProof, {**data, "ranks": ranks}))
     except (TypeError, AttributeError) as error:
         raise ValueError(f"no proof of a node's binding: {error}") from None
-    return proof
 
 
-def _made(kind: Any, data: dict[str, Any]) -> Any:
-    known = {one.name for one in fields(kind)}
-    return kind(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in data.items()
-            if name in known
-        }
-    )
+def _values(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)} & set(data)
+    return {
+        name: tuple(data[name]) if isinstance(data[name], list) else data[name] for name in names
+    }

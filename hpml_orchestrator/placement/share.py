@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from hpml_orchestrator.placement.machine import Machine
 
 __all__ = ["Group", "choose_homes", "chunks", "even", "lend", "merge", "share_group", "share_short"]
 
 
+@dataclass
 class Group:
     """Ranks that share the cores of some domains.
 
@@ -21,10 +23,9 @@ class Group:
         lent: cores of other domains.
     """
 
-    def __init__(self, domains: Iterable[int], homes: dict[int, list[int]]) -> None:
-        self.domains = list(domains)
-        self.homes = homes
-        self.lent: list[int] = []
+    domains: list[int]
+    homes: dict[int, list[int]]
+    lent: list[int] = field(default_factory=list)
 
     @property
     def ranks(self) -> list[int]:
@@ -33,7 +34,7 @@ class Group:
 
     def cores(self, machine: Machine) -> int:
         """Return how many cores it has."""
-        return sum(len(machine.pool[one]) for one in self.domains) + len(self.lent)
+        return sum(len(machine.pool[domain]) for domain in self.domains) + len(self.lent)
 
 
 def even(total: int, parts: int) -> list[int]:
@@ -62,16 +63,16 @@ def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
         to = max(spare, key=lambda n: (len(units[n]) / (count[n] + 1), -abs(n - short), -n))
         count[short] -= 1
         count[to] += 1
-    found: list[list[int]] = []
+    parts: list[list[int]] = []
     for held, unit in zip(count, units):
         if held > len(unit):
-            found += [[unit[part * len(unit) // held]] for part in range(held)]
+            parts += [[unit[part * len(unit) // held]] for part in range(held)]
             continue
         begin = 0
         for size in even(len(unit), held) if held else ():
-            found.append(list(unit[begin : begin + size]))
+            parts.append(list(unit[begin : begin + size]))
             begin += size
-    return found
+    return parts
 
 
 def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
@@ -83,15 +84,15 @@ def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
     counts = dict.fromkeys(machine.pool, 0)
     homes = [0] * len(near)
     alike: dict[tuple[int, ...], list[int]] = {}
-    for rank in sorted(range(len(near)), key=lambda one: (len(near[one]), one)):
+    for rank in sorted(range(len(near)), key=lambda rank: (len(near[rank]), rank)):
         homes[rank] = max(
             near[rank],
-            key=lambda one: (len(machine.pool[one]) / (counts[one] + 1), -machine.place[one]),
+            key=lambda home: (len(machine.pool[home]) / (counts[home] + 1), -machine.order[home]),
         )
         counts[homes[rank]] += 1
         alike.setdefault(tuple(near[rank]), []).append(rank)
     for ranks in alike.values():
-        ordered = sorted((homes[rank] for rank in ranks), key=machine.place.__getitem__)
+        ordered = sorted((homes[rank] for rank in ranks), key=machine.order.__getitem__)
         for rank, home in zip(ranks, ordered):
             homes[rank] = home
     return homes
@@ -111,17 +112,17 @@ def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ())
             alike.setdefault(machine.nearest(idle, groups), []).append(idle)
     holds = {domain: group.cores(machine) for domain, group in groups.items()}
     heads = {domain: len(group.ranks) for domain, group in groups.items()}
-    for takers, lenders in sorted(alike.items(), key=lambda one: (len(one[0]), one[0])):
+    for takers, lenders in sorted(alike.items(), key=lambda pair: (len(pair[0]), pair[0])):
         quota = dict.fromkeys(takers, 0)
-        for _ in range(sum(len(machine.pool[one]) for one in lenders)):
-            to = min(takers, key=lambda one: (holds[one] / heads[one], machine.place[one]))
+        for _ in range(sum(len(machine.pool[lender]) for lender in lenders)):
+            to = min(takers, key=lambda taker: (holds[taker] / heads[taker], machine.order[taker]))
             holds[to] += 1
             quota[to] += 1
         # Whole domains first: a rank with cores in two domains is better off than one with three.
-        for lender in sorted(lenders, key=lambda one: (-len(machine.pool[one]), one)):
+        for lender in sorted(lenders, key=lambda lender: (-len(machine.pool[lender]), lender)):
             cores = machine.pool[lender]
             while cores:
-                to = max(takers, key=lambda one: (quota[one], -machine.place[one]))
+                to = max(takers, key=lambda taker: (quota[taker], -machine.order[taker]))
                 groups[to].lent += cores[: quota[to]]
                 quota[to], cores = max(0, quota[to] - len(cores)), cores[quota[to] :]
 
@@ -132,15 +133,15 @@ def merge(machine: Machine, groups: list[Group]) -> None:
     The node must have a core for each rank.
     """
     while True:
-        short = next((one for one in groups if one.cores(machine) < len(one.ranks)), None)
+        short = next((group for group in groups if group.cores(machine) < len(group.ranks)), None)
         if short is None:
             return
-        spare = [one for one in groups if one.cores(machine) > len(one.ranks)]
+        spare = [group for group in groups if group.cores(machine) > len(group.ranks)]
 
         def cost(other: Group, short: Group = short) -> tuple[tuple[int, int], float, int]:
             gap = min(machine.gap(a, b) for a in short.homes for b in other.domains)
             per_rank = other.cores(machine) / (len(other.ranks) or 0.5)
-            return gap, -per_rank, machine.place[other.domains[0]]
+            return gap, -per_rank, machine.order[other.domains[0]]
 
         other = min(spare, key=cost)
         groups.remove(short)
@@ -160,7 +161,7 @@ def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
         local.update(zip(ranks, even(len(machine.pool[domain]), len(ranks))))
     size, more = divmod(group.cores(machine), len(local))
     part = {}
-    for place, rank in enumerate(sorted(local, key=lambda one: (-local[one], one))):
+    for place, rank in enumerate(sorted(local, key=lambda rank: (-local[rank], rank))):
         part[rank] = size + (place < more)
     given: dict[int, list[int]] = {}
     left: dict[int, list[int]] = {}
@@ -174,7 +175,7 @@ def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
     for core in group.lent:
         left.setdefault(machine.domain_of[core], []).append(core)
     for domain, ranks in group.homes.items():
-        near = sorted(left, key=lambda one: (machine.gap(domain, one), machine.place[one]))
+        near = sorted(left, key=lambda other: (machine.gap(domain, other), machine.order[other]))
         for rank in ranks:
             for other in near:
                 need = part[rank] - len(given[rank])
@@ -190,13 +191,13 @@ def share_short(machine: Machine, homes: Sequence[int]) -> list[list[int]]:
     """
     places, more = divmod(len(homes), len(machine.cores))
     load = dict.fromkeys(machine.cores, 0)
-    found: list[list[int]] = []
+    shared: list[list[int]] = []
     for home in homes:
         core = min(
-            (one for one in load if load[one] < places + (more > 0)),
-            key=lambda one: (machine.gap(home, machine.domain_of[one]), load[one], one),
+            (core for core in load if load[core] < places + (more > 0)),
+            key=lambda core: (machine.gap(home, machine.domain_of[core]), load[core], core),
         )
         more -= load[core] == places
         load[core] += 1
-        found.append([core])
-    return found
+        shared.append([core])
+    return shared

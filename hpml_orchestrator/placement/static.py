@@ -1,4 +1,4 @@
-"""A plan in the words of Slurm and Open MPI, for allocations of whole nodes.
+"""A plan as options of Slurm and Open MPI, for allocations of whole nodes.
 
 Each form is given only when it says exactly what the plan says; else the reason why it cannot.
 Slurm refuses masks and maps unless the step has the whole node. The Slurm forms were tried with
@@ -11,18 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.placement.cpulist import cpu_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hpml_orchestrator.placement.model import Plan
-    from hpml_orchestrator.topology.model import Core, Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = [
     "PARTIAL",
     "Form",
-    "forms",
     "openmpi_map_by",
     "openmpi_rankfile",
     "slurm_cores",
@@ -31,8 +30,8 @@ __all__ = [
     "slurm_memory",
 ]
 
+PARTIAL = ("NCCL XML", "nvidia-smi topo -m")  # have CPUs next to GPUs, and no cores
 _NOT_BOUND = "the plan binds nothing"
-PARTIAL = ("NCCL XML", "nvidia-smi topo -m")  # tell of CPUs next to GPUs, and not of cores
 _NOT_WHOLE = (
     "not all CPUs of the node are the job's, and the launcher may count only those that are"
 )
@@ -54,37 +53,24 @@ class Form:
     reason: str = ""
 
 
-def forms(topology: Topology, plan: Plan) -> tuple[Form, ...]:
-    """Return all forms of one node's plan; the rankfile is for the host `localhost`."""
-    return (
-        slurm_masks(plan),
-        slurm_ldoms(topology, plan),
-        slurm_cores(topology, plan),
-        slurm_memory(plan),
-        openmpi_rankfile(topology, plan, ["localhost"]),
-        openmpi_map_by(topology, plan),
-    )
-
-
 def slurm_masks(plan: Plan) -> Form:
     """Return `--cpu-bind=mask_cpu:…`, one hexadecimal mask of CPUs for each task of a node."""
-    if not _bound(plan):
+    if not _is_bound(plan):
         return Form("mask_cpu", None, _NOT_BOUND)
-    masks = (format(sum(1 << cpu for cpu in one.cpus), "x") for one in plan.ranks)
+    masks = (format(sum(1 << cpu for cpu in rank.cpus), "x") for rank in plan.ranks)
     return Form("mask_cpu", f"--cpu-bind=mask_cpu:{','.join(masks)}")
 
 
 def slurm_ldoms(topology: Topology, plan: Plan) -> Form:
     """Return `--cpu-bind=map_ldom:…` where each rank has all CPUs of one NUMA domain."""
-    if not _bound(plan):
+    if not _is_bound(plan):
         return Form("map_ldom", None, _NOT_BOUND)
-    whole: dict[int, list[int]] = {}
-    for core in topology.cores:
-        whole.setdefault(core.domain, []).extend(core.cpus)
-    for one in plan.ranks:
-        if len(one.numa) != 1 or list(one.cpus) != sorted(whole[one.numa[0]]):
-            return Form("map_ldom", None, f"rank {one.local_rank} has not exactly one whole domain")
-    domains = ",".join(str(one.numa[0]) for one in plan.ranks)
+    cpus_of = {domain.number: domain.cpus for domain in topology.domains}
+    for rank in plan.ranks:
+        if len(rank.numa) != 1 or rank.cpus != cpus_of[rank.numa[0]]:
+            reason = f"rank {rank.local_rank} has not exactly one whole domain"
+            return Form("map_ldom", None, reason)
+    domains = ",".join(str(rank.numa[0]) for rank in plan.ranks)
     return Form("map_ldom", f"--cpu-bind=map_ldom:{domains}")
 
 
@@ -96,16 +82,14 @@ def slurm_cores(topology: Topology, plan: Plan) -> Form:
     cores, reason = _whole_cores(topology, plan)
     if reason:
         return Form("cores", None, reason)
-    order = _in_order(topology)
     size = len(cores[0])
-    blocks = [order[rank * size : (rank + 1) * size] for rank in range(len(cores))]
-    if cores != blocks or len(cores[-1]) < size:
+    if cores != _blocks(_in_order(topology), size, len(cores)) or len(cores[-1]) < size:
         return Form("cores", None, "the ranks' cores are not equal blocks in order")
     threads = {len(core.cpus) for core in topology.cores}
     if len(threads) > 1:
         return Form("cores", None, "the cores differ in their number of hardware threads")
-    sockets = {core.number: core.socket for core in topology.cores}
-    if any(len({sockets[core] for core in part}) > 1 for part in cores):
+    socket_of = {core.number: core.socket for core in topology.cores}
+    if any(len({socket_of[core] for core in mine}) > 1 for mine in cores):
         return Form("cores", None, "a rank has cores of two sockets")
     cpus = size * threads.pop()
     value = f"--cpu-bind=cores --distribution=block:block --cpus-per-task={cpus}"
@@ -114,12 +98,12 @@ def slurm_cores(topology: Topology, plan: Plan) -> Form:
 
 def slurm_memory(plan: Plan) -> Form:
     """Return `--mem-bind=prefer,map_mem:…`: preferred, since strict binding kills under cpusets."""
-    if not _bound(plan):
+    if not _is_bound(plan):
         return Form("mem-bind", None, _NOT_BOUND)
-    none = [one.local_rank for one in plan.ranks if one.memory is None]
+    none = [rank.local_rank for rank in plan.ranks if rank.memory is None]
     if none:
-        return Form("mem-bind", None, f"no memory is preferred for rank {cpu_list(none)}")
-    domains = ",".join(str(one.memory) for one in plan.ranks)
+        return Form("mem-bind", None, f"no memory is preferred for rank {format_list(none)}")
+    domains = ",".join(str(rank.memory) for rank in plan.ranks)
     return Form("mem-bind", f"--mem-bind=prefer,map_mem:{domains}")
 
 
@@ -134,9 +118,10 @@ def openmpi_rankfile(topology: Topology, plan: Plan, hosts: Sequence[str]) -> Fo
         return Form("rankfile", None, reason)
     logical = {core: place for place, core in enumerate(_in_order(topology))}
     lines = [
-        f"rank {node * len(cores) + rank}={host} slot={cpu_list(logical[core] for core in part)}\n"
+        f"rank {node * len(cores) + rank}={host} "
+        f"slot={format_list(logical[core] for core in mine)}\n"
         for node, host in enumerate(hosts)
-        for rank, part in enumerate(cores)
+        for rank, mine in enumerate(cores)
     ]
     return Form("rankfile", "".join(lines))
 
@@ -146,67 +131,64 @@ def openmpi_map_by(topology: Topology, plan: Plan) -> Form:
     cores, reason = _whole_cores(topology, plan)
     if reason:
         return Form("map-by", None, reason)
-    by_number = {core.number: core for core in topology.cores}
-    kinds: list[tuple[str, Callable[[Core], int]]] = [("socket", lambda core: core.socket)]
-    if all(one.cpus for one in topology.domains):  # Open MPI would count those without CPUs
-        kinds.append(("numa", lambda core: core.domain))
+    keys = {"socket": {core.number: core.socket for core in topology.cores}}
+    if all(domain.cpus for domain in topology.domains):  # Open MPI would count those without CPUs
+        keys["numa"] = {core.number: core.domain for core in topology.cores}
     size = len(cores[0])
     divided = ""
-    for kind, key in kinds:
+    for kind, key_of in keys.items():
         objects: dict[int, list[int]] = {}
-        for number in _in_order(topology):
-            objects.setdefault(key(by_number[number]), []).append(number)
+        for core in _in_order(topology):
+            objects.setdefault(key_of[core], []).append(core)
         if cores == list(objects.values()):
             return Form("map-by", f"--map-by ppr:1:{kind} --bind-to {kind}")
         per = len(cores) // len(objects)
-        parts = [
-            held[rank * size : (rank + 1) * size]
-            for held in objects.values()
-            for rank in range(per)
-        ]
-        if cores == parts and {len(part) for part in parts} == {size}:
-            divided = divided or f"--map-by ppr:{per}:{kind}:pe={size} --bind-to core"
+        parts = [part for held in objects.values() for part in _blocks(held, size, per)]
+        if not divided and cores == parts and {len(part) for part in parts} == {size}:
+            divided = f"--map-by ppr:{per}:{kind}:pe={size} --bind-to core"
     if divided:
         return Form("map-by", divided)
     return Form("map-by", None, "the ranks are not equal parts, in order, of sockets or domains")
 
 
-def _bound(plan: Plan) -> bool:
-    """Whether the plan binds every rank."""
-    return plan.policy != "none" and all(one.cpus for one in plan.ranks)
+def _is_bound(plan: Plan) -> bool:
+    """Return whether the plan binds every rank."""
+    return plan.policy != "none" and all(rank.cpus for rank in plan.ranks)
+
+
+def _blocks(cores: Sequence[int], size: int, count: int) -> list[list[int]]:
+    return [list(cores[part * size : (part + 1) * size]) for part in range(count)]
 
 
 def _in_order(topology: Topology) -> list[int]:
-    """Cores as hwloc and Slurm count them: by socket, domain and core, each by its lowest CPU."""
+    """Return cores as hwloc and Slurm count them: by socket, domain and core, by lowest CPU."""
     socket: dict[int, int] = {}
     domain: dict[tuple[int, int], int] = {}
-    for core in topology.cores:
-        first = core.cpus[0]
-        socket[core.socket] = min(first, socket.get(core.socket, first))
-        key = core.socket, core.domain
-        domain[key] = min(first, domain.get(key, first))
+    for core in sorted(topology.cores, key=lambda core: core.cpus[0]):
+        socket.setdefault(core.socket, core.cpus[0])
+        domain.setdefault((core.socket, core.domain), core.cpus[0])
     ordered = sorted(
         topology.cores,
-        key=lambda one: (socket[one.socket], domain[one.socket, one.domain], one.cpus[0]),
+        key=lambda core: (socket[core.socket], domain[core.socket, core.domain], core.cpus[0]),
     )
     return [core.number for core in ordered]
 
 
 def _whole_cores(topology: Topology, plan: Plan) -> tuple[list[list[int]], str]:
     """Return each rank's cores in order, or the reason why whole cores do not say the plan."""
-    if not _bound(plan):
+    if not _is_bound(plan):
         return [], _NOT_BOUND
     if topology.source in PARTIAL:
-        return [], f"{topology.source} does not tell of all cores, so that they cannot be counted"
+        return [], f"{topology.source} does not have all cores, so that they cannot be counted"
     if not plan.whole:
         return [], _NOT_WHOLE
     threads = {core.number: core.cpus for core in topology.cores}
     order = {core: place for place, core in enumerate(_in_order(topology))}
-    found: list[list[int]] = []
-    for one in plan.ranks:
-        if list(one.cpus) != sorted(cpu for core in one.cores for cpu in threads[core]):
-            return [], f"rank {one.local_rank} does not have all hardware threads of its cores"
-        found.append(sorted(one.cores, key=order.__getitem__))
-    if len({core for part in found for core in part}) < sum(len(part) for part in found):
+    cores: list[list[int]] = []
+    for rank in plan.ranks:
+        if list(rank.cpus) != sorted(cpu for core in rank.cores for cpu in threads[core]):
+            return [], f"rank {rank.local_rank} does not have all hardware threads of its cores"
+        cores.append(sorted(rank.cores, key=order.__getitem__))
+    if len({core for mine in cores for core in mine}) < sum(map(len, cores)):
         return [], "ranks share a core"
-    return found, ""
+    return cores, ""

@@ -1,4 +1,4 @@
-"""The judgement: from a node's plan and what was seen of its ranks to what is wrong, in sentences.
+"""Judges where ranks run: from a node's plan and what was seen of its ranks to what is wrong.
 
 Pure: it reads no clock, no file and no process. What a rank has is taken from what was seen; the
 plan says what it should have. Cores of another domain that the plan lends are right.
@@ -14,22 +14,21 @@ of them may be on fewer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.placement.cpulist import cpu_list
-from hpml_orchestrator.placement.gpus import gpu_name, local_domains
+from hpml_orchestrator.placement.gpus import gpu_name, local_domains, visible_devices
 from hpml_orchestrator.placement.machine import Machine
 from hpml_orchestrator.placement.proof import NodeProof, RankProof
-from hpml_orchestrator.placement.told import ranks_text
-from hpml_orchestrator.placement.visible import visible_devices
+from hpml_orchestrator.placement.report import ranks_text
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpml_orchestrator.placement.model import Plan, RankPlan
+    from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.placement.proof import Process, Seen
-    from hpml_orchestrator.topology.model import Gpu, Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["Circumstances", "judge"]
 
@@ -55,7 +54,7 @@ class Circumstances:
     node: str
     verify: str
     allowed: tuple[int, ...]
-    visible: Optional[str] = None  # noqa: UP045 - runs on Python 3.9
+    visible: str | None = None
     hidden: frozenset[str] = frozenset()
     ranks_per_gpu: int = 1
 
@@ -63,10 +62,10 @@ class Circumstances:
 def judge(
     topology: Topology, plan: Plan, seen: Iterable[Seen], around: Circumstances, *, looks: int = 0
 ) -> NodeProof:
-    """Say of every rank that was seen where it runs, and what is wrong with that.
+    """Return where every rank that was seen runs, and what is wrong with that.
 
-    With the policy `none` it is said where they run, and nothing is wrong. Ranks that were not seen
-    are left out: whether they should have been is known at the job's end alone.
+    With the policy `none` nothing is wrong. Ranks that were not seen are left out: whether they
+    should have been is known at the job's end alone.
 
     Args:
         topology: the node.
@@ -75,26 +74,24 @@ def judge(
         around: what the plan was made with.
         looks: how often live processes were looked at, for the record.
     """
-    ranks = sorted(seen, key=lambda one: (one.local_rank, one.rank))
     node = _Node(topology, plan, around)
-    cases = [_Case(node, one) for one in ranks]
+    ranks = [_Rank(node, rank) for rank in sorted(seen, key=lambda r: (r.local_rank, r.rank))]
     warnings = list(plan.warnings)
-    told: list[list[str]] = [[] for _ in cases]
     if plan.policy != "none":
-        for case, faults in zip(cases, told):
-            faults.extend(_start_faults(node, case))
-            faults.extend(_cpu_faults(node, case, warnings))
-            faults.extend(_gpu_faults(node, case))
-            if case.seen.note:
-                warnings.append(f"rank {case.seen.rank}: {case.seen.note}")
-        _shared_gpus(node, cases, told)
-        _shared_cores(node, cases, told)
+        for rank in ranks:
+            rank.wrong += _start_faults(node, rank)
+            rank.wrong += _cpu_faults(node, rank, warnings)
+            rank.wrong += _gpu_faults(node, rank)
+            if rank.seen.note:
+                warnings.append(f"rank {rank.seen.rank}: {rank.seen.note}")
+        _add_shared_gpus(node, ranks)
+        _add_shared_cores(node, ranks)
     return NodeProof(
         node=around.node,
         policy=plan.policy,
         verify=around.verify,
         expected=len(plan.ranks),
-        ranks=tuple(replace(case.proof, wrong=tuple(wrong)) for case, wrong in zip(cases, told)),
+        ranks=tuple(replace(rank.proof, wrong=tuple(rank.wrong)) for rank in ranks),
         warnings=tuple(dict.fromkeys(warnings)),
         looks=looks,
     )
@@ -109,46 +106,41 @@ class _Node:
         self.around = around
         self.machine = Machine(topology, None, smt=True)
         self.core_of = {cpu: core.number for core in topology.cores for cpu in core.cpus}
-        self.devices = visible_devices(topology, around.visible, around.hidden)
+        self.gpus = visible_devices(topology, around.visible, around.hidden)
         # Of several MIG instances a process sees one alone, whatever its list is.
-        known = [one for one in self.devices if one]
-        self.divided = bool(known) and all(one.parent for one in known)
-        usable = {self.core_of[cpu] for cpu in around.allowed if cpu in self.core_of}
-        self.scarce = len(usable) < len(plan.ranks)
+        known = [gpu for gpu in self.gpus if gpu]
+        self.is_divided = bool(known) and all(gpu.parent for gpu in known)
+        self.is_scarce = len(self.cores(around.allowed)) < len(plan.ranks)
 
     @property
-    def ranks_on_a_gpu(self) -> int:
-        """How many ranks may have the same device.
-
-        Where nobody gave the job any GPUs, it may not be meant to use them.
-        """
-        meant = self.around.ranks_per_gpu
-        if self.around.visible is None and self.devices:
-            return max(meant, -(-len(self.plan.ranks) // len(self.devices)))
-        return meant
+    def ranks_per_gpu(self) -> int:
+        """How many ranks may have the same device; any number where the job was given no GPUs."""
+        if self.around.visible is None and self.gpus:
+            return max(self.around.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
+        return self.around.ranks_per_gpu
 
     def cores(self, cpus: Iterable[int]) -> frozenset[int]:
-        """The physical cores that some CPUs are in."""
+        """Return the physical cores that some CPUs are in."""
         return frozenset(self.core_of[cpu] for cpu in cpus if cpu in self.core_of)
 
 
-class _Case:
-    """One rank: what was seen, what was planned, and where that puts it."""
+class _Rank:
+    """One rank: what was seen, what was planned, and where it runs."""
 
     def __init__(self, node: _Node, seen: Seen) -> None:
         self.seen = seen
-        count = len(node.plan.ranks)
-        known = 0 <= seen.local_rank < count
-        self.plan: Optional[RankPlan] = node.plan.ranks[seen.local_rank] if known else None  # noqa: UP045
+        self.wrong: list[str] = []
+        in_plan = 0 <= seen.local_rank < len(node.plan.ranks)
+        self.plan = node.plan.ranks[seen.local_rank] if in_plan else None
         self.own = frozenset(self.plan.cpus if self.plan else ())
-        main = frozenset(seen.main.cpus if seen.main else seen.cpus)
-        self.strays = [one for one in seen.others if self.own and not self.own >= set(one.cpus)]
-        self.cpus = main.union(*(one.cpus for one in self.strays))
+        self.main = frozenset(seen.main.cpus if seen.main else seen.cpus)
+        self.outside = [p for p in seen.others if self.own and not self.own >= set(p.cpus)]
+        self.cpus = self.main.union(*(process.cpus for process in self.outside))
         # A job that was given no GPUs has none, whatever its ranks' lists show.
         visible = "" if node.around.visible == "" else seen.visible
-        self.devices = visible_devices(node.topology, visible, node.around.hidden)
-        self.hides_gpus = 0 < len(self.devices) < len(node.devices) and not node.divided
-        self.gpu = self.devices[seen.local_rank % len(self.devices)] if self.devices else None
+        self.gpus = visible_devices(node.topology, visible, node.around.hidden)
+        self.hides_gpus = 0 < len(self.gpus) < len(node.gpus) and not node.is_divided
+        self.gpu = self.gpus[seen.local_rank % len(self.gpus)] if self.gpus else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
         self.near = local_domains(node.topology, node.machine, self.gpu) if self.gpu else ()
         self.proof = RankProof(
@@ -157,7 +149,7 @@ class _Case:
             pid=seen.pid,
             gpu=gpu_name(self.gpu) if self.gpu else None,
             uuid=self.gpu.uuid if self.gpu else "",
-            cpus=cpu_list(self.cpus),
+            cpus=format_list(self.cpus),
             cores=len(node.cores(self.cpus)),
             numa=self.domains,
             memory=seen.memory,
@@ -166,190 +158,166 @@ class _Case:
             threads=seen.threads,
             live=seen.live,
         )
-
-    @property
-    def place(self) -> str:
-        """Where it runs, such as `CPUs 0-7 (NUMA 0)`."""
-        return f"CPUs {self.proof.cpus or 'unknown'} (NUMA {cpu_list(self.domains) or '-'})"
+        self.place = (
+            f"CPUs {self.proof.cpus or 'unknown'} (NUMA {format_list(self.domains) or '-'})"
+        )
 
 
-def _start_faults(node: _Node, case: _Case) -> list[str]:
-    """What hpml-bind itself found, before the rank began."""
-    seen, found = case.seen, []
-    if case.plan is None:
-        found.append(f"is not in the plan, which has {len(node.plan.ranks)} ranks for this node")
+def _start_faults(node: _Node, rank: _Rank) -> list[str]:
+    """Return what hpml-bind itself found, before the rank began."""
+    seen, faults = rank.seen, []
+    if rank.plan is None:
+        faults.append(f"is not in the plan, which has {len(node.plan.ranks)} ranks for this node")
     if seen.error:
-        found.append(f"hpml-bind: {seen.error}")
+        faults.append(f"hpml-bind: {seen.error}")
     allowed = set(node.around.allowed)
-    if seen.inherited is not None and case.own and set(seen.inherited) not in (allowed, case.own):
-        found.append(
-            f"was bound twice: it was started on CPUs {cpu_list(seen.inherited)}, neither on all "
-            f"of the job's ({cpu_list(allowed)}) nor on its own ({cpu_list(case.own)}): its "
-            "launcher binds, too"
+    if seen.inherited is not None and rank.own and set(seen.inherited) not in (allowed, rank.own):
+        faults.append(
+            f"was bound twice: it was started on CPUs {format_list(seen.inherited)}, neither on "
+            f"all of the job's ({format_list(allowed)}) nor on its own ({format_list(rank.own)}): "
+            "its launcher binds, too"
         )
     if seen.child_cpus is not None and set(seen.child_cpus) != set(seen.cpus):
-        found.append(
-            f"a process that it forked may run on CPUs {cpu_list(seen.child_cpus)}, itself on "
-            f"{cpu_list(seen.cpus)}"
+        faults.append(
+            f"a process that it forked may run on CPUs {format_list(seen.child_cpus)}, itself on "
+            f"{format_list(seen.cpus)}"
         )
-    return found
+    return faults
 
 
-def _cpu_faults(node: _Node, case: _Case, warnings: list[str]) -> list[str]:
-    """Whether it runs on the CPUs that are its own, all of them and no others."""
-    seen, plan = case.seen, case.plan
-    if plan is None or not case.own or not case.cpus:
+def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
+    """Return what is wrong with its CPUs: it must run on all that are its own, and no others."""
+    seen, plan, main, own = rank.seen, rank.plan, rank.main, rank.own
+    if plan is None or not own or not rank.cpus:
         return []
-    main = frozenset(seen.main.cpus if seen.main else seen.cpus)
-    needed = 1 + plan.loader_workers
-    found = []
-    if not case.own >= main:
-        return [_elsewhere(node, case)]
-    found += [
-        f"{_process(one)} runs on CPUs {cpu_list(one.cpus)}, outside of its own "
-        f"{cpu_list(case.own)}"
-        for one in case.strays[:1]
+    if not own >= main:
+        return [_elsewhere(node, rank)]
+    faults = [
+        f"{_process(process)} runs on CPUs {format_list(process.cpus)}, outside of its own "
+        f"{format_list(own)}"
+        for process in rank.outside[:1]
     ]
-    held = seen.main.openmp if seen.main else ""
+    needed = 1 + plan.loader_workers
+    openmp = seen.main.openmp if seen.main else ""
     first = frozenset(seen.main.first if seen.main else ())
-    if held and plan.loader_workers and len(node.cores(first)) < needed:
-        found.append(
-            f"{held}: OpenMP holds its main thread on CPUs {cpu_list(first)}, and with it the "
+    if openmp and plan.loader_workers and len(node.cores(first)) < needed:
+        faults.append(
+            f"{openmp}: OpenMP holds its main thread on CPUs {format_list(first)}, and with it the "
             f"{plan.loader_workers} loader workers that it forks"
         )
-    elif main < case.own and held:
+    elif main < own and openmp:
         warnings.append(
-            f"rank {seen.rank}: {held}: OpenMP holds its threads on CPUs {cpu_list(main)} of its "
-            f"own {cpu_list(case.own)}, and what it forks on {cpu_list(first)}"
+            f"rank {seen.rank}: {openmp}: OpenMP holds its threads on CPUs {format_list(main)} of "
+            f"its own {format_list(own)}, and what it forks on {format_list(first)}"
         )
-    elif main < case.own and not _divides(case, main):
+    elif main < own and not _divides(rank):
         who = "" if seen.main is None or seen.main.pid == seen.pid else f"{_process(seen.main)} "
-        found.append(f"{who}runs on CPUs {cpu_list(main)} alone, not on its own {plan.cpu_list()}")
+        faults.append(
+            f"{who}runs on CPUs {format_list(main)} alone, not on its own {plan.cpu_list()}"
+        )
     elif len(node.cores(main)) < needed:
-        found.append(
+        faults.append(
             f"has {counted(len(node.cores(main)), 'core')}: itself and "
             f"{counted(plan.loader_workers, 'loader worker')} need {needed}"
         )
-    if node.around.verify == "strict" and not found:
-        found += _far_faults(node, case)
-    return found + _crowds(node, case)
+    is_near = node.plan.policy not in _NEAR_POLICIES or set(rank.domains) & set(rank.near)
+    if node.around.verify == "strict" and not faults and rank.gpu and rank.near and not is_near:
+        faults.append(
+            f"runs on {rank.place}, its GPU {gpu_name(rank.gpu)} is next to NUMA "
+            f"{format_list(rank.near)}, where the job has no CPU: request whole nodes "
+            "(resources.exclusive)"
+        )
+    return faults + _crowds(node, rank)
 
 
-def _divides(case: _Case, main: frozenset[int]) -> bool:
-    """Whether the rank has divided its CPUs: a shell, say, that starts a program on each core."""
-    if case.seen.main is None or case.seen.main.pid == case.seen.pid:
+def _divides(rank: _Rank) -> bool:
+    """Return whether the rank has divided its CPUs: a shell that starts a program on each core."""
+    if rank.seen.main is None or rank.seen.main.pid == rank.seen.pid:
         return False
-    return any(one.cpus and main.isdisjoint(one.cpus) for one in case.seen.others)
+    return any(other.cpus and rank.main.isdisjoint(other.cpus) for other in rank.seen.others)
 
 
-def _far_faults(node: _Node, case: _Case) -> list[str]:
-    """Whether the job has no CPU near the rank's GPU: a job that wants proof has none then."""
-    if node.plan.policy not in _NEAR_POLICIES or case.gpu is None or not case.near:
-        return []
-    if set(case.domains) & set(case.near):
-        return []
-    near = f"its GPU {gpu_name(case.gpu)} is next to NUMA {cpu_list(case.near)}"
-    ask = "ask for whole nodes (resources.exclusive)"
-    return [f"runs on {case.place}, {near}, where the job has no CPU: {ask}"]
-
-
-def _elsewhere(node: _Node, case: _Case) -> str:
-    """The sentence of a rank that runs on CPUs that are not its own."""
-    assert case.plan is not None  # noqa: S101 - whoever calls has seen to it
-    planned, seen = case.plan.distance, case.proof.distance
-    if node.plan.policy in _NEAR_POLICIES and case.gpu and case.near and case.domains:
-        same = gpu_name(case.gpu) == case.plan.gpu
-        farther = planned is not None and seen is not None and seen > planned
-        if (same and farther) or not set(case.domains) & set(case.near):
-            own = f", its own CPUs are {case.plan.cpu_list()}" if same else ""
+def _elsewhere(node: _Node, rank: _Rank) -> str:
+    """Return the sentence about a rank that runs on CPUs that are not its own."""
+    own = f"{format_list(rank.own)}"
+    if node.plan.policy in _NEAR_POLICIES and rank.gpu and rank.near and rank.domains and rank.plan:
+        planned, seen = rank.plan.distance, rank.proof.distance
+        has_own_gpu = gpu_name(rank.gpu) == rank.plan.gpu
+        is_farther = planned is not None and seen is not None and seen > planned
+        if (has_own_gpu and is_farther) or not set(rank.domains) & set(rank.near):
             return (
-                f"runs on {case.place}, its GPU {gpu_name(case.gpu)} is next to NUMA "
-                f"{cpu_list(case.near)}{own}"
+                f"runs on {rank.place}, its GPU {gpu_name(rank.gpu)} is next to NUMA "
+                f"{format_list(rank.near)}{f', its own CPUs are {own}' if has_own_gpu else ''}"
             )
-    return f"runs on {case.place}, not on its own {case.plan.cpu_list()}"
+    return f"runs on {rank.place}, not on its own {own}"
 
 
-def _crowds(node: _Node, case: _Case) -> list[str]:
-    """Processes at work on so few of the rank's CPUs that they are in each other's way."""
-    held: dict[tuple[int, ...], list[Process]] = {}
-    for one in case.seen.others:
-        if set(one.cpus) < case.own and one.load >= _WORK_LOAD:
-            held.setdefault(one.cpus, []).append(one)
-    main = case.seen.main
+def _crowds(node: _Node, rank: _Rank) -> list[str]:
+    """Return where processes are at work on so few of the rank's CPUs that they wait."""
+    working: dict[tuple[int, ...], list[Process]] = {}
+    for process in rank.seen.others:
+        if set(process.cpus) < rank.own and process.load >= _WORK_LOAD:
+            working.setdefault(process.cpus, []).append(process)
+    main = rank.seen.main
     why = f" ({main.openmp}: OpenMP holds what it forks there)" if main and main.openmp else ""
     return [
-        f"{len(those)} of its processes, such as {_process(those[0])}, share CPUs {cpu_list(cpus)}"
-        f"{why}"
-        for cpus, those in held.items()
-        if len(those) > len(node.cores(cpus))
-        and sum(one.load for one in those) >= _FULL_LOAD * len(node.cores(cpus))
+        f"{len(processes)} of its processes, such as {_process(processes[0])}, share CPUs "
+        f"{format_list(cpus)}{why}"
+        for cpus, processes in working.items()
+        if len(processes) > len(node.cores(cpus))
+        and sum(process.load for process in processes) >= _FULL_LOAD * len(node.cores(cpus))
     ]
 
 
-def _gpu_faults(node: _Node, case: _Case) -> list[str]:
-    """Whether it sees all GPUs of the job on this node, and has the one that is its own."""
-    seen, found = case.seen, []
-    given = {one.name for one in node.devices if one}
-    shown = {one.name for one in case.devices if one}
-    value = "not set" if seen.visible is None else _shown(repr(seen.visible))
-    told = f"(its list of visible devices is {value})"
-    if node.devices and not case.devices:
-        found.append(f"sees no GPU {told}")
-    elif case.hides_gpus:
-        found.append(
-            f"sees {len(case.devices)} of the job's {len(node.devices)} GPUs {told}: the others' "
-            "memory is out of its reach"
-        )
-        return found
-    if shown - given and node.devices:
-        found.append(f"sees {', '.join(sorted(shown - given))}, not the job's {told}")
-    plan = case.plan
-    if case.gpu and plan and plan.gpu and _key(case.gpu) != (plan.gpu, plan.gpu_uuid):
-        found.append(f"has GPU {gpu_name(case.gpu)}, its own is {plan.gpu} {told}")
-    return found
+def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
+    """Return what is wrong with its GPUs: it must see all of the job's and have its own."""
+    value = "not set" if rank.seen.visible is None else _shown(repr(rank.seen.visible))
+    visible = f"(its list of visible devices is {value})"
+    if rank.hides_gpus:
+        count = f"{len(rank.gpus)} of the job's {len(node.gpus)} GPUs"
+        return [f"sees {count} {visible}: the others' memory is out of its reach"]
+    faults = []
+    if node.gpus and not rank.gpus:
+        faults.append(f"sees no GPU {visible}")
+    foreign = {gpu.name for gpu in rank.gpus if gpu} - {gpu.name for gpu in node.gpus if gpu}
+    if foreign and node.gpus:
+        faults.append(f"sees {', '.join(sorted(foreign))}, not the job's {visible}")
+    if rank.gpu and rank.plan and rank.plan.gpu:
+        planned = (rank.plan.gpu, rank.plan.gpu_uuid)
+        if (gpu_name(rank.gpu), rank.gpu.uuid) != planned:
+            faults.append(f"has GPU {gpu_name(rank.gpu)}, its own is {rank.plan.gpu} {visible}")
+    return faults
 
 
-def _shared_gpus(node: _Node, cases: Sequence[_Case], told: Sequence[list[str]]) -> None:
-    """Add to the faults of ranks that have one GPU together, more of them than are meant to."""
-    on_gpu: dict[str, list[int]] = {}
-    for place, case in enumerate(cases):
-        if case.gpu and not case.hides_gpus:  # else it was said, and sharing follows from it
-            on_gpu.setdefault(case.gpu.name, []).append(place)
-    for places in on_gpu.values():
-        if len(places) > node.ranks_on_a_gpu:
-            for place in places:
-                others = [cases[one].seen.rank for one in places if one != place]
-                told[place].append(f"shares GPU {cases[place].proof.gpu} with {ranks_text(others)}")
+def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
+    """Add to the faults of ranks that share one GPU, more of them than are meant to."""
+    on_gpu: dict[str, list[_Rank]] = {}
+    for rank in ranks:
+        if rank.gpu and not rank.hides_gpus:  # hidden GPUs are a fault already
+            on_gpu.setdefault(rank.gpu.name, []).append(rank)
+    for sharing in on_gpu.values():
+        if len(sharing) > node.ranks_per_gpu:
+            for rank in sharing:
+                others = [other.seen.rank for other in sharing if other is not rank]
+                rank.wrong.append(f"shares GPU {rank.proof.gpu} with {ranks_text(others)}")
 
 
-def _shared_cores(node: _Node, cases: Sequence[_Case], told: Sequence[list[str]]) -> None:
-    """Add to the faults of ranks that have come to physical cores of others.
+def _add_shared_cores(node: _Node, ranks: Sequence[_Rank]) -> None:
+    """Add to the faults of ranks that have moved to physical cores of others.
 
     A rank on its own cores is not to blame for another that came there.
     """
-    on_core: dict[int, list[int]] = {}
-    for place, case in enumerate(cases):
-        for core in node.cores(case.cpus):
-            on_core.setdefault(core, []).append(place)
-    for place, case in enumerate(cases):
-        if node.scarce or not case.own or case.cpus <= case.own:
+    for rank in ranks:
+        if node.is_scarce or not rank.own or rank.cpus <= rank.own:
             continue
-        met = {
-            cases[other].seen.rank
-            for core in node.cores(case.cpus)
-            for other in on_core[core]
-            if other != place
-        }
-        if met:
-            told[place].append(f"shares physical cores with {ranks_text(sorted(met))}")
+        cores = node.cores(rank.cpus)
+        others = {r.seen.rank for r in ranks if r is not rank and cores & node.cores(r.cpus)}
+        if others:
+            rank.wrong.append(f"shares physical cores with {ranks_text(sorted(others))}")
 
 
-def _key(gpu: Gpu) -> tuple[str, str]:
-    return (gpu_name(gpu), gpu.uuid)
-
-
-def _process(one: Process) -> str:
-    return f"its process {one.pid} ({_shown(one.name)})"
+def _process(process: Process) -> str:
+    return f"its process {process.pid} ({_shown(process.name)})"
 
 
 def _shown(text: str) -> str:

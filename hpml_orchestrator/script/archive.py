@@ -23,7 +23,7 @@ BINDER = (
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ROOMS = ("records", "staging", "topology", "placement", "node")
 _BIND = (
-    "placement.cpulist",
+    "topology.cpulist",
     "placement.planfile",
     "node.ranks",
     "node.kernel",

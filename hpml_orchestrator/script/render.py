@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError, nearest
-from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
+from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.archive import BINDER
 from hpml_orchestrator.script.code import script_word, workdir_word

@@ -1,122 +1,111 @@
-"""What the readers share: from CPUs, domains and devices that a source tells to a `Topology`."""
+"""What the readers share: cores, domains and devices from what a source tells of them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING, Optional
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.topology.cpulist import format_list
-from hpml_orchestrator.topology.model import Core, Domain
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic
+from hpml_orchestrator.topology.pci import (
+    NVIDIA,
+    VGA,
+    PciPath,
+    address_key,
+    level,
+    nic_rank,
+    partition_address,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from hpml_orchestrator.topology.model import Gpu
+    import xml.etree.ElementTree as ET
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "Devices",
+    "Place",
     "adopt_strays",
     "cores_of_groups",
     "cores_without_siblings",
-    "distinct_uuids",
     "domain_of_cpus",
     "free_number",
+    "links",
     "name_key",
     "nearest_with_cpus",
+    "walk",
 ]
 
-_RUNS_WITH_SIBLINGS = 2
+_DEPTH_MAX = 200
 
 
 def cores_of_groups(
-    groups: Iterable[Sequence[int]], sockets: Mapping[int, int], domains: Mapping[int, int]
+    groups: Iterable[Iterable[int]], sockets: Mapping[int, int], domains: Mapping[int, int]
 ) -> tuple[Core, ...]:
     """Return cores, numbered in the order of their lowest CPU.
 
     Args:
         groups: the CPUs of each core.
-        sockets: CPU -> socket; 0 for what is not there.
-        domains: CPU -> domain; 0 for what is not there.
+        sockets: CPU -> socket.
+        domains: CPU -> domain.
     """
-    ordered = sorted(tuple(sorted(set(group))) for group in groups if group)
+    ordered = sorted(tuple(sorted(group)) for group in groups)
     return tuple(
-        Core(number, sockets.get(cpus[0], 0), domains.get(cpus[0], 0), cpus)
+        Core(number, sockets[cpus[0]], domains[cpus[0]], cpus)
         for number, cpus in enumerate(ordered)
     )
 
 
 def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...], str]:
-    """Return the cores of a source that tells CPUs of domains and nothing finer, and a warning.
+    """Return the cores of a source that has only the CPUs of each domain, and a warning.
 
-    The CPUs of a domain as two equal runs with a gap between, the same distance apart in every
-    domain (`0-23,96-119` and `24-47,120-143`), are first and second hardware threads: Linux numbers
-    so on x86. A domain that lacks some CPUs is understood by the whole ones beside it. Any other
-    shape proves nothing, and each CPU counts as a core. Interleaved numbers
-    (`0,2,4` and `1,3,5`, or `1,3`) look alike with and without second threads. A domain stands for
-    a socket.
+    Where the CPUs of every domain are two equal runs the same distance apart (`0-23,96-119` and
+    `24-47,120-143`), these are first and second hardware threads: Linux numbers so on x86. Any
+    other shape proves nothing, and each CPU counts as a core. A domain counts as a socket.
     """
     homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
-    step = _sibling_step([domain.cpus for domain in domains if domain.cpus])
+    steps = {_sibling_step(domain.cpus) for domain in domains if domain.cpus}
+    step = steps.pop() if len(steps) == 1 else 0
     groups: list[tuple[int, ...]]
     if step:
-        groups = [
-            tuple(one for one in (cpu, cpu + step) if homes.get(one) == homes[cpu])
-            for cpu in homes
-            if cpu < step or cpu - step not in homes
-        ]
-        note = f"CPUs n and n+{step} were taken as one core, by the shape of the domains"
+        groups = [(cpu, cpu + step) for cpu in homes if cpu < step]
+        note = f"CPUs n and n+{step} count as one core, by the shape of the domains"
     else:
         groups = [(cpu,) for cpu in homes]
         note = "each CPU counts as a core"
     cores = cores_of_groups(groups, homes, homes)
-    return cores, f"Sockets and hardware threads are not told: each domain is a socket, {note}."
+    return cores, f"Sockets and hardware threads are unknown: each domain is a socket, {note}."
 
 
-def _sibling_step(sets: Sequence[Sequence[int]]) -> int:
-    """Return the distance of sibling CPUs that all sets agree on; 0 where nothing proves one.
-
-    Whole sets prove it. Another may lack CPUs, which are offline or in nobody's reach, if most of
-    it are siblings at that distance, and none is one of a CPU in another set.
-    """
-    steps = set()
-    for cpus in sets:
-        runs = [part.split("-") for part in format_list(cpus).split(",")]
-        if len(runs) == _RUNS_WITH_SIBLINGS:
-            (first, last), (second, end) = ((int(run[0]), int(run[-1])) for run in runs)
-            if last > first and last - first == end - second:
-                steps.add(second - first)
-    if len(steps) != 1:
+def _sibling_step(cpus: Sequence[int]) -> int:
+    """Return the distance of the two equal runs that some CPUs are; 0 where they are not."""
+    half = len(cpus) // 2
+    first, second = cpus[:half], cpus[half:]
+    if half < 2 or len(second) != half or first[-1] - first[0] != half - 1:  # noqa: PLR2004
         return 0
-    step = steps.pop()
-    for cpus in sets:
-        first_threads = {cpu for cpu in cpus if cpu < step}
-        partners = {cpu - step for cpu in cpus if cpu >= step}
-        others = {cpu for other in sets if other is not cpus for cpu in other}
-        paired = len(first_threads & partners)
-        if max(partners, default=0) >= step or partners & others or 4 * paired < len(cpus):
-            return 0
-    return step
+    step = second[0] - first[0]
+    same = all(other - cpu == step for cpu, other in zip(first, second))
+    return step if same and step > max(half, first[-1]) else 0
 
 
-def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> Optional[int]:  # noqa: UP045
+def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> int | None:
     """Return the one domain that holds all of these CPUs; None where it is none or several."""
     wanted = set(cpus)
-    holding = [one.number for one in domains if wanted & set(one.cpus)]
+    holding = [domain.number for domain in domains if wanted & set(domain.cpus)]
     return holding[0] if len(holding) == 1 else None
 
 
-def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> Optional[int]:  # noqa: UP045
+def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
     """Return a domain itself where it has CPUs, else the nearest that has some.
 
-    None where distances are not told or two domains are equally near: which one is a guess then.
+    None where distances are unknown or two domains are equally near.
     """
-    home = next((one for one in domains if one.number == number), None)
-    if home is None:
-        return None
-    if home.cpus:
-        return number
-    with_cpus = {one.number for one in domains if one.cpus}
+    home = next((domain for domain in domains if domain.number == number), None)
+    if home is None or home.cpus:
+        return None if home is None else number
+    with_cpus = {domain.number for domain in domains if domain.cpus}
     ranked = sorted((away, other) for other, away in home.distances if other in with_cpus)
     if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
         return None
@@ -124,18 +113,18 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> Optional[int]: 
 
 
 def adopt_strays(homes: dict[int, int], online: Collection[int], warnings: list[str]) -> None:
-    """Add the CPUs that no domain has to the first that has some, and say so.
+    """Add the CPUs that no domain has to the first that has some, with a warning.
 
     Args:
         homes: CPU -> domain; not empty.
         online: all CPUs.
-        warnings: gets a sentence where there are such CPUs.
+        warnings: the warning is added here.
     """
     strays = set(online) - set(homes)
     if strays:
         first = min(homes.values())
         warnings.append(
-            f"The NUMA domain of the CPUs {format_list(strays)} is not told: they count as "
+            f"The NUMA domain of the CPUs {format_list(strays)} is unknown: they count as "
             f"domain {first}."
         )
         homes.update(dict.fromkeys(strays, first))
@@ -143,17 +132,151 @@ def adopt_strays(homes: dict[int, int], online: Collection[int], warnings: list[
 
 def free_number(used: Collection[int]) -> int:
     """Return the lowest number that no domain has."""
-    return next(n for n in range(len(used) + 1) if n not in used)
-
-
-def distinct_uuids(gpus: Iterable[Gpu]) -> list[Gpu]:
-    """Return GPUs without the UUIDs that several have: it tells none of these partitions."""
-    found = list(gpus)
-    count = Counter(gpu.uuid for gpu in found)
-    return [gpu if count[gpu.uuid] == 1 else replace(gpu, uuid="") for gpu in found]
+    return next(number for number in range(len(used) + 1) if number not in used)
 
 
 def name_key(name: str) -> tuple[tuple[str, int], ...]:
-    """Return what sorts names with numbers as people do: NIC2 before NIC10."""
+    """Return a sort key that orders names with numbers as people do: NIC2 before NIC10."""
     parts = re.findall(r"([^0-9]*)([0-9]{0,9})", name)
     return tuple((word, int(digits or "0")) for word, digits in parts)
+
+
+def walk(root: ET.Element, tag: str) -> Iterator[tuple[ET.Element, tuple[ET.Element, ...]]]:
+    """Yield the elements of a tag below a root in order, each with those of the tag above it.
+
+    Raises:
+        InputError: they are nested deeper than any machine is.
+    """
+    pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [
+        (child, ()) for child in reversed(root.findall(tag))
+    ]
+    while pending:
+        element, above = pending.pop()
+        if len(above) > _DEPTH_MAX:
+            raise InputError(f"the XML is nested more than {_DEPTH_MAX} levels deep")
+        yield element, above
+        pending.extend((child, (*above, element)) for child in reversed(element.findall(tag)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a device is.
+
+    Attributes:
+        address: PCI address; empty where unknown.
+        domain: NUMA domain; None where unknown.
+        cpus: CPUs near to it; empty where unknown.
+        path: the bridges above it.
+    """
+
+    address: str = ""
+    domain: int | None = None
+    cpus: tuple[int, ...] = ()
+    path: PciPath = field(default_factory=PciPath)
+
+
+@dataclass
+class Devices:
+    """The GPUs and network cards of a node, collected in any order."""
+
+    paths: dict[str, PciPath] = field(default_factory=dict)
+    _gpus: list[tuple[int, Gpu, bool]] = field(default_factory=list)
+    _nics: dict[str, tuple[tuple[int, bool], Nic]] = field(default_factory=dict)
+
+    def add_gpu(
+        self,
+        place: Place,
+        *,
+        partition: int = 0,
+        number: int = CPUS_MAX,
+        name: str = "",
+        uuid: str = "",
+        vendor: int = 0,
+        kind: int = 0,
+        named: bool = False,
+    ) -> None:
+        """Add a GPU, or a partition of one.
+
+        Args:
+            place: where its PCI device is.
+            partition: its number among the partitions of this device.
+            number: what the source's library counts it as.
+            name: what the source calls it.
+            uuid: its UUID.
+            vendor: of PCI; 0 where unknown.
+            kind: class of PCI (16 bits).
+            named: whether a compute library or driver knows it.
+        """
+        address = partition_address(place.address, partition)
+        self.paths[address] = place.path
+        gpu = Gpu(0, name, address, uuid, domain=place.domain, cpus=place.cpus)
+        # A VGA device beside other GPUs only draws the screen, but for NVIDIA's cards.
+        self._gpus.append((number, gpu, named or kind != VGA or vendor == NVIDIA))
+
+    def add_nic(
+        self,
+        place: Place,
+        name: str,
+        *,
+        rdma: bool,
+        kind: int = 0,
+        vendor: int = 0,
+        virtual: bool = False,
+    ) -> None:
+        """Add a network device; `virtual` for a virtual function (SR-IOV) of another."""
+        if place.address:
+            self.paths.setdefault(place.address, place.path)
+        rank = (nic_rank(name, kind, vendor, rdma=rdma), virtual)
+        nic = Nic(name or place.address, place.address, place.domain, place.cpus)
+        if nic.name not in self._nics or rank < self._nics[nic.name][0]:
+            self._nics[nic.name] = (rank, nic)
+
+    def gpus(self) -> list[Gpu]:
+        """Return the GPUs that compute, by number, then PCI address."""
+        computing = [entry for entry in self._gpus if entry[2]] or self._gpus
+        ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
+        # A UUID that several partitions share says nothing about any of them.
+        count = Counter(gpu.uuid for _, gpu, _ in ordered)
+        return [
+            replace(
+                gpu,
+                index=index,
+                name=gpu.name or f"GPU{index}",
+                uuid=gpu.uuid if count[gpu.uuid] == 1 else "",
+            )
+            for index, (_, gpu, _) in enumerate(ordered)
+        ]
+
+    def nics(self) -> tuple[Nic, ...]:
+        """Return the network cards that ranks communicate through: those of the best rank."""
+        best = min((rank for rank, _ in self._nics.values()), default=None)
+        names = sorted(self._nics, key=name_key)
+        return tuple(self._nics[name][1] for name in names if self._nics[name][0] == best)
+
+
+def links(
+    gpus: Iterable[Gpu], nics: Sequence[Nic], paths: Mapping[str, PciPath]
+) -> tuple[tuple[str, str, str], ...]:
+    """Return how far each GPU is from each card, as far as that is known.
+
+    Args:
+        gpus: the GPUs.
+        nics: the network cards.
+        paths: PCI address -> the bridges above that device.
+    """
+    found = []
+    for gpu in gpus:
+        for nic in nics:
+            one, other = paths.get(gpu.address), paths.get(nic.address)
+            known = gpu.domain is not None and nic.domain is not None
+            same = gpu.domain == nic.domain
+            if one and other and one.bridges and other.bridges:
+                distance = level(one, other, same_domain=same)
+                if distance in {"NODE", "SYS"} and not known:
+                    continue
+            elif known and not same:
+                distance = "SYS"
+            else:
+                continue
+            found.append((gpu.name, nic.name, distance))
+    return tuple(found)

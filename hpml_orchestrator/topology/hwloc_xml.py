@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
+    Devices,
+    Place,
     adopt_strays,
     cores_of_groups,
-    distinct_uuids,
     domain_of_cpus,
-    nearest_with_cpus,
-)
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_mask
-from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
-from hpml_orchestrator.topology.pci import (
-    PciPath,
-    address_key,
-    compute_gpus,
-    full_address,
-    is_gpu,
-    is_nic,
     links,
-    nic_rank,
-    offered_nics,
-    partition_address,
+    nearest_with_cpus,
+    walk,
 )
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, parse_mask
+from hpml_orchestrator.topology.model import Core, Domain, Topology
+from hpml_orchestrator.topology.pci import PciPath, full_address, is_gpu, is_nic
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["hwloc_topology"]
 
@@ -39,11 +30,10 @@ _SOURCE = "hwloc XML"
 _MEANS_LATENCY = 4
 _NAME_CHARS = 20
 _IO = frozenset({"Bridge", "PCIDev", "OSDev"})
-# The first of these that a device has names it: platform, if any, and the driver's number.
-_GPU_NAMES = [re.compile(rf"{word}(?:([0-9]+)d)?([0-9]+)") for word in "nvml rsmi cuda ze".split()]
-_GPU_NAMES.append(re.compile(r"opencl([0-9]+)d([0-9]+)"))
+# What libraries call GPUs; the first that a device has a name of counts.
+_GPU_NAMES = [re.compile(rf"{library}([0-9]+)") for library in ("nvml", "rsmi", "cuda", "ze")]
 _PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
-_WHOLE = re.compile(r"[0-9]{1,20}")
+_INTEGER = re.compile(r"[0-9]{1,20}")
 _NOT_MAIN_MEMORY = ("GPUMemory", "MCDRAM", "HBM", "SPM", "NVM", "CXL", "DAX")
 
 
@@ -66,7 +56,7 @@ def hwloc_topology(root: ET.Element) -> Topology:
 
 
 class _Reader:
-    """One file's objects, each with those above it."""
+    """The objects of one file, each with those above it."""
 
     def __init__(self, root: ET.Element, machine: ET.Element) -> None:
         self.root = root
@@ -74,15 +64,7 @@ class _Reader:
         # hwloc 3 counts the kinds of OS devices in powers of two.
         newer = root.get("version", "").startswith("3")
         self.network, self.rdma = ("16", "32") if newer else ("2", "3")
-        self.above: dict[ET.Element, tuple[ET.Element, ...]] = {}
-        pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [(machine, ())]
-        self.objects: list[ET.Element] = []
-        while pending:
-            element, above = pending.pop()
-            self.objects.append(element)
-            self.above[element] = above
-            children = [(child, (*above, element)) for child in element.findall("object")]
-            pending.extend(reversed(children))
+        self.above = dict(walk(root, "object"))
         self.warnings: list[str] = []
 
     def topology(self) -> Topology:
@@ -95,22 +77,29 @@ class _Reader:
                 f"There are {sockets} sockets and one NUMA domain: the file may come from hwloc's "
                 "x86 backend, which does not know domains."
             )
-        gpus, nics, paths = self._devices(domains)
+        devices = self._devices(domains)
+        gpus, nics = devices.gpus(), devices.nics()
+        self.warnings += [
+            f"The NUMA domain of {gpu.name} {gpu.address}".rstrip() + " is unknown."
+            for gpu in gpus
+            if gpu.domain is None
+        ]
         return Topology(
             source=_SOURCE,
             cores=cores,
             domains=domains,
-            gpus=gpus,
+            gpus=tuple(gpus),
             nics=nics,
-            links=links(gpus, nics, paths),
+            links=links(gpus, nics, devices.paths),
             warnings=tuple(self.warnings),
         )
 
     def _of_type(self, *types: str) -> list[ET.Element]:
-        return [one for one in self.objects if one.get("type") in types]
+        return [element for element in self.above if element.get("type") in types]
 
-    def _nearest(self, element: ET.Element, *types: str) -> Optional[ET.Element]:  # noqa: UP045
-        return next((o for o in reversed(self.above[element]) if o.get("type") in types), None)
+    def _nearest(self, element: ET.Element, *types: str) -> ET.Element | None:
+        above = reversed(self.above[element])
+        return next((parent for parent in above if parent.get("type") in types), None)
 
     def _domains(self) -> tuple[tuple[Domain, ...], dict[int, int]]:
         """Return the domains, and the domain of each CPU.
@@ -118,194 +107,135 @@ class _Reader:
         A domain of memory alone (of a GPU, HBM, CXL) has the CPUs that are near it in hwloc's XML.
         A CPU belongs to the smallest domain of main memory that holds it, as in the kernel.
         """
-        online = self._online()
-        nodes = self._of_type("NUMANode")
-        near = {one: frozenset(_mask(one, "cpuset")) & online for one in nodes}
-        homes: dict[int, int] = {}
-        for one in sorted(nodes, key=lambda o: (_special(o), len(near[o]), _number(o))):
-            for cpu in near[one]:
-                homes.setdefault(cpu, _number(one))
+        online = frozenset(_cpu(unit) for unit in self._of_type("PU"))
+        if not online:
+            raise ValueError("it has no CPUs")
+        nodes = {_number(node): node for node in self._of_type("NUMANode")}
         if not nodes:
-            self.warnings.append("The file tells no NUMA domain: all CPUs count as domain 0.")
+            self.warnings.append("The file has no NUMA domains: all CPUs count as domain 0.")
             return (Domain(0, tuple(sorted(online))),), dict.fromkeys(online, 0)
-        numbers = [_number(one) for one in nodes]
-        if len(set(numbers)) < len(numbers):
-            raise ValueError("two NUMA domains have one number")
-        adopt_strays(homes, online, self.warnings)
-        distances = self._distances(nodes)
-        domains = [
+        near = {number: online & set(_mask(node, "cpuset")) for number, node in nodes.items()}
+        homes: dict[int, int] = {}
+        for number in sorted(nodes, key=lambda n: (_is_special(nodes[n]), len(near[n]), n)):
+            for cpu in near[number]:
+                homes.setdefault(cpu, number)
+        adopt_strays(homes or dict.fromkeys(online, min(nodes)), online, self.warnings)
+        distances = self._distances(sorted(nodes))
+        domains = tuple(
             Domain(
-                number=_number(one),
-                cpus=tuple(sorted(cpu for cpu, home in homes.items() if home == _number(one))),
-                memory_bytes=_whole(one.get("local_memory", "0")),
-                distances=tuple(sorted(distances.get(_number(one), {}).items())),
+                number=number,
+                cpus=tuple(sorted(cpu for cpu, home in homes.items() if home == number)),
+                memory_bytes=_integer(nodes[number].get("local_memory", "0")),
+                distances=tuple(sorted(distances.get(number, {}).items())),
             )
-            for one in sorted(nodes, key=_number)
-        ]
-        return tuple(domains), homes
-
-    def _online(self) -> frozenset[int]:
-        """Return the CPUs that are there, online, and allowed to whoever exported the file."""
-        told = frozenset(_cpu(one) for one in self._of_type("PU"))
-        online = self.machine.get("online_cpuset")  # hwloc 1 alone
-        told = told & frozenset(parse_mask(online)) if online else told
-        allowed = frozenset(_mask(self.machine, "allowed_cpuset")) & told
-        if not allowed or allowed == told:
-            return told
-        # `lstopo` leaves these out by itself, but not with --disallowed.
-        self.warnings.append(
-            f"The CPUs {format_list(told - allowed)} were not allowed to the process that exported "
-            "the file: they are left out."
+            for number in sorted(nodes)
         )
-        return allowed
+        return domains, homes
 
-    def _distances(self, nodes: Sequence[ET.Element]) -> Mapping[int, Mapping[int, int]]:
+    def _distances(self, numbers: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
         """Return domain -> domain -> distance."""
         for matrix in self.root.iter("distances2"):
-            kind = _whole(matrix.get("kind", "0"))
-            if matrix.get("type") != "NUMANode" or not kind & _MEANS_LATENCY:
-                continue
-            values = [_whole(word) for word in _words(matrix, "u64values")]
-            indexes = [_whole(word) for word in _words(matrix, "indexes")]
-            if matrix.get("indexing") == "gp":
-                by_gp = {_whole(one.get("gp_index", "-1")): _number(one) for one in nodes}
-                indexes = [by_gp.get(index, -1) for index in indexes]
-            return _square(indexes, values)
+            is_latency = _integer(matrix.get("kind", "0")) & _MEANS_LATENCY
+            if matrix.get("type") == "NUMANode" and is_latency:
+                indexes = [_integer(word) for word in _words(matrix, "indexes")]
+                return _square(indexes, [_integer(word) for word in _words(matrix, "u64values")])
         for matrix in self.machine.iter("distances"):  # hwloc 1: relative to a base
             base = float(matrix.get("latency_base", "10"))
-            latencies = [float(one.get("value", "0")) for one in matrix.findall("latency")]
-            if len(nodes) ** 2 == len(latencies) and all(0 < x < CPUS_MAX for x in latencies):
-                numbers = sorted(_number(one) for one in nodes)
-                return _square(numbers, [round(value * base) for value in latencies])
+            latencies = [float(cell.get("value", "0")) for cell in matrix.findall("latency")]
+            if len(numbers) ** 2 == len(latencies) and all(0 < x < CPUS_MAX for x in latencies):
+                return _square(numbers, [round(latency * base) for latency in latencies])
         return {}
 
     def _cores(self, homes: Mapping[int, int]) -> tuple[Core, ...]:
-        groups: dict[object, list[int]] = {}
-        sockets: dict[int, int] = {}
         packages = self._of_type("Package", "Socket")
-        told = {one.get("os_index", "") for one in packages}
-        if len(told) == len(packages) and all(map(_WHOLE.fullmatch, told)):
-            number_of = {one: _number(one) for one in packages}
-        else:  # hwloc itself does not need them
-            number_of = {one: place for place, one in enumerate(packages)}
-        alone = 0
-        online = set(homes)
+        numbers = [package.get("os_index", "") for package in packages]
+        if len(set(numbers)) < len(packages) or not all(map(_INTEGER.fullmatch, numbers)):
+            numbers = [str(place) for place in range(len(packages))]  # hwloc needs none
+        socket_of = {package: int(number) for package, number in zip(packages, numbers)}
+        groups: dict[ET.Element, list[int]] = {}
+        sockets: dict[int, int] = {}
         for unit in self._of_type("PU"):
             cpu = _cpu(unit)
-            core = self._nearest(unit, "Core")
-            alone += core is None
-            if cpu in online:
+            if cpu in homes:
+                core = self._nearest(unit, "Core")
                 groups.setdefault(unit if core is None else core, []).append(cpu)
                 package = self._nearest(unit, "Package", "Socket")
-                sockets[cpu] = 0 if package is None else number_of[package]
-        if alone:
-            self.warnings.append("Cores are not told for all CPUs: such a CPU counts as a core.")
-        if not groups:
-            raise ValueError("it has no CPUs")
+                sockets[cpu] = 0 if package is None else socket_of[package]
+        if any(group.get("type") == "PU" for group in groups):
+            self.warnings.append("Some CPUs belong to no core: each of them counts as a core.")
         return cores_of_groups(groups.values(), sockets, homes)
 
-    def _devices(
-        self, domains: Sequence[Domain]
-    ) -> tuple[tuple[Gpu, ...], tuple[Nic, ...], dict[str, PciPath]]:
-        paths: dict[str, PciPath] = {}
-        kinds: dict[tuple[int, ...], tuple[int, int, bool]] = {}
-        gpus: dict[tuple[int, ...], Gpu] = {}
-        nics: list[tuple[tuple[int, bool], Nic]] = []
-        bare = {
-            one.get("pci_type")
-            for one in self._of_type("PCIDev")
-            if not _numbered_gpus(list(one.iter("object")))
-        }
-        for device in self._devices_and_loners():
-            address = full_address(device.get("pci_busid", ""))
-            below = (one for one in device.iter("object") if one.get("type") == "OSDev")
-            inside = [device, *(one for one in below if one is not device)]
-            domain, cpus = self._near(device, domains)
-            path = PciPath(tuple(self._bridges(device)))
+    def _devices(self, domains: Sequence[Domain]) -> Devices:
+        devices = Devices()
+        for device in self._of_type("PCIDev"):
+            place = self._place(device, domains)
             match = _PCI_TYPE.match(device.get("pci_type", ""))
             kind, vendor, model = (int(part, 16) for part in match.groups()) if match else (0, 0, 0)
-            named = _numbered_gpus(inside)
-            if device.get("pci_type") in bare:  # OpenCL of ROCm 6 puts all below the first
-                named = named[:1]
+            inside = [part for part in device.iter("object") if part.get("type") == "OSDev"]
+            named = _named_gpus(inside)
+            # Several are partitions of one GPU, as of an MI300A in CPX mode.
+            for partition, (number, gpu) in enumerate(named):
+                devices.add_gpu(
+                    place,
+                    partition=partition,
+                    number=number,
+                    name=gpu.get("name", ""),
+                    uuid=_uuid([gpu] if len(named) > 1 else [device, *inside]),
+                    vendor=vendor,
+                    kind=kind,
+                    named=True,
+                )
             if named or is_gpu(vendor, kind, model):
-                # Several are partitions of one GPU, as of an MI300A in CPX mode.
-                for part, (number, one) in enumerate(named or [(CPUS_MAX, device)]):
-                    own = partition_address(address, part)
-                    if address:
-                        paths[own] = path
-                    uuid = _uuid([one] if len(named) > 1 else inside)
-                    key = (number, *address_key(own), len(gpus))
-                    gpus[key] = Gpu(0, one.get("name", ""), own, uuid, domain=domain, cpus=cpus)
-                    kinds[key] = (vendor, kind, bool(named))
+                if not named:
+                    uuid = _uuid([device, *inside])
+                    devices.add_gpu(place, uuid=uuid, vendor=vendor, kind=kind)
                 continue
-            if address:
-                paths[address] = path
             if match and not is_nic(kind):
                 continue
-            virtual = any("Virtual Function" in text for text in _infos(inside, "PCIDevice"))
-            cards = [one for one in inside if one.get("osdev_type") in {self.network, self.rdma}]
-            for one in cards or ([device] if kind and address else []):
-                name, rdma = one.get("name", ""), one.get("osdev_type") == self.rdma
-                rank = nic_rank(name, kind, vendor, rdma=rdma, virtual=virtual)
-                nics.append((rank, Nic(name or address, address, domain, cpus)))
-        computing = distinct_uuids(gpus[key] for key in sorted(compute_gpus(kinds)))
-        made_gpus = tuple(
-            replace(gpu, index=i, name=gpu.name or f"GPU{i}") for i, gpu in enumerate(computing)
-        )
-        self.warnings.extend(
-            f"The NUMA domain of {gpu.name} {gpu.address}".rstrip() + " is not told."
-            for gpu in made_gpus
-            if gpu.domain is None
-        )
-        return made_gpus, offered_nics(nics), paths
+            models = _infos([device, *inside], "PCIDevice")
+            virtual = any("Virtual Function" in name for name in models)
+            cards = {
+                part.get("name", ""): part.get("osdev_type") == self.rdma
+                for part in inside
+                if part.get("osdev_type") in {self.network, self.rdma}
+            }
+            for name, rdma in (cards or ({"": False} if kind else {})).items():
+                devices.add_nic(place, name, rdma=rdma, kind=kind, vendor=vendor, virtual=virtual)
+        return devices
 
-    def _devices_and_loners(self) -> Iterator[ET.Element]:
-        """Yield PCI devices, and OS devices of none: of GPUs those of one naming alone."""
-        yield from self._of_type("PCIDev")
-        loners = [
-            one
-            for one in self._of_type("OSDev")
-            if self._nearest(one, "PCIDev") is None and one.get("name")
-        ]
-        for pattern in _GPU_NAMES:
-            named = [one for one in loners if pattern.fullmatch(one.get("name", ""))]
-            if named:
-                yield from named
-                break
-        yield from (one for one in loners if one.get("osdev_type") in {self.network, self.rdma})
-
-    def _bridges(self, device: ET.Element) -> Iterator[str]:
-        for one in self.above[device]:
-            if one.get("type") == "Bridge":
-                yield one.get("pci_busid") or f"host {one.get('bridge_pci')}"
-
-    def _near(
-        self, device: ET.Element, domains: Sequence[Domain]
-    ) -> tuple[Optional[int], tuple[int, ...]]:  # noqa: UP045
-        """Return the domain and the CPUs of the object that a device hangs from.
+    def _place(self, device: ET.Element, domains: Sequence[Domain]) -> Place:
+        """Return where a device is: at the object that it hangs from.
 
         A device at the machine itself, where there are several domains, is near none of them.
         """
-        home = next(o for o in reversed(self.above[device]) if o.get("type") not in _IO)
-        everything = {cpu for one in domains for cpu in one.cpus}
+        above = self.above[device]
+        bridges = tuple(
+            bridge.get("pci_busid") or f"host {bridge.get('bridge_pci')}"
+            for bridge in above
+            if bridge.get("type") == "Bridge"
+        )
+        home = next((o for o in reversed(above) if o.get("type") not in _IO), self.machine)
+        everything = {cpu for domain in domains for cpu in domain.cpus}
         cpus = tuple(cpu for cpu in _mask(home, "cpuset") if cpu in everything)
         domain = domain_of_cpus(cpus, domains)
         if domain is None and home.get("type") == "NUMANode":
             domain = nearest_with_cpus(_number(home), domains)
-        with_cpus = sum(bool(one.cpus) for one in domains)
-        return domain, cpus if len(cpus) < len(everything) or with_cpus == 1 else ()
+        if len(cpus) == len(everything) and sum(bool(one.cpus) for one in domains) > 1:
+            cpus = ()
+        address = full_address(device.get("pci_busid", ""))
+        return Place(address, domain, cpus, PciPath(bridges))
 
 
 def _mask(element: ET.Element, name: str) -> tuple[int, ...]:
     return parse_mask(element.get(name) or "0")
 
 
-def _special(element: ET.Element) -> bool:
-    return str(element.get("subtype", "")).startswith(_NOT_MAIN_MEMORY)
+def _is_special(node: ET.Element) -> bool:
+    return str(node.get("subtype", "")).startswith(_NOT_MAIN_MEMORY)
 
 
 def _number(element: ET.Element) -> int:
-    return _whole(element.get("os_index", ""))
+    return _integer(element.get("os_index", ""))
 
 
 def _cpu(unit: ET.Element) -> int:
@@ -315,8 +245,8 @@ def _cpu(unit: ET.Element) -> int:
     return number
 
 
-def _whole(text: str) -> int:
-    if not _WHOLE.fullmatch(text.strip()):
+def _integer(text: str) -> int:
+    if not _INTEGER.fullmatch(text.strip()):
         raise ValueError(f"{text[:40]!r} is no whole number")
     return int(text)
 
@@ -328,27 +258,23 @@ def _words(matrix: ET.Element, tag: str) -> list[str]:
 def _square(indexes: Sequence[int], values: Sequence[int]) -> dict[int, dict[int, int]]:
     if len(values) != len(indexes) ** 2:
         raise ValueError("a matrix of distances is not square")
-    width = len(indexes)
-    return {
-        one: {other: values[row * width + column] for column, other in enumerate(indexes)}
-        for row, one in enumerate(indexes)
-    }
+    rows = iter(values)
+    return {index: {other: next(rows) for other in indexes} for index in indexes}
 
 
-def _numbered_gpus(objects: Sequence[ET.Element]) -> list[tuple[int, ET.Element]]:
-    """Return what one library and platform calls the GPUs among some objects, by its numbers."""
+def _named_gpus(parts: Sequence[ET.Element]) -> list[tuple[int, ET.Element]]:
+    """Return the GPUs inside a PCI device by the numbers that one library counts them as."""
     for pattern in _GPU_NAMES:
-        found = [(pattern.fullmatch(one.get("name", "")[:_NAME_CHARS]), one) for one in objects]
-        named = [(match[1], int(match[2]), one) for match, one in found if match]
+        matches = [(pattern.fullmatch(part.get("name", "")[:_NAME_CHARS]), part) for part in parts]
+        named = [(int(match[1]), part) for match, part in matches if match]
         if named:
-            ordered = sorted(named, key=lambda part: part[1])
-            return [(number, one) for platform, number, one in ordered if platform == named[0][0]]
+            return sorted(named, key=lambda entry: entry[0])
     return []
 
 
 def _infos(objects: Iterable[ET.Element], *names: str) -> list[str]:
-    infos = (info for one in objects for info in one.findall("info"))
-    return [one.get("value", "") for one in infos if one.get("name") in names]
+    infos = (info for element in objects for info in element.findall("info"))
+    return [info.get("value", "") for info in infos if info.get("name") in names]
 
 
 def _uuid(objects: Iterable[ET.Element]) -> str:

@@ -1,4 +1,4 @@
-"""One node's sockets, NUMA domains, cores, GPUs and network cards, whoever told of them.
+"""One node's sockets, NUMA domains, cores, GPUs and network cards, whatever the source.
 
 Standard library only, Python 3.9 or newer: it travels to the nodes. CPU numbers are the kernel's,
 PCI addresses are complete and lower case (`0000:c7:00.0`), sizes are in bytes.
@@ -7,7 +7,6 @@ PCI addresses are complete and lower case (`0000:c7:00.0`), sizes are in bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 __all__ = ["Core", "Domain", "Gpu", "Nic", "Topology"]
 
@@ -36,9 +35,9 @@ class Domain:
     Attributes:
         number: the kernel's number of it.
         cpus: its CPUs; empty for memory alone, such as that of a GPU or CXL.
-        memory_bytes: its memory; 0 where it is not told.
-        distances: `(domain, distance)` to every domain that is told, itself included (10 is local);
-            empty where the source tells none.
+        memory_bytes: its memory; 0 where unknown.
+        distances: `(domain, distance)` to every known domain, itself included (10 is local); empty
+            where unknown.
     """
 
     number: int
@@ -54,12 +53,12 @@ class Gpu:
     Attributes:
         index: its place among the GPUs of the node, in the order of the source.
         name: what the source calls it, such as `GPU0`.
-        address: PCI address; empty where it is not told. Partitions of a GPU (AMD's TPX and CPX
+        address: PCI address; empty where unknown. Partitions of a GPU (AMD's TPX and CPX
             modes) differ in its last digit, as AMD's tools write it.
-        uuid: of the device or the MIG instance; empty where it is not told.
+        uuid: of the device or the MIG instance; empty where unknown.
         parent: UUID (or PCI address) of the GPU that a MIG instance is part of; else empty.
-        domain: NUMA domain with CPUs that it is nearest to; None where it is not known.
-        cpus: CPUs that are local to it, as the source tells; empty where it does not.
+        domain: NUMA domain with CPUs that it is nearest to; None where unknown.
+        cpus: CPUs that are local to it; empty where unknown.
     """
 
     index: int
@@ -67,7 +66,7 @@ class Gpu:
     address: str = ""
     uuid: str = ""
     parent: str = ""
-    domain: Optional[int] = None  # noqa: UP045 - runs on Python 3.9
+    domain: int | None = None
     cpus: tuple[int, ...] = ()
 
 
@@ -77,14 +76,14 @@ class Nic:
 
     Attributes:
         name: such as `mlx5_0`.
-        address: PCI address; empty where it is not told.
-        domain: NUMA domain that it is nearest to; None where it is not known.
-        cpus: CPUs that are local to it; empty where the source does not tell.
+        address: PCI address; empty where unknown.
+        domain: NUMA domain that it is nearest to; None where unknown.
+        cpus: CPUs that are local to it; empty where unknown.
     """
 
     name: str
     address: str = ""
-    domain: Optional[int] = None  # noqa: UP045 - runs on Python 3.9
+    domain: int | None = None
     cpus: tuple[int, ...] = ()
 
 
@@ -93,15 +92,15 @@ class Topology:
     """A node.
 
     Attributes:
-        source: what told it, such as `sysfs`, `hwloc XML`, `NCCL XML`, `nvidia-smi topo -m`.
+        source: `sysfs`, `hwloc XML`, `NCCL XML` or `nvidia-smi topo -m`.
         cores: all cores that are online, by number.
         domains: all NUMA domains, by number.
         gpus: all GPUs, by index.
         nics: all network cards, by name.
         links: `(GPU's name, NIC's name, level)`, where level is how far apart they are on PCI, in
-            nvidia-smi's words: PIX, PXB, PHB, NODE, SYS; what is not told is left out.
-        warnings: what was missing or guessed, one sentence each.
-        sockets_told: whether the source tells sockets; else each domain counts as one.
+            nvidia-smi's terms: PIX, PXB, PHB, NODE, SYS; unknown ones are left out.
+        warnings: what was missing or inferred, one sentence each.
+        sockets_told: whether the source has sockets; else each domain counts as one.
     """
 
     source: str
@@ -121,11 +120,11 @@ class Topology:
     @property
     def devices(self) -> tuple[Gpu, ...]:
         """What ranks run on: MIG instances, and GPUs that are not divided into such."""
-        divided = {one.parent for one in self.gpus if one.parent}
+        divided = {gpu.parent for gpu in self.gpus if gpu.parent}
         return tuple(
-            one for one in self.gpus if not divided & {one.uuid, one.address} or one.parent
+            gpu for gpu in self.gpus if not divided & {gpu.uuid, gpu.address} or gpu.parent
         )
 
     def domain(self, number: int) -> Domain | None:
         """The domain of that number."""
-        return next((one for one in self.domains if one.number == number), None)
+        return next((domain for domain in self.domains if domain.number == number), None)

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
+    Devices,
+    Place,
     cores_without_siblings,
     domain_of_cpus,
     free_number,
+    links,
+    walk,
 )
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
-from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
-from hpml_orchestrator.topology.pci import (
-    PciPath,
-    address_key,
-    compute_gpus,
-    full_address,
-    is_gpu,
-    is_nic,
-    links,
-    nic_rank,
-    offered_nics,
-    partition_address,
-)
+from hpml_orchestrator.topology.model import Domain, Topology
+from hpml_orchestrator.topology.pci import PciPath, full_address, is_gpu, is_nic
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["nccl_topology"]
 
 _SOURCE = "NCCL XML"
 _BRIDGE, _DISPLAY, _ACCELERATOR = 0x0604, 0x03, 0x12
 _AMD_VENDORS = {0x1002, 0x1022}
-_UNNUMBERED = CPUS_MAX
 _INTERFACE = re.compile(r"eth|en[opsx]|ib[0-9]|bond|wl|$")  # what is no RDMA device's name
 
 
@@ -66,113 +58,122 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
     domains = _domains(parts, warnings)
     cores, note = cores_without_siblings(domains)
     warnings.append(note)
-    gpus: list[tuple[int, Gpu]] = []
-    kinds: dict[int, tuple[int, int, bool]] = {}
-    nics: list[tuple[tuple[int, bool], Nic]] = []
-    paths: dict[str, PciPath] = {}
-    for part in parts:
-        home, cpus = _near(part, domains)
-        for device, above in _pci_devices(part):
-            address = full_address(device.get("busid", "")) or device.get("busid", "")
-            vendor, kind = _hex(device, "vendor"), _hex(device, "class") >> 8
-            own = frozenset(
-                one.get("busid", "")
-                for one in above
-                if _hex(one, "vendor") in _AMD_VENDORS and len(one.findall("pci")) == 1
+    devices = Devices()
+    numbers = [_number(gpu.get("dev", "")) for part in parts for gpu in part.iter("gpu")]
+    pci = [(part, device, above) for part in parts for device, above in walk(part, "pci")]
+    in_order = len(set(numbers)) == len(numbers) and not any(
+        _is_bare_gpu(device) for _, device, _ in pci
+    )
+    if not in_order:
+        warnings.append("GPUs have no numbers in the file: they are counted by PCI address.")
+    for part, device, above in pci:
+        if not _is_end(device):
+            continue
+        place = _place(part, device, above, domains)
+        vendor, kind = _hex(device, "vendor"), _hex(device, "class") >> 8
+        gpus = device.findall("gpu")
+        for partition, gpu in enumerate(gpus):  # several are partitions of one GPU
+            number = _number(gpu.get("dev", "")) if in_order else CPUS_MAX
+            devices.add_gpu(
+                place,
+                partition=partition,
+                number=number,
+                name=f"GPU{number}" if in_order else "",
+                vendor=vendor,
+                kind=kind,
+                named=True,
             )
-            # NCCL's tree has one entry per switch, and no host bridges.
-            bridges = (f"domain {part.get('numaid')}", *(one.get("busid", "") for one in above))
-            paths[address] = PciPath(bridges, own, hops=0, root=True)
-            numbers = [_number(one.get("dev", "")) for one in device.findall("gpu")]
-            is_one = is_gpu(vendor, kind, _hex(device, "device"))
-            if not numbers and (is_one or (not vendor and _is_display(kind))):
-                numbers = [_UNNUMBERED]
-            for place, index in enumerate(numbers):  # several are partitions of one GPU
-                one = partition_address(address, place)
-                paths[one] = paths[address]
-                kinds[len(gpus)] = (vendor, kind, index != _UNNUMBERED)
-                gpus.append((index, Gpu(index, "", one, domain=home, cpus=cpus)))
-            names = _nic_names(device)
-            if not names and is_nic(kind) and _has_no_card(device):
-                names = [""]
-            for name in names:
-                rank = nic_rank(name, kind, vendor, rdma=not _INTERFACE.match(name))
-                nics.append((rank, Nic(name or address, address, home, cpus)))
-        for net in part.findall("nic/net"):
-            # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
-            name = net.get("name", "")
-            nics.append((nic_rank(name, 0, rdma=not _INTERFACE.match(name)), Nic(name)))
-            warnings.append(f"The place of the network card {name} is not told.")
-    made = _in_order([gpus[place] for place in compute_gpus(kinds)], warnings)
-    cards = offered_nics(nics)
-    told_links = links(made, cards, paths)
+        if _is_bare_gpu(device):
+            devices.add_gpu(place, vendor=vendor, kind=kind)
+        for name in _nic_names(device, kind):
+            rdma = not _INTERFACE.match(name)
+            devices.add_nic(place, name, rdma=rdma, kind=kind, vendor=vendor)
+    for net in (net for part in parts for net in part.findall("nic/net")):
+        # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
+        name = net.get("name", "")
+        devices.add_nic(Place(), name, rdma=not _INTERFACE.match(name))
+        warnings.append(f"The place of the network card {name} is unknown.")
+    gpus_found, nics = devices.gpus(), devices.nics()
     # Behind one <cpu> there may be several host bridges: NODE is what is certain.
-    weakened = tuple((a, b, "NODE" if level == "PHB" else level) for a, b, level in told_links)
+    levels = tuple(
+        (gpu, nic, "NODE" if level == "PHB" else level)
+        for gpu, nic, level in links(gpus_found, nics, devices.paths)
+    )
     return Topology(
-        _SOURCE, cores, domains, made, cards, weakened, tuple(warnings), sockets_told=False
+        source=_SOURCE,
+        cores=cores,
+        domains=domains,
+        gpus=tuple(gpus_found),
+        nics=nics,
+        links=levels,
+        warnings=tuple(warnings),
+        sockets_told=False,
     )
 
 
 def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, ...]:
-    """Return the domains that are told, each CPU in one of them."""
-    cpus_of: dict[int, tuple[int, ...]] = {}
-    taken: set[int] = set()
-    unknown: list[tuple[int, ...]] = []
+    """Return the domains, each CPU in one of them."""
+    cpus_of: dict[int, set[int]] = {}
+    unnumbered: list[tuple[int, ...]] = []
     for part in parts:
-        number = _domain_number(part)
-        cpus = _cpus(part)
+        number, cpus = _domain_number(part), _cpus(part)
         if number is None:
-            unknown.append(cpus)
+            unnumbered.append(cpus)
             continue
+        taken = set(cpus) & {cpu for held in cpus_of.values() for cpu in held}
         if number in cpus_of:
-            raise ValueError(f"domain {number} is told twice")
-        if taken & set(cpus):
-            both = format_list(taken & set(cpus))
-            warnings.append(f"The CPUs {both} are told for two domains: the first has them.")
-        cpus_of[number] = tuple(cpu for cpu in cpus if cpu not in taken)
-        taken.update(cpus)
-        if not cpus:
+            raise ValueError(f"domain {number} is listed twice")
+        if taken:
             warnings.append(
-                f"The file tells no CPUs of domain {number}: what is there runs elsewhere."
+                f"The CPUs {format_list(taken)} are listed for two domains: the first has them."
             )
-    _add_unknown(cpus_of, unknown, warnings)
+        if not cpus:
+            warnings.append(f"The file has no CPUs of domain {number}: its ranks run elsewhere.")
+        cpus_of[number] = set(cpus) - taken
+    _add_unnumbered(cpus_of, unnumbered, warnings)
     if not any(cpus_of.values()):
-        warnings.append("The file tells no CPUs.")
-    missing = sorted(set(range(max(cpus_of, default=0))) - set(cpus_of))
+        warnings.append("The file has no CPUs.")
+    missing = set(range(max(cpus_of, default=0))) - set(cpus_of)
     if missing:
         warnings.append(
-            f"Not told are the NUMA domains {format_list(missing)}: NCCL lists those with devices."
+            f"The NUMA domains {format_list(missing)} are missing: NCCL lists those with devices."
         )
-    return tuple(Domain(number, cpus_of[number]) for number in sorted(cpus_of))
+    return tuple(Domain(number, tuple(sorted(cpus_of[number]))) for number in sorted(cpus_of))
 
 
-def _add_unknown(
-    cpus_of: dict[int, tuple[int, ...]], unknown: Sequence[tuple[int, ...]], warnings: list[str]
+def _add_unnumbered(
+    cpus_of: dict[int, set[int]], unnumbered: Sequence[tuple[int, ...]], warnings: list[str]
 ) -> None:
     """Make domains of the CPUs of each numaid of -1, less those that another domain has."""
-    alone = len(cpus_of) + len(unknown) == 1
-    for cpus in sorted(unknown):
-        rest = tuple(sorted(set(cpus).difference(*cpus_of.values())))
-        told = "the domain of the devices there is not told"
+    for cpus in sorted(unnumbered):
+        rest = set(cpus).difference(*cpus_of.values())
+        number = free_number(cpus_of)
         if rest or not cpus_of:
-            number = free_number(cpus_of)
             cpus_of[number] = rest
-            if rest and not alone:
-                told = f"the CPUs {format_list(rest)} count as domain {number}"
-        warnings.append(f"NCCL knew no NUMA domain (numaid -1): {told}.")
+        note = f"the CPUs {format_list(rest)} count as domain {number}" if rest else "no new CPUs"
+        warnings.append(f"NCCL knew no NUMA domain (numaid -1): {note}.")
 
 
-def _near(part: ET.Element, domains: Sequence[Domain]) -> tuple[Optional[int], tuple[int, ...]]:  # noqa: UP045
-    """Return the domain and the CPUs of the devices behind a `<cpu>`.
-
-    All CPUs of the node behind a numaid of -1 tell nothing.
-    """
-    number, cpus = _domain_number(part), _cpus(part)
-    if number is not None:
-        return (number if cpus else None), cpus
-    if set(cpus) == {cpu for one in domains for cpu in one.cpus}:
-        return None, ()
-    return domain_of_cpus(cpus, domains), cpus
+def _place(
+    part: ET.Element, device: ET.Element, above: tuple[ET.Element, ...], domains: Sequence[Domain]
+) -> Place:
+    """Return where a device behind a `<cpu>` is; all CPUs of the node say nothing about that."""
+    domain, cpus = _domain_number(part), _cpus(part)
+    if domain is not None:
+        domain = domain if cpus else None
+    elif set(cpus) == {cpu for one in domains for cpu in one.cpus}:
+        cpus = ()
+    else:
+        domain = domain_of_cpus(cpus, domains)
+    own = frozenset(
+        bridge.get("busid", "")
+        for bridge in above
+        if _hex(bridge, "vendor") in _AMD_VENDORS and len(bridge.findall("pci")) == 1
+    )
+    # NCCL's tree has one entry per switch, and no host bridges.
+    bridges = (f"domain {part.get('numaid')}", *(bridge.get("busid", "") for bridge in above))
+    address = device.get("busid", "")
+    return Place(full_address(address) or address, domain, cpus, PciPath(bridges, own, hops=0))
 
 
 def _cpus(part: ET.Element) -> tuple[int, ...]:
@@ -181,70 +182,49 @@ def _cpus(part: ET.Element) -> tuple[int, ...]:
     return parse_list(text) if "-" in text else parse_mask(text)
 
 
-def _pci_devices(part: ET.Element) -> Iterator[tuple[ET.Element, tuple[ET.Element, ...]]]:
-    """Yield the devices behind a CPU, in order, each with the bridges above it."""
-    pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [
-        (one, ()) for one in reversed(part.findall("pci"))
-    ]
-    while pending:
-        device, above = pending.pop()
-        children = device.findall("pci")
-        is_end = not children and _hex(device, "class") >> 8 != _BRIDGE
-        # Files by hand give devices the class of the bridge that they copied.
-        if is_end or any(device.find(tag) is not None for tag in ("gpu", "nic", "net")):
-            yield device, above
-        pending.extend((child, (*above, device)) for child in reversed(children))
+def _is_end(device: ET.Element) -> bool:
+    """Return whether an entry is a device and no bridge.
+
+    Files by hand give devices the class of the bridge that they copied.
+    """
+    has_device = any(device.find(tag) is not None for tag in ("gpu", "nic", "net"))
+    is_bridge = device.find("pci") is not None or _hex(device, "class") >> 8 == _BRIDGE
+    return has_device or not is_bridge
 
 
-def _nic_names(device: ET.Element) -> list[str]:
-    """Return the names of a card's ports; files by hand name the card, or leave <nic> out."""
-    nets = [*device.findall("nic/net"), *device.findall("net")]
-    found = [one.get("name", "") for one in nets or device.findall("nic")]
-    return [name for name in found if name]
+def _is_bare_gpu(device: ET.Element) -> bool:
+    """Return whether a device is a GPU that the library has not numbered.
 
-
-def _has_no_card(device: ET.Element) -> bool:
-    """Tell whether a file tells devices alone, and not what NCCL made of them."""
-    return device.find("nic") is None and device.find("net") is None
-
-
-def _in_order(gpus: list[tuple[int, Gpu]], warnings: list[str]) -> tuple[Gpu, ...]:
-    """Return the GPUs by the library's numbers; without numbers by address, as drivers count."""
-    if any(number == _UNNUMBERED for number, _ in gpus):
-        warnings.append("GPUs have no numbers in the file: they are counted by PCI address.")
-        gpus = [(_UNNUMBERED, gpu) for _, gpu in gpus]
-    numbers = [number for number, _ in gpus if number != _UNNUMBERED]
-    if len(set(numbers)) < len(numbers):
-        raise ValueError("two GPUs have one number")
-    ordered = sorted(gpus, key=lambda pair: (pair[0], _key(pair[1].address)))
-    return tuple(
-        Gpu(
-            index,
-            f"GPU{index if number == _UNNUMBERED else number}",
-            gpu.address,
-            domain=gpu.domain,
-            cpus=gpu.cpus,
-        )
-        for index, (number, gpu) in enumerate(ordered)
+    Old files have no vendors: a display or an accelerator is one.
+    """
+    vendor, kind = _hex(device, "vendor"), _hex(device, "class") >> 8
+    gpu = (
+        is_gpu(vendor, kind, _hex(device, "device"))
+        if vendor
+        else (kind >> 8 in {_DISPLAY, _ACCELERATOR})
     )
+    return gpu and device.find("gpu") is None and _is_end(device)
 
 
-def _key(address: str) -> tuple[int, ...]:
-    return address_key(address) if full_address(address) else (CPUS_MAX,)
+def _nic_names(device: ET.Element, kind: int) -> list[str]:
+    """Return the names of a card's ports, empty for a card without a name.
+
+    Files by hand name the card, or leave <nic> out.
+    """
+    nets = [*device.findall("nic/net"), *device.findall("net")]
+    cards = nets or device.findall("nic")
+    if not cards and is_nic(kind):
+        return [""]
+    return [name for card in cards if (name := card.get("name", ""))]
 
 
-def _is_display(kind: int) -> bool:
-    """Tell whether a class is a display or an accelerator: old files tell no vendors."""
-    return kind >> 8 in {_DISPLAY, _ACCELERATOR}
-
-
-def _domain_number(part: ET.Element) -> Optional[int]:  # noqa: UP045
+def _domain_number(part: ET.Element) -> int | None:
     text = part.get("numaid", "-1").strip()
     return None if text.startswith("-") else _number(text)
 
 
 def _number(text: str) -> int:
-    if not (text.isdecimal() and text.isascii() and len(text) < 10 and int(text) < CPUS_MAX):  # noqa: PLR2004
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= CPUS_MAX:
         raise ValueError(f"{text[:40]!r} is no number of a device or domain")
     return int(text)
 

@@ -1,10 +1,10 @@
-"""Reads a node's topology out of a file of any known format, recognised by what is in it."""
+"""Reads a node's topology from a file of any known format, recognised by its content."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Union
+import xml.etree.ElementTree as ET
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.topology.hwloc_xml import hwloc_topology
@@ -13,34 +13,57 @@ from hpml_orchestrator.topology.nccl_xml import nccl_topology
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
 from hpml_orchestrator.topology.record import topology_of_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
-from hpml_orchestrator.topology.xml_guard import BYTES_MAX, parse_xml
 
-__all__ = ["read_topology", "topology_of_text"]
+__all__ = ["BYTES_MAX", "decode", "parse_xml", "read_topology", "topology_of_text"]
 
+BYTES_MAX = 64 * 1024 * 1024
+# Expat's codes for an end too early: no element, and unclosed token, character or section.
+_CUT_OFF = frozenset({3, 5, 6, 20, 29})
 _HINT = (
-    "known are: hwloc's XML (`lstopo machine.xml`), NCCL's topology file (NCCL_TOPO_DUMP_FILE), "
-    "the output of `nvidia-smi topo -m`, of `hpml topo --json`, and a copy of /sys"
+    "known formats: hwloc's XML (`lstopo machine.xml`), NCCL's topology file "
+    "(NCCL_TOPO_DUMP_FILE), the output of `nvidia-smi topo -m` or of `hpml topo --json`, "
+    "a copy of /sys"
 )
 
 
-def read_topology(source: Union[str, os.PathLike[str]]) -> Topology:
-    """Return the topology in a file, or in a text: one that has line ends or begins with `<`.
+def read_topology(source: str | os.PathLike[str]) -> Topology:
+    """Return the topology in a file.
 
     A directory is a copy of a node's /sys, or has `sys` and `proc` of it side by side.
 
     Raises:
-        InputError: the format is none that is known, or the file is damaged; names the file.
+        InputError: the format is unknown, or the file is damaged; names the file.
         NotFoundError: there is no such file.
     """
-    if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("<")):
-        return topology_of_text(source)
     path = os.fspath(source)
     if os.path.isdir(path):
         return _read_tree(path)
-    return topology_of_text(_read(path), name=path)
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"no such file: {path}", hint=_HINT) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path}: cannot be read: {reason}") from None
+    return topology_of_text(decode(data, name=path), name=path)
 
 
-def topology_of_text(text: str, *, name: str = "") -> Topology:
+def decode(data: bytes, *, name: str) -> str:
+    """Return the text of a file, read up to one byte more than it may have.
+
+    Raises:
+        InputError: it is too large, or not UTF-8.
+    """
+    if len(data) > BYTES_MAX:
+        raise InputError(f"{name}: is larger than {BYTES_MAX // 1024**2} MiB", hint=_HINT)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{name}: is no text in UTF-8", hint=_HINT) from None
+
+
+def topology_of_text(text: str, *, name: str = "topology") -> Topology:
     """Return the topology that a text describes.
 
     Args:
@@ -48,42 +71,61 @@ def topology_of_text(text: str, *, name: str = "") -> Topology:
         name: what to call it in errors.
 
     Raises:
-        InputError: the format is none that is known, or the text is damaged.
+        InputError: the format is unknown, or the text is damaged.
     """
     try:
         return _read_by_content(text)
     except InputError as error:
-        raise InputError(f"{name or 'topology'}: {error.message}", hint=error.hint) from None
+        raise InputError(f"{name}: {error.message}", hint=error.hint) from None
 
 
 def _read_by_content(text: str) -> Topology:
-    if not text.strip():
-        raise InputError("is empty", hint=_HINT)
     body = text.lstrip("\ufeff \t\r\n")
+    if not body:
+        raise InputError("is empty", hint=_HINT)
     if body.startswith("{"):
-        return _read_json(body)
-    if not body.startswith("<"):
-        if looks_like_nvidia_smi(text):
-            return read_nvidia_smi(text)
-        raise InputError("describes no machine in a format that hpml knows", hint=_HINT)
-    root = parse_xml(body)
-    if root.tag == "topology":
-        return hwloc_topology(root)
-    if root.tag == "system":
-        return nccl_topology(root)
-    raise InputError(f"is XML that describes no machine: <{root.tag[:40]}>", hint=_HINT)
+        try:
+            return topology_of_json(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"is no JSON: {error}", hint=_HINT) from None
+    if body.startswith("<"):
+        root = parse_xml(body)
+        if root.tag == "topology":
+            return hwloc_topology(root)
+        if root.tag == "system":
+            return nccl_topology(root)
+        raise InputError(f"is XML that describes no machine: <{root.tag[:40]}>", hint=_HINT)
+    if looks_like_nvidia_smi(text):
+        return read_nvidia_smi(text)
+    raise InputError("describes no machine in a format that hpml knows", hint=_HINT)
 
 
-def _read_json(body: str) -> Topology:
-    """Return the topology that `hpml topo --json` printed, or the node agent wrote down."""
+def parse_xml(text: str) -> ET.Element:
+    """Return the root of an XML document of bounded size.
+
+    Raises:
+        InputError: it is no XML, is cut off, or defines entities, which could grow without bound.
+    """
+    if "<!ENTITY" in text:
+        raise InputError(
+            "defines XML entities, which no topology file does",
+            hint="export it again: `lstopo topology.xml`, or NCCL_TOPO_DUMP_FILE",
+        )
     try:
-        return topology_of_json(json.loads(body))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"is no JSON: {error}", hint=_HINT) from None
+        return ET.fromstring(text)  # noqa: S314 - bounded, and without entities
+    except ET.ParseError as error:
+        if error.code in _CUT_OFF:
+            raise InputError(
+                f"the XML is cut off: it ends at line {error.position[0]} with elements still open",
+                hint="copy or export the file again",
+            ) from None
+        raise InputError(f"is no valid XML: {error}") from None
+    except (ValueError, LookupError) as error:  # a declared encoding that Python does not know
+        raise InputError(f"is no valid XML: {error}") from None
 
 
 def _read_tree(path: str) -> Topology:
-    """Return the topology that a copy of /sys tells; /proc counts where it was copied, too."""
+    """Return the topology in a copy of /sys; /proc counts where it was copied, too."""
     for sys_root, proc_root in (
         (os.path.join(path, "sys"), os.path.join(path, "proc")),
         (path, os.path.join(path, os.pardir, "proc")),
@@ -93,21 +135,3 @@ def _read_tree(path: str) -> Topology:
     raise InputError(
         f"{path}: is a directory without devices/system/cpu, as a copy of /sys has it", hint=_HINT
     )
-
-
-def _read(path: str) -> str:
-    """Return the text of a file or pipe of bounded size."""
-    try:
-        with open(path, "rb") as stream:
-            data = stream.read(BYTES_MAX + 1)
-    except FileNotFoundError:
-        raise NotFoundError(f"no such file: {path}", hint=_HINT) from None
-    except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path}: cannot be read: {told}") from None
-    if len(data) > BYTES_MAX:
-        raise InputError(f"{path}: is larger than {BYTES_MAX // 1024**2} MiB", hint=_HINT)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: is no text in UTF-8", hint=_HINT) from None

@@ -2,187 +2,120 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 __all__ = ["topology_json", "topology_of_json"]
+
+_TEXTS = ("name", "address", "uuid", "parent")
 
 
 def topology_json(topology: Topology) -> dict[str, Any]:
     """Return a topology ready for `json.dumps`; sets of CPUs are lists in the kernel's format."""
     return {
         "source": topology.source,
-        "domains": [
-            {
-                "number": one.number,
-                "cpus": format_list(one.cpus),
-                "memory_bytes": one.memory_bytes,
-                "distances": {str(other): away for other, away in one.distances},
-            }
-            for one in topology.domains
-        ],
-        "cores": [
-            {
-                "number": one.number,
-                "socket": one.socket,
-                "domain": one.domain,
-                "cpus": format_list(one.cpus),
-            }
-            for one in topology.cores
-        ],
+        "domains": _rows(topology.domains),
+        "cores": _rows(topology.cores),
         "sockets_told": topology.sockets_told,
-        "gpus": [
-            {
-                "index": one.index,
-                "name": one.name,
-                "address": one.address,
-                "uuid": one.uuid,
-                "parent": one.parent,
-                "domain": one.domain,
-                "cpus": format_list(one.cpus),
-            }
-            for one in topology.gpus
-        ],
-        "nics": [
-            {
-                "name": one.name,
-                "address": one.address,
-                "domain": one.domain,
-                "cpus": format_list(one.cpus),
-            }
-            for one in topology.nics
-        ],
+        "gpus": _rows(topology.gpus),
+        "nics": _rows(topology.nics),
         "links": [{"gpu": gpu, "nic": nic, "level": level} for gpu, nic, level in topology.links],
         "warnings": list(topology.warnings),
     }
+
+
+def _rows(parts: Iterable[Core | Domain | Gpu | Nic]) -> list[dict[str, Any]]:
+    rows = []
+    for part in parts:
+        row = {field.name: getattr(part, field.name) for field in fields(part)}
+        row["cpus"] = format_list(part.cpus)
+        if isinstance(part, Domain):
+            row["distances"] = {str(other): distance for other, distance in part.distances}
+        rows.append(row)
+    return rows
 
 
 def topology_of_json(data: Any) -> Topology:
     """Return the topology that such data hold.
 
     Raises:
-        InputError: it is not what `topology_json` makes.
+        InputError: they are not what `topology_json` makes.
     """
     try:
-        return _coherent(_made(data))
+        return _checked(_parsed(data))
     except KeyError as error:
-        told = f"the field {error.args[0]!r} is missing"
+        reason = f"the field {error.args[0]!r} is missing"
     except ValueError as error:
-        told = str(error)
-    except (TypeError, AttributeError, OverflowError) as error:
-        told = f"a value is of the wrong type: {error}"
+        reason = str(error)
+    except (TypeError, AttributeError) as error:
+        reason = f"a value is of the wrong type: {error}"
     raise InputError(
-        f"is no topology as `hpml topo --json` writes it: {told}",
+        f"is no topology as `hpml topo --json` writes it: {reason}",
         hint="hpml topo --json > node.json",
     )
 
 
-def _coherent(topology: Topology) -> Topology:
+def _parsed(data: Any) -> Topology:
+    if not isinstance(data["sockets_told"], bool) or not isinstance(data["warnings"], list):
+        raise TypeError("sockets_told must be true or false, warnings a list")
+    return Topology(
+        source=str(data["source"]),
+        cores=tuple(Core(**_values(Core, row)) for row in data["cores"]),
+        domains=tuple(Domain(**_values(Domain, row)) for row in data["domains"]),
+        gpus=tuple(Gpu(**_values(Gpu, row)) for row in data["gpus"]),
+        nics=tuple(Nic(**_values(Nic, row)) for row in data["nics"]),
+        links=tuple((str(row["gpu"]), str(row["nic"]), str(row["level"])) for row in data["links"]),
+        warnings=tuple(str(warning) for warning in data["warnings"]),
+        sockets_told=data["sockets_told"],
+    )
+
+
+def _values(kind: Any, row: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: _value(field.name, row[field.name]) for field in fields(kind)}
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "cpus":
+        return parse_list(value)
+    if name == "distances":
+        return tuple((int(other), _value(name[:-1], away)) for other, away in value.items())
+    if value is None and name == "domain":
+        return None
+    if not isinstance(value, str if name in _TEXTS else int):
+        raise TypeError(f"{name}={value!r:.40}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is negative: {value}")
+    return value
+
+
+def _checked(topology: Topology) -> Topology:
     """Return a topology whose parts fit together, as all readers make it.
 
     Raises:
         ValueError: they do not.
     """
-    domains = {one.number: set(one.cpus) for one in topology.domains}
+    domains = {domain.number: set(domain.cpus) for domain in topology.domains}
     seen: set[int] = set()
     for core in topology.cores:
         cpus = set(core.cpus)
         if not cpus or cpus & seen or not cpus <= domains.get(core.domain, set()):
             raise ValueError(f"core {core.number} does not fit its domain and the other cores")
         seen |= cpus
-    numbers = [one.number for one in topology.cores]
-    indices = [one.index for one in topology.gpus]
-    for what, found in (("domain", list(domains)), ("core", numbers), ("GPU", indices)):
-        if min(found, default=0) < 0 or len(set(found)) < len(found):
-            raise ValueError(f"the numbers of {what}s are not right")
-    if len(domains) < len(topology.domains):
-        raise ValueError("a domain is told twice")
-    _check_values(topology, set(domains))
+    for what, numbers in (
+        ("domain", [domain.number for domain in topology.domains]),
+        ("core", [core.number for core in topology.cores]),
+        ("GPU", [gpu.index for gpu in topology.gpus]),
+    ):
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"two {what}s have the same number")
+    homes = {device.domain for device in topology.gpus} | {nic.domain for nic in topology.nics}
+    for home in homes - {None, *domains}:
+        raise ValueError(f"a device is next to domain {home}, which is missing")
     return topology
-
-
-def _check_values(topology: Topology, domains: set[int]) -> None:
-    """Refuse single values that no reader makes.
-
-    Raises:
-        ValueError: there is one; names its field.
-    """
-    homes = [(f"gpus[{place}]", one.domain) for place, one in enumerate(topology.gpus)]
-    homes += [(f"nics[{place}]", one.domain) for place, one in enumerate(topology.nics)]
-    for where, home in homes:
-        if home is not None and home not in domains:
-            raise ValueError(f"{where}.domain: there is no domain {home}")
-    amounts = [(f"cores[{place}].socket", one.socket) for place, one in enumerate(topology.cores)]
-    for place, domain in enumerate(topology.domains):
-        amounts.append((f"domains[{place}].memory_bytes", domain.memory_bytes))
-        amounts += [(f"domains[{place}].distances[{to}]", away) for to, away in domain.distances]
-    for where, amount in amounts:
-        if amount < 0:
-            raise ValueError(f"{where} is negative: {amount}")
-    names = [one.name for one in topology.nics]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise ValueError(f"nics[{place}].name: {name} is told twice")
-
-
-def _of_kind(data: Any, name: str, kind: type) -> Any:
-    """Return a field that must be of one kind, since a text would pass for others as well.
-
-    Raises:
-        TypeError: it is of another.
-    """
-    if not isinstance(data[name], kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, and is {data[name]!r:.40}")
-    return data[name]
-
-
-def _made(data: Any) -> Topology:
-    """Return what plain data hold, whether it makes sense or not."""
-    return Topology(
-        source=str(data["source"]),
-        cores=tuple(
-            Core(
-                int(one["number"]),
-                int(one["socket"]),
-                int(one["domain"]),
-                parse_list(one["cpus"]),
-            )
-            for one in data["cores"]
-        ),
-        domains=tuple(
-            Domain(
-                int(one["number"]),
-                parse_list(one["cpus"]),
-                int(one["memory_bytes"]),
-                tuple((int(other), int(away)) for other, away in one["distances"].items()),
-            )
-            for one in data["domains"]
-        ),
-        gpus=tuple(
-            Gpu(
-                int(one["index"]),
-                str(one["name"]),
-                str(one["address"]),
-                str(one["uuid"]),
-                str(one["parent"]),
-                None if one["domain"] is None else int(one["domain"]),
-                parse_list(one["cpus"]),
-            )
-            for one in data["gpus"]
-        ),
-        nics=tuple(
-            Nic(
-                str(one["name"]),
-                str(one["address"]),
-                None if one["domain"] is None else int(one["domain"]),
-                parse_list(one["cpus"]),
-            )
-            for one in data["nics"]
-        ),
-        links=tuple((str(one["gpu"]), str(one["nic"]), str(one["level"])) for one in data["links"]),
-        warnings=tuple(str(one) for one in _of_kind(data, "warnings", list)),
-        sockets_told=_of_kind(data, "sockets_told", bool),
-    )

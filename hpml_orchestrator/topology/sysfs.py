@@ -1,24 +1,38 @@
-"""This node's topology out of /sys and /proc: CPUs, cores and NUMA domains; devices beside it."""
+"""This node's topology from /sys and /proc: CPUs, NUMA domains, GPUs and network cards."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Optional
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.topology.build import adopt_strays, cores_of_groups
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
-from hpml_orchestrator.topology.model import Core, Domain, Topology
-from hpml_orchestrator.topology.sysfs_devices import read_devices, read_text
+from hpml_orchestrator.topology.build import (
+    Devices,
+    Place,
+    adopt_strays,
+    cores_of_groups,
+    domain_of_cpus,
+    links,
+    nearest_with_cpus,
+)
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
+from hpml_orchestrator.topology.pci import NVIDIA, PciPath, full_address, is_gpu, is_nic
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
 __all__ = ["read_sysfs"]
 
 _SOURCE = "sysfs"
 _KIB = 1024
+_AMD_VENDORS = frozenset({0x1002, 0x1022})
+_PROPERTY = re.compile(r"^(simd_count|location_id|domain|unique_id) ([0-9]{1,20})$", re.MULTILINE)
+_UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{8,64})$", re.MULTILINE)
+_LISTED_GPU = re.compile(r"GPU [0-9]{1,4}: .*\(UUID: (GPU-[0-9a-fA-F-]+)\)")
+_LISTED_MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+([0-9]{1,4}): \(UUID: (MIG-[\w./-]+)\)")
 
 
 def read_sysfs(
@@ -27,72 +41,38 @@ def read_sysfs(
     *,
     gpu_listing: str = "",
 ) -> Topology:
-    """Return the machine that a kernel describes.
-
-    All CPUs that are online are told, also those that this process may not use.
+    """Return the machine that a kernel describes, with all CPUs that are online.
 
     Args:
         sys_root: where sysfs is.
         proc_root: where /proc is.
-        gpu_listing: what `nvidia-smi -L` printed: it alone has the UUIDs of MIG instances.
+        gpu_listing: output of `nvidia-smi -L`, the only source of the UUIDs of MIG instances.
 
     Raises:
         InputError: there are no CPUs below these directories.
     """
     warnings: list[str] = []
     cpu_root = os.path.join(sys_root, "devices", "system", "cpu")
-    online = _online(cpu_root, proc_root, warnings)
+    online = frozenset(_read_cpus(cpu_root, "online"))
     if not online:
         raise InputError(
-            f"{cpu_root}: no CPUs are told there, nor in {proc_root}/cpuinfo",
+            f"{cpu_root}: no CPUs found",
             hint="is /sys mounted? A topology file can be given instead: `hpml topo FILE`",
         )
     domains = _domains(sys_root, proc_root, online, warnings)
-    cores = _cores(cpu_root, online, domains, warnings)
-    gpus, nics, links = read_devices(
-        sys_root, proc_root, domains, warnings, gpu_listing=gpu_listing
-    )
-    return Topology(_SOURCE, cores, domains, gpus, nics, links, tuple(warnings))
-
-
-def _cpus(list_text: str, mask_text: str) -> tuple[int, ...]:
-    """Return the CPUs of a list, or of a mask where there is no list; none where both are bad."""
-    for text, parse in ((list_text, parse_list), (mask_text, parse_mask)):
-        try:
-            if text:
-                return parse(text)
-        except ValueError:
-            continue
-    return ()
+    cores = _cores(cpu_root, domains, warnings)
+    pci = _PciDevices(sys_root, domains)
+    gpus = _read_gpus(pci, proc_root, gpu_listing, warnings)
+    nics = _read_nics(pci)
+    addresses = [gpu.address for gpu in gpus] + [nic.address for nic in nics]
+    paths = {address: pci.path(address) for address in addresses}
+    return Topology(_SOURCE, cores, domains, gpus, nics, links(gpus, nics, paths), tuple(warnings))
 
 
 def _numbered(directory: str, word: str) -> list[int]:
     """Return the numbers of entries such as `cpu0` or `node1`."""
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return []
-    found = (re.fullmatch(rf"{word}([0-9]{{1,5}})", name) for name in names)
-    return sorted(int(one[1]) for one in found if one and int(one[1]) < CPUS_MAX)
-
-
-def _online(cpu_root: str, proc_root: str, warnings: list[str]) -> frozenset[int]:
-    told = _cpus(read_text(cpu_root, "online"), "")
-    if told:
-        return frozenset(told)
-    present = [
-        cpu
-        for cpu in _numbered(cpu_root, "cpu")
-        if read_text(cpu_root, f"cpu{cpu}", "online") != "0"  # cpu0 often has no such file
-    ]
-    if present:
-        return frozenset(present)
-    lines = re.findall(
-        r"^processor\s*:\s*([0-9]{1,5})$", read_text(proc_root, "cpuinfo"), re.MULTILINE
-    )
-    if lines:
-        warnings.append("/sys tells no CPUs: they are those of /proc/cpuinfo, each one a core.")
-    return frozenset(int(one) for one in lines if int(one) < CPUS_MAX)
+    matches = (re.fullmatch(rf"{word}([0-9]{{1,5}})", name) for name in _list_directory(directory))
+    return sorted(int(match[1]) for match in matches if match and int(match[1]) < CPUS_MAX)
 
 
 def _domains(
@@ -102,73 +82,266 @@ def _domains(
     numbers = _numbered(root, "node")
     homes: dict[int, int] = {}
     for number in numbers:
-        node = os.path.join(root, f"node{number}")
-        for cpu in _cpus(read_text(node, "cpulist"), read_text(node, "cpumap")):
+        for cpu in _read_cpus(root, f"node{number}/cpulist"):
             if cpu in online:
                 homes.setdefault(cpu, number)
     if not homes:
-        warnings.append("The kernel tells no NUMA domains: all CPUs count as domain 0.")
-        memory = _memory(read_text(proc_root, "meminfo"))
-        return (Domain(0, tuple(sorted(online)), memory),)
+        warnings.append("The kernel has no NUMA domains: all CPUs count as domain 0.")
+        return (Domain(0, tuple(sorted(online)), _memory(_read_text(proc_root, "meminfo"))),)
     adopt_strays(homes, online, warnings)
     return tuple(
         Domain(
             number,
             tuple(sorted(cpu for cpu, home in homes.items() if home == number)),
-            _memory(read_text(root, f"node{number}", "meminfo")),
-            _distances(read_text(root, f"node{number}", "distance"), numbers),
+            _memory(_read_text(root, f"node{number}/meminfo")),
+            _distances(_read_text(root, f"node{number}/distance"), numbers),
         )
         for number in numbers
     )
 
 
 def _memory(meminfo: str) -> int:
-    """Return the total of a meminfo file in bytes; 0 where it is not told."""
+    """Return the total of a meminfo file in bytes; 0 where it has none."""
     match = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", meminfo)
     return int(match[1]) * _KIB if match else 0
 
 
 def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the distances to all domains that are there; none where the counts differ."""
-    words = text.split()
-    if len(words) != len(numbers) or not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
-        return ()
-    return tuple((number, int(word)) for number, word in zip(numbers, words))
+    """Return the distances to all domains; none where the counts differ."""
+    words = re.findall(r"[0-9]{1,9}", text)
+    return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
 
-def _cores(
-    cpu_root: str, online: Iterable[int], domains: Sequence[Domain], warnings: list[str]
-) -> tuple[Core, ...]:
-    homes = {cpu: one.number for one in domains for cpu in one.cpus}
-    groups: dict[int, tuple[int, ...]] = {}
+def _cores(cpu_root: str, domains: Sequence[Domain], warnings: list[str]) -> tuple[Core, ...]:
+    homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
+    groups: list[set[int]] = []
     sockets: dict[int, int] = {}
-    untold: list[int] = []
+    unknown: list[int] = []
     seen: set[int] = set()
-    for cpu in sorted(online):
+    for cpu in sorted(homes):
         place = os.path.join(cpu_root, f"cpu{cpu}", "topology")
-        siblings = _siblings(place)
-        socket = read_text(place, "physical_package_id")
-        # -1 is told by some ARM machines and hypervisors
+        socket = _read_text(place, "physical_package_id")
+        # some ARM machines and hypervisors have -1
         sockets[cpu] = int(socket) if re.fullmatch("[0-9]{1,9}", socket) else 0
+        siblings = _read_cpus(place, "thread_siblings_list")
         if not siblings:
-            untold.append(cpu)
-        if cpu in seen:
-            continue
-        mine = {cpu, *(one for one in siblings or () if homes.get(one, -1) == homes[cpu])}
-        groups[cpu] = tuple(sorted(mine - seen))
-        seen |= mine
-    if untold and os.path.isdir(cpu_root):
+            unknown.append(cpu)
+        if cpu not in seen:
+            core = {cpu, *(other for other in siblings if homes.get(other) == homes[cpu])} - seen
+            groups.append(core)
+            seen |= core
+    if unknown:
         warnings.append(
-            f"The hardware threads of the CPUs {format_list(untold)} are not told: "
-            "each counts as a core."
+            f"The hardware threads of the CPUs {format_list(unknown)} are unknown: each counts as "
+            "a core."
         )
-    return cores_of_groups(groups.values(), sockets, homes)
+    return cores_of_groups(groups, sockets, homes)
 
 
-def _siblings(place: str) -> Optional[tuple[int, ...]]:  # noqa: UP045
-    """Return the CPUs of one core; the names are those of new kernels, then of older ones."""
-    for name in ("core_cpus", "thread_siblings"):
-        cpus = _cpus(read_text(place, f"{name}_list"), read_text(place, name))
-        if cpus:
-            return cpus
-    return None
+def _read_text(*parts: str) -> str:
+    """Return a small file's text; empty where it is missing or cannot be read.
+
+    Linux 5.15-rc1 ends lists of CPUs with a NUL byte.
+    """
+    try:
+        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
+            return stream.read(1_000_000).strip("\0 \t\r\n")
+    except OSError:
+        return ""
+
+
+def _read_cpus(*parts: str) -> tuple[int, ...]:
+    """Return the CPUs of a file with a list; none where it has no such list."""
+    try:
+        return parse_list(_read_text(*parts))
+    except ValueError:
+        return ()
+
+
+def _list_directory(*parts: str) -> list[str]:
+    """Return the sorted names in a directory; none where it is missing."""
+    try:
+        return sorted(os.listdir(os.path.join(*parts)))
+    except OSError:
+        return []
+
+
+class _PciDevices:
+    """The PCI devices of a sysfs.
+
+    Args:
+        sys_root: where sysfs is.
+        domains: the NUMA domains of the node.
+    """
+
+    def __init__(self, sys_root: str, domains: Sequence[Domain]) -> None:
+        self.root = sys_root
+        self.domains = domains
+        self.cpus = frozenset(cpu for domain in domains for cpu in domain.cpus)
+        self.bus = os.path.join(sys_root, "bus", "pci", "devices")
+        self.addresses = [name for name in _list_directory(self.bus) if full_address(name)]
+        self.chains = {name: _chain(os.path.join(self.bus, name)) for name in self.addresses}
+        self.children: dict[str, set[str]] = {}
+        for chain in self.chains.values():
+            for depth, below in enumerate(chain[1:]):
+                self.children.setdefault(chain[depth], set()).add(below)
+
+    def number(self, address: str, name: str) -> int:
+        """Return a number of a device in hexadecimal; 0 where unknown."""
+        text = _read_text(self.bus, address, name)
+        return int(text, 16) if re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text) else 0
+
+    def kind(self, address: str) -> tuple[int, int]:
+        """Return vendor and class (16 bits) of a device."""
+        return self.number(address, "vendor"), self.number(address, "class") >> 8
+
+    def path(self, address: str) -> PciPath:
+        """Return the bridges above a device.
+
+        A partition of a GPU, which the kernel does not list, is where function 0 is.
+        """
+        bridges = (self.chains.get(address) or self.chains.get(f"{address[:-1]}0", ()))[:-1]
+        own = frozenset(
+            bridge
+            for bridge in bridges[1:]
+            if self.number(bridge, "vendor") in _AMD_VENDORS
+            and len(self.children.get(bridge, ())) == 1
+        )
+        return PciPath(bridges, own)
+
+    def is_virtual(self, address: str) -> bool:
+        """Return whether a device is a virtual function (SR-IOV) of another."""
+        return os.path.lexists(os.path.join(self.bus, address, "physfn"))
+
+    def place(self, address: str) -> Place:
+        """Return where a device is. A `numa_node` of -1 means unknown, not domain 0."""
+        number = _read_text(self.bus, address, "numa_node")
+        listed = _read_cpus(self.bus, address, "local_cpulist")
+        local = tuple(cpu for cpu in listed if cpu in self.cpus)
+        domain: int | None
+        if re.fullmatch("[0-9]{1,5}", number):
+            domain = nearest_with_cpus(int(number), self.domains)
+            # The domain of a GPU's own memory has no CPUs: those of the nearest count.
+            homes = [home for home in self.domains if home.number == domain]
+            local = local or (homes[0].cpus if homes else ())
+        elif set(local) == self.cpus:  # the kernel's answer where it does not know
+            domain, local = None, ()
+        else:
+            domain = domain_of_cpus(local, self.domains)
+        return Place(full_address(address), domain, local)
+
+
+def _chain(path: str) -> tuple[str, ...]:
+    """Return the PCI part of a device's real path, from the host bridge on."""
+    parts = os.path.realpath(path).split(os.sep)
+    start = next((i for i, part in enumerate(parts) if re.match("pci[0-9a-f]+:", part)), None)
+    if start is None:
+        return ()
+    return (parts[start], *(part for part in parts[start + 1 :] if full_address(part)))
+
+
+def _read_gpus(
+    pci: _PciDevices, proc_root: str, gpu_listing: str, warnings: list[str]
+) -> tuple[Gpu, ...]:
+    """Return the GPUs by PCI address, as drivers count them, and then the MIG instances.
+
+    Args:
+        pci: the devices of the node.
+        proc_root: where /proc is.
+        gpu_listing: output of `nvidia-smi -L`.
+        warnings: what is unknown is added here.
+    """
+    driver = os.path.join(proc_root, "driver", "nvidia", "gpus")
+    driven = {full_address(name): name for name in _list_directory(driver) if full_address(name)}
+    devices = Devices()
+    for address, name in driven.items():
+        match = _UUID.search(_read_text(driver, name, "information"))
+        uuid = match[1] if match else ""
+        devices.add_gpu(pci.place(address), uuid=uuid, vendor=NVIDIA, named=True)
+    partitions = _partitions(pci)
+    for address in pci.addresses:
+        vendor, kind = pci.kind(address)
+        # NVIDIA's driver lists the cards that it drives; others are given to virtual machines.
+        if (
+            not is_gpu(vendor, kind, pci.number(address, "device"))
+            or pci.is_virtual(address)
+            or (driven and vendor == NVIDIA)
+        ):
+            continue
+        serial = _read_text(pci.bus, address, "unique_id")  # AMD's, as its tools print it
+        uuid = f"GPU-{serial}" if re.fullmatch("[0-9a-f]{1,32}", serial) else ""
+        place = pci.place(address)
+        for partition, own in partitions.get(place.address, {0: uuid}).items():
+            devices.add_gpu(place, partition=partition, uuid=own, vendor=vendor, kind=kind)
+    gpus = devices.gpus()
+    warnings += [
+        f"The NUMA domain of {gpu.name} {gpu.address} is unknown."
+        for gpu in gpus
+        if gpu.domain is None
+    ]
+    return _with_mig_instances(gpus, gpu_listing, warnings)
+
+
+def _partitions(pci: _PciDevices) -> dict[str, dict[int, str]]:
+    """Return PCI address -> partition -> UUID of AMD's GPUs in modes such as CPX and TPX.
+
+    AMD's compute driver lists each partition as a node. It does not let a job read the nodes of
+    partitions that its cgroup hides.
+    """
+    root = os.path.join(pci.root, "devices", "virtual", "kfd", "kfd", "topology", "nodes")
+    partitions: dict[str, dict[int, str]] = {}
+    for node in _list_directory(root):
+        properties = _PROPERTY.findall(_read_text(root, node, "properties"))
+        values = {name: int(value) for name, value in properties}
+        location = values.get("location_id", 0)
+        if not values.get("simd_count") or not location:  # a processor
+            continue
+        # The number of the partition is in the upper bits, in Linux before 6.9 in the function.
+        slot = f"{values.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 31:02x}"
+        number, function = location >> 28, location & 7
+        if function and f"{slot}.{function}" not in pci.chains:
+            number, function = function, 0
+        uuid = f"GPU-{values['unique_id']:016x}" if values.get("unique_id") else ""
+        partitions.setdefault(f"{slot}.{function}", {})[number] = uuid
+    return {address: numbers for address, numbers in partitions.items() if list(numbers) != [0]}
+
+
+def _with_mig_instances(gpus: list[Gpu], gpu_listing: str, warnings: list[str]) -> tuple[Gpu, ...]:
+    """Return GPUs and behind them their MIG instances."""
+    instances: list[Gpu] = []
+    parent: Gpu | None = None
+    for line in gpu_listing.splitlines():
+        listed, instance = _LISTED_GPU.match(line), _LISTED_MIG.match(line)
+        if listed:
+            parent = next((gpu for gpu in gpus if gpu.uuid == listed[1]), None)
+            if parent is None:
+                warnings.append(f"GPU {listed[1]} of `nvidia-smi -L` is not in /proc.")
+        elif instance and parent is not None:
+            name = f"{parent.name} MIG {instance[1]} {instance[2]}"
+            index = len(gpus) + len(instances)
+            instances.append(
+                replace(parent, index=index, name=name, uuid=instance[3], parent=parent.uuid)
+            )
+    return (*gpus, *instances)
+
+
+def _read_nics(pci: _PciDevices) -> tuple[Nic, ...]:
+    """Return the RDMA devices and network interfaces on PCI that ranks communicate through."""
+    devices = Devices()
+    for group in ("infiniband", "net"):
+        root = os.path.join(pci.root, "class", group)
+        for name in _list_directory(root):
+            chain = _chain(os.path.join(root, name, "device"))
+            if len(chain) < 2:  # noqa: PLR2004 - no PCI device: lo, bridges, virtual ones
+                continue
+            vendor, kind = pci.kind(chain[-1])
+            if not kind or is_nic(kind):
+                devices.add_nic(
+                    pci.place(chain[-1]),
+                    name,
+                    rdma=group == "infiniband",
+                    kind=kind,
+                    vendor=vendor,
+                    virtual=pci.is_virtual(chain[-1]),
+                )
+    return devices.nics()

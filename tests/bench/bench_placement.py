@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.planfile import find, write
 from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
 GOAL_MS = 5.0
@@ -82,7 +82,7 @@ def main() -> int:
             lambda: plan(half, GPUS, allowed_cpus=range(0, CORES * THREADS, 2)),
         ),
         "write the plan file": (False, lambda: write(made)),
-        "find a rank's line and its CPUs": (False, lambda: cpu_numbers(find(text, 15)["cpus"])),
+        "find a rank's line and its CPUs": (False, lambda: parse_list(find(text, 15)["cpus"])),
     }
     machine_2 = machine(2, [number // 8 for number in range(GPUS)])
     made = plan(half, GPUS)

@@ -12,11 +12,10 @@ import pytest
 
 from hpml_orchestrator.cli.common import _STYLES
 from hpml_orchestrator.placement.planner import POLICIES, plan
-from hpml_orchestrator.placement.static import forms
 from hpml_orchestrator.spec import Binding
 from hpml_orchestrator.topology import Topology
 from hpml_orchestrator.topology.recognise import read_topology
-from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
+from tests.unit.placement.machines import dgx_a100, forms, intel, mi250x, milan, two_by_twelve
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "binding.md").read_text("utf-8")
@@ -63,17 +62,17 @@ def test_policies_and_verify_are_told() -> None:
     """Every word of the job file's `binding` has its row."""
     told = [row[0].strip("`") for row in rows("policy", "what a rank gets")[1:]]
     assert sorted(told) == sorted(POLICIES)
-    verify = [row[0].strip("`") for row in rows("verify", "when a rank is not where it should be")]
+    verify = [row[0].strip("`") for row in rows("verify", "when a rank is not bound as planned")]
     assert set(verify[1:]) == set(Binding.model_json_schema()["properties"]["verify"]["enum"])
 
 
 def test_the_columns_and_words_of_show_are_told() -> None:
     """The page explains what `hpml show` prints, no more and no less."""
-    from hpml_orchestrator.cli.places import _COLUMNS  # noqa: PLC0415
+    from hpml_orchestrator.cli.places import COLUMNS  # noqa: PLC0415
 
     told = ", ".join(row[0] for row in rows("column", "meaning")[1:]).split(", ")
-    assert tuple(told) == _COLUMNS
-    assert {"yes", "WRONG"} <= set(_STYLES)
+    assert tuple(told) == COLUMNS
+    assert {"ok", "WRONG"} <= set(_STYLES)
 
 
 def test_the_picture_is_current(tmp_path: Path) -> None:

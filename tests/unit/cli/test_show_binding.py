@@ -16,18 +16,18 @@ from hpml_orchestrator.placement.planfile import write
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.topology.record import topology_json
-from hpml_orchestrator.topology.xml_guard import parse_xml
-from tests.unit.cli.support import COLOUR, HPML, in_terminal
+from hpml_orchestrator.topology import topology_json
+from hpml_orchestrator.topology.recognise import parse_xml
+from tests.unit.cli.test_words import COLOUR, HPML, in_terminal
 from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:
-    from tests.unit.cli.support import Result, Shell
+    from tests.unit.cli.conftest import Result, Shell
 
 pytestmark = pytest.mark.xdist_group("local runs")
 
 Hpml = Callable[..., "Result"]
-HEADER = "RANK\tNODE\tGPU\tCPUS\tCORES\tNUMA\tDISTANCE\tNIC\tTHREADS\tRIGHT"
+HEADER = "RANK\tNODE\tGPU\tCPUS\tCORES\tNUMA\tDISTANCE\tNIC\tTHREADS\tSTATUS"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -86,10 +86,10 @@ def test_up_to_sixteen_ranks_are_all_shown(hpml: Hpml, attempt: Path) -> None:
     """One line in the summary, one row for each rank."""
     prove(attempt, *cluster(4))
     told = hpml("show", "bound")
-    assert "binding    gpu-local, 16 of 16 ranks bound as planned\n" in told.out
+    assert "binding    gpu-local, 16 of 16 ranks " in told.out
     rows = told.out.partition(f"\n\n{HEADER}\n")[2].splitlines()
     assert len(rows) == 16
-    assert rows[5] == "5\tn1\t0000:02:00.0\t32-47,96-111\t16\t2\t10\tmlx5_0\t16\tyes"
+    assert rows[5] == "5\tn1\t0000:02:00.0\t32-47,96-111\t16\t2\t10\tmlx5_0\t16\tok"
 
 
 def test_of_more_ranks_the_wrong_ones_are_shown(hpml: Hpml, attempt: Path) -> None:
@@ -104,7 +104,7 @@ def test_of_more_ranks_the_wrong_ones_are_shown(hpml: Hpml, attempt: Path) -> No
     lines = told.out.partition(f"\n\n{HEADER}\n")[2].splitlines()
     assert [line.split("\t")[0] for line in lines[:2]] == ["0", "2"]
     assert lines[2:] == [
-        "not shown: 18 ranks where they should be; `--ranks` shows all 20",
+        "not shown: 18 ranks bound as planned; `--ranks` shows all 20",
         f"WRONG rank 0 (n0): {alone}",
         "WRONG ranks 0,2 (n0): shares its GPU",
         "WRONG node n4: rank 9 was never seen",
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_is_shown(shell: Shell, hpml: Hpml) -> None:
         (directory / "binding").mkdir(parents=True, exist_ok=True)
         prove(directory, *cluster(1))
         told = hpml("show", f"{made['id']}.1")
-        assert "binding    gpu-local, 4 of 4 ranks bound as planned\n" in told.out
+        assert "binding    gpu-local, 4 of 4 ranks " in told.out
         assert HEADER in told.out
         refused = hpml("show", made["id"], "--ranks")
         assert (refused.code, f"{made['id']}.0 --ranks" in refused.err) == (2, True)
@@ -200,13 +200,13 @@ def test_a_node_of_a_run_with_its_ranks(shell: Shell, hpml: Hpml, attempt: Path)
 def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: Path) -> None:
     """The agent's plan stands in for ranks that nobody has seen."""
     write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
-    assert hpml("topo", "--run", "bound").out.endswith("no rank has written down where it runs\n")
+    assert hpml("topo", "--run", "bound").out.endswith("no rank has recorded where it runs\n")
     (attempt / "plan" / "n0.txt").write_text(write(plan(milan(), 4)))
     told = hpml("topo", "--run", "bound", "--svg", "-")
     assert (told.code, parse_xml(told.out).tag) == (0, f"{SVG}svg")
     told = hpml("topo", "--run", "bound", "--svg", "planned.svg")
     assert "it runs; the plan is:\nRANK\tGPU\tCPUS" in told.out
-    assert "where ranks should run (gpu-local)" in (shell.root / "planned.svg").read_text()
+    assert ": plan</title>" in (shell.root / "planned.svg").read_text()
     told = hpml("topo", "--run", "bound", "--json").json()
     assert (told["seen"], told["ranks"][0]["cpus"]) == (False, "48-63,112-127")
     (attempt / "plan" / "n0.txt").write_text("nonsense")
@@ -238,7 +238,7 @@ def test_what_is_lost_of_a_run_is_told(hpml: Hpml, attempt: Path) -> None:
 def test_a_run_without_a_record_of_its_nodes(hpml: Hpml, attempt: Path) -> None:
     """What is missing is told, and what is damaged as well."""
     told = hpml("topo", "--run", "bound")
-    assert (told.code, "has written down its topology" in told.err) == (3, True)
+    assert (told.code, "has recorded its topology" in told.err) == (3, True)
     (attempt / "nodes" / f"{os.uname().nodename}.topology.json").write_text("{}")
     told = hpml("topo", "--run", "bound")
     assert (told.code, "its record is damaged" in told.err) == (2, True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.topology.xml_guard import parse_xml
+from hpml_orchestrator.topology import parse_list
+from hpml_orchestrator.topology.recognise import parse_xml
 
 if TYPE_CHECKING:
     from tests.unit.cli.support import Result, Shell
@@ -26,45 +27,25 @@ def test_every_rank_gets_its_gpu_and_cores_next_to_it(hpml: Hpml) -> None:
     ranks = told["ranks"]
     assert [one["gpu"] for one in ranks] == [f"GPU{number}" for number in range(8)]
     assert [one["numa"] for one in ranks] == [[0]] * 4 + [[1]] * 4
-    cpus = [set(_numbers(one["cpus"])) for one in ranks]
-    first, second = set(_numbers("0-23,48-71")), set(_numbers("24-47,72-95"))
+    cpus = [set(parse_list(one["cpus"])) for one in ranks]
+    first, second = set(parse_list("0-23,48-71")), set(parse_list("24-47,72-95"))
     assert all(mine <= first for mine in cpus[:4])
     assert all(mine <= second for mine in cpus[4:])
     assert sum(len(mine) for mine in cpus) == len(set().union(*cpus)) == 96
     assert told["warnings"]
 
 
-def test_a_part_of_the_node_is_planned_alone(hpml: Hpml) -> None:
-    """Only the allowed CPUs are given out."""
-    words = ("topo", str(V100), "--ranks", "2", "--allowed-cpus", "4-7", "--json")
-    ranks = hpml(*words).json()["ranks"]
-    given = sorted(cpu for one in ranks for cpu in _numbers(one["cpus"]))
-    assert given == [4, 5, 6, 7]
-
-
-def test_allowed_cpus_stand_in_where_a_file_tells_none(shell: Shell, hpml: Hpml) -> None:
-    """A virtual machine's matrix without affinities: the CPUs of the command line are shared."""
-    rows = "GPU0\t X \tPHB\tN/A\t\tN/A\nGPU1\tPHB\t X \tN/A\t\tN/A\n"
-    (shell.root / "vm.txt").write_text(f"\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n{rows}")
-    told = hpml("topo", "vm.txt", "--ranks", "2", "--allowed-cpus", "4-9", "--json").json()
-    assert [(one["gpu"], one["cpus"]) for one in told["ranks"]] == [
-        ("GPU0", "4-6"),
-        ("GPU1", "7-9"),
-    ]
-    assert any("the allowed CPUs count as domain 0" in one for one in told["warnings"])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--policy", "numa"], "--policy: needs --ranks N"),
-        (["--allowed-cpus", "0"], "--allowed-cpus: needs --ranks N or --plan JOB"),
+        (["--allowed-cpus", "0"], "--allowed-cpus: needs --ranks N or --plan JOB_FILE"),
         (["--ranks", "2", "--policy", "sockets"], "--policy: must be one of gpu-local, numa"),
         (["--ranks", "2", "--allowed-cpus", "a-b"], "--allowed-cpus: must be CPU numbers"),
         (["--ranks", "2", "--allowed-cpus", "900"], "--allowed-cpus: names none of the node's"),
         (["--ranks", "0"], "--ranks"),
         (["--ranks", "2", "--svg", "no/x.svg"], "--svg: cannot be written"),
-        (["--ranks", "2", "--plan", "job.yaml"], "--plan: cannot be given together with --ranks"),
+        (["--ranks", "2", "--plan", "job.yaml"], "--ranks: cannot be given together with --plan"),
         (["--plan", "job.yaml", "--policy", "numa"], "--policy: cannot be given together with"),
         (["--set", "resources.nodes=2"], "--set: needs --plan JOB_FILE"),
         (["--node", "n1"], "--node: needs --run RUN"),
@@ -127,7 +108,7 @@ def test_a_jobs_plan(shell: Shell, hpml: Hpml, quad: str) -> None:
 def test_a_job_of_a_part_of_the_node(shell: Shell, hpml: Hpml, quad: str) -> None:
     """A note says which part the plan takes, since Slurm decides which the job gets.
 
-    CPUs next to GPUs of other jobs are not taken, unless the job asks for that many.
+    CPUs next to GPUs of other jobs are not taken, unless the job requests that many.
     """
     job = shell.job("part", resources={"gpus": 2, "cpus_per_rank": 4})
     told = hpml("topo", quad, "--plan", job)
@@ -136,19 +117,19 @@ def test_a_job_of_a_part_of_the_node(shell: Shell, hpml: Hpml, quad: str) -> Non
         ["GPU1", "16-23"],
     ]
     assert told.err.endswith(
-        "note: the job asks for 8 of 32 CPUs and 2 of 4 GPUs: Slurm decides which; "
-        "this plan takes the CPUs that are next to no other GPU and the first 2 GPUs\n"
+        "note: the job requests 8 of 32 CPUs and 2 of 4 GPUs: Slurm decides which; "
+        "this plan uses the CPUs next to no other GPU and the first 2 GPUs\n"
     )
     told = hpml("topo", quad, "--plan", job, "--set", "resources.cpus_per_rank=12")
     assert [line.split("\t")[2] for line in told.out.splitlines()[1:]] == [
         "8-15,24-31",
         "0-7,16-23",
     ]
-    assert "this plan takes all CPUs and the first 2 GPUs\n" in told.err
+    assert "this plan uses all CPUs and the first 2 GPUs\n" in told.err
     told = hpml("topo", quad, "--plan", job, "--allowed-cpus", "20-27", "--json").json()
     assert [one["cpus"] for one in told["ranks"]] == ["24-27", "20-23"]
     assert told["notes"] == [
-        "the job asks for 2 of 4 GPUs: Slurm decides which; this plan takes the first 2 GPUs"
+        "the job requests 2 of 4 GPUs: Slurm decides which; this plan uses the first 2 GPUs"
     ]
 
 
@@ -161,7 +142,7 @@ def test_a_job_of_whole_nodes_has_no_note(shell: Shell, hpml: Hpml, quad: str) -
     assert ([one["gpu"] for one in told["ranks"]], told["notes"]) == ([None] * 4, [])
     many = shell.job("many", resources={"gpus": 8, "exclusive": True})
     told = hpml("topo", quad, "--plan", many)
-    assert "warning: the job asks for 8 GPUs, and this node has 4\n" in told.err
+    assert "warning: the job requests 8 GPUs, and this node has 4\n" in told.err
 
 
 def test_a_partition_of_whole_nodes_has_no_note_on_cpus(
@@ -182,7 +163,7 @@ def test_a_partition_of_whole_nodes_has_no_note_on_cpus(
 
     assert notes(gpus=4) == []
     (note,) = notes(gpus=2)
-    assert "asks for 2 of 4 GPUs: Slurm decides which" in note
+    assert "requests 2 of 4 GPUs: Slurm decides which" in note
     assert "8 of 32 CPUs" in notes(gpus=4, partition="shared")[0]
     assert "8 of 32 CPUs" in notes(gpus=4, partition="shared,whole")[0]
     with profile.open("a") as more:
@@ -211,7 +192,7 @@ def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str)
     assert "FILE: nodes of several kinds may run this job" in told.err
     shell.job("dark", resources={"partition": "dark"})
     told = hpml("--site", str(profile), "topo", "--plan", "dark.yaml")
-    assert (told.code, "the plan is of this machine" in told.err) == (0, True)
+    assert (told.code, "the plan is for this machine" in told.err) == (0, True)
 
 
 def test_the_sites_topology_is_read_as_a_submission_does(
@@ -241,21 +222,6 @@ def test_the_sites_topology_is_read_as_a_submission_does(
     assert [one["cpus"] for one in told["ranks"]] == ["24-31", "16-23", "8-15", "0-7"]
 
 
-def test_allowed_cpus_that_the_node_does_not_have_are_told(hpml: Hpml) -> None:
-    """The others are used."""
-    told = hpml("topo", str(V100), "--ranks", "1", "--allowed-cpus", "0-3,900", "--json").json()
-    assert told["ranks"][0]["cpus"] == "0-3"
-    assert "of the allowed CPUs this node does not have 900" in told["warnings"]
-
-
-def test_nothing_bound_means_no_memory_preferred(hpml: Hpml) -> None:
-    """As in a run: hpml-bind leaves the memory policy alone, too."""
-    told = hpml("topo", str(V100), "--ranks", "4", "--policy", "none", "--json").json()
-    assert [one["memory"] for one in told["ranks"]] == [None] * 4
-    told = hpml("topo", str(V100), "--ranks", "4", "--json").json()
-    assert None not in [one["memory"] for one in told["ranks"]]
-
-
 def test_a_distance_that_nobody_told_is_no_number(hpml: Hpml) -> None:
     """A matrix of nvidia-smi tells no distances: not in JSON, table or picture, nor one's own."""
     for more in (("--ranks", "1", "--policy", "spread"), ("--ranks", "8")):
@@ -273,7 +239,7 @@ def test_a_plan_as_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:
     assert told.out.startswith("RANK\tGPU\tCPUS")
     root = parse_xml((shell.root / "plan.svg").read_text())
     words = [text.text for text in root.iter(f"{SVG}text")]
-    assert "quad.txt (nvidia-smi topo -m): where 4 ranks would run (gpu-local)" in words
+    assert "quad.txt (nvidia-smi topo -m): plan of 4 ranks (gpu-local)" in words
     assert [words.count(str(rank)) for rank in range(4)] == [8 + 1 + 1] * 4  # cores, GPU, list
     assert "rank 0: GPU0" in words
 
@@ -289,8 +255,3 @@ def test_a_picture_to_standard_output(shell: Shell, hpml: Hpml, quad: str) -> No
     told = hpml("topo", quad, "--svg", "-", "--json")
     assert (told.code, told.out) == (2, "")
     assert "--json: cannot be given together with --svg -" in told.err
-
-
-def _numbers(text: str) -> list[int]:
-    spans = [part.split("-") for part in text.split(",")]
-    return [cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)]

@@ -20,8 +20,8 @@ from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
 from hpml_orchestrator.node.ready import wait_ready
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.records.files import append_line
+from hpml_orchestrator.topology.cpulist import format_list
 from hpml_orchestrator.topology.recognise import read_topology
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -121,7 +121,7 @@ def test_no_signal_takes_the_data_of_living_ranks(
     target.mkdir()
     running = start("--stage", "data", "tree", str(source), str(target))
     until(running.marker.exists)
-    record(running.attempt, 0, rank.pid, cpu_list(os.sched_getaffinity(0)))
+    record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
     numbers = [signal.SIGUSR1, signal.SIGUSR2]
     if ends:
         numbers += [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
@@ -155,7 +155,7 @@ def test_ranks_that_outlive_the_job_are_ended_before_their_data_go(
     with subprocess.Popen(stubborn, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        record(running.attempt, 0, rank.pid, cpu_list(os.sched_getaffinity(0)))
+        record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
         running.process.send_signal(signal.SIGTERM)
         running.over()
         assert rank.wait(PATIENCE_SECONDS) == -signal.SIGKILL
@@ -263,7 +263,7 @@ def test_told_to_end_while_it_stages(
 
 def test_it_plans_before_the_node_is_ready(start: Callable[..., Running], until: Until) -> None:
     """Where hpml-bind looks lies the plan, with what the agent tells it; and the topology."""
-    cpus = cpu_list(os.sched_getaffinity(0))
+    cpus = format_list(os.sched_getaffinity(0))
     running = start("--ranks", "2", "--verify", "off", "--keep-threads")
     until(running.marker.exists)
     text = (running.attempt / "plan/n1.txt").read_text("utf-8")
@@ -283,7 +283,7 @@ def test_it_plans_before_the_node_is_ready(start: Callable[..., Running], until:
 def record(attempt: Path, rank: int, pid: int, cpus: str) -> None:
     """Append what hpml-bind writes."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    inherited = cpu_list(os.sched_getaffinity(0))
+    inherited = format_list(os.sched_getaffinity(0))
     line = {"rank": rank, "local_rank": rank, "pid": pid, "start_ticks": ticks, "cpus": cpus}
     line |= {"inherited": inherited, "child_cpus": cpus, "threads": 1}
     append_line(attempt / "binding" / "n1.jsonl", json.dumps(line))
@@ -311,7 +311,7 @@ def test_it_watches_the_ranks(
     running = start("--ranks", "1", "--verify", verify)
     until(running.marker.exists)
     until(lambda: len(os.sched_getaffinity(rank.pid)) == 1)
-    record(running.attempt, 0, rank.pid, cpu_list(os.sched_getaffinity(0)))
+    record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
     proof = running.attempt / "binding" / "n1.proof.json"
     until(lambda: proof.exists() and "alone, not on its own" in proof.read_text("utf-8"))
     if verify == "strict":

@@ -16,7 +16,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node.arguments import Wish
 from hpml_orchestrator.node.planning import Prepared, list_instances, prepare, publish, unbound
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.cpulist import cpu_numbers
+from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.recognise import read_topology
 from tests.unit.topology.machines import Device, Machine, write_sysfs
 
@@ -240,7 +240,7 @@ def test_what_is_written(make: Callable[..., Node], tmp_path: Path) -> None:
     head = planfile.header(text)
     assert (head["verify"], head["allowed"], head["visible"]) == ("warn", "0-15", "0,3")
     assert (head["omp"], head["channel"], head["policy"]) == ("keep", "hpml-0-abc", "gpu-local")
-    assert cpu_numbers(planfile.find(text, 0)["cpus"]) == made.plan.ranks[0].cpus
+    assert parse_list(planfile.find(text, 0)["cpus"]) == made.plan.ranks[0].cpus
     assert read_topology(tmp_path / "a/nodes/n1.topology.json") == made.topology
     assert json.loads((tmp_path / "a/nodes/n1.topology.json").read_text())["schema_version"] == 1
 
@@ -248,7 +248,7 @@ def test_what_is_written(make: Callable[..., Node], tmp_path: Path) -> None:
 def test_a_node_that_tells_nothing(tmp_path: Path) -> None:
     """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
     none = str(tmp_path / "none")
-    with pytest.raises(InputError, match="no CPUs are told"):
+    with pytest.raises(InputError, match="no CPUs found"):
         prepare(Wish(2), {}, node="n1", allowed={0}, sys_root=none, proc_root=none)
     made = unbound(Wish(2), {}, node="n1", allowed=range(8), why="no CPUs are told")
     text = planfile.write(made.plan)

@@ -19,14 +19,14 @@ from hpml_orchestrator.node.arguments import Wish
 from hpml_orchestrator.node.planning import Prepared, prepare
 from hpml_orchestrator.node.processes import THREADS_MAX, Look
 from hpml_orchestrator.node.watch import Watch
-from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
+from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually
 
 Until = Callable[[Callable[[], object]], object]
 CPUS = sorted(os.sched_getaffinity(0))
 FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
-BOTH = cpu_list(CPUS)
+BOTH = format_list(CPUS)
 TICKS = os.sysconf("SC_CLK_TCK")
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 BUSY = "import time; began = time.time()\nwhile time.time() - began < 600: pass"

@@ -1,10 +1,9 @@
-"""Expected plans of the binding table's machines, written by hand from the table."""
+"""Plans of the binding table's machines and of real ones, written by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.placement.cpulist import cpu_numbers
 from hpml_orchestrator.placement.model import Plan
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.static import (
@@ -15,6 +14,7 @@ from hpml_orchestrator.placement.static import (
     slurm_masks,
     slurm_memory,
 )
+from hpml_orchestrator.topology import read_topology
 from tests.unit.placement.machines import (
     dgx_a100,
     intel,
@@ -24,6 +24,7 @@ from tests.unit.placement.machines import (
     threads,
     two_by_twelve,
 )
+from tests.unit.topology.real_machines import DATA
 
 
 def lists(made: Plan) -> list[str]:
@@ -108,21 +109,6 @@ def test_dgx_a100() -> None:
     assert slurm_ldoms(dgx_a100(), made).value is None
 
 
-def test_dgx_a100_without_lent_cores() -> None:
-    """With the policy `numa` two ranks share their domain and the idle ones stay idle."""
-    made = plan(dgx_a100(), 8, policy="numa")
-    assert lists(made) == [
-        "48-55,176-183",
-        "56-63,184-191",
-        "16-23,144-151",
-        "24-31,152-159",
-        "112-119,240-247",
-        "120-127,248-255",
-        "80-87,208-215",
-        "88-95,216-223",
-    ]
-
-
 def test_mi250x_has_the_masks_of_the_table() -> None:
     """Seven of eight cores of each cache are usable; the masks are the published ones."""
     usable = [cpu for cpu in range(64) if cpu % 8]
@@ -159,15 +145,55 @@ def test_cpu_only_ranks_on_sockets_of_several_domains() -> None:
     assert by.value == "--map-by ppr:1:numa --bind-to numa"
 
 
-def test_masks_mean_the_cpus_of_the_plan() -> None:
-    """A mask's bits are the rank's CPUs, for more CPUs than one word has."""
-    made = plan(dgx_a100(), 8)
-    form = slurm_masks(made).value
-    assert form is not None
-    masks = form.removeprefix("--cpu-bind=mask_cpu:").split(",")
-    bits = [
-        tuple(place for place, bit in enumerate(reversed(f"{int(mask, 16):b}")) if bit == "1")
-        for mask in masks
-    ]
-    assert bits[0] == cpu_numbers("32-39,48-55,160-167,176-183")
-    assert bits[7] == cpu_numbers("72-79,88-95,200-207,216-223")
+BY_HAND = {
+    # GPUs on domains 2, 3, 0, 1, one each
+    "nccl/topo_4p_940.xml": [
+        "48-71,144-167",
+        "72-95,168-191",
+        "0-23,96-119",
+        "24-47,120-143",
+    ],
+    # MI250X: 3, 3, 1, 1, 0, 0, 2, 2 with all 64 cores
+    "nccl/topo_8p1h_3.xml": [
+        "48-55,112-119",
+        "56-63,120-127",
+        "16-23,80-87",
+        "24-31,88-95",
+        "0-7,64-71",
+        "8-15,72-79",
+        "32-39,96-103",
+        "40-47,104-111",
+    ],
+    # 1, 1, 0, 0, 3, 3, 2, 2, each CPU a core
+    "nccl/azure-ndv4-topo.xml": [
+        "24-35",
+        "36-47",
+        "0-11",
+        "12-23",
+        "72-83",
+        "84-95",
+        "48-59",
+        "60-71",
+    ],
+    # one GPU on domain 0, two on domain 1
+    "nccl/topo_3p_pcie.xml": ["0-15,32-47", "16-23,48-55", "24-31,56-63"],
+    "nvidia-smi/titanx-4gpu-2socket.txt": ["0-2", "3-5", "6-8", "9-11"],
+    # two cores of two threads for each
+    "hwloc/power8gpudistances.xml": [
+        "0-1,8-9",
+        "16-17,24-25",
+        "80-81,88-89",
+        "96-97,104-105",
+    ],
+    "nvidia-smi/1gpu-numa1.txt": ["32-63,96-127"],
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_real_machines_plan(name: str) -> None:
+    """The plan is the one that somebody writes down who looks at the file."""
+    wanted = BY_HAND[name]
+    made = plan(read_topology(DATA / name), len(wanted))
+    assert [one.cpu_list() for one in made.ranks] == wanted
+    assert {one.distance for one in made.ranks} == {10 if name.startswith("hwloc") else None}
+    assert made.warnings == ()

@@ -207,7 +207,10 @@ def damaged(**values: Any) -> str:
         (damaged(node=5), "node is 5"),
         (damaged(wrong="x"), "wrong is 'x'"),
         (damaged(ranks=[{"rank": "1", "local_rank": 0}]), "rank is '1'"),
-        (damaged(ranks=[{"rank": 1, "local_rank": 0, "cpus": "0-9999999999"}]), "no list of CPUs"),
+        (
+            damaged(ranks=[{"rank": 1, "local_rank": 0, "cpus": "0-9999999999"}]),
+            "not a list of CPUs",
+        ),
         ("[" * 100_000, ""),
     ],
 )

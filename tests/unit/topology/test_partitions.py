@@ -15,9 +15,13 @@ import pytest
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import Seen
 from hpml_orchestrator.placement.verify import Circumstances, judge
-from hpml_orchestrator.topology import Topology, format_list, read_sysfs
-from hpml_orchestrator.topology.recognise import topology_of_text
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology import (
+    Topology,
+    format_list,
+    read_sysfs,
+    topology_json,
+    topology_of_text,
+)
 from tests.unit.topology.machines import AMD, Device, Machine, hwloc_mask, mask, write, write_sysfs
 
 CORES = [(n // 24, n // 24, (n, n + 96)) for n in range(96)]
@@ -84,7 +88,7 @@ def sysfs(parts: int, root: Path, shift: int) -> Topology:
 
 
 @pytest.mark.parametrize("parts", [3, 6], ids=["TPX", "CPX"])
-@pytest.mark.parametrize("source", ["rsmi{}", "opencl0d{}", "nccl", "kfd", "kfd before 6.9"])
+@pytest.mark.parametrize("source", ["rsmi{}", "nccl", "kfd", "kfd before 6.9"])
 def test_ranks_are_planned_on_all_partitions(source: str, parts: int, tmp_path: Path) -> None:
     """Each partition has an address of its own, is on its GPU's domain, and gets cores there."""
     if source == "nccl":
@@ -121,21 +125,6 @@ def test_a_rank_on_the_wrong_partition_is_told() -> None:
     allowed = tuple(sorted(got.cpus))
     proof = judge(got, made, seen, Circumstances("n1", "warn", allowed, visible="0,1"))
     assert "has GPU 0000:02:00.0, its own is 0000:02:00.1" in " ".join(proof.ranks[1].wrong)
-
-
-def test_opencl_that_puts_all_gpus_under_the_first() -> None:
-    """ROCm 6 tells OpenCL no PCI domain (issue 106 of ROCm/clr): there are four GPUs."""
-    names = "".join(f'<object type="OSDev" name="opencl0d{n}" osdev_type="5"/>' for n in SOCKETS)
-    devices = [
-        f'<object type="PCIDev" pci_busid="000{n}:02:00.0" pci_type="1200 [1002:74a0] [0:0] 00">'
-        f"{'' if n else names}</object>"
-        for n in SOCKETS
-    ]
-    got = topology_of_text(
-        '<topology><object type="Machine"><object type="PU" os_index="0"/>'
-        f"{''.join(devices)}</object></topology>"
-    )
-    assert [gpu.address for gpu in got.gpus] == [f"000{n}:02:00.0" for n in SOCKETS]
 
 
 def test_partitions_that_a_cgroup_hides(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real machines' files are read as somebody reads them who looks at them; figures are by hand."""
+"""Files of real machines, and their content as somebody works it out who looks at them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-from hpml_orchestrator.topology import Topology, format_list
-from hpml_orchestrator.topology.recognise import read_topology
-
 DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a file says, worked out by hand.
+    """The content of a file, worked out by hand.
 
     Attributes:
         cores: number of cores.
-        sockets: number of sockets; 0 where the file does not tell.
+        sockets: number of sockets; 0 where the file has none.
         domains: domain -> its CPUs.
         gpus: domain of each GPU, in order.
         first: name and address of GPU 0.
@@ -161,101 +156,3 @@ MACHINES = {
         {"mlx5_0": 0, "mlx5_1": 1},
     ),
 }
-
-
-def nearest(topology: Topology, gpu: int) -> tuple[str, str]:
-    """The level of the nearest cards of a GPU, and their names."""
-    ranks = ["PIX", "PXB", "PHB", "NODE", "SYS"]
-    mine = [link for link in topology.links if link[0] == topology.gpus[gpu].name]
-    best = min((level for _, _, level in mine), key=ranks.index)
-    return best, " ".join(nic for _, nic, level in mine if level == best)
-
-
-def test_every_file_has_an_expectation() -> None:
-    """A file that is added is looked at by hand first."""
-    there = {str(path.relative_to(DATA)) for path in DATA.glob("*/*")}
-    assert there == set(MACHINES)
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_real_machine_is_read_right(name: str) -> None:
-    """Domains with their CPUs, cores, GPUs on their domains, cards and who is near to whom."""
-    wanted, got = MACHINES[name], read_topology(DATA / name)
-    assert {one.number: format_list(one.cpus) for one in got.domains} == wanted.domains
-    assert len(got.cores) == wanted.cores
-    assert got.sockets_told == bool(wanted.sockets)
-    if wanted.sockets:
-        assert len({core.socket for core in got.cores}) == wanted.sockets
-    assert [gpu.domain for gpu in got.gpus] == wanted.gpus
-    assert [gpu.index for gpu in got.gpus] == list(range(len(wanted.gpus)))
-    if wanted.gpus:
-        assert (got.gpus[0].name, got.gpus[0].address) == wanted.first
-    for gpu in got.gpus:
-        assert gpu.domain is not None
-        assert format_list(gpu.cpus) == wanted.domains[gpu.domain]
-    assert {nic.name: nic.domain for nic in got.nics} == (wanted.nics or {})
-    for number, near in (wanted.near or {}).items():
-        assert nearest(got, number) == near
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_topology_holds_together(name: str) -> None:
-    """Each CPU is in one core and one domain, cores are numbered by their CPUs."""
-    got = read_topology(DATA / name)
-    cpus = [cpu for core in got.cores for cpu in core.cpus]
-    assert len(cpus) == len(set(cpus))
-    assert sorted(cpus) == sorted(cpu for one in got.domains for cpu in one.cpus)
-    assert [core.number for core in got.cores] == list(range(len(got.cores)))
-    assert [core.cpus[0] for core in got.cores] == sorted(core.cpus[0] for core in got.cores)
-    for core in got.cores:
-        home = got.domain(core.domain)
-        assert home is not None
-        assert set(core.cpus) <= set(home.cpus)
-
-
-def test_threads_of_a_core() -> None:
-    """POWER8's neighbours and Intel's halves are told; NCCL's and nvidia-smi's follow by shape."""
-    power = read_topology(DATA / "hwloc/power8gpudistances.xml")
-    assert [core.cpus for core in power.cores][:3] == [(0, 1), (8, 9), (16, 17)]
-    xeon = read_topology(DATA / "hwloc/Intel-SapphireRapids-2xXeonMax9460.xml")
-    assert xeon.cores[3].cpus == (3, 83)
-    h100 = read_topology(DATA / "nvidia-smi/h100-hgx-8gpu-2socket.txt")
-    assert h100.cores[56].cpus == (56, 168)
-    titan = read_topology(DATA / "nvidia-smi/titanx-4gpu-2socket.txt")
-    assert {len(core.cpus) for core in titan.cores} == {1}
-
-
-def test_memory_and_distances() -> None:
-    """Bytes and the kernel's distances come out of hwloc's file."""
-    got = read_topology(DATA / "hwloc/power8gpudistances.xml")
-    assert [one.memory_bytes for one in got.domains] == [68556816384, 68450713600]
-    assert [dict(one.distances) for one in got.domains] == [{0: 10, 1: 40}, {0: 40, 1: 10}]
-    assert dict(read_topology(DATA / "hwloc/nvidiaDGX2.xml").domains[1].distances)[0] == 21
-
-
-def test_uuids() -> None:
-    """NVML's UUIDs are read; NVSwitches of a DGX-2 are no GPUs."""
-    got = read_topology(DATA / "hwloc/nvidiaDGX2.xml")
-    assert got.gpus[0].uuid == "GPU-d3977428-7a30-086b-2e20-5c1eeed647c6"
-    assert got.gpus[15].address == "0000:e7:00.0"
-    assert len({gpu.uuid for gpu in got.gpus}) == 16
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("hwloc/AMD-19h-Zen3-2xEpyc-7763.xml", ["2 sockets and one NUMA domain"]),
-        ("hwloc/nvidiaDGX2.xml", []),
-        ("hwloc/power8gpudistances.xml", []),
-        ("nccl/azure-ndv4-topo.xml", ["each CPU counts as a core", "counted by PCI address"]),
-        ("nccl/topo_8p_90a_1.xml", ["domains 2", "n and n+64", "bond0"]),
-        ("nccl/topo_8p_rome_n4.xml", ["domains 0:", "each CPU counts as a core"]),
-        ("nvidia-smi/1gpu-numa1.txt", ["n and n+64", "without a GPU are not told"]),
-    ],
-)
-def test_what_is_missing_is_told(name: str, words: list[str]) -> None:
-    """One warning for each thing that was missing or guessed."""
-    got = read_topology(DATA / name)
-    assert len(got.warnings) == len(words)
-    for word, warning in zip(words, got.warnings, strict=True):
-        assert word in warning

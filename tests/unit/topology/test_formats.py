@@ -1,0 +1,165 @@
+"""The same machine in several formats has the same topology; real machines are read right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.topology import (
+    Topology,
+    format_list,
+    read_sysfs,
+    read_topology,
+    topology_of_text,
+)
+from tests.unit.topology.machines import hwloc_xml, nccl_xml, nvidia_smi, two_sockets, write_sysfs
+from tests.unit.topology.real_machines import DATA, MACHINES
+
+MACHINE, LINKS = two_sockets()
+FIRST, SECOND = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
+
+
+def check(topology: Topology) -> None:
+    """Compare with the machine; GPUs by their number, for names differ."""
+    number = {gpu.name: gpu.index for gpu in topology.gpus}
+    assert [(core.domain, core.cpus) for core in topology.cores] == [
+        (n // 4, (n, n + 8)) for n in range(8)
+    ]
+    assert [(one.number, one.cpus) for one in topology.domains] == [(0, FIRST), (1, SECOND)]
+    assert [(gpu.domain, gpu.cpus) for gpu in topology.gpus] == [
+        (1, SECOND),
+        (1, SECOND),
+        (0, FIRST),
+    ]
+    assert [(nic.name, nic.domain) for nic in topology.nics] == [("mlx5_0", 1)]
+    assert sorted((number[gpu], nic, level) for gpu, nic, level in topology.links) == [
+        (0, "mlx5_0", "PIX"),
+        (1, "mlx5_0", "NODE"),
+        (2, "mlx5_0", "SYS"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        hwloc_xml(MACHINE, 3),
+        hwloc_xml(MACHINE, 2),
+        hwloc_xml(MACHINE, 1),
+        nccl_xml(MACHINE),
+        nvidia_smi(MACHINE, LINKS),
+        nvidia_smi(MACHINE, LINKS, tabs=False),
+    ],
+    ids=["hwloc-3", "hwloc-2", "hwloc-1", "nccl", "nvidia-smi", "nvidia-smi-spaces"],
+)
+def test_all_formats_agree(text: str, tmp_path: Path) -> None:
+    """With one another and with sysfs, which has sockets, memory, distances and UUIDs as well."""
+    got, kernel = topology_of_text(text), read_sysfs(*write_sysfs(tmp_path, MACHINE))
+    check(got)
+    check(kernel)
+    assert kernel.warnings == ()
+    assert [core.socket for core in kernel.cores] == [0] * 4 + [1] * 4
+    assert [one.memory_bytes for one in kernel.domains] == [64 * 1024**3] * 2
+    assert [one.distances for one in kernel.domains] == [((0, 10), (1, 21)), ((0, 21), (1, 10))]
+    assert [gpu.uuid for gpu in kernel.gpus] == ["GPU-000000aa", "GPU-000000bb", "GPU-000000cc"]
+    assert [gpu.address for gpu in kernel.gpus] == [gpu.address for gpu in MACHINE.gpus]
+    if got.source == "hwloc XML":
+        assert (got.cores, got.domains, got.nics) == (kernel.cores, kernel.domains, kernel.nics)
+        assert [(gpu.address, gpu.uuid) for gpu in got.gpus] == [
+            (gpu.address, gpu.uuid) for gpu in kernel.gpus
+        ]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_exports_of_lstopo(version: int) -> None:
+    """Three cores of two threads in each domain; hwloc 1 hangs cores into domains, hwloc 2 not."""
+    got = read_topology(Path(__file__).parent / "lstopo" / f"four-domains-v{version}.xml")
+    assert [format_list(one.cpus) for one in got.domains] == ["0-5", "6-11", "12-17", "18-23"]
+    assert [core.cpus for core in got.cores] == [(n, n + 1) for n in range(0, 24, 2)]
+    assert [(core.socket, core.domain) for core in got.cores] == [
+        (n // 6, n // 3) for n in range(12)
+    ]
+    assert {one.memory_bytes for one in got.domains} == {1024**3}
+    assert got.warnings == ()
+
+
+def test_a_cpu_has_one_domain() -> None:
+    """Of two domains of memory near the same CPUs the first has these, the second none."""
+    got = read_topology(Path(__file__).parent / "lstopo" / "near-memory-v2.xml")
+    assert [format_list(one.cpus) for one in got.domains] == ["0-5", "", "6-11", ""]
+    assert [core.domain for core in got.cores] == [0, 0, 0, 2, 2, 2]
+
+
+def test_every_file_has_an_expectation() -> None:
+    """A file that is added is looked at by hand first."""
+    assert {str(path.relative_to(DATA)) for path in DATA.glob("*/*")} == set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_real_machine(name: str) -> None:
+    """Domains with their CPUs, cores, GPUs on their domains, cards and which are nearest."""
+    wanted, got = MACHINES[name], read_topology(DATA / name)
+    assert {one.number: format_list(one.cpus) for one in got.domains} == wanted.domains
+    assert len(got.cores) == wanted.cores
+    assert got.sockets_told == bool(wanted.sockets)
+    if wanted.sockets:
+        assert len({core.socket for core in got.cores}) == wanted.sockets
+    assert [(gpu.index, gpu.domain) for gpu in got.gpus] == list(enumerate(wanted.gpus))
+    if wanted.gpus:
+        assert (got.gpus[0].name, got.gpus[0].address) == wanted.first
+    assert all(format_list(gpu.cpus) == wanted.domains[gpu.domain or 0] for gpu in got.gpus)
+    assert {nic.name: nic.domain for nic in got.nics} == (wanted.nics or {})
+    for number, (level, nics) in (wanted.near or {}).items():
+        mine = [link for link in got.links if link[0] == got.gpus[number].name]
+        assert level == min(
+            (away for _, _, away in mine), key=["PIX", "PXB", "PHB", "NODE", "SYS"].index
+        )
+        assert " ".join(nic for _, nic, away in mine if away == level) == nics
+    cpus = [cpu for core in got.cores for cpu in core.cpus]
+    assert sorted(cpus) == sorted(cpu for one in got.domains for cpu in one.cpus)
+    assert [core.number for core in got.cores] == list(range(len(got.cores)))
+    assert [core.cpus[0] for core in got.cores] == sorted(core.cpus[0] for core in got.cores)
+
+
+@pytest.mark.parametrize(
+    ("name", "core", "cpus"),
+    [
+        ("hwloc/power8gpudistances.xml", 1, (8, 9)),
+        ("hwloc/Intel-SapphireRapids-2xXeonMax9460.xml", 3, (3, 83)),
+        ("nvidia-smi/h100-hgx-8gpu-2socket.txt", 56, (56, 168)),
+        ("nvidia-smi/titanx-4gpu-2socket.txt", 3, (3,)),
+    ],
+)
+def test_threads_of_a_core(name: str, core: int, cpus: tuple[int, ...]) -> None:
+    """Hwloc has them; NCCL's and nvidia-smi's follow from the shape of the domains."""
+    assert read_topology(DATA / name).cores[core].cpus == cpus
+
+
+def test_memory_distances_and_uuids() -> None:
+    """In bytes, the kernel's, and NVML's; NVSwitches of a DGX-2 are no GPUs."""
+    power = read_topology(DATA / "hwloc/power8gpudistances.xml")
+    assert [one.memory_bytes for one in power.domains] == [68556816384, 68450713600]
+    assert [dict(one.distances) for one in power.domains] == [{0: 10, 1: 40}, {0: 40, 1: 10}]
+    dgx = read_topology(DATA / "hwloc/nvidiaDGX2.xml")
+    assert dgx.gpus[0].uuid == "GPU-d3977428-7a30-086b-2e20-5c1eeed647c6"
+    assert dgx.gpus[15].address == "0000:e7:00.0"
+    assert len({gpu.uuid for gpu in dgx.gpus}) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hwloc/AMD-19h-Zen3-2xEpyc-7763.xml", ["2 sockets and one NUMA domain"]),
+        ("hwloc/nvidiaDGX2.xml", []),
+        ("nccl/azure-ndv4-topo.xml", ["each CPU counts as a core", "counted by PCI address"]),
+        ("nccl/topo_8p_90a_1.xml", ["domains 2", "n and n+64", "bond0"]),
+        ("nccl/topo_8p_rome_n4.xml", ["domains 0 are", "each CPU counts as a core"]),
+        ("nvidia-smi/1gpu-numa1.txt", ["n and n+64", "without a GPU are unknown"]),
+    ],
+)
+def test_warnings_of_what_is_missing(name: str, words: list[str]) -> None:
+    """One for each thing that was missing or inferred."""
+    got = read_topology(DATA / name)
+    assert len(got.warnings) == len(words)
+    for word, warning in zip(words, got.warnings, strict=True):
+        assert word in warning
