@@ -10,18 +10,14 @@ from hpml_orchestrator.cli.common import (
     STANDARD_OUTPUT,
     JsonOption,
     SetOption,
-    refuse_gone_directory,
+    refuse_empty,
+    refuse_with,
     store_of,
 )
-from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with
+from hpml_orchestrator.cli.process import refuse_gone_directory
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this group's commands to the application."""
-    app.command()(topo)
+__all__ = ["topo"]
 
 
 def topo(
@@ -73,7 +69,7 @@ def topo(
             show_default=False,
         ),
     ] = None,
-    settings: SetOption = [],  # noqa: B006 - typer copies it
+    settings: SetOption = [],
     allowed_cpus: Annotated[
         str | None,
         typer.Option(

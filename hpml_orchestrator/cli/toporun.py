@@ -16,7 +16,7 @@ from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planfile import read
 from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.runs.bound import bound_of, node_topology
-from hpml_orchestrator.runs.ends import run_of
+from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.record import topology_json
 

@@ -18,11 +18,11 @@ from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.topology import topology_json
 from hpml_orchestrator.topology.recognise import parse_xml
-from tests.unit.cli.test_words import COLOUR, HPML, in_terminal
+from tests.unit.cli.support import COLOUR, HPML, in_terminal
 from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.support import Result, Shell
 
 pytestmark = pytest.mark.xdist_group("local runs")
 

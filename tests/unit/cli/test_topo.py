@@ -33,13 +33,13 @@ from hpml_orchestrator.topology import (
     read_topology,
 )
 from hpml_orchestrator.topology.recognise import parse_xml
-from tests.unit.cli.test_words import HPML
+from tests.unit.cli.support import HPML
 from tests.unit.topology.machines import two_sockets, write_sysfs
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
 
-    from tests.unit.cli.conftest import Result, Shell
+    from tests.unit.cli.support import Result, Shell
 
 Hpml = Callable[..., "Result"]
 DATA = Path(__file__).parents[1] / "topology" / "data"
