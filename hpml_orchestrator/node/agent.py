@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING, Any, Optional
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.node.claim import node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.names import attempt_channel
-from hpml_orchestrator.node.rankrecords import RankRecords, is_alive
-from hpml_orchestrator.node.rendezvous import resolve
+from hpml_orchestrator.node.processes import RankRecords, is_alive
 from hpml_orchestrator.node.stages import NodeStaging, parts_of
+from hpml_orchestrator.node.startup import node_name, resolve
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 

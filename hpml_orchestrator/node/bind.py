@@ -21,12 +21,23 @@ import sys
 import time
 
 from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, start_ticks
-from hpml_orchestrator.node.rankrecord import append_record
-from hpml_orchestrator.node.ranks import rank_variables
 from hpml_orchestrator.placement.cpulist import cpu_list, cpu_numbers
 from hpml_orchestrator.placement.planfile import find, header
 
-__all__ = ["EXIT_BINDING", "USAGE", "main", "run"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "EXIT_BINDING",
+    "USAGE",
+    "append_record",
+    "json_line",
+    "main",
+    "rank_variables",
+    "run",
+    "tasks_here",
+]
 
 USAGE = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
 EXIT_BINDING = 79
@@ -74,7 +85,7 @@ def run(argv: list[str]) -> int:
         if status:
             return status
     else:
-        from hpml_orchestrator.node.solo import bind_alone  # noqa: PLC0415 - reads all of sysfs
+        from hpml_orchestrator.node.planning import bind_alone  # noqa: PLC0415 - reads all of sysfs
 
         bind_alone(show=show or os.environ.get("HPML_BINDING_VERBOSE", "0") not in ("", "0"))
     return _become(command)
@@ -254,3 +265,140 @@ def _become(command: list[str]) -> int:
             reason = reason or getattr(error, "strerror", None) or str(error)
     sys.stderr.write(f"hpml-bind: {program}: {reason or 'command not found'}\n")
     return 127 if reason in ("", "command not found") else 126
+
+
+_LAUNCHERS = (
+    # Rank, world size, local rank, local world size, node's number. Most particular first:
+    # horovodrun starts its ranks from the batch step, whose SLURM_PROCID is 0 everywhere; Open
+    # MPI's daemons are tasks of an srun, whose SLURM_PROCID all ranks of one node inherit; MPICH's
+    # and Intel's too, which alone set MPI_LOCALRANKID (Slurm's own PMI sets PMI_RANK as well).
+    (
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+    ),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",  # its srun starts daemons on all nodes but the first, so SLURM_NODEID is 0 on two
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_NODEID"),
+)
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and GROUP_RANK, as torchrun sets them.
+
+    Empty where a launcher has set RANK itself, and for a process that no launcher started, such as
+    one of the batch script: Slurm sets SLURM_PROCID there, too, but no number of tasks in the step.
+    GROUP_RANK is the node's number; where it is not told, ranks are taken to be in blocks.
+
+    >>> rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
+    ...     "SLURM_STEP_NUM_NODES": "2"})["LOCAL_WORLD_SIZE"]
+    '2'
+    """
+    if "RANK" in environment:
+        return {}
+    for names in _LAUNCHERS:
+        if all(name in environment for name in names[:4]):
+            rank, size, local, here = (environment[name] for name in names[:4])
+            node = environment.get(names[4]) or str(_whole(rank, 0) // _whole(here, 1))
+            return _variables(rank, local, size, here, node)
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_NUM_TASKS" not in environment:
+        return {}
+    return _variables(
+        environment["SLURM_PROCID"],
+        environment.get("SLURM_LOCALID", "0"),
+        environment["SLURM_STEP_NUM_TASKS"],
+        str(tasks_here(environment)),
+        environment.get("SLURM_NODEID", "0"),
+    )
+
+
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Return how many tasks of this step run on this node; 1 outside of a step.
+
+    SLURM_STEP_TASKS_PER_NODE tells it for each node in order, such as `4(x2),3`.
+
+    >>> tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+    3
+    """
+    node = _whole(environment.get("SLURM_NODEID", ""), 0)
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, times = part.partition("(x")
+        node -= _whole(times.rstrip(")"), 1)
+        if tasks.isdecimal() and node < 0:
+            return _whole(tasks, 1)
+    total = _whole(environment.get("SLURM_STEP_NUM_TASKS", ""), 1)
+    return max(1, total // _whole(environment.get("SLURM_STEP_NUM_NODES", ""), 1))
+
+
+def _variables(rank: str, local: str, size: str, here: str, node: str) -> dict[str, str]:
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": here,
+        "GROUP_RANK": node,
+    }
+
+
+def _whole(text: str, least: int) -> int:
+    """A number that a launcher wrote; the least that it can be where it is none."""
+    return max(least, int(text)) if text.isdecimal() else least
+
+
+_BMP_END = 0x10000
+
+
+def append_record(path: str, record: Mapping[str, object]) -> None:
+    """Append a line to a node's file.
+
+    All ranks of the node share the file: one write each, so that none comes into another's line.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    line = json_line(record).encode("ascii")
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.write(descriptor, line) != len(line):
+            raise OSError(f"{path}: a line could be written in part only")
+    finally:
+        os.close(descriptor)
+
+
+def json_line(record: Mapping[str, object]) -> str:
+    r"""Return a flat record as a line of JSON in ASCII.
+
+    >>> json_line({"rank": 3, "bound": True, "nic": None, "program": 'a"\u00e9'})
+    '{"rank": 3, "bound": true, "nic": null, "program": "a\\"\\u00e9"}\n'
+    """
+    pairs = ", ".join(f'"{key}": {_value(value)}' for key, value in record.items())
+    return f"{{{pairs}}}\n"
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return '"' + "".join(map(_letter, str(value))) + '"'
+
+
+def _letter(letter: str) -> str:
+    if " " <= letter <= "~" and letter not in '"\\':
+        return letter
+    if letter in '"\\':
+        return "\\" + letter
+    code = ord(letter)
+    if code < _BMP_END:
+        return f"\\u{code:04x}"
+    code -= _BMP_END
+    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"

@@ -26,10 +26,10 @@ usage: hpml-node.pyz COMMAND …
 
 # Module and function of each command, and how many words it takes; None: any number.
 _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
-    "claim": ("claim", "claim", (1,)),
+    "claim": ("startup", "claim", (1,)),
     "agent": ("agent", "main", None),
-    "wait-ready": ("ready", "wait_ready", (3,)),
-    "rendezvous": ("rendezvous", "rendezvous", (1,)),
+    "wait-ready": ("startup", "wait_ready", (3,)),
+    "rendezvous": ("startup", "rendezvous", (1,)),
     "note-signal": ("finish", "note_signal", (2,)),
     "finish": ("finish", "finish", (2, 3, 4)),
 }

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from hpml_orchestrator.node.rendezvous import resolve
+from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.placement.visible import visible_devices
 
 if TYPE_CHECKING:

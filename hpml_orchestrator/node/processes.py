@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.placement.cpulist import cpu_numbers
-from hpml_orchestrator.placement.proof import Process
+from hpml_orchestrator.placement.proof import Process, Seen
 from hpml_orchestrator.placement.visible import VISIBLE_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
-__all__ = ["THREADS_MAX", "Entry", "Look", "entry_of", "openmp_of", "visible_of"]
+__all__ = [
+    "THREADS_MAX",
+    "Entry",
+    "Look",
+    "RankRecords",
+    "entry_of",
+    "is_alive",
+    "openmp_of",
+    "seen_of_record",
+    "start_of",
+    "visible_of",
+]
 
 THREADS_MAX = 64
 """Threads that are read of one process beside its first, while all of them run on the same CPUs."""
@@ -227,3 +240,88 @@ def _numbers(text: str) -> frozenset[int]:
         return frozenset(cpu_numbers(text))
     except ValueError:
         return frozenset()
+
+
+_READ_BYTES = 8 * 1024**2
+
+
+class RankRecords:
+    """A node's file of ranks, which grows.
+
+    Args:
+        path: the JSONL file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the records of complete lines that came since the last call; often none."""
+        try:
+            if os.stat(self._path).st_size <= self._offset:
+                return []
+            with open(self._path, "rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read(_READ_BYTES)
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        found = []
+        for line in whole.split(b"\n"):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and _is_rank(record):
+                found.append(record)
+        return found
+
+
+def is_alive(record: dict[str, Any]) -> bool:
+    """Whether the process of a rank's record still runs."""
+    process = entry_of(record["pid"])
+    return process is not None and process.start_ticks == start_of(record)
+
+
+def start_of(record: dict[str, Any]) -> int:
+    """Return when a rank's process began, in clock ticks after boot; -1 where that is unknown."""
+    ticks = record.get("start_ticks")
+    return ticks if type(ticks) is int else -1
+
+
+def seen_of_record(record: dict[str, Any]) -> Seen:
+    """Return what a rank's own record tells; what is missing or damaged is unknown."""
+    child = record.get("child_cpus")
+    inherited = record.get("inherited")
+    visible, threads = record.get("visible"), record.get("threads")
+    return Seen(
+        local_rank=record["local_rank"],
+        rank=record["rank"],
+        pid=record["pid"],
+        inherited=_cpus(inherited) or None,
+        cpus=_cpus(record.get("cpus")),
+        child_cpus=_cpus(child) or None,
+        visible=visible if isinstance(visible, str) else None,
+        memory=str(record.get("memory") or ""),
+        threads=int(str(threads)) if str(threads).isdecimal() else None,
+        nic=str(record.get("nic") or ""),
+        error=str(record.get("error") or ""),
+        note=str(record.get("note") or ""),
+    )
+
+
+def _is_rank(record: dict[str, Any]) -> bool:
+    numbers = [record.get(name) for name in ("rank", "local_rank", "pid")]
+    return all(type(one) is int and one >= 0 for one in numbers)
+
+
+def _cpus(text: Any) -> tuple[int, ...]:
+    """Return the CPUs of a list, or of the numbers that records of version 1 had."""
+    try:
+        if isinstance(text, list):
+            return tuple(sorted({int(one) for one in text}))
+        return cpu_numbers(text) if isinstance(text, str) else ()
+    except (ValueError, TypeError, OverflowError):
+        return ()

@@ -19,8 +19,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.node.processes import Entry, Look, entry_of, openmp_of, visible_of
-from hpml_orchestrator.node.rankrecords import RankRecords, seen_of_record, start_of
+from hpml_orchestrator.node.processes import (
+    Entry,
+    Look,
+    RankRecords,
+    entry_of,
+    openmp_of,
+    seen_of_record,
+    start_of,
+    visible_of,
+)
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.told import node_line, table, wrong_rows
 from hpml_orchestrator.placement.verify import judge

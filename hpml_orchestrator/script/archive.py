@@ -25,9 +25,7 @@ _ROOMS = ("records", "staging", "topology", "placement", "node")
 _BIND = (
     "placement.cpulist",
     "placement.planfile",
-    "node.ranks",
     "node.kernel",
-    "node.rankrecord",
     "node.bind",
 )
 _MAIN = """\

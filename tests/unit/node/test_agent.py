@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
-from hpml_orchestrator.node.ready import wait_ready
+from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.records.files import append_line

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.node.claim import EXIT_DUPLICATE
+from hpml_orchestrator.node.startup import EXIT_DUPLICATE
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Run
 from tests.patience import PATIENCE_SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.node.ranks import rank_variables, tasks_here
+from hpml_orchestrator.node.bind import rank_variables, tasks_here
 
 STEP = {
     "SLURM_PROCID": "5",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
-from hpml_orchestrator.node.ready import wait_ready
+from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Attempt
 from hpml_orchestrator.testing import FakeClock

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node import rendezvous as module
-from hpml_orchestrator.node.rendezvous import (
+from hpml_orchestrator.node import startup as module
+from hpml_orchestrator.node.startup import (
     candidate_ports,
     ephemeral_range,
     rendezvous,

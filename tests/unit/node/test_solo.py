@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.node.solo import is_bound, plan_alone
+from hpml_orchestrator.node.planning import is_bound, plan_alone
 from hpml_orchestrator.topology.sysfs import read_sysfs
 from tests.unit.node.plans import MINE
 from tests.unit.node.test_planning import Node as Tree

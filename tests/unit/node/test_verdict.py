@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.verdict import Verdict, verdict
+from hpml_orchestrator.node.finish import Verdict, verdict
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
