@@ -1,4 +1,7 @@
-"""The first act of a job: claim the attempt."""
+"""The start of a job: claim the attempt, wait until all nodes are ready, choose a rendezvous.
+
+These run on the first node, called by the batch script before the ranks start.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from hpml_orchestrator.errors import (
     NotFoundError,
     StagingError,
 )
+from hpml_orchestrator.node.options import node_name
 from hpml_orchestrator.placement.told import plan_lines
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
+from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
 
@@ -29,21 +34,18 @@ __all__ = [
     "candidate_ports",
     "claim",
     "ephemeral_range",
-    "node_name",
     "rendezvous",
     "resolve",
     "wait_ready",
 ]
 
-_CLAIM_SECONDS = 30.0
 EXIT_DUPLICATE = 75
 """Exit status of a job that found its run claimed by another job."""
 
-
-def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Return Slurm's name of this node; the host's short name without Slurm."""
-    env = os.environ if environment is None else environment
-    return env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+_CLAIM_SECONDS = 30.0
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 1.0
+_NOTICE_SECONDS = 30.0
+_LOW_PORT, _HIGH_PORT = 10_000, 32_000
 
 
 def claim(submission: str) -> int:
@@ -81,8 +83,8 @@ def claim(submission: str) -> int:
     except FileExistsError:
         if _claimant(attempt) != job_id:
             return _duplicate(attempt, job_id)
-        # Same job, same attempt: the script was started again without a requeue. What its nodes
-        # said before does not hold any more.
+        # Same job, same attempt: the script was started again without a requeue, so what its nodes
+        # wrote before no longer holds.
         _forget(attempt)
     array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
     if array:  # before the id that completes the claim: whoever reads that one finds both
@@ -122,7 +124,7 @@ def claim(submission: str) -> int:
 
 
 def _claimant(attempt: Attempt) -> str:
-    """Return the id of the job that claimed an attempt; empty when none has, or never will say.
+    """Return the id of the job that claimed an attempt; empty where none has, or none ever will.
 
     A winner writes its id right after the mkdir: it is given a moment.
     """
@@ -138,14 +140,12 @@ def _claimant(attempt: Attempt) -> str:
 
 def _forget(attempt: Attempt) -> None:
     """Remove the markers of an earlier start of the same attempt."""
-    markers = [
-        path
-        for name in ("nodes", "plan", "binding", "chain")
-        for path in (attempt.directory / name).glob("*")
-        if path.is_file()
-    ]
-    for path in (*markers, attempt.directory / "over", attempt.directory / "ended.json"):
-        path.unlink(missing_ok=True)
+    for name in ("nodes", "plan", "binding", "chain"):
+        for path in (attempt.directory / name).glob("*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)
+    for name in ("over", "ended.json"):
+        (attempt.directory / name).unlink(missing_ok=True)
 
 
 def _run_directory(submission: Path, job_id: str) -> Path:
@@ -171,11 +171,6 @@ def _duplicate(attempt: Attempt, job_id: str) -> int:
     return EXIT_DUPLICATE
 
 
-_FIRST_POLL_SECONDS = 0.05
-_LONGEST_POLL_SECONDS = 1.0
-_NOTICE_SECONDS = 30.0
-
-
 def wait_ready(
     attempt: str,
     nodes: str,
@@ -196,29 +191,31 @@ def wait_ready(
     Raises:
         StagingError: a node failed; its reason is in the message.
         BindingError: a node cannot place its ranks, and the job wants proof.
-        HpmlError: the agents ended without a word.
+        HpmlError: the agents ended and left no reason.
     """
-    directory = Path(attempt)
+    directory = Attempt(Path(attempt))
     wanted = int(nodes)
     pause = _FIRST_POLL_SECONDS
     noticed = clock()
     while True:
-        ended = not _alive(int(agent_pid))  # before looking: what it wrote last is then there
-        failed = Attempt(directory).markers("failed")
+        agents = read_stat(agent_pid)  # before the markers: what it wrote last is then there
+        failed = directory.markers("failed")
         if failed:
-            told = [f"{one.get('node')}: {one.get('message')}" for one in failed]
-            hint = next((str(one["hint"]) for one in failed if one.get("hint")), "")
-            codes = {one.get("exit_code") for one in failed}
+            message = "; ".join(
+                f"{marker.get('node')}: {marker.get('message')}" for marker in failed
+            )
+            hint = next((str(marker["hint"]) for marker in failed if marker.get("hint")), "")
+            codes = {marker.get("exit_code") for marker in failed}
             kind = BindingError if codes == {BindingError.exit_code} else StagingError
-            raise kind("; ".join(told), hint=hint)
-        ready = Attempt(directory).markers("ready")
+            raise kind(message, hint=hint)
+        ready = directory.markers("ready")
         if len(ready) >= wanted:
-            _tell(ready)
+            _report_ready(ready)
             return 0
-        if ended:
+        if agents is None or agents.ended:
             raise HpmlError(
                 f"the node agents ended before all nodes were ready ({len(ready)} of {wanted} are)",
-                hint="what srun and the agents said stands above, in this output",
+                hint="see the messages of srun and the agents above, in this output",
             )
         if clock() - noticed >= _NOTICE_SECONDS:
             noticed = clock()
@@ -227,40 +224,16 @@ def wait_ready(
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
 
 
-def _tell(ready: list[dict[str, Any]]) -> None:
-    total = sum(int(one.get("bytes", 0)) for one in ready)
-    files = sum(int(one.get("files", 0)) for one in ready)
-    slowest = max(float(one.get("seconds", 0.0)) for one in ready)
-    staged = (
-        f", staged {files} file{'s' * (files != 1)}, {total} bytes, slowest {slowest:.2f} s"
-        if files
-        else ""
-    )
-    placed = [
-        (str(one.get("node")), one["placed"])
-        for one in ready
-        if isinstance(one.get("placed"), dict)
-    ]
+def _report_ready(ready: list[dict[str, Any]]) -> None:
+    size = sum(int(marker.get("bytes", 0)) for marker in ready)
+    files = sum(int(marker.get("files", 0)) for marker in ready)
+    slowest = max(float(marker.get("seconds", 0.0)) for marker in ready)
+    staged = ""
+    if files:
+        staged = f", staged {files} file{'s' * (files != 1)}, {size} bytes, slowest {slowest:.2f} s"
+    placed = [(str(marker["node"]), marker["placed"]) for marker in ready if "placed" in marker]
     lines = [f"{len(ready)} node{'s' * (len(ready) > 1)} ready{staged}", *plan_lines(placed)]
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for counts as gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stream:
-            return stream.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
-
-_LOW, _HIGH = 10_000, 32_000
 
 
 def rendezvous(attempt: str) -> int:
@@ -275,91 +248,83 @@ def rendezvous(attempt: str) -> int:
     # A port is free until its job's ranks have started: two jobs must not begin at the same one.
     # Job ids do not tell jobs of the local backend apart, which count from 1 in every HPML_HOME.
     for port in candidate_ports(str(directory.resolve()), ephemeral_range()):
-        if _free(port):
+        if _is_free(port):
             sys.stdout.write(f"{address} {port}\n")
             return 0
-    raise HpmlError(f"no port between {_LOW} and {_HIGH} is free on this node")
+    raise HpmlError(f"no port between {_LOW_PORT} and {_HIGH_PORT} is free on this node")
 
 
 def resolve(names: list[str]) -> dict[str, str]:
     """Return the address of each name that this node can resolve."""
-    found = {}
+    addresses = {}
     for name in names:
         try:
-            found[name] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+            addresses[name] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         except (OSError, UnicodeError):
             continue
-    return found
+    return addresses
 
 
 def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     """Yield ports from 10000 to 31999 in an order made from a key, those outside a range first.
 
-    The kernel gives ports of the ephemeral range to anybody's connections; on nodes where it was
-    widened over all of these, a port in it that is free now is better than none.
+    The kernel gives ports of the ephemeral range to any connection; on nodes where it was widened
+    over all of these, a port in it that is free now is better than none.
 
     >>> next(candidate_ports("/r/17", (32768, 60999))) == next(candidate_ports("/r/17", (32768, 1)))
     True
     """
-    span = _HIGH - _LOW
+    span = _HIGH_PORT - _LOW_PORT
     digest = hashlib.sha256(key.encode()).digest()
     start = int.from_bytes(digest[:8], "big") % span
     stride = 7919  # a prime that does not divide the span: every port comes up once
-    for wanted in (False, True):
-        for step in range(span):
-            port = _LOW + (start + step * stride) % span
-            if (ephemeral[0] <= port <= ephemeral[1]) is wanted:
-                yield port
+    ports = [_LOW_PORT + (start + step * stride) % span for step in range(span)]
+    yield from sorted(ports, key=lambda port: ephemeral[0] <= port <= ephemeral[1])
 
 
 def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
     """Return the first and last port that the kernel gives to outgoing connections."""
     try:
-        with open(path, encoding="ascii") as stream:
-            low, high = stream.read().split()
+        low, high = Path(path).read_text("ascii").split()
         return int(low), int(high)
     except (OSError, ValueError):
         return 32_768, 60_999
 
 
-def _free(port: int) -> bool:
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((address, port))
-        except OSError as error:
-            if family == socket.AF_INET6 and error.errno != 98:  # noqa: PLR2004 - EADDRINUSE
-                continue  # no IPv6 here
-            return False
-    return True
+def _is_free(port: int) -> bool:
+    try:
+        # One socket for both: an address of IPv4 that is taken is taken here, too.
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        with socket.create_server(
+            ("", port),
+            family=family,
+            dualstack_ipv6=family == socket.AF_INET6,
+        ):
+            return True
+    except OSError:
+        return False
 
 
 def _common_name(attempt: Path) -> str:
     """Return the first name of the head node that every node resolves."""
-    head: dict[str, Any] = read_json(attempt / "head.json")
-    ready = Attempt(attempt).markers("ready")
-    for name in head["names"]:
-        if all(name in one.get("resolves", {}) for one in ready):
-            return str(name)
-    lost = [
-        str(one.get("node"))
-        for one in ready
-        if not set(head["names"]) & set(one.get("resolves", {}))
-    ]
-    if not lost:
-        known = "; ".join(
-            f"{one.get('node')} knows {', '.join(one['resolves'])}"
-            for one in ready
-            if set(one["resolves"]) != set(head["names"])
+    names: list[str] = read_json(attempt / "head.json")["names"]
+    known = {
+        str(marker["node"]): set(marker["resolves"]) for marker in Attempt(attempt).markers("ready")
+    }
+    for name in names:
+        if all(name in resolved for resolved in known.values()):
+            return name
+    lost = [node for node, resolved in known.items() if not resolved & set(names)]
+    if lost:
+        message = (
+            f"node{'s' * (len(lost) > 1)} {', '.join(lost)} cannot resolve the head node "
+            f"({', '.join(names)})"
         )
-        raise HpmlError(
-            f"no one name of the head node is known to all nodes: {known}",
-            hint="the nodes' /etc/hosts or DNS must know each other's names",
+    else:
+        partly = "; ".join(
+            f"{node} resolves only {', '.join(sorted(resolved))}"
+            for node, resolved in known.items()
+            if resolved != set(names)
         )
-    raise HpmlError(
-        f"node{'s' * (len(lost) > 1)} {', '.join(lost)} cannot resolve the head node "
-        f"({', '.join(head['names'])})",
-        hint="the nodes' /etc/hosts or DNS must know each other's names",
-    )
+        message = f"no one name of the head node is known to all nodes: {partly}"
+    raise HpmlError(message, hint="the nodes' /etc/hosts or DNS must know each other's names")

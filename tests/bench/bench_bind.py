@@ -30,7 +30,7 @@ from pathlib import Path
 
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planfile import write
-from hpml_orchestrator.script.archive import BINDER, build
+from hpml_orchestrator.script.archive import BIND_CODE, build
 
 GOAL = 2.0
 LEAST_RUNS = 10
@@ -116,7 +116,7 @@ def main() -> int:
         commands = {
             BARE: [*bare, "-c", "pass"],
             "python, os.execv(true)": [*bare, "-c", "import os; os.execv('/bin/true', ['true'])"],
-            BIND: [*bare, "-c", BINDER, *words],
+            BIND: [*bare, "-c", BIND_CODE, *words],
             "hpml-node.pyz bind": [*bare, words[0], "bind", *words[1:]],
             "taskset -c N true": ["taskset", "-c", str(cpu), "/bin/true"],
             "numactl --preferred=0": ["numactl", "--preferred=0", "/bin/true"],

@@ -24,9 +24,9 @@ from hpml_orchestrator.node.channel import (
     MAX_NAME_BYTES,
     RANK_EVENTS,
     ChannelReader,
+    attempt_channel,
     decode,
 )
-from hpml_orchestrator.node.names import attempt_channel
 from hpml_orchestrator.records import events
 from tests.longtraining import WEEK_SECONDS, counters, pause_after, record_training
 from tests.patience import PATIENCE_SECONDS, eventually

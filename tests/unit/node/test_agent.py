@@ -17,7 +17,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
+from hpml_orchestrator.node.options import AgentOptions, BindOptions, parse_options
 from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_list
@@ -354,7 +354,7 @@ def test_a_node_that_cannot_be_planned(
     """Nothing is bound, and that is told; where the job wants proof the node fails instead."""
     monkeypatch.setattr(planning, "read_sysfs", cannot_be_read)
     node.claim("1")
-    agent = Agent(Arguments(node.attempt, wish=Wish(2, verify=verify)), node="n1")
+    agent = Agent(AgentOptions(node.attempt, bind=BindOptions(2, verify=verify)), node="n1")
     staging = agent._staging(node.attempt / "events/n1.jsonl")
     assert agent._make_ready(staging, staging.log, "c") == (verify == "strict")
     plan = node.attempt / "plan/n1.txt"
@@ -383,8 +383,8 @@ def test_a_watch_that_fails_leaves_the_ranks_alone(
 
     monkeypatch.setattr("hpml_orchestrator.node.watch.Watch.act", fails)
     node.claim("1")
-    agent = Agent(Arguments(node.attempt, wish=Wish(1)), node="n1")
-    agent._plan(Wish(1), "c")
+    agent = Agent(AgentOptions(node.attempt, bind=BindOptions(1)), node="n1")
+    agent._plan(BindOptions(1), "c")
     (node.attempt / "over").touch()
     agent._watched(lambda watch: watch.act(0.0))
     agent._wait(node.attempt / "events/n1.jsonl")
@@ -404,7 +404,7 @@ def test_a_monitor_that_cannot_start_fails_no_job(
     def refuse(_self: threading.Thread) -> None:
         raise getattr(builtins, error)("can't start new thread")
 
-    agent = Agent(parse_arguments([out.strip(), "--monitor", "127.0.0.1:0"]), "n1")
+    agent = Agent(parse_options([out.strip(), "--monitor", "127.0.0.1:0"]), "n1")
     start = threading.Thread.start
     monkeypatch.setattr(
         threading.Thread,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.node.names import attempt_channel, job_key
+from hpml_orchestrator.node.channel import attempt_channel
+from hpml_orchestrator.node.options import job_key
 from hpml_orchestrator.placement.model import RankPlan
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.plans import CHANNEL, MINE, one_each, put_plan, records
@@ -54,14 +55,6 @@ def test_a_task_becomes_a_rank(node: Node) -> None:
     assert (seen["env"]["RANK"], seen["env"]["WORLD_SIZE"]) == ("5", "8")
     assert seen["env"]["HPML_CHANNEL"] == CHANNEL
     assert seen["env"]["HPML_STOP_FILE"] == f"{attempt}/stop"
-
-
-def test_without_a_channel_in_the_plan_the_name_is_made_anew(node: Node) -> None:
-    """A plan that does not name the agent's socket costs a hash, and no rank its agent."""
-    attempt = claimed(node)
-    put_plan(attempt, *one_each(), channel="")
-    _, out, _ = node.call("bind", attempt, "--", "sh", "-c", "echo $HPML_CHANNEL")
-    assert out.strip() == attempt_channel(node.environment("1"), attempt)
 
 
 def test_a_rank_learns_which_part_of_the_data_its_node_has(node: Node) -> None:
@@ -231,7 +224,7 @@ def test_a_mistyped_option_is_no_attempt(node: Node, tmp_path: Path, word: str) 
     done = tmp_path / "done"
     status, out, err = node.call("bind", word, "--", "touch", str(done))
     assert (status, out) == (2, "")
-    assert err.startswith(f"hpml-bind: there is no option {word}\nusage: hpml-bind ")
+    assert err.startswith(f"hpml-bind: unknown option {word}\nusage: hpml-bind ")
     assert not done.exists()
 
 

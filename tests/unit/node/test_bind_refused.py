@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.node.kernel import memory_policy, prefer_memory
+from hpml_orchestrator.node.kernel import memory_policy
 from hpml_orchestrator.placement.model import RankPlan
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.conftest import CODE, ROOT
@@ -60,7 +59,7 @@ def strictly(
     ("cpus", "wished", "told"),
     [
         ((NOWHERE,), "8000", "the kernel refuses them: Invalid argument"),
-        ((MINE[0], NOWHERE), f"{MINE[0]},8000", f"the kernel gives {MINE[0]} alone"),
+        ((MINE[0], NOWHERE), f"{MINE[0]},8000", f"the kernel allows only {MINE[0]}"),
     ],
     ids=["outside", "partly-outside"],
 )
@@ -77,11 +76,11 @@ def test_cpus_that_the_job_does_not_have(
         assert time.monotonic() - began > 1.9
     inherited = record["inherited"]
     assert said.startswith(
-        f"hpml-bind: rank 5 (local rank 1) on n1: the plan wishes CPUs {wished}, {told}; it was "
-        f"started with {inherited}; "
+        f"hpml-bind: rank 5 (local rank 1) on n1: the plan assigns CPUs {wished}, {told}; the "
+        f"rank was started with {inherited}; "
     )
     assert "; it ends (binding.verify: strict). Hint: give the step all CPUs" in said or (
-        verify != "strict" and "; it goes on unbound. Hint: give the step all CPUs" in said
+        verify != "strict" and "; it continues unbound. Hint: give the step all CPUs" in said
     )
     assert (record["bound"], record["cpus"]) == (False, inherited)
     assert told in record["error"]
@@ -91,8 +90,8 @@ def test_cpus_that_the_job_does_not_have(
 @pytest.mark.parametrize(
     ("local_rank", "told"),
     [
-        ("2", "the plan has 2 ranks for this node, and not this one"),
-        ("nonsense", "LOCAL_RANK is 'nonsense', no number"),
+        ("2", "the plan has only 2 ranks for this node"),
+        ("nonsense", "LOCAL_RANK is 'nonsense', not a number"),
     ],
 )
 def test_a_rank_that_is_not_in_the_plan(
@@ -114,7 +113,7 @@ def test_a_plan_that_is_not_there(node: Node, attempt: str, verify: str) -> None
     assert status == (79 if verify == "strict" else 0)
     told = f"the plan {attempt}/plan/n1.txt cannot be read: No such file or directory"
     assert told in said
-    assert "see in the output what the node's agent says" in said
+    assert "see the messages of the node's agent in the output" in said
     assert (record["bound"], record["error"]) == (False, told)
 
 
@@ -194,20 +193,6 @@ def test_a_containers_filter_refuses_the_memory_policy(
     assert record["error"] == ""
     assert record["note"] == f"memory of NUMA domain 0 cannot be preferred: {told}"
     assert (record["bound"], record["cpus"]) == (True, str(MINE[0]))
-
-
-def test_memory_policy_without_the_private_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter whose `_ctypes` is another takes ctypes, with the same outcome."""
-    with_private = prefer_memory(900)
-    monkeypatch.setitem(sys.modules, "_ctypes", ctypes)  # has no CFuncPtr of that kind
-    assert prefer_memory(900) == with_private
-    assert with_private.startswith("memory")
-
-
-def test_a_machine_whose_call_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is called at a venture."""
-    monkeypatch.setattr("hpml_orchestrator.node.kernel._SET_MEMPOLICY", {})
-    assert prefer_memory(0).endswith("its system call is not known")
 
 
 def test_a_record_that_cannot_be_written_stops_nobody(node: Node, tmp_path: Path) -> None:

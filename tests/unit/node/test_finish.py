@@ -177,7 +177,7 @@ def test_the_end_says_where_the_ranks_ran(
     assert (attempt.ended["exit_code"], attempt.ended["reason"]) == ends
     assert status == f"{ends[0]}\n"
     lines = err.splitlines()
-    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks where they should be"
+    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks bound as planned"
     if not wrong:
         assert lines == []
         return

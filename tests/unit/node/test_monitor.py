@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.arguments import MonitorWish
 from hpml_orchestrator.node.monitor import Monitor, Timing
+from hpml_orchestrator.node.options import MonitorOptions
 from hpml_orchestrator.node.planning import Prepared
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.verify import Circumstances
@@ -61,7 +61,7 @@ if behaviour == "twice" and count <= 2:
 while True:
     time.sleep(60)
 """
-LOCAL = MonitorWish("127.0.0.1:0")
+LOCAL = MonitorOptions("127.0.0.1:0")
 QUICK = Timing(first_pause=0.1, longest_pause=0.2, until_address=600.0, restarts=3, look=0.05)
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
@@ -75,7 +75,7 @@ ENVIRONMENT = {
 class Watched:
     """A monitor with a fake exporter, and what became of both."""
 
-    def __init__(self, root: Path, behaviour: str, timing: Timing, wish: MonitorWish) -> None:
+    def __init__(self, root: Path, behaviour: str, timing: Timing, wish: MonitorOptions) -> None:
         self.attempt = root / "records" / "runs" / "r-1" / "attempts" / "0"
         (self.attempt / "nodes").mkdir(parents=True, exist_ok=True)
         script = root / "fake.py"
@@ -117,7 +117,7 @@ def watch(tmp_path: Path, until: Until) -> Iterator[Watch]:
     """Make monitors, and stop them at the end."""
     made: list[Watched] = []
 
-    def make(behaviour: str, timing: Timing = QUICK, wish: MonitorWish = LOCAL) -> Watched:
+    def make(behaviour: str, timing: Timing = QUICK, wish: MonitorOptions = LOCAL) -> Watched:
         made.append(Watched(tmp_path, behaviour, timing, wish))
         return made[-1]
 
@@ -149,7 +149,7 @@ def prepared(*cpus: tuple[int, ...]) -> Prepared:
 
 def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until) -> None:
     """Options, low priority, a target while it lives and none behind it."""
-    watched = watch("good", wish=MonitorWish("127.0.0.1:0", interval=3, web_config="/w.yml"))
+    watched = watch("good", wish=MonitorOptions("127.0.0.1:0", interval=3, web_config="/w.yml"))
     watched.monitor.start(None)
     until(watched.found)
     assert watched.found() == ["127.0.0.1:40001"]
@@ -345,7 +345,7 @@ def test_targets_that_cannot_be_written_hurt_nobody(
 ) -> None:
     """One line; the exporter goes on."""
     (tmp_path / "file").write_text("")
-    watched = watch("good", wish=MonitorWish("127.0.0.1:0", targets=str(tmp_path / "file")))
+    watched = watch("good", wish=MonitorOptions("127.0.0.1:0", targets=str(tmp_path / "file")))
     watched.monitor.start(None)
     until(watched.starts)
     until(lambda: "cannot be found by Prometheus" in capsys.readouterr().err)
@@ -357,7 +357,7 @@ def test_the_real_exporter_answers(tmp_path: Path, until: Until) -> None:
     attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
     (attempt / "nodes").mkdir(parents=True)
     patient = Timing(terminate=PATIENCE_SECONDS)
-    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT, patient)
+    monitor = Monitor(MonitorOptions("127.0.0.1:0"), attempt, "n1", ENVIRONMENT, patient)
     monitor.start(None, no_gpus=True)
     try:
         until(lambda: list((tmp_path / "targets").glob("*.json")))
@@ -386,7 +386,7 @@ def test_a_second_job_at_the_same_port(
         attempt = tmp_path / "runs" / f"r-{number}" / "attempts" / "0"
         (attempt / "nodes").mkdir(parents=True)
         job = {**ENVIRONMENT, "SLURM_JOB_ID": str(number)}
-        monitor = Monitor(MonitorWish(f"127.0.0.1:{port}"), attempt, "n1", job)
+        monitor = Monitor(MonitorOptions(f"127.0.0.1:{port}"), attempt, "n1", job)
         monitor.start(None, no_gpus=True)
         made.append(monitor)
         until(monitor.target.exists)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import Prepared, list_instances, prepare, publish, unbound
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.cpulist import cpu_numbers
@@ -59,7 +59,7 @@ class Node:
         assert flags & os.O_NONBLOCK
         return os.open(path, flags)
 
-    def prepare(self, wish: Wish, listing: str = "", **environment: str) -> Prepared:
+    def prepare(self, wish: BindOptions, listing: str = "", **environment: str) -> Prepared:
         def told() -> str:
             self.listed += 1
             return listing
@@ -96,7 +96,7 @@ ALL = [f"0000:{n + 1}1:00.0" for n in range(4)]
 
 def test_every_rank_goes_to_its_gpu(make: Callable[..., Node]) -> None:
     """The GPUs' order is reversed to that of the domains: the CPUs follow the GPUs."""
-    made = make().prepare(Wish(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
+    made = make().prepare(BindOptions(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert (gpus(made), cpus(made)) == (ALL, ["12-15", "8-11", "4-7", "0-3"])
     assert (made.plan.warnings, made.around.hidden) == ((), frozenset())
 
@@ -105,11 +105,11 @@ def test_gpus_that_a_cgroup_hides(make: Callable[..., Node]) -> None:
     """They are listed by the kernel; index 0 is the first that can be opened all the same."""
     node = make()
     node.refused = {"nvidia0", "nvidia2"}
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="1,3")
+    made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="1,3")
     assert gpus(made) == [ALL[1], ALL[3]]
     assert made.around.hidden == {ALL[0], ALL[2]}
     assert made.plan.warnings == ()
-    without = node.prepare(Wish(2))
+    without = node.prepare(BindOptions(2))
     assert gpus(without) == [ALL[1], ALL[3]], "no list: all that are admitted"
 
 
@@ -120,21 +120,21 @@ def test_the_device_file_has_the_driver_s_number(make: Callable[..., Node]) -> N
         path = Path(node.proc_root, "driver/nvidia/gpus", address, "information")
         path.write_text(f"GPU UUID: \t {UUID.format(3 - number)}\nDevice Minor: \t {number}\n")
     node.refused = {"nvidia0"}
-    assert node.prepare(Wish(1)).around.hidden == {ALL[3]}
+    assert node.prepare(BindOptions(1)).around.hidden == {ALL[3]}
 
 
 def test_a_device_file_that_says_nothing(make: Callable[..., Node]) -> None:
     """Missing, or refused for another reason: the GPU counts as admitted."""
     node = make()
     Path(node.dev_root, "nvidia1").unlink()
-    assert node.prepare(Wish(4)).around.hidden == frozenset()
+    assert node.prepare(BindOptions(4)).around.hidden == frozenset()
     assert "nvidia1" in node.opened
 
 
 def test_uuids_need_no_device_to_be_opened(make: Callable[..., Node]) -> None:
     """They mean one device, whatever is hidden; opening may wake a GPU."""
     node = make()
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES=f"{UUID.format(3)},{UUID.format(0)}")
+    made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES=f"{UUID.format(3)},{UUID.format(0)}")
     assert (gpus(made), node.opened) == ([ALL[3], ALL[0]], [])
 
 
@@ -145,20 +145,20 @@ def test_amd_s_device_files(make: Callable[..., Node]) -> None:
         place = Path(node.sys_root, "bus/pci/devices", address, "drm", f"renderD{128 + number}")
         place.mkdir(parents=True)
     node.refused = {"dri/renderD128"}
-    made = node.prepare(Wish(3), ROCR_VISIBLE_DEVICES="0,1,2")
+    made = node.prepare(BindOptions(3), ROCR_VISIBLE_DEVICES="0,1,2")
     assert gpus(made) == ALL[1:]
 
 
 @pytest.mark.parametrize("text", ["", "NoDevFiles"])
 def test_a_list_that_shows_no_gpu(make: Callable[..., Node], text: str) -> None:
     """Ranks without a GPU share the cores evenly."""
-    made = make().prepare(Wish(4), CUDA_VISIBLE_DEVICES=text)
+    made = make().prepare(BindOptions(4), CUDA_VISIBLE_DEVICES=text)
     assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
 
 
 def test_a_job_that_asked_for_no_gpu(make: Callable[..., Node]) -> None:
     """The node's GPUs are nothing to it, whether Slurm says so in a variable or not."""
-    made = make().prepare(Wish(4, no_gpus=True))
+    made = make().prepare(BindOptions(4, no_gpus=True))
     assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
     assert made.around.visible == ""
     assert made.plan.warnings == ()
@@ -176,10 +176,10 @@ GPU 3: NVIDIA A100 (UUID: {UUID.format(3)})
 def test_mig_instances_by_uuid(make: Callable[..., Node]) -> None:
     """nvidia-smi alone knows them, and it is asked for them alone."""
     node = make()
-    node.prepare(Wish(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
+    node.prepare(BindOptions(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert node.listed == 0
     uuid = "MIG-aaaaaaaa-0000-5555-8888-00000000000"
-    made = node.prepare(Wish(2), LISTING, CUDA_VISIBLE_DEVICES=f"{uuid}2,{uuid}1")
+    made = node.prepare(BindOptions(2), LISTING, CUDA_VISIBLE_DEVICES=f"{uuid}2,{uuid}1")
     assert node.listed == 1
     assert [one.gpu_uuid for one in made.plan.ranks] == [f"{uuid}2", f"{uuid}1"]
     assert all(3 in one.numa for one in made.plan.ranks)
@@ -190,21 +190,21 @@ def test_mig_that_no_list_names(make: Callable[..., Node]) -> None:
     """The driver's directory of instances tells that there are some."""
     node = make()
     (Path(node.proc_root) / "driver/nvidia/capabilities/gpu0/mig/gi1/ci0").mkdir(parents=True)
-    node.prepare(Wish(1), LISTING)
+    node.prepare(BindOptions(1), LISTING)
     assert node.listed == 1
 
 
 def test_slurm_s_own_list_is_a_cross_check(make: Callable[..., Node]) -> None:
     """Where it differs from what was understood, that is told, and no more."""
     node = make()
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="2-3")
+    made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="2-3")
     assert gpus(made) == ALL[:2]
     (warning,) = made.plan.warnings
     assert warning == (
         "Slurm gave this step the GPUs 2-3; its list of visible devices 0,1 means /dev/nvidia0-1 "
         "here"
     )
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="NoDevFiles", SLURM_STEP_GPUS="2")
+    made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES="NoDevFiles", SLURM_STEP_GPUS="2")
     assert made.plan.warnings[0].endswith("devices NoDevFiles means none of them here")
 
 
@@ -212,17 +212,18 @@ def test_the_job_s_list_counts_on_a_single_node(make: Callable[..., Node]) -> No
     """SLURM_JOB_GPUS is that of the first node: with more nodes it says nothing of this one."""
     node = make()
     job = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "2,3"}
-    assert node.prepare(Wish(2), **job, SLURM_NNODES="2").plan.warnings == ()
-    assert len(node.prepare(Wish(2), **job, SLURM_NNODES="1").plan.warnings) == 1
+    assert node.prepare(BindOptions(2), **job, SLURM_NNODES="2").plan.warnings == ()
+    assert len(node.prepare(BindOptions(2), **job, SLURM_NNODES="1").plan.warnings) == 1
     local = {"SLURM_JOB_GPUS": UUID.format(1), "CUDA_VISIBLE_DEVICES": UUID.format(1)}
-    assert node.prepare(Wish(1), **local, SLURM_NNODES="1").plan.warnings == ()
+    assert node.prepare(BindOptions(1), **local, SLURM_NNODES="1").plan.warnings == ()
 
 
 def test_options_reach_the_planner(make: Callable[..., Node]) -> None:
     """Policy, ranks per GPU, loader workers and hardware threads."""
     node = make()
     made = node.prepare(
-        Wish(8, "numa", "strict", ranks_per_gpu=2, loader_workers=1), CUDA_VISIBLE_DEVICES="0,1,2,3"
+        BindOptions(8, "numa", "strict", ranks_per_gpu=2, loader_workers=1),
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
     )
     assert cpus(made)[:2] == ["12-13", "8-9"]
     assert {one.threads for one in made.plan.ranks} == {1}
@@ -232,10 +233,10 @@ def test_options_reach_the_planner(make: Callable[..., Node]) -> None:
 
 def test_what_is_written(make: Callable[..., Node], tmp_path: Path) -> None:
     """The plan that hpml-bind reads, with what the agent tells it; and the topology."""
-    made = make().prepare(Wish(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
+    made = make().prepare(BindOptions(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
     for name in ("plan", "nodes"):
         (tmp_path / "a" / name).mkdir(parents=True)
-    publish(tmp_path / "a", Wish(2, keep_threads=True), made, channel="hpml-0-abc")
+    publish(tmp_path / "a", BindOptions(2, keep_threads=True), made, channel="hpml-0-abc")
     text = (tmp_path / "a/plan/n1.txt").read_text()
     head = planfile.header(text)
     assert (head["verify"], head["allowed"], head["visible"]) == ("warn", "0-15", "0,3")
@@ -249,8 +250,8 @@ def test_a_node_that_tells_nothing(tmp_path: Path) -> None:
     """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
     none = str(tmp_path / "none")
     with pytest.raises(InputError, match="no CPUs are told"):
-        prepare(Wish(2), {}, node="n1", allowed={0}, sys_root=none, proc_root=none)
-    made = unbound(Wish(2), {}, node="n1", allowed=range(8), why="no CPUs are told")
+        prepare(BindOptions(2), {}, node="n1", allowed={0}, sys_root=none, proc_root=none)
+    made = unbound(BindOptions(2), {}, node="n1", allowed=range(8), why="no CPUs are told")
     text = planfile.write(made.plan)
     assert planfile.find(text, 1)["bind"] == "no"
     assert planfile.find(text, 1)["threads"] == "4"
@@ -262,7 +263,7 @@ def test_cpus_that_the_node_does_not_have(make: Callable[..., Node]) -> None:
     node = make()
     roots: dict[str, Any] = {"sys_root": node.sys_root, "proc_root": node.proc_root}
     with pytest.raises(InputError, match="none of these CPUs is online"):
-        prepare(Wish(1), {}, node="n1", allowed={99}, opener=node.fake_open, **roots)
+        prepare(BindOptions(1), {}, node="n1", allowed={99}, opener=node.fake_open, **roots)
 
 
 def script(path: Path, text: str) -> str:
@@ -279,28 +280,3 @@ def test_the_listing_of_a_real_program(tmp_path: Path) -> None:
     fails = script(tmp_path / "fails", f"print({LISTING!r}); raise SystemExit(9)")
     assert list_instances(lambda: False, fails) == ""
     assert list_instances(lambda: False, str(tmp_path / "none")) == ""
-
-
-def test_a_listing_that_hangs_ends_with_the_job(tmp_path: Path) -> None:
-    """The agent is told to end: it does not wait for nvidia-smi."""
-    pid = tmp_path / "pid"
-    hangs = script(
-        tmp_path / "hangs",
-        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
-    )
-    assert list_instances(pid.exists, hangs, seconds=590) == ""
-    assert list_instances(lambda: False, hangs, seconds=0.2) == "", "nor for ever"
-    (tmp_path / "hangs").unlink()
-    left = [
-        one
-        for one in Path("/proc").glob("[0-9]*/cmdline")
-        if str(tmp_path / "hangs").encode() in read(one)
-    ]
-    assert left == []
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

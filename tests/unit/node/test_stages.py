@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.arguments import Arguments, Entry, Limits, parse_arguments
+from hpml_orchestrator.node.options import AgentOptions, Entry, Limits, parse_options
 from hpml_orchestrator.node.stages import NodeStaging, Progress, figures_of, parts_of
 from hpml_orchestrator.records import events
 from hpml_orchestrator.staging import StageRequest, StageResult, StagingStopped
@@ -73,7 +73,7 @@ def test_other_nodes_say_nothing_and_record_all_the_same() -> None:
 
 
 def staging(tmp_path: Path, *words: str, **environment: str) -> NodeStaging:
-    asked = parse_arguments([str(tmp_path / "attempt"), *words])
+    asked = parse_options([str(tmp_path / "attempt"), *words])
     key = {"HPML_JOB_KEY": "test-1"}
     log = tmp_path / "events" / "n1.jsonl"
     return NodeStaging(asked, "n1", log, lambda: False, environment={**key, **environment})
@@ -171,7 +171,7 @@ def test_tasks_of_an_array_wait_each_its_own_time(tmp_path: Path) -> None:
 def test_a_task_that_waits_ends_when_told(tmp_path: Path) -> None:
     """SIGTERM while it waits for its turn is not kept waiting."""
     entry = Entry(StageRequest("a", "/none", "file", str(tmp_path)))
-    asked = Arguments(tmp_path, [entry], limits=Limits(array_jitter=3600, array_tasks=9999))
+    asked = AgentOptions(tmp_path, [entry], limits=Limits(array_jitter=3600, array_tasks=9999))
     ending = {"SLURM_ARRAY_TASK_ID": "5", "HPML_JOB_KEY": "test-1"}
     one = NodeStaging(asked, "n1", tmp_path / "log", lambda: True, environment=ending)
     with pytest.raises(StagingStopped):

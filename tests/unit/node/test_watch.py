@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import Prepared, prepare
-from hpml_orchestrator.node.processes import THREADS_MAX, Look
+from hpml_orchestrator.node.processes import THREADS_MAX, ProcessTable
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.cpulist import cpu_list
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
@@ -178,7 +178,7 @@ class Watching:
 
     def __init__(self, attempt: Path, ranks: int, verify: str = "warn", **env: str) -> None:
         self.made: Prepared = prepare(
-            Wish(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
+            BindOptions(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
         )
         self.said = ""
         self.now = 1000.0
@@ -269,8 +269,8 @@ def busy_child(pid: int) -> None:
     """Wait until a child of a process has used more CPU time than that itself."""
 
     def busy() -> bool:
-        family = Look().family(pid)
-        return len(family) > 1 and family[1].busy_ticks > family[0].busy_ticks
+        family = ProcessTable().family(pid)
+        return len(family) > 1 and family[1].cpu_ticks > family[0].cpu_ticks
 
     eventually(busy, "a busy child")
 
@@ -293,9 +293,9 @@ def test_workers_of_two_loaders_that_take_turns_on_a_core(attempt: Path, ranks: 
     program += " print('begun', flush=True); sys.stdin.read(); sys.exit()\n"
     program += f"os.sched_setaffinity(0, {{{FIRST}}})\nwhile time.process_time() < 1.1: pass\n"
     process = ranks.start(0, BOTH, sys.executable, "-c", f"{program}time.sleep(600)", ready="begun")
-    workers = [one.pid for one in Look().family(process.pid)[1:]]
+    workers = [one.pid for one in ProcessTable().family(process.pid)[1:]]
     eventually(lambda: {state(pid) for pid in workers} == {"S"})
-    assert min(one.busy_ticks for one in Look().family(process.pid)[1:]) >= TICKS
+    assert min(one.cpu_ticks for one in ProcessTable().family(process.pid)[1:]) >= TICKS
     watching.turn(30)
     assert watching.proof().right
 
@@ -333,7 +333,7 @@ def test_many_threads_are_no_fault(attempt: Path, ranks: Ranks) -> None:
     )
     watching.turn(5)
     assert watching.proof().right
-    look = Look()
+    look = ProcessTable()
     assert len(os.listdir(f"/proc/{process.pid}/task")) > 200
     threads, rest = look._threads(process.pid)
     assert len(threads) == len(set(threads)) == THREADS_MAX + 1
@@ -544,6 +544,6 @@ def test_ranks_of_others_are_not_in_the_family(attempt: Path, ranks: Ranks) -> N
     shell = ranks.process(BOTH, "bash", "-c", "sleep 600 & echo $!; wait")
     assert shell.stdout is not None
     child = int(shell.stdout.readline())
-    look = Look()
+    look = ProcessTable()
     assert {one.pid for one in look.family(shell.pid)} == {shell.pid, child}
     assert [one.pid for one in look.family(shell.pid, {child})] == [shell.pid]

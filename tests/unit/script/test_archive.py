@@ -81,7 +81,7 @@ def test_it_holds_the_rooms_of_the_nodes_and_no_other() -> None:
 def binder(python: Path, pyz: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Start a rank the short way."""
     return subprocess.run(
-        [python, "-I", "-S", "-W", "error", "-c", archive.BINDER, pyz, *arguments],
+        [python, "-I", "-S", "-W", "error", "-c", archive.BIND_CODE, pyz, *arguments],
         env={"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "n1"},
         capture_output=True,
         text=True,
