@@ -187,10 +187,8 @@ class Agent:
         """Plan, stage everything and write the node's marker; False where that failed."""
         if self._is_over():
             return True  # the script failed before this node's agent could hear its signal
-        placed: dict[str, Any] = {}
         try:
-            if self.options.bind is not None:
-                placed = {"placed": self._plan(self.options.bind, channel)}
+            placed = self._plan(self.options.bind, channel)
             if monitor is not None:
                 self._start(monitor)
             began = time.monotonic()
@@ -214,14 +212,13 @@ class Agent:
         }
         events.append(self._log, "ready", node=self.node, **figures)
         self._is_ready = True
-        self._mark("ready", resolves=resolve(self._head_names()), **figures, **placed)
+        self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
         return True
 
     def _start(self, monitor: Monitor) -> None:
         """Start the job's exporter; without one the job goes on."""
-        bind = self.options.bind
         try:
-            monitor.start(self._made, no_gpus=bind is not None and bind.no_gpus)
+            monitor.start(self._made, no_gpus=self.options.bind.no_gpus)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
             self._report(f"the job is not monitored: {type(error).__name__}: {error}")
 

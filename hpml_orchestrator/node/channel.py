@@ -78,8 +78,8 @@ def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
     return f"hpml-{os.getuid()}-{digest}"
 
 
-def decode(datagram: bytes, *, node: str, now: float) -> Event:
-    """Return the event that a datagram reports.
+def decode(datagram: bytes, *, node: str, now: float) -> tuple[Event, Any]:
+    """Return the event that a datagram reports, and its steps by duration.
 
     The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
     A `result` becomes an `evaluation` with `final: true` and its figures in the data.
@@ -87,10 +87,6 @@ def decode(datagram: bytes, *, node: str, now: float) -> Event:
     Raises:
         ValueError: it is none of ours: no JSON object of this version, or an unknown event.
     """
-    return _event_of(_message(datagram), node, now)
-
-
-def _message(datagram: bytes) -> dict[str, Any]:
     if len(datagram) > MAX_DATAGRAM_BYTES:
         raise ValueError("too long")
     try:
@@ -99,10 +95,6 @@ def _message(datagram: bytes) -> dict[str, Any]:
         raise ValueError("nested too deep") from error
     if not isinstance(message, dict) or message.get("v") != WIRE_VERSION:
         raise ValueError("no object of this version")
-    return message
-
-
-def _event_of(message: dict[str, Any], node: str, now: float) -> Event:
     kind, name = message.get("type"), message.get("event")
     rank, data = message.get("rank"), _clean(message.get("data", {}))
     if not isinstance(data, dict) or not isinstance(rank, int) or isinstance(rank, bool):
@@ -116,12 +108,10 @@ def _event_of(message: dict[str, Any], node: str, now: float) -> Event:
     if name == "rendezvous":  # who is who is said once, not with every step
         for key in ("local_rank", "world_size", "pid"):
             data.setdefault(key, _clean(message.get(key)))
-    return Event(_time_of(message.get("time"), now), str(name), node, rank, data)
-
-
-def _time_of(sent: Any, now: float) -> float:
-    number = isinstance(sent, (int, float)) and not isinstance(sent, bool)
-    return float(sent) if number and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS else now
+    sent: Any = message.get("time")
+    is_near = type(sent) in {int, float} and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS
+    event = Event(float(sent) if is_near else now, str(name), node, rank, data)
+    return event, message.get("step_buckets")
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
@@ -207,7 +197,6 @@ class ChannelReader:
         self._thread: threading.Thread | None = None
         self._wake: tuple[int, int] = (-1, -1)
         self._stopping = threading.Event()
-        self._latest: dict[int, Event] = {}
         self._steps: dict[int, Event] = {}
         self._stepping: set[int] = set()  # ranks whose first step after the warm-up was taken
         self._events: list[Event] = []
@@ -258,10 +247,6 @@ class ChannelReader:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def latest_steps(self) -> dict[int, Event]:
-        """Return each rank's latest counters, for an exporter; may be called from any thread."""
-        return dict(self._latest)
-
     def _read(self) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -299,14 +284,13 @@ class ChannelReader:
                 self.refused += 1
                 continue
             try:
-                message = _message(datagram)
-                event = _event_of(message, self._node, self._clock())
+                event, buckets = decode(datagram, node=self._node, now=self._clock())
                 self._accept(event)
             except ValueError:
                 self.refused += 1
                 continue
             if self._feed is not None and event.event == "step" and event.rank is not None:
-                self._feed.take(event.rank, sender, event.data, message.get("step_buckets"))
+                self._feed.take(event.rank, sender, event.data, buckets)
         return BATCH_DATAGRAMS
 
     def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
@@ -324,7 +308,6 @@ class ChannelReader:
             raise ValueError("more ranks than a node has")
         seen = self._in_window.setdefault(rank, 0)
         if event.event == "step":
-            self._latest[rank] = event
             if rank not in self._stepping:
                 self._stepping.add(rank)
                 self._hold(event)

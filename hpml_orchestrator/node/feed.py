@@ -50,7 +50,7 @@ _BUCKETS = 11  # of the durations of steps, see hpml_channel.py
 _EVERY_SECONDS = 1.0
 _BEAT_SECONDS = 10.0
 _LOOK_SECONDS = 10.0
-_RANKS_PER_PART = 48  # of at most 650 bytes: a part stays under 32 KiB
+_RANKS_PER_PART = 40  # of at most 800 bytes: a part stays under 32 KiB
 _METHOD_CHARACTERS = 64
 _HIGHEST = 1e18
 _CONNECT_TIMEOUT = struct.pack("@ll", 0, 200_000)  # a timeval: seconds and microseconds
@@ -155,7 +155,8 @@ class Feed:
                 counts = [_amount(buckets.get(str(place))) or 0.0 for place in range(_BUCKETS)]
             state.take(pid, [*(_amount(data.get(name)) for name in _COUNTERS), *counts])
             state.gauges = {name: data[name] for name in _GAUGES if _is_number(data.get(name))}
-            state.method = _method(data.get("comm_method"))
+            method = data.get("comm_method")
+            state.method = method[:_METHOD_CHARACTERS] if isinstance(method, str) else None
             state.heard = self._clock()
             self._news = True
 
@@ -245,14 +246,6 @@ def _amount(value: Any) -> float | None:
 def _is_number(value: Any) -> bool:
     # Below the limit it is not infinite, and not NaN either.
     return type(value) in {int, float} and abs(value) < _HIGHEST
-
-
-def _method(value: Any) -> str | None:
-    """Return how communication was measured, as a label can hold it."""
-    if not isinstance(value, str):
-        return None
-    text = value[:_METHOD_CHARACTERS]
-    return "".join(c if " " <= c <= "~" and c not in '"\\' else "?" for c in text).strip() or None
 
 
 def _connect(path: str) -> socket.socket | None:

@@ -35,17 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
 
-_BAD_OPTIONS = 2
-_NOT_INSTALLED = 69
 _NICE = 10
-_START = f"""\
-import runpy, sys
-try:
-    import hpml_exporters
-except ImportError:
-    sys.exit({_NOT_INSTALLED})
-runpy.run_module("hpml_exporters", run_name="__main__", alter_sys=True)
-"""
 _TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 
 
@@ -88,7 +78,7 @@ class Monitor:
     node: str
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     timing: Timing = Timing()
-    command: Sequence[str] = (sys.executable, "-I", "-c", _START)
+    command: Sequence[str] = (sys.executable, "-I", "-m", "hpml_exporters")
 
     def __post_init__(self) -> None:
         """Make the socket that the ranks' counters go through, before anything is started."""
@@ -151,35 +141,29 @@ class Monitor:
                 targets.sweep(self.target.parent)
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-            self._report(f"is not supervised any more: {type(error).__name__}: {error}")
+            self._report(f"failed: {type(error).__name__}: {error}")
         finally:
             targets.withdraw(self.target)  # first: nobody waits for the rest beyond its time
             self._terminate()
 
     def _keep_alive(self) -> None:
-        """Start the exporter, again and again where it dies, until the end."""
+        """Start the exporter, again and again where it dies, until the end.
+
+        One that ends before it listens would do so again: it is not started a second time.
+        """
         pause, listen = self.timing.first_pause, self.options.listen
         for left in range(self.timing.restarts, -1, -1):
-            try:
-                status = self._run_once(listen)
-            except OSError:
-                self._report(f"cannot be started by {self.command[0]}")
-                return
+            status = self._run_once(listen)
             if self._ending.is_set() or status == 0:
-                return
-            if status == _NOT_INSTALLED:
-                self._report(f"is not there: {self.command[0]} has no hpml_exporters")
-                return
-            if status == _BAD_OPTIONS and not self._address:
-                self._report(f"was refused: {self._last_line()}")
                 return
             how = f"status {status}: {self._last_line()}"
             if status < 0:
                 how = f"by {signal.Signals(-status).name}"
-            again = f"started again in {pause:g} s" if left else "not started again"
+            restarts = left > 0 and self._address != ""
+            again = f"started again in {pause:g} s" if restarts else "not started again"
             self._report(f"ended ({how}); {again}")
-            listen = self._address or listen  # so that Prometheus finds it at the same port
-            if not left or self._ending.wait(pause):
+            listen = self._address  # so that Prometheus finds it at the same port
+            if not restarts or self._ending.wait(pause):
                 return
             pause = min(2 * pause, self.timing.longest_pause)
 
@@ -196,7 +180,6 @@ class Monitor:
                 self._renew_at = time.monotonic() + targets.RENEW_SECONDS
                 self._publish()
             if not self._address and time.monotonic() >= deadline:
-                self._report(f"does not answer after {self.timing.until_address:g} s")
                 process.kill()
                 process.wait()
             self._ending.wait(self.timing.look if self._address else self.timing.look / 10)
@@ -266,12 +249,13 @@ class Monitor:
 
     def _terminate(self) -> None:
         """End the exporter: SIGTERM, and SIGKILL after a while."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(self.timing.terminate)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        process = self._process
+        if process is not None:
+            for end, seconds in ((process.terminate, self.timing.terminate), (process.kill, 0.3)):
+                end()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+                    return
 
     def _last_line(self) -> str:
         """Return the last line that exporters of this node wrote, hints left out."""

@@ -127,14 +127,14 @@ class AgentOptions:
 
     Attributes:
         attempt: the attempt's directory.
-        bind: how to bind the ranks; None where hpml does not.
+        bind: how to bind the ranks.
         stages: what to stage, in order.
         site: what the site says of its file system.
         monitor: how to monitor the job; None where it is not.
     """
 
     attempt: Path
-    bind: BindOptions | None = None
+    bind: BindOptions = BindOptions(1)
     stages: Sequence[StageOptions] = ()
     site: SiteLimits = SiteLimits()
     monitor: MonitorOptions | None = None
@@ -167,7 +167,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
 
     return AgentOptions(
         given.attempt,
-        _read(BindOptions, "--bind", given.bind) if given.bind else None,
+        _read(BindOptions, "--bind", given.bind or '{"ranks": 1}'),
         [_read(stage, "--stage", text) for text in given.stage],
         _read(SiteLimits, "--site", given.site or "{}"),
         _read(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,

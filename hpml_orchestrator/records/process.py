@@ -7,7 +7,8 @@ import os
 __all__ = ["ProcessStat", "read_stat"]
 
 
-class ProcessStat:  # no dataclass: hpml-bind imports this once per rank, and dataclasses takes 30 ms
+# No dataclass: hpml-bind imports this once per rank, and `dataclasses` takes half of its start.
+class ProcessStat:
     """What hpml uses of `/proc/PID/stat` (proc_pid_stat(5)).
 
     Attributes:
