@@ -116,13 +116,13 @@ def prepare(
         node: Slurm's name of the node.
         allowed: CPUs that the agent's step may use, which are the job's.
         roots: where the node's files are.
-        listing: returns what `nvidia-smi -L` prints; called only where MIG is in use.
+        listing: returns what `nvidia-smi -L` prints; called only where MIG instances are visible.
 
     Raises:
         InputError: the kernel lists no CPUs, or none of those that are allowed.
     """
     visible = "" if options.no_gpus else visible_of(environment)
-    instances = listing() if _has_instances(visible, roots.proc) else ""
+    instances = listing() if visible and "MIG-" in visible else ""  # which sysfs does not have
     topology = read_sysfs(roots.sys, roots.proc, gpu_listing=instances)
     minors = _minors(roots.proc)
     hidden: frozenset[str] = frozenset()
@@ -320,19 +320,6 @@ def _circumstances(
         visible=visible,
         hidden=hidden,
         ranks_per_gpu=options.ranks_per_gpu,
-    )
-
-
-def _has_instances(visible: str | None, proc_root: str) -> bool:
-    """Whether MIG is in use: only nvidia-smi knows the names of instances."""
-    if visible is not None and any(name.strip().startswith("MIG-") for name in visible.split(",")):
-        return True
-    root = os.path.join(proc_root, "driver", "nvidia", "capabilities")
-    return any(
-        name.startswith("gi")
-        for gpu in _names(root)
-        if re.fullmatch("gpu[0-9]+", gpu)
-        for name in _names(os.path.join(root, gpu, "mig"))
     )
 
 

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.node.feed import Feed, exporter_sockets
-from tests.patience import eventually
-from training_jobs.hpml_channel import Channel
+from hpml_orchestrator.node.feed import Feed
 
 COUNTERS = ("samples", "steps", "data_wait_seconds", "step_seconds", "comm_seconds")
 GAUGES = ("loss", "accuracy", "mfu")
@@ -126,27 +121,6 @@ def test_a_rank_is_the_sum_of_its_processes(
     assert rank["b"] == [0, 0, 0, 0, buckets, 0, 0, 0, 0, 0, 0]
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 50), max_size=12).map(sorted)),
-        max_size=12,
-    )
-)
-def test_totals_never_fall(runs: list[tuple[int, list[int]]]) -> None:
-    """Whatever processes report in whatever order, a rank's sums only grow."""
-    made = Clocked()
-    end = made.exporter()
-    total = 0.0
-    for pid, values in runs:
-        for value in values:
-            made.feed.take(0, pid, counters(value, value))
-            made.act(1)
-            (now,) = ranks(end)[0]["t"][:1]
-            assert now >= total
-            total = now
-    made.close()
-
-
 def test_many_ranks_are_several_messages(clocked: Clocked) -> None:
     """A message stays under 32 KiB, whatever its ranks report, and a rank in its own."""
     end = clocked.exporter()
@@ -237,27 +211,3 @@ def test_a_nodes_exporter_is_found_when_it_comes() -> None:
         made.act(1)
     made.close()
     shutil.rmtree(directory)
-
-
-def test_where_exporters_listen() -> None:
-    """At the usual place, or where a variable says; nowhere where it is empty."""
-    assert exporter_sockets({}) == ("/run/hpml/exporter.sock",)
-    assert exporter_sockets({"HPML_EXPORTER_SOCKET": "/x"}) == ("/x",)
-    assert exporter_sockets({"HPML_EXPORTER_SOCKET": ""}) == ()
-
-
-def test_from_a_training_to_the_exporter(tmp_path: Path) -> None:
-    """Counters, buckets and gauges through a real channel, under the sender's own pid."""
-    made = Clocked()
-    end = made.exporter()
-    name = f"hpml/test/{uuid.uuid4().hex}"
-    with ChannelReader(name, tmp_path / "n1.jsonl", "n1", feed=made.feed) as reader:
-        channel = Channel(name, rank=3)
-        channel.gauge(loss=0.5)
-        channel.count(samples=32, steps=1, step_seconds=0.3)
-        channel.close()
-        eventually(lambda: reader.received)
-    made.feed.flush()
-    rank = ranks(end)[3]
-    assert (rank["t"][:2], rank["g"], sum(rank["b"])) == ([32, 1], {"loss": 0.5}, 1)
-    made.close()

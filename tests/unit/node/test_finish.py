@@ -280,12 +280,3 @@ def test_nodes_without_a_proof() -> None:
         assert lines[-1].endswith("0 of its 8 ranks recorded their binding")
     for text in (plan("warn", "none"), "hello\n"):
         assert verify_binding({"n1": text}, [], completed=True) == NOTHING
-
-
-def test_a_long_table_is_cut() -> None:
-    """On many nodes: so many rows, and how many more there are."""
-    plans = {f"n{number}": plan() for number in range(100)}
-    proofs = [proof(f"n{number}", 8 * number, 8, ELSEWHERE) for number in range(100)]
-    lines, _ = verify_binding(plans, proofs, completed=True)
-    assert lines[0] == "binding: 100 of 800 ranks WRONG"
-    assert (len(lines), lines[-1]) == (67, "… and 36 more")

@@ -20,7 +20,6 @@ from hpml_orchestrator.node.monitor import (
     Monitor,
     Timing,
     allocated_gpus,
-    free_cpus,
     job_facts,
     target_address,
 )
@@ -363,19 +362,6 @@ def test_gpus_by_what_the_scheduler_says(
     Of a job on several nodes the batch script's list is that of its own node only.
     """
     assert allocated_gpus(None, environment) == gpus
-
-
-def test_cpus_that_no_rank_has() -> None:
-    """Best whole cores; else the second threads of ranks' cores; else wherever the kernel likes."""
-    topology = dgx_a100()
-    first, second = topology.cores[0].cpus, topology.cores[1].cpus
-    assert len(first) == 2
-    allowed = {*first, *second}
-    assert free_cpus(prepared(first, topology=topology), allowed) == set(second)
-    assert free_cpus(prepared(first[:1], topology=topology), allowed) == set(second)
-    assert free_cpus(prepared(first[:1], topology=topology), set(first)) == {first[1]}
-    assert free_cpus(prepared(first, second, topology=topology), allowed) == frozenset()
-    assert free_cpus(None, allowed) == frozenset()
 
 
 @pytest.mark.parametrize(

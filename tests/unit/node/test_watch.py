@@ -29,16 +29,6 @@ FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
 BOTH = cpu_list(CPUS)
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 BUSY = "import time; began = time.time()\nwhile time.time() - began < 600: pass"
-FORKS = """
-import os, sys, time
-if os.fork() == 0:
-    os.sched_setaffinity(0, {int(sys.argv[1])})
-    began = time.process_time()
-    while time.process_time() - began < 0.2: pass
-    print("begun", flush=True)
-    time.sleep(600)
-sys.stdin.read()
-"""
 DEAF = "import signal, sys\nfor n in (15, 1, 2): signal.signal(n, signal.SIG_IGN)\n"
 DEAF += "print('begun', flush=True); sys.stdin.read()"
 
@@ -195,27 +185,6 @@ def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
     assert watching.said.splitlines() == lines, "told once"
     assert lives(process.pid), "warn tells, and no more"
     assert watching.proof().ranks[0].cpus == FIRST
-
-
-@needs_two
-def test_a_worker_on_a_core_of_its_own_is_right(attempt: Path, ranks: Ranks) -> None:
-    """A forked process that holds itself on one of the rank's CPUs, busy as it is, is no fault."""
-    watching = Watching(attempt, 1)
-    ranks.start(0, BOTH, sys.executable, "-c", FORKS, FIRST, ready="begun")
-    watching.turn(5)
-    assert watching.proof().ranks[0].wrong == ()
-    assert watching.proof().ranks[0].cpus == BOTH
-
-
-def test_changed_devices(attempt: Path, ranks: Ranks) -> None:
-    """The program's environment counts, not the one that hpml-bind had."""
-    watching = Watching(attempt, 1, CUDA_VISIBLE_DEVICES="0,1")
-    process = ranks.process(BOTH, CUDA_VISIBLE_DEVICES="1")
-    ranks.record(0, process.pid, visible="0,1")
-    watching.turn(6)
-    (told,) = watching.proof().ranks[0].wrong
-    assert told.startswith("sees 1 of the job's 2 GPUs (its list of visible devices is '1')")
-    assert "1 wrong" in watching.said
 
 
 def test_a_process_that_ended_at_once(attempt: Path, ranks: Ranks) -> None:
