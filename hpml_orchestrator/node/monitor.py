@@ -126,7 +126,7 @@ class Monitor:
         """Wait until the exporter is gone and its target removed, for a bounded time."""
         self.end()
         if self._thread is not None:
-            self._thread.join(self.timing.terminate + 2 * self.timing.look)
+            self._thread.join(self.timing.terminate + 0.5)
         self.feed.close()
         self._exporter_feed.close()
 
@@ -156,9 +156,10 @@ class Monitor:
             status = self._run_once(listen)
             if self._ending.is_set() or status == 0:
                 return
-            how = f"status {status}: {self._last_line()}"
             if status < 0:
                 how = f"by {signal.Signals(-status).name}"
+            else:
+                how = f"status {status}: {self._last_line()}"
             restarts = left > 0 and self._address != ""
             again = f"started again in {pause:g} s" if restarts else "not started again"
             self._report(f"ended ({how}); {again}")

@@ -1,11 +1,13 @@
-"""Build `hpml-node.pyz`, the one file of hpml that the nodes need: a zip archive of plain modules.
+"""Build `hpml-node.pyz`, the one file of hpml that the nodes need: a zip archive of its modules.
 
 Its commands run as `python -I -S hpml-node.pyz COMMAND …`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import marshal
 import zipfile
 from pathlib import Path
 
@@ -29,20 +31,27 @@ from hpml_orchestrator.node.main import main
 
 sys.exit(main(sys.argv[1:]))
 """
+_UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: the source beside it is not compared
+_MARSHAL_VERSION = 2  # later ones mark shared objects, which differ from process to process
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def build() -> bytes:
-    """Return the archive's bytes; equal sources give equal bytes.
+    """Return the archive's bytes; equal sources give equal bytes with equal interpreters.
 
-    It is stored uncompressed, so that a rank's start does not pay for unpacking.
+    Beside each source is its bytecode of this interpreter; others see its magic number and read the
+    source. All is stored uncompressed, so that a rank's start pays for neither.
     """
     files = {"__main__.py": _MAIN.encode()}
     sources = [_PACKAGE / "__init__.py", _PACKAGE / "errors.py"]
     for room in _ROOMS:
         sources += sorted((_PACKAGE / room).rglob("*.py"))
     for source in sources:
-        files[source.relative_to(_PACKAGE.parent).as_posix()] = source.read_bytes()
+        name, data = source.relative_to(_PACKAGE.parent).as_posix(), source.read_bytes()
+        code = compile(data, name, "exec", dont_inherit=True)
+        head = importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(data)
+        files[name] = data
+        files[f"{name}c"] = head + marshal.dumps(code, _MARSHAL_VERSION)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in files.items():
