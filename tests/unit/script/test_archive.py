@@ -101,7 +101,17 @@ def test_a_rank_starts_the_short_way(python: Path, pyz: Path, tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("hpml-0-")
     assert [(one["cpus"], one["bound"]) for one in records(tmp_path)] == [(str(MINE[0]), True)]
-    command = [python, "-I", "-S", "-X", "importtime", "-c", archive.BIND_CODE, pyz, "--help"]
+    command = [
+        str(python),
+        "-I",
+        "-S",
+        "-X",
+        "importtime",
+        "-c",
+        archive.BIND_CODE,
+        str(pyz),
+        "--help",
+    ]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stderr.split()
     assert not {"json", "re", "typing", "dataclasses"} & set(loaded)
     assert binder(python, pyz, "--").stderr.startswith("usage: hpml-bind")
