@@ -1,9 +1,9 @@
 """The node agent: one per node, for as long as the job.
 
-It plans where the ranks will run, stages the data, says when the node is ready, listens to the
-ranks and watches them, keeps the job's exporter alive, and removes what it staged when the job is
-over. The file `over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a
-job, also those that a user means for the ranks: while ranks live, none of them ends an agent.
+It plans where the ranks will run, stages the data, marks the node as ready, listens to the ranks
+and watches them, runs the job's exporter, and removes what it staged when the job is over. The file
+`over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a job, also those
+that a user means for the ranks: while ranks live, none of them ends an agent.
 """
 
 from __future__ import annotations
@@ -20,29 +20,24 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
-from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
-from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.node.claim import node_name
+from hpml_orchestrator.node import planning
+from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
-from hpml_orchestrator.node.names import attempt_channel
-from hpml_orchestrator.node.rankrecords import RankRecords, is_alive
-from hpml_orchestrator.node.rendezvous import resolve
+from hpml_orchestrator.node.monitor import Monitor
+from hpml_orchestrator.node.options import AgentOptions, BindOptions, node_name, parse_options
+from hpml_orchestrator.node.processes import RankRecords, is_alive
 from hpml_orchestrator.node.stages import NodeStaging, parts_of
+from hpml_orchestrator.node.startup import resolve
+from hpml_orchestrator.node.watch import Watch
+from hpml_orchestrator.placement.report import plan_figures
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from hpml_orchestrator.node.monitor import Monitor
-    from hpml_orchestrator.node.planning import Prepared
-    from hpml_orchestrator.node.watch import Watch
-    from hpml_orchestrator.staging import CopyStager
 
 __all__ = ["Agent", "main"]
 
@@ -51,22 +46,20 @@ _KILL_WAIT_SECONDS = 30.0  # Slurm's default
 _CLEAN_SECONDS = 3.0
 """How long before Slurm's SIGKILL the last ranks are ended, so that their data can be removed."""
 _RANK_LOOK_SECONDS = 0.2
-_WAKE_BYTES = 4096
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
-_OVER_MARKER = "over"
 
 
 def main(argv: list[str]) -> int:
     """Run the agent of this node until the job is over; see `Agent.run`."""
-    agent = Agent(parse_arguments(argv))
+    agent = Agent(parse_options(argv))
     for number in _ENDING:
         signal.signal(number, agent.on_signal)
     # Blocked and not handled: all that the agent starts inherits that, and no copy dies of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     threading.Thread(target=agent.listen, name="hpml-signals", daemon=True).start()
     status = agent.run()
-    for number in _ENDING:  # Python gives its own handlers up before it exits
+    for number in _ENDING:  # Python restores the default handlers before it exits
         signal.signal(number, signal.SIG_IGN)
     return status
 
@@ -77,9 +70,9 @@ def kill_wait(environment: Mapping[str, str]) -> float:
         if "HPML_LOCAL_KILL_WAIT" in environment:
             return float(environment["HPML_LOCAL_KILL_WAIT"])
         command = ["scontrol", "show", "config"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=3, check=True)
-        found = re.search(r"^KillWait\s*=\s*(\d+)", told.stdout, re.MULTILINE)
-        return float(found[1]) if found else _KILL_WAIT_SECONDS
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3, check=True)
+        match = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+        return float(match[1]) if match else _KILL_WAIT_SECONDS
     return _KILL_WAIT_SECONDS
 
 
@@ -88,11 +81,11 @@ class Agent:
     """One node's agent.
 
     Attributes:
-        asked: what the batch script asks for.
+        options: what the batch script asks for.
         node: Slurm's name of this node.
     """
 
-    asked: Arguments
+    options: AgentOptions
     node: str = field(default_factory=node_name)
     _asked_to_end: bool = False
     _over: bool = False
@@ -101,18 +94,16 @@ class Agent:
     _note_at: float = math.inf
     _received: list[str] = field(default_factory=list)
     _ranks: list[dict[str, Any]] = field(default_factory=list)
-    _watch: Optional[Watch] = None  # noqa: UP045
-    _made: Optional[Prepared] = None  # noqa: UP045
+    _watch: Watch | None = None
+    _made: planning.Prepared | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
     def __post_init__(self) -> None:
-        self._records = RankRecords(self.attempt / "binding" / f"{self.node}.jsonl")
-
-    @property
-    def attempt(self) -> Path:
-        """The attempt's directory, on the shared file system."""
-        return self.asked.attempt
+        self._attempt = self.options.attempt  # on the shared file system
+        self._log = self._attempt / "events" / f"{self.node}.jsonl"
+        self._records = RankRecords(self._attempt / "binding" / f"{self.node}.jsonl")
+        self._staging = NodeStaging(self.options, self.node, self._log, self._should_stop)
 
     def listen(self) -> None:
         """Take the signals that users send to ranks, for ever; a thread's work."""
@@ -136,10 +127,10 @@ class Agent:
         now = time.monotonic()
         if not self._over and now >= self._look_at:
             self._look_at = now + _POLL_SECONDS
-            self._over = os.path.exists(self.attempt / _OVER_MARKER)
+            self._over = os.path.exists(self._attempt / "over")
         return self._over
 
-    def _stops_staging(self) -> bool:
+    def _should_stop(self) -> bool:
         return self._asked_to_end or self._is_over()
 
     def _rank_lives(self, *, may_begin: bool = False) -> bool:
@@ -153,161 +144,122 @@ class Agent:
             with contextlib.suppress(OSError):
                 os.kill(record["pid"], signal.SIGKILL)
 
+    def _report(self, message: str) -> None:
+        sys.stderr.write(f"hpml: {self.node}: {message}\n")
+
     def run(self) -> int:
-        """Plan, stage, report, listen, watch, wait for the end, clean up.
+        """Plan, stage, mark the node, listen, watch, wait for the end, clean up.
 
         Returns:
             0 when the node was ready and the job is over, 1 when it could not be made ready.
         """
-        log = self.attempt / "events" / f"{self.node}.jsonl"
-        staging = self._staging(log)
-        name = attempt_channel(os.environ, str(self.attempt))
-        reader = ChannelReader(name, log, self.node, feed=self._feed)
+        name = attempt_channel(os.environ, str(self._attempt))
         monitor = self._monitor()
         try:
-            reader.start()
-            try:
-                failure = self._make_ready(staging, log, reader.name, monitor)
-                if not failure:
-                    self._wait(log)
-            finally:
-                reader.stop()
-                self._watched(lambda watch: watch.close())
-                self._feed.flush()
+            with ChannelReader(name, self._log, self.node, feed=self._feed):
+                ready = self._make_ready(name, monitor)
+                if ready:
+                    self._wait()
+            self._watch_ranks(closing=True)
+            self._feed.flush()
         finally:
             if monitor is not None:
                 monitor.end()  # which takes a moment, like cleaning up
-            self._clean(staging.stager)
+            self._clean()
             if monitor is not None:
                 monitor.stop()
             self._feed.close()
-        return 1 if failure else 0
+        return 0 if ready else 1
 
-    def _monitor(self) -> Optional[Monitor]:  # noqa: UP045
-        """Return the job's exporter, which is not started yet; None where nobody asked for it."""
-        if self.asked.monitor is None:
+    def _monitor(self) -> Monitor | None:
+        """Return the job's exporter, not started yet; None where the job is not monitored."""
+        if self.options.monitor is None:
             return None
-        from hpml_orchestrator.node.monitor import Monitor  # noqa: PLC0415 - few jobs have one
-
         try:
-            monitor = Monitor(self.asked.monitor, self.attempt, self.node)
+            monitor = Monitor(self.options.monitor, self._attempt, self.node)
         except OSError as error:
-            sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {error}\n")
+            self._report(f"the job is not monitored: {error}")
             return None
         self._feed.add_socket(monitor.feed)
         return monitor
 
-    def _start(self, monitor: Monitor) -> None:
-        """Start the job's exporter; the job goes on without one where that cannot be."""
-        wish = self.asked.wish
-        try:
-            monitor.start(self._made, no_gpus=wish is not None and wish.no_gpus)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-            told = f"{type(error).__name__}: {error}"
-            sys.stderr.write(f"hpml: {self.node}: the job is not monitored: {told}\n")
-
-    def _staging(self, log: Path) -> NodeStaging:
-        return NodeStaging(self.asked, self.node, log, self._stops_staging)
-
-    def _make_ready(
-        self,
-        staging: NodeStaging,
-        log: Path,
-        channel: str,
-        monitor: Optional[Monitor] = None,  # noqa: UP045
-    ) -> bool:
-        """Plan, stage everything and publish the node's marker; returns whether that failed."""
+    def _make_ready(self, channel: str, monitor: Monitor | None = None) -> bool:
+        """Plan, stage everything and write the node's marker; False where that failed."""
         if self._is_over():
-            return False  # the script failed before this node's agent could hear its signal
-        began = time.monotonic()
-        placed: dict[str, Any] = {}
+            return True  # the script failed before this node's agent could hear its signal
         try:
-            if self.asked.wish is not None:
-                placed = {"placed": self._plan(self.asked.wish, channel)}
-                began = time.monotonic()
+            placed = self._plan(self.options.bind, channel)
             if monitor is not None:
                 self._start(monitor)
-            stages = staging.stage_all()
+            began = time.monotonic()
+            stages = self._staging.stage_all()
         except (HpmlError, OSError) as error:
-            if self._stops_staging():
-                return False
-            message = str(error) or type(error).__name__
+            if self._should_stop():
+                return True
             self._mark(
                 "failed",
-                message=message,
+                message=str(error) or type(error).__name__,
                 hint=getattr(error, "hint", ""),
                 exit_code=getattr(error, "exit_code", 0),
             )
-            return True
-        seconds = time.monotonic() - began
+            return False
         figures: dict[str, Any] = {
-            "bytes": sum(one["bytes"] for one in stages),
-            "files": sum(one["files"] for one in stages),
-            "seconds": round(seconds, 6),
-            "reused": sum(one["reused"] for one in stages),
+            "bytes": sum(stage["bytes"] for stage in stages),
+            "files": sum(stage["files"] for stage in stages),
+            "seconds": round(time.monotonic() - began, 6),
+            "reused": sum(stage["reused"] for stage in stages),
             "stages": stages,
         }
-        events.append(log, "ready", node=self.node, **figures)
+        events.append(self._log, "ready", node=self.node, **figures)
         self._is_ready = True
-        self._mark("ready", resolves=resolve(self._head_names()), **figures, **placed)
-        return False
+        self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
+        return True
 
-    def _plan(self, wish: Wish, channel: str) -> dict[str, Any]:
-        """Plan the node's ranks and publish that; a node that cannot be planned binds nothing.
+    def _start(self, monitor: Monitor) -> None:
+        """Start the job's exporter; without one the job goes on."""
+        try:
+            monitor.start(self._made, no_gpus=self.options.bind.no_gpus)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+            self._report(f"the job is not monitored: {type(error).__name__}: {error}")
+
+    def _plan(self, options: BindOptions, channel: str) -> dict[str, Any]:
+        """Plan the node's ranks and publish that; where that is impossible nothing is bound.
 
         Returns:
-            What the script tells of it once all nodes are ready.
+            What the script prints of it once all nodes are ready.
 
         Raises:
-            BindingError: it cannot, and the job wants proof.
+            BindingError: it is impossible, and the job wants proof.
             RecordError: the plan cannot be written.
         """
-        from hpml_orchestrator.node import planning  # noqa: PLC0415 - for jobs that bind alone
-        from hpml_orchestrator.node.watch import Watch  # noqa: PLC0415
-        from hpml_orchestrator.placement.report import plan_figures  # noqa: PLC0415
-
         allowed = os.sched_getaffinity(0)
         try:
-            made = planning.prepare(
-                wish,
-                os.environ,
-                node=self.node,
-                allowed=allowed,
-                listing=lambda: planning.list_instances(self._stops_staging),
-            )
+            made = planning.prepare(options, os.environ, node=self.node, allowed=allowed)
         except (HpmlError, OSError, ValueError) as error:
             why = f"the ranks cannot be placed: {error}"
-            if wish.verify == "strict":
+            if options.verify == "strict":
                 raise BindingError(why, hint=getattr(error, "hint", "")) from error
-            made = planning.unbound(
-                wish, os.environ, node=self.node, allowed=allowed, why=f"{why}; nothing is bound"
-            )
+            why = f"{why}; nothing is bound"
+            made = planning.unbound(options, os.environ, node=self.node, allowed=allowed, why=why)
         self._made = made
-        parts = parts_of(self.asked.entries, os.environ)
-        planning.publish(self.attempt, wish, made, channel=channel, parts=parts)
-        if wish.verify != "off":
-            self._watch = Watch(self.attempt, made)
-        return plan_figures(made.plan, sets_threads=not wish.keep_threads)
+        parts = parts_of(self.options.stages, os.environ)
+        planning.publish(self._attempt, options, made, channel=channel, parts=parts)
+        if options.verify != "off":
+            self._watch = Watch(self._attempt, made)
+        return plan_figures(made.plan, sets_threads=not options.keep_threads)
 
     def _head_names(self) -> list[str]:
         try:
-            return [str(name) for name in read_json(self.attempt / "head.json")["names"]]
+            return [str(name) for name in read_json(self._attempt / "head.json")["names"]]
         except (NotFoundError, RecordError, KeyError):
             return []
 
     def _mark(self, kind: str, **data: object) -> None:
-        write_json(
-            self.attempt / "nodes" / f"{self.node}.{kind}.json",
-            {
-                "node": self.node,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "time": round(time.time(), 6),
-                **data,
-            },
-        )
+        marker = {"node": self.node, "host": socket.gethostname(), "pid": os.getpid()}
+        path = self._attempt / "nodes" / f"{self.node}.{kind}.json"
+        write_json(path, {**marker, "time": round(time.time(), 6), **data})
 
-    def _wait(self, log: Path) -> None:
+    def _wait(self) -> None:
         """Wait until the job is over, or is being ended and no rank lives any more."""
         kill_at = math.inf
         while True:
@@ -321,17 +273,15 @@ class Agent:
                     self._kill_ranks()
             elif self._asked_to_end and not self._rank_lives(may_begin=self._is_ready):
                 return
-            looked = self._note_signals(log, now)
-            pause = self._watched(lambda watch: watch.act(time.monotonic()))
-            pause = min(pause, self._feed.act(time.monotonic()), looked)
+            pause = min(self._note_signals(now), self._watch_ranks(), self._feed.act(now))
             if self._over or self._asked_to_end:
                 pause = min(pause, _RANK_LOOK_SECONDS)
             select.select([self._wake[0]], [], [], max(0.0, pause))
             with contextlib.suppress(BlockingIOError):
-                os.read(self._wake[0], _WAKE_BYTES)
+                os.read(self._wake[0], 4096)
 
-    def _note_signals(self, log: Path, now: float) -> float:
-        """Put signals on record that did not end the job; returns seconds until the next look.
+    def _note_signals(self, now: float) -> float:
+        """Record signals that did not end the job; returns seconds until the next look.
 
         The script's own comes with its file, which a shared file system may show a moment later.
         """
@@ -343,31 +293,32 @@ class Agent:
                 received, self._received = self._received, []
                 for name, count in Counter(received).items():
                     with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
-                        events.append(log, "signal", node=self.node, name=name, count=count)
+                        events.append(self._log, "signal", node=self.node, name=name, count=count)
                 self._note_at = math.inf
         return min(self._look_at, self._note_at) - now
 
-    def _watched(self, step: Callable[[Watch], float | None]) -> float:
-        """Let the watch do a step; should it fail, the ranks and their data stay as they are.
+    def _watch_ranks(self, *, closing: bool = False) -> float:
+        """Do what is due of the watch; returns seconds until there is more.
 
-        Returns:
-            seconds until its next one.
+        Should it fail, the ranks and their data stay as they are.
         """
+        pause = _POLL_SECONDS
         if self._watch is not None:
             try:
-                pause = step(self._watch) or 0.0
-            except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-                told = f"{type(error).__name__}: {error}"
-                sys.stderr.write(f"hpml: {self.node}: the ranks are not watched any more: {told}\n")
-                self._watch = None
-            else:
+                if closing:
+                    self._watch.close()
+                else:
+                    pause = self._watch.act(time.monotonic())
                 if self._watch.binding is not None:
                     self._feed.tell_binding(*self._watch.binding)
-                return pause
-        return _POLL_SECONDS
+            except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+                what = f"{type(error).__name__}: {error}"
+                self._report(f"the ranks are not watched any more: {what}")
+                self._watch = None
+        return pause
 
-    def _clean(self, stager: CopyStager, write: Callable[[str], object] = sys.stderr.write) -> None:
+    def _clean(self) -> None:
         try:
-            stager.cleanup()
+            self._staging.stager.cleanup()
         except (HpmlError, OSError) as error:
-            write(f"hpml: {self.node}: staged data could not be removed: {error}\n")
+            self._report(f"staged data could not be removed: {error}")

@@ -1,41 +1,66 @@
-"""`hpml-bind [ATTEMPT] -- COMMAND`: become one rank where the node's plan puts it, and prove it.
+"""`hpml-bind [ATTEMPT] -- COMMAND`: bind this rank as planned, record it, exec the command.
 
 Started once per rank, perhaps ten thousand times at once from a shared file system. So the node's
-agent plans, and this reads one line of the plan, obeys it, reads back what the kernel made of it,
-appends one line to the node's record and becomes the command in the same process. It imports next
-to nothing, and `script/onefile.py` packs it with what it imports as a single module.
+agent plans, and this reads one line of the plan, applies it, reads back what the kernel made of it,
+appends one line to the node's record and becomes the command in the same process. Its imports are
+few: json, dataclasses and typing would each cost a third of an interpreter's start.
 
 It sets CPU affinity, preferred memory, OMP_NUM_THREADS (unless the job file does) and the names by
-which a rank finds its node's agent. HPML_NIC tells the nearest network card and nothing obeys it:
+which a rank finds its node's agent. HPML_NIC names the nearest network card and nothing reads it:
 NCCL and UCX rank the cards by themselves as long as they see all of them, and NCCL_IB_HCA or
-UCX_NET_DEVICES would only take the others away. KMP_AFFINITY and OMP_PROC_BIND stay alone, too:
+UCX_NET_DEVICES would only take the others away. KMP_AFFINITY and OMP_PROC_BIND are not set either:
 with PyTorch they push all loader workers onto one core.
 
-Where no agent runs, such as in anybody's own batch script, `node/solo.py` plans for this one rank.
+Where no agent runs, such as in your own batch script, `planning.bind_alone` plans for this rank.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from _json import encode_basestring_ascii  # without the rest of the json package
 
-from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, start_ticks
-from hpml_orchestrator.node.rankrecord import append_record
-from hpml_orchestrator.node.ranks import rank_variables
+from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, set_cpus
 from hpml_orchestrator.placement.planfile import find, header
+from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
-__all__ = ["EXIT_BINDING", "USAGE", "main", "run"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["EXIT_BINDING", "USAGE", "apply_plan", "main", "rank_variables", "run", "tasks_here"]
 
 USAGE = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
 EXIT_BINDING = 79
-"""Exit status of a rank that is not where it should be, with `verify: strict`."""
+"""Exit status of a rank that is not bound as planned, with `verify: strict`."""
 
 _SCHEMA_VERSION = 2
-_PLAN_BYTES = 1 << 20
-_OTHERS_SECONDS = 2.0  # so that the other ranks record theirs, too, before the job is ended
+_OTHERS_SECONDS = 2.0  # so that the other ranks can record theirs before the job ends
 _ALL_CPUS = "give the step all CPUs of the job: srun --cpu-bind=none, without --cpus-per-task"
+# Rank, world size, local rank, local world size, node's number. Most particular first: horovodrun
+# starts its ranks from the batch step, whose SLURM_PROCID is 0 everywhere; Open MPI's daemons are
+# tasks of an srun, whose SLURM_PROCID all ranks of one node inherit; MPICH's and Intel's too, which
+# alone set MPI_LOCALRANKID (Slurm's own PMI sets PMI_RANK as well).
+_LAUNCHERS = (
+    (
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+    ),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",  # its srun starts daemons on all nodes but the first, so SLURM_NODEID is 0 on two
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_NODEID"),
+)
 
 
 def main() -> int:
@@ -47,8 +72,8 @@ def run(argv: list[str]) -> int:
     """Bind this rank and exec its command; returns only on an error.
 
     Args:
-        argv: optionally `--show`, which tells in a line what is done where no agent ran; optionally
-            the attempt's directory; then `--` and the command.
+        argv: optionally `--show`, which prints a line about the binding where no agent ran;
+            optionally the attempt's directory; then `--` and the command.
 
     Returns:
         2 for wrong usage, 79 where the rank cannot be bound and must be, 126 or 127 when the
@@ -58,45 +83,112 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     show = argv[:1] == ["--show"]
-    words = argv[1:] if show else argv
-    split = words.index("--") if "--" in words else -1
-    if split not in (0, 1) or split + 1 >= len(words):
+    arguments = argv[1:] if show else argv
+    split = arguments.index("--") if "--" in arguments else -1
+    if split not in (0, 1) or split + 1 >= len(arguments):
         sys.stderr.write(USAGE)
         return 2
-    if split and words[0].startswith("-"):  # a directory of such a name is ./-x
-        sys.stderr.write(f"hpml-bind: there is no option {words[0]}\n{USAGE}")
+    if split and arguments[0].startswith("-"):  # a directory of such a name is ./-x
+        sys.stderr.write(f"hpml-bind: unknown option {arguments[0]}\n{USAGE}")
         return 2
-    attempt = words[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
-    command = words[split + 1 :]
+    attempt = arguments[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
+    command = arguments[split + 1 :]
     os.environ.update(rank_variables(os.environ))
     if attempt:
-        status = _obey(attempt, command[0])
+        status = apply_plan(attempt, command[0])
         if status:
             return status
     else:
-        from hpml_orchestrator.node.solo import bind_alone  # noqa: PLC0415 - reads all of sysfs
+        from hpml_orchestrator.node.planning import bind_alone  # noqa: PLC0415 - reads all of sysfs
 
         bind_alone(show=show or os.environ.get("HPML_BINDING_VERBOSE", "0") not in ("", "0"))
-    return _become(command)
+    return _exec(command)
 
 
-def _obey(attempt: str, program: str) -> int:
-    """Do what the plan says of this rank, and record what came of it; 79 to end, else 0."""
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and GROUP_RANK, as torchrun sets them.
+
+    Empty where a launcher has set RANK itself, and for a process that no launcher started, such as
+    one of the batch script: Slurm sets SLURM_PROCID there, too, but no number of tasks in the step.
+    GROUP_RANK is the node's number; where it is unknown, ranks are taken to be in blocks.
+
+    >>> rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
+    ...     "SLURM_STEP_NUM_NODES": "2"})["LOCAL_WORLD_SIZE"]
+    '2'
+    """
+    if "RANK" in environment:
+        return {}
+    for names in _LAUNCHERS:
+        if all(name in environment for name in names[:4]):
+            rank, size, local, here = (environment[name] for name in names[:4])
+            node = environment.get(names[4]) or str(_at_least(0, rank) // _at_least(1, here))
+            break
+    else:
+        if "SLURM_PROCID" not in environment or "SLURM_STEP_NUM_TASKS" not in environment:
+            return {}
+        rank, size = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
+        local, here = environment.get("SLURM_LOCALID", "0"), str(tasks_here(environment))
+        node = environment.get("SLURM_NODEID", "0")
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": here,
+        "GROUP_RANK": node,
+    }
+
+
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Return how many tasks of this step run on this node; 1 outside of a step.
+
+    SLURM_STEP_TASKS_PER_NODE has it for each node in order, such as `4(x2),3`.
+
+    >>> tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+    3
+    """
+    node = _at_least(0, environment.get("SLURM_NODEID", ""))
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, times = part.partition("(x")
+        node -= _at_least(1, times.rstrip(")"))
+        if tasks.isdecimal() and node < 0:
+            return _at_least(1, tasks)
+    total = _at_least(1, environment.get("SLURM_STEP_NUM_TASKS", ""))
+    return max(1, total // _at_least(1, environment.get("SLURM_STEP_NUM_NODES", "")))
+
+
+def apply_plan(attempt: str, program: str) -> int:
+    """Bind this rank as the plan says and record the result.
+
+    Args:
+        attempt: the attempt's directory.
+        program: of the rank's command, for the record.
+
+    Returns:
+        EXIT_BINDING where the rank is not bound as planned and must be, else 0.
+    """
     host = os.uname().nodename
     node = os.environ.get("SLURMD_NODENAME") or host.partition(".")[0]
     inherited = format_list(os.sched_getaffinity(0))
-    head, line, problems, hint = _planned(attempt, node)
+    head, line, problem, hint = _planned(attempt, node)
     verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
-    _tell_agent(attempt, head.get("channel", ""))
-    _tell_parts(head.get("parts", ""))
+    _export(attempt, head)
     bound = line.get("bind") == "yes"
-    minor = ""  # what is recorded and never ends a job: a preference is no promise
+    memory_problem = ""  # recorded, and never ends a job: a preference is no promise
     if bound:
-        problems, minor = _set(head, line)
-        bound, hint = not problems, _ALL_CPUS
+        problem, hint = set_cpus(line.get("cpus", "")), _ALL_CPUS
+        bound = not problem
+        if line.get("mem", "").isdecimal():
+            memory_problem = prefer_memory(int(line["mem"]))
+        if "nic" in line:
+            os.environ["HPML_NIC"] = line["nic"]
+        if head.get("omp") != "keep":
+            os.environ["OMP_NUM_THREADS"] = line.get("threads", "1")
     cpus = os.sched_getaffinity(0)
-    child, unproven = _proof(cpus) if verify != "off" else (None, "")
-    problems = problems or unproven
+    child = None
+    if verify != "off":
+        child, child_problem = _child(cpus)
+        problem = problem or child_problem
+    stat = read_stat("self")
     record = {
         "schema_version": _SCHEMA_VERSION,
         "rank": _variable("RANK", 0),
@@ -105,7 +197,7 @@ def _obey(attempt: str, program: str) -> int:
         "node": node,
         "host": host,
         "pid": os.getpid(),
-        "start_ticks": start_ticks(),
+        "start_ticks": stat.start_ticks if stat else None,
         "time": round(time.time(), 6),
         "inherited": inherited,
         "cpus": format_list(cpus),
@@ -115,21 +207,21 @@ def _obey(attempt: str, program: str) -> int:
         "threads": _variable("OMP_NUM_THREADS", None),
         "nic": os.environ.get("HPML_NIC"),
         "bound": bound,
-        "error": problems,
-        "note": minor,
+        "error": problem,
+        "note": memory_problem,
         "program": program,
     }
     try:
-        append_record(f"{attempt}/binding/{node}.jsonl", record)
+        _append(f"{attempt}/binding/{node}.jsonl", record)
     except OSError as error:
         sys.stderr.write(f"hpml-bind: cannot record the binding: {error}\n")
-    if not problems:
+    if not problem:
         return 0
     strict = verify == "strict"
-    goes_on = "it goes on" if bound else "it goes on unbound"
+    goes_on = "it continues" if bound else "it continues unbound"
     end = "it ends (binding.verify: strict)" if strict else goes_on
-    who = f"rank {record['rank']} (local rank {record['local_rank']}) on {node}"
-    sys.stderr.write(f"hpml-bind: {who}: {problems}; {end}. Hint: {hint or _ALL_CPUS}\n")
+    rank = f"rank {record['rank']} (local rank {record['local_rank']}) on {node}"
+    sys.stderr.write(f"hpml-bind: {rank}: {problem}; {end}. Hint: {hint or _ALL_CPUS}\n")
     if strict:
         time.sleep(_OTHERS_SECONDS)
         return EXIT_BINDING
@@ -137,92 +229,62 @@ def _obey(attempt: str, program: str) -> int:
 
 
 def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], str, str]:
-    """Return the plan's header, this rank's line, what is wrong with them, and what to do then."""
+    """Return the plan's header, this rank's line, what is wrong with them, and a hint."""
     path = f"{attempt}/plan/{node}.txt"
     head: dict[str, str] = {}
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.read(descriptor, _PLAN_BYTES).decode("ascii")
-        finally:
-            os.close(descriptor)
+        with open(path, encoding="ascii") as stream:
+            text = stream.read()
         head = header(text)
         local_rank = _variable("LOCAL_RANK", 0)
         if local_rank is None:
-            wrong = os.environ["LOCAL_RANK"]
-            return head, {}, f"LOCAL_RANK is {wrong!r}, no number", "whoever set it must not"
+            problem = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, not a number"
+            return head, {}, problem, "do not set LOCAL_RANK yourself"
         if local_rank >= int(head["ranks"]):
-            problem = f"the plan has {head['ranks']} ranks for this node, and not this one"
+            problem = f"the plan has only {head['ranks']} ranks for this node"
             return head, {}, problem, "start as many ranks on each node as the job file says"
         line = find(text, local_rank)
         parse_list(line.get("cpus", ""))
     except OSError as error:
         problem = f"the plan {path} cannot be read: {error.strerror}"
-        return head, {}, problem, "see in the output what the node's agent says"
+        return head, {}, problem, "see the messages of the node's agent in the output"
     except ValueError as error:
         problem = f"the plan {path} is damaged: {error}"
-        return head, {}, problem, "the agent writes it anew with the next start: submit again"
+        return head, {}, problem, "submit again: the agent writes it at each start"
     return head, line, "", ""
 
 
-def _tell_agent(attempt: str, channel: str) -> None:
-    """Tell the rank where this node's agent listens, and which file asks it to stop."""
-    if not channel:
-        try:
-            from hpml_orchestrator.node.names import attempt_channel  # noqa: PLC0415 - hashes
-        except ImportError:
-            return
-        channel = attempt_channel(os.environ, attempt)
-    os.environ["HPML_CHANNEL"] = channel
+def _export(attempt: str, head: dict[str, str]) -> None:
+    """Set where this node's agent listens, the stop file, and the node's part of staged data."""
+    if "channel" in head:
+        os.environ["HPML_CHANNEL"] = head["channel"]
     os.environ["HPML_STOP_FILE"] = f"{attempt}/stop"
-
-
-def _tell_parts(told: str) -> None:
-    """Tell the rank which part of staged data this node has: HPML_PART_TRAIN=0/4."""
-    part, _, names = told.partition(":")
+    part, _, names = head.get("parts", "").partition(":")
     for name in filter(None, names.split(",")):
-        os.environ[f"HPML_PART_{name.upper()}"] = part
+        os.environ[f"HPML_PART_{name.upper()}"] = part  # such as HPML_PART_TRAIN=0/4
 
 
-def _set(head: dict[str, str], line: dict[str, str]) -> tuple[str, str]:
-    """Set what this rank's line says; returns what is wrong with its CPUs, and with its memory."""
-    if "nic" in line:
-        os.environ["HPML_NIC"] = line["nic"]
-    if head.get("omp") != "keep":
-        os.environ["OMP_NUM_THREADS"] = line.get("threads", "1")
-    problem = _set_cpus(line.get("cpus", ""))
-    return problem, prefer_memory(int(line["mem"])) if line.get("mem", "").isdecimal() else ""
-
-
-def _proof(cpus: set[int]) -> tuple[str | None, str]:
+def _child(cpus: set[int]) -> tuple[str | None, str]:
     """Return the CPUs of a forked child, and what is wrong with them."""
     try:
         child = child_cpus()
     except (OSError, ValueError) as error:
-        return None, f"no child can be forked to prove the binding: {error}"
-    told = format_list(child)
-    return told, "" if child == cpus else f"a forked child runs on CPUs {told}, not on the rank's"
+        return None, f"cannot fork a child to verify the binding: {error}"
+    text = format_list(child)
+    return text, "" if child == cpus else f"a forked child runs on CPUs {text}, not on the rank's"
 
 
-def _set_cpus(wished: str) -> str:
-    """Set the affinity and read it back; returns what is wrong, or the empty text.
+def _append(path: str, record: Mapping[str, object]) -> None:
+    """Append a line of JSON: with one write, since all ranks of the node share the file."""
+    pairs = ", ".join(f'"{key}": {_json(value)}' for key, value in record.items())
+    with open(path, "ab", buffering=0) as stream:
+        stream.write(f"{{{pairs}}}\n".encode("ascii"))
 
-    The kernel leaves out, without a word, what is outside of the cpuset. A rank that gets a part of
-    its CPUs goes back to those that it was started with: the part may be one of many.
-    """
-    cpus = frozenset(parse_list(wished))
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, cpus)
-        found = os.sched_getaffinity(0)
-        if found == cpus:
-            return ""
-        os.sched_setaffinity(0, before)
-        refused = f"gives {format_list(found)} alone"
-    except (OSError, ValueError, OverflowError) as error:
-        refused = f"refuses them: {getattr(error, 'strerror', None) or error}"
-    may = f"it was started with {format_list(before)}"
-    return f"the plan wishes CPUs {wished or 'none'}, the kernel {refused}; {may}"
+
+def _json(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value) if isinstance(value, (int, float)) else encode_basestring_ascii(str(value))
 
 
 def _variable(name: str, default: int | None) -> int | None:
@@ -231,26 +293,24 @@ def _variable(name: str, default: int | None) -> int | None:
     return (int(text) if text.isdecimal() else None) if text else default
 
 
-def _become(command: list[str]) -> int:
+def _at_least(least: int, text: str) -> int:
+    """A number that a launcher wrote; the least that it can be where it is none."""
+    return max(least, int(text)) if text.isdecimal() else least
+
+
+def _exec(command: list[str]) -> int:
     """Exec the command as a shell finds it; returns only on an error."""
-    try:
-        import _signal as signal  # type: ignore[import-not-found] # noqa: PLC0415 - no enums
-    except ImportError:
-        import signal  # noqa: PLC0415
     # Python ignores the first two, the script has launchers ignore the others, and what is ignored
     # stays so across exec: not for the command.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
-    program = command[0]
-    reason = "" if program else "command not found"
-    # os.execvp would import the module warnings.
-    path = os.environ.get("PATH", os.defpath)
-    for directory in [""] if "/" in program else path.split(":"):
-        try:
-            os.execv(f"{directory}/{program}" if directory else program, command)  # noqa: S606
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError) as error:
-            reason = reason or getattr(error, "strerror", None) or str(error)
-    sys.stderr.write(f"hpml-bind: {program}: {reason or 'command not found'}\n")
-    return 127 if reason in ("", "command not found") else 126
+    reason, status = "command not found", 127
+    try:
+        if command[0]:
+            os.execvp(command[0], command)  # noqa: S606 - the user's own command
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason, status = getattr(error, "strerror", None) or str(error), 126
+    sys.stderr.write(f"hpml-bind: {command[0]}: {reason}\n")
+    return status

@@ -1,12 +1,12 @@
-"""What the ranks of a node say about themselves: the agent's end of the training channel.
+"""The agent's end of the training channel: what the ranks of a node report becomes its events.
 
 Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their end and
 describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
 JSONL file of events. Counters are cumulative, so of a rank's steps only the latest of each second
-is written, later in a job of every 2 % of the time since it began, in the end of every ten minutes:
-what ranks send, and how fast, does not decide what reaches the shared file system. Of other events
-beyond what a rank may report, too, the latest of each name is written with the next of these.
-A rank's first step after its warm-up is an event like others, and written: the warm-up ends there.
+is written, later in a job of every 2 % of its age, in the end of every ten minutes: what ranks
+send, and how fast, does not decide what reaches the shared file system. Of other events beyond what
+a rank may report, too, only the latest of each name is written with the next of these.
+A rank's first step after its warm-up is written like any other event: the warm-up ends there.
 Before any other event of a rank, and when the reader stops, its latest step is written.
 
 An abstract name belongs to a network namespace: a container with one of its own sees no channel.
@@ -14,6 +14,7 @@ An abstract name belongs to a network namespace: a container with one of its own
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -26,15 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.node.options import job_key
 from hpml_orchestrator.records.events import Event
 from hpml_orchestrator.records.files import append_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hpml_orchestrator.node.feed import Feed
 
-__all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "decode"]
+__all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "attempt_channel", "decode"]
 
 WIRE_VERSION = 1
 MAX_DATAGRAM_BYTES = 8192
@@ -52,9 +54,9 @@ MAX_PENDING_EVENTS = 10_000
 MAX_RANKS = 4096
 MAX_RANK = 1 << 24
 MAX_NAME_BYTES = 107  # sun_path has 108, the first is the NUL
-DRAIN_DATAGRAMS = 256
-PAUSE_SECONDS = 0.01  # after a full drain: caps what a flood can cost the node
-STOP_DRAIN_SECONDS = 1.0
+BATCH_DATAGRAMS = 256
+PAUSE_SECONDS = 0.01  # after a full batch: caps what a flood can cost the node
+STOP_SECONDS = 1.0
 CLOCK_TOLERANCE_SECONDS = 3600.0
 MAX_DEPTH = 4
 MAX_INTEGER = 1 << 63
@@ -64,8 +66,20 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 _LINE_ENDS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
 
 
-def decode(datagram: bytes, *, node: str, now: float) -> Event:
-    """Return the event that a datagram reports.
+def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
+    """Return the abstract socket's name (no leading NUL, under 100 bytes) of this node's agent.
+
+    Made of the user, the job, the attempt's directory and the node, so that jobs, attempts and
+    several virtual nodes on one host never share one.
+    """
+    node = environment.get("SLURMD_NODENAME") or ""
+    place = f"{attempt}\0{node}\0{job_key(environment)}"
+    digest = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    return f"hpml-{os.getuid()}-{digest}"
+
+
+def decode(datagram: bytes, *, node: str, now: float) -> tuple[Event, Any]:
+    """Return the event that a datagram reports, and its steps by duration.
 
     The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
     A `result` becomes an `evaluation` with `final: true` and its figures in the data.
@@ -73,10 +87,6 @@ def decode(datagram: bytes, *, node: str, now: float) -> Event:
     Raises:
         ValueError: it is none of ours: no JSON object of this version, or an unknown event.
     """
-    return _event_of(_message(datagram), node, now)
-
-
-def _message(datagram: bytes) -> dict[str, Any]:
     if len(datagram) > MAX_DATAGRAM_BYTES:
         raise ValueError("too long")
     try:
@@ -85,10 +95,6 @@ def _message(datagram: bytes) -> dict[str, Any]:
         raise ValueError("nested too deep") from error
     if not isinstance(message, dict) or message.get("v") != WIRE_VERSION:
         raise ValueError("no object of this version")
-    return message
-
-
-def _event_of(message: dict[str, Any], node: str, now: float) -> Event:
     kind, name = message.get("type"), message.get("event")
     rank, data = message.get("rank"), _clean(message.get("data", {}))
     if not isinstance(data, dict) or not isinstance(rank, int) or isinstance(rank, bool):
@@ -102,12 +108,10 @@ def _event_of(message: dict[str, Any], node: str, now: float) -> Event:
     if name == "rendezvous":  # who is who is said once, not with every step
         for key in ("local_rank", "world_size", "pid"):
             data.setdefault(key, _clean(message.get(key)))
-    return Event(_time_of(message.get("time"), now), str(name), node, rank, data)
-
-
-def _time_of(sent: Any, now: float) -> float:
-    number = isinstance(sent, (int, float)) and not isinstance(sent, bool)
-    return float(sent) if number and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS else now
+    sent: Any = message.get("time")
+    is_near = type(sent) in {int, float} and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS
+    event = Event(float(sent) if is_near else now, str(name), node, rank, data)
+    return event, message.get("step_buckets")
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
@@ -149,23 +153,19 @@ class ChannelReader:
     """Reads the ranks of one node in a thread and writes their events.
 
     Args:
-        name: abstract name without its NUL, see `names.attempt_channel`.
+        name: abstract name without its NUL, see `attempt_channel`.
         events_file: the node's JSONL file; its directory is made when missing.
         node: Slurm's name of the node.
         uid: the only user who is heard; the kernel vouches for the sender.
         clock: seconds since the epoch.
         monotonic: seconds on a clock that is never set.
-        feed: hears of every rank's counters, for an exporter.
+        feed: takes every rank's counters, for an exporter.
 
     Attributes:
         received: datagrams taken from the socket.
         refused: of these, from another user, malformed, too long or of an unknown event.
         superseded: of these, those of which a later one of the same rank and name is written.
         write_errors: attempts to write that failed; their events are kept for the next.
-
-    Example:
-        with ChannelReader(attempt_channel(os.environ, attempt), path, node):
-            run_the_ranks()
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ChannelReader:
                 f"a channel's name has 1 to {MAX_NAME_BYTES} bytes and no NUL",
                 field="channel",
                 value=name,
-                hint="names.attempt_channel() makes one that fits",
+                hint="attempt_channel() makes one that fits",
             )
         self.name = name
         self.received = self.refused = self.superseded = self.write_errors = 0
@@ -193,11 +193,10 @@ class ChannelReader:
         self._clock = clock
         self._monotonic = monotonic
         self._feed = feed
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket  # from `start` on
         self._thread: threading.Thread | None = None
         self._wake: tuple[int, int] = (-1, -1)
         self._stopping = threading.Event()
-        self._latest: dict[int, Event] = {}
         self._steps: dict[int, Event] = {}
         self._stepping: set[int] = set()  # ranks whose first step after the warm-up was taken
         self._events: list[Event] = []
@@ -212,35 +211,32 @@ class ChannelReader:
         Raises:
             HpmlError: the name is taken, or the directory of events cannot be made.
         """
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             # Before bind: a datagram that comes first would be without credentials.
-            channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            channel.setblocking(False)
-            channel.bind("\0" + self.name)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.setblocking(False)
+            self._socket.bind("\0" + self.name)
             self._file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            channel.close()
+            self._socket.close()
             raise HpmlError(
                 f"cannot open the training channel @{self.name} to {self._file}: {error.strerror}",
                 hint="does an agent of this attempt still run on this node?",
             ) from error
-        self._socket = channel
         self._wake = os.pipe()
-        self._stopping.clear()
         self._thread = threading.Thread(target=self._read, name="hpml-channel", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Read what is queued (for a second at most), write it and close; harmless twice."""
-        if self._thread is None or self._socket is None:
+        if self._thread is None:
             return
         self._stopping.set()
         os.write(self._wake[1], b"x")
         self._thread.join()
         self._thread = None
         self._socket.close()
-        self._socket = None
         for fd in self._wake:
             os.close(fd)
 
@@ -251,21 +247,17 @@ class ChannelReader:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def latest_steps(self) -> dict[int, Event]:
-        """Return each rank's latest counters, for an exporter; may be called from any thread."""
-        return dict(self._latest)
-
     def _read(self) -> None:
         poll = select.poll()
-        poll.register(self._require_socket(), select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
         poll.register(self._wake[0], select.POLLIN)
         while not self._stopping.is_set():
             poll.poll(self._wait_ms())
-            if self._drain() >= DRAIN_DATAGRAMS:
+            if self._receive() >= BATCH_DATAGRAMS:
                 self._stopping.wait(PAUSE_SECONDS)
             self._write_due(self._monotonic())
-        deadline = time.monotonic() + STOP_DRAIN_SECONDS
-        while self._drain() and time.monotonic() < deadline:
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._receive() and time.monotonic() < deadline:
             pass
         self._write(self._steps, self._excess)
 
@@ -276,15 +268,14 @@ class ChannelReader:
         due += [self._window_due()] if self._excess else []
         return max(0.0, min(due) - self._monotonic()) * 1000 + 1 if due else None
 
-    def _drain(self) -> int:
+    def _receive(self) -> int:
         """Take what is queued, up to a bound; return how many datagrams that were."""
-        ours = self._require_socket()
         # Room for the credentials and nothing else: descriptors that a sender attaches are closed
         # by the kernel.
         room = socket.CMSG_SPACE(_UCRED.size)
-        for taken in range(DRAIN_DATAGRAMS):
+        for taken in range(BATCH_DATAGRAMS):
             try:
-                datagram, ancillary, flags, _ = ours.recvmsg(MAX_DATAGRAM_BYTES + 1, room)
+                datagram, ancillary, flags, _ = self._socket.recvmsg(MAX_DATAGRAM_BYTES + 1, room)
             except OSError:
                 return taken
             self.received += 1
@@ -293,15 +284,14 @@ class ChannelReader:
                 self.refused += 1
                 continue
             try:
-                message = _message(datagram)
-                event = _event_of(message, self._node, self._clock())
+                event, buckets = decode(datagram, node=self._node, now=self._clock())
                 self._accept(event)
             except ValueError:
                 self.refused += 1
                 continue
             if self._feed is not None and event.event == "step" and event.rank is not None:
-                self._feed.take(event.rank, sender, event.data, message.get("step_buckets"))
-        return DRAIN_DATAGRAMS
+                self._feed.take(event.rank, sender, event.data, buckets)
+        return BATCH_DATAGRAMS
 
     def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
         """Return the process that sent, as the kernel vouches; None for another user's."""
@@ -318,7 +308,6 @@ class ChannelReader:
             raise ValueError("more ranks than a node has")
         seen = self._in_window.setdefault(rank, 0)
         if event.event == "step":
-            self._latest[rank] = event
             if rank not in self._stepping:
                 self._stepping.add(rank)
                 self._hold(event)
@@ -376,8 +365,3 @@ class ChannelReader:
         self._events.clear()
         steps.clear()
         excess.clear()
-
-    def _require_socket(self) -> socket.socket:
-        if self._socket is None:
-            raise HpmlError("the training channel is not open", hint="call start() first")
-        return self._socket

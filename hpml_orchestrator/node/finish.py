@@ -1,7 +1,7 @@
-"""The last act of a job: say what ended it, and write that down.
+"""The last act of a job: find out what ended it, verify the binding, and record both.
 
-Slurm tells nobody but the job's output why it ends a job, and no launcher's status says which rank
-failed first. So both are read from what they wrote there.
+Slurm says only in the job's output why it ends a job, and no launcher's status says which rank
+failed first. So both are read from the output.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import BindingError, HpmlError
+from hpml_orchestrator.placement import planfile
+from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
+from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
 
-__all__ = ["Ending", "ending", "finish", "note_signal"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["Ending", "ending", "finish", "note_signal", "verify_binding"]
 
 _READ_BYTES = 1024**2
 _SIGNALLED = 128
@@ -57,8 +63,8 @@ class Ending(NamedTuple):
     """How an attempt ended.
 
     Attributes:
-        exit_code: what the script shall exit with: the failed rank's own status, or 128 and the
-            number of its signal, where that is known.
+        exit_code: the script's: the failed rank's own status, or 128 and the number of its signal,
+            where that is known.
         state: Slurm's word.
         reason: in words.
     """
@@ -66,6 +72,57 @@ class Ending(NamedTuple):
     exit_code: int
     state: str
     reason: str
+
+
+def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int:
+    """Report wrong bindings, record how the attempt ended, print the script's status.
+
+    Writes `ended.json` and the event `ended`.
+
+    Args:
+        attempt: the attempt's directory.
+        code: exit status of the script.
+        reason: why, where the script knows better than its status.
+        launcher: the job's.
+    """
+    directory = Path(attempt)
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    output = _output(directory)
+    end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
+    records = Attempt(directory)
+    completed = end.exit_code == 0
+    lines, failed = verify_binding(records.plans(), records.proofs(), completed=completed)
+    sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
+    misplaced = failed or end.exit_code == BindingError.exit_code
+    if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):
+        end = Ending(BindingError.exit_code, "FAILED", "binding")
+    sys.stdout.write(f"{end.exit_code}\n")
+    # The agents are gone, also those that were killed: what they sent each other is of no use.
+    shutil.rmtree(directory / "chain", ignore_errors=True)
+    now = time.time()
+    write_json(directory / "ended.json", {**end._asdict(), "time": round(now, 6)})
+    log = directory / "events" / "batch.jsonl"
+    events.append(log, "ended", node="batch", now=now, **end._asdict())
+    return 0
+
+
+def note_signal(attempt: str, name: str) -> int:
+    """Put on record that the script passed a signal on to the ranks."""
+    log = Path(attempt) / "events" / "batch.jsonl"
+    events.append(log, "signal", node="batch", name=f"SIG{name}", count=1)
+    return 0
+
+
+def _output(attempt: Path) -> str:
+    """Return what this attempt wrote, its last MiB at most; empty where that is no file."""
+    try:
+        began = int(read_json(attempt / "head.json")["output_bytes"])
+        with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(began, size - _READ_BYTES))
+            return stream.read(_READ_BYTES).decode("utf-8", "replace")
+    except (HpmlError, OSError, KeyError, ValueError):
+        return ""
 
 
 def ending(
@@ -121,61 +178,63 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
     return None
 
 
-def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int:
-    """Say whether the ranks ran as planned, write down how the attempt ended, print its status.
-
-    What is written are `ended.json` and the event.
+def verify_binding(
+    plans: Mapping[str, str], proofs: Iterable[dict[str, Any]], *, completed: bool
+) -> tuple[list[str], bool]:
+    """Join what the nodes' agents have judged.
 
     Args:
-        attempt: the attempt's directory.
-        code: exit status of the script.
-        reason: why, where the script knows better than its status.
-        launcher: the job's.
+        plans: the text of each node's plan, by node.
+        proofs: what the agents wrote down, as plain data.
+        completed: whether the script ended well; else a rank may be missing because the job failed
+            before.
+
+    Returns:
+        The lines to print, none where all ranks are bound as planned; and whether the job fails
+        for it (`verify: strict`).
     """
-    directory = Path(attempt)
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    output = _output(directory)
-    end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
-    failed = _tell_bindings(Attempt(directory), completed=end.exit_code == 0)
-    misplaced = failed or end.exit_code == BindingError.exit_code
-    if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):
-        end = Ending(BindingError.exit_code, "FAILED", "binding")
-    sys.stdout.write(f"{end.exit_code}\n")
-    # The agents are gone, also those that were killed: what they told each other is of no use.
-    shutil.rmtree(directory / "chain", ignore_errors=True)
-    now = time.time()
-    write_json(directory / "ended.json", {**end._asdict(), "time": round(now, 6)})
-    log = directory / "events" / "batch.jsonl"
-    events.append(log, "ended", node="batch", now=now, **end._asdict())
-    return 0
+    judged = _proofs(proofs)
+    rows: list[tuple[str, ...]] = []
+    ranks = right = wrong = 0
+    failed = False
+    for node, text in plans.items():
+        try:
+            head = planfile.header(text)
+        except ValueError:
+            continue  # a damaged plan: nothing to verify
+        verify = head.get("verify", "off")
+        if verify == "off" or head["policy"] == "none":
+            continue
+        expected = int(head["ranks"])
+        proof = judged.get(node) or NodeProof(node, head["policy"], verify, expected)
+        faults = wrong_rows(proof)
+        missing = max(0, expected - len(proof.ranks)) if completed else 0
+        if missing:
+            message = f"{expected - missing} of its {expected} ranks recorded their binding"
+            faults.append(("-", node, "-", "-", "-", message))
+        if verify == "strict":  # else the agents have reported it while the ranks ran
+            rows += faults
+            failed = failed or bool(faults)
+        elif missing:
+            rows.append(faults[-1])
+        ranks += len(proof.ranks) + missing
+        right += sum(not rank.wrong for rank in proof.ranks)
+        wrong += sum(bool(rank.wrong) for rank in proof.ranks)
+    if not wrong and not rows:
+        return [], failed
+    count = (
+        f"{wrong} of {ranks} ranks WRONG" if wrong else f"{right} of {ranks} ranks bound as planned"
+    )
+    return [f"binding: {count}", *(table(rows) if rows else ())], failed
 
 
-def note_signal(attempt: str, name: str) -> int:
-    """Put on record that the script passed a signal on to the ranks."""
-    log = Path(attempt) / "events" / "batch.jsonl"
-    events.append(log, "signal", node="batch", name=f"SIG{name}", count=1)
-    return 0
-
-
-def _output(attempt: Path) -> str:
-    """Return what this attempt wrote, its last MiB at most; empty where that is no file."""
-    try:
-        began = int(read_json(attempt / "head.json")["output_bytes"])
-        with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(began, size - _READ_BYTES))
-            return stream.read(_READ_BYTES).decode("utf-8", "replace")
-    except (HpmlError, OSError, KeyError, ValueError):
-        return ""
-
-
-def _tell_bindings(attempt: Attempt, *, completed: bool) -> bool:
-    """Tell where the ranks of all nodes ran; returns whether the job fails for it."""
-    plans = attempt.plans()
-    if not plans:
-        return False
-    from hpml_orchestrator.node.verdict import verdict  # noqa: PLC0415 - for jobs that bind alone
-
-    found = verdict(plans, attempt.proofs(), completed=completed)
-    sys.stderr.write("".join(f"hpml: {line}\n" for line in found.lines))
-    return found.failed
+def _proofs(proofs: Iterable[dict[str, Any]]) -> dict[str, NodeProof]:
+    """Return the proofs by node; damaged ones are left out."""
+    judged = {}
+    for record in proofs:
+        try:
+            proof = proof_of_json(record)
+        except ValueError:
+            continue
+        judged[proof.node] = proof
+    return judged

@@ -4,72 +4,59 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib import import_module
+
+from hpml_orchestrator.errors import HpmlError
 
 __all__ = ["main"]
 
 USAGE = """\
 usage: hpml-node.pyz COMMAND …
   claim SUBMISSION                    claim this attempt of the run; prints its directory
-  agent ATTEMPT [--ranks N --policy P --verify V [--ranks-per-gpu N] [--loader-workers N]
-        [--one-thread] [--keep-threads]] [--monitor ADDRESS:PORT …]
-        [--stage N KIND SOURCE BASE]…
+  agent ATTEMPT [--bind JSON] [--site JSON] [--monitor JSON]
+        [--shm DIRECTORY] [--local DIRECTORY] [--stage JSON]…
                                       one per node, for as long as the job
   wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or say why not
   rendezvous ATTEMPT                  print the address and a free port of the head node
-  bind ATTEMPT -- COMMAND …           become one rank
-  note-signal ATTEMPT NAME            put on record that the ranks were passed a signal
+  bind ATTEMPT -- COMMAND …           bind one rank and run its command
+  note-signal ATTEMPT NAME            record that the ranks were passed a signal
   finish ATTEMPT CODE [REASON [LAUNCHER]]
-                                      write down how the attempt ended; prints the script's status
+                                      record how the attempt ended; prints the script's status
   srun …                              the local backend's srun
 """
 
-
-# Module and function of each command, and how many words it takes; None: any number.
+# Module and function of each command, and its numbers of arguments; None: it reads argv itself.
+# Imported when called: `bind` starts once per rank.
 _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
-    "claim": ("claim", "claim", (1,)),
+    "claim": ("startup", "claim", (1,)),
     "agent": ("agent", "main", None),
-    "wait-ready": ("ready", "wait_ready", (3,)),
-    "rendezvous": ("rendezvous", "rendezvous", (1,)),
+    "wait-ready": ("startup", "wait_ready", (3,)),
+    "rendezvous": ("startup", "rendezvous", (1,)),
+    "bind": ("bind", "run", None),
     "note-signal": ("finish", "note_signal", (2,)),
     "finish": ("finish", "finish", (2, 3, 4)),
+    "srun": ("srun", "main", None),
 }
 
 
 def main(argv: list[str]) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status; an error is one line on stderr."""
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
-    # Each command imports only what it needs: `bind` starts once per rank.
-    if command == "bind":
-        from hpml_orchestrator.node.bind import run as bind  # noqa: PLC0415
-
-        return bind(rest)
-    if command == "srun":
-        from hpml_orchestrator.node.srun import main as srun  # noqa: PLC0415
-
-        return srun(rest)
-    return _careful(command, rest)
-
-
-def _careful(command: str, rest: list[str]) -> int:
-    """Run a command whose errors are told in one line, not as a traceback."""
-    from importlib import import_module  # noqa: PLC0415 - `bind` and `srun` do without
-
-    from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
-
     if command not in _COMMANDS:
         sys.stderr.write(f"hpml: no command {command!r}\n{USAGE}")
         return 2
     module, function, counts = _COMMANDS[command]
-    if counts is not None and len(rest) not in counts:
-        sys.stderr.write(f"hpml: {command}: wrong number of words\n{USAGE}")
-        return 2
-    for number in () if command == "agent" else (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
+    if counts is not None:
+        if len(rest) not in counts:
+            sys.stderr.write(f"hpml: {command}: wrong number of arguments\n{USAGE}")
+            return 2
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # meant for the ranks
+    run = getattr(import_module(f"hpml_orchestrator.node.{module}"), function)
     try:
-        run = getattr(import_module(f"hpml_orchestrator.node.{module}"), function)
         status: int = run(rest) if counts is None else run(*rest)
     except HpmlError as error:
         sys.stderr.write(f"hpml: {error}\n")

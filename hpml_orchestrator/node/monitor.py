@@ -1,4 +1,4 @@
-"""The job's own exporter: started by the node agent, kept alive, and ended with it.
+"""The job's own exporter: started by the node agent, restarted when it dies, ended with the agent.
 
 It is a process of the interpreter that runs this agent, with nothing of the job's Python in it, at
 low priority and off the ranks' CPUs where there are others. Whatever becomes of it, the job goes
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,133 +19,100 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.monitorjob import (
-    allocated_gpus,
-    free_cpus,
-    job_facts,
-    labels_of,
-    run_of,
-    target_address,
-)
-from hpml_orchestrator.node.names import job_key
+from hpml_orchestrator.node.options import job_key
+from hpml_orchestrator.node.startup import resolve
+from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.records import targets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from hpml_orchestrator.node.arguments import MonitorWish
+    from hpml_orchestrator.node.options import MonitorOptions
     from hpml_orchestrator.node.planning import Prepared
 
-__all__ = ["Monitor", "Timing"]
+__all__ = ["Monitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
 
-_BAD_OPTIONS = 2
-_NOT_INSTALLED = 69
 _NICE = 10
-_LOG_BYTES = 4096
-_START = f"""\
-import runpy, sys
-try:
-    import hpml_exporters
-except ImportError:
-    sys.exit({_NOT_INSTALLED})
-runpy.run_module("hpml_exporters", run_name="__main__", alter_sys=True)
-"""
+_TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How patient the supervisor is, in seconds; and how often it starts an exporter again.
+    """How the exporter is supervised; times in seconds.
 
     Attributes:
-        first_pause: before the second start; it doubles with each that follows.
+        first_pause: before the first restart; it doubles with each that follows.
         longest_pause: between two starts.
-        steady: an exporter that lived so long is started again after the first pause.
-        restarts: how often one is started again.
-        until_address: after which one that does not listen yet is given up.
+        restarts: how often it is started again.
+        until_address: after which one that does not listen yet is killed.
         terminate: between SIGTERM and SIGKILL at the end.
-        kill: for its end after SIGKILL; one that a driver holds is left to the kernel.
         look: between two looks at it.
     """
 
     first_pause: float = 1.0
     longest_pause: float = 60.0
-    steady: float = 600.0
     restarts: int = 20
     until_address: float = 60.0
     terminate: float = 1.5
-    kill: float = 0.3
     look: float = 1.0
 
 
 @dataclass
 class Monitor:
-    """The exporter of one node's part of a job, and the thread that looks after it.
+    """The exporter of one node's part of a job, and the thread that supervises it.
 
     Attributes:
-        wish: what the batch script asks for.
+        options: what the batch script asks for.
         attempt: the attempt's directory.
         node: Slurm's name of the node.
         environment: the agent's own variables.
-        timing: how patient the supervisor is.
-        command: what runs the exporter; its options follow as one word of JSON.
+        timing: how it is supervised.
+        command: what runs the exporter; its options follow as one argument, in JSON.
     """
 
-    wish: MonitorWish
+    options: MonitorOptions
     attempt: Path
     node: str
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     timing: Timing = Timing()
-    command: Sequence[str] = (sys.executable, "-I", "-c", _START)
-    _thread: Optional[threading.Thread] = None  # noqa: UP045 - runs on Python 3.9
-    _process: Optional[subprocess.Popen[bytes]] = None  # noqa: UP045
-    _ending: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _feed: Optional[tuple[socket.socket, socket.socket]] = None  # noqa: UP045
-    _facts: dict[str, Any] = field(default_factory=dict)
-    _cpus: frozenset[int] = frozenset()
-    _address: str = ""
-    _shown: str = ""
-    _renew_at: float = 0.0
+    command: Sequence[str] = (sys.executable, "-I", "-m", "hpml_exporters")
 
     def __post_init__(self) -> None:
-        """Make what the ranks' counters will go through, before anything is started."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        ours.setblocking(False)
-        self._feed = (ours, theirs)
+        """Make the socket that the ranks' counters go through, before anything is started."""
+        self.feed, self._exporter_feed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.feed.setblocking(False)
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending = threading.Event()
+        self._facts: dict[str, Any] = {}
+        self._cpus: frozenset[int] = frozenset()
+        self._address = self._published = ""
+        self._renew_at = 0.0
+        directory = self.options.targets or targets.default_directory(self.attempt.parents[3])
+        name = targets.target_name(self._run, job_key(self.environment), self.node)
+        self.target = Path(directory) / name  # by which Prometheus finds it
 
     @property
-    def feed(self) -> socket.socket:
-        """The datagram socket whose other end every exporter of this job reads; never blocks."""
-        assert self._feed is not None  # noqa: S101 - until `stop`
-        return self._feed[0]
+    def _run(self) -> str:
+        return self.attempt.parents[1].name
 
     @property
-    def target(self) -> Path:
-        """The file by which Prometheus finds this exporter."""
-        name = targets.target_name(run_of(self.attempt), job_key(self.environment), self.node)
-        return self._directory / name
+    def is_alive(self) -> bool:
+        """Whether the exporter is still supervised."""
+        return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def _directory(self) -> Path:
-        if self.wish.targets:
-            return Path(self.wish.targets)
-        return targets.default_directory(self.attempt.parents[3])
-
-    def _own(self, kind: str) -> Path:
-        return self.attempt / "nodes" / f"{self.node}.monitor.{kind}"
-
-    def start(self, made: Optional[Prepared], *, no_gpus: bool = False) -> None:  # noqa: UP045
-        """Start the exporter and whoever looks after it; returns at once.
+    def start(self, made: Prepared | None, *, no_gpus: bool = False) -> None:
+        """Start the exporter and its supervision; returns at once.
 
         Args:
-            made: the node's plan, which knows the job's GPUs and the CPUs that no rank has.
+            made: the node's plan, which has the job's GPUs and the CPUs that no rank has.
             no_gpus: whether the job asked for no GPUs.
         """
-        gpus = allocated_gpus(made, self.environment, none=no_gpus)
-        self._facts = job_facts(self.environment, self.attempt, gpus)
+        gpus = [] if no_gpus else allocated_gpus(made, self.environment)
+        self._facts = job_facts(self.environment, self._run, gpus)
         self._cpus = free_cpus(made, os.sched_getaffinity(0))
         thread = threading.Thread(target=self._supervise, name="hpml-monitor", daemon=True)
         thread.start()
@@ -153,210 +121,247 @@ class Monitor:
     def end(self) -> None:
         """Tell the exporter to write its summary and end; returns at once, harmless twice."""
         self._ending.set()
-        # The supervisor holds it while it starts an exporter, which a file system that hangs makes
-        # last for ever; it looks for the end itself afterwards.
-        if self._lock.acquire(timeout=self.timing.kill):
-            try:
-                _signal(self._process, signal.SIGTERM)
-            finally:
-                self._lock.release()
 
     def stop(self) -> None:
         """Wait until the exporter is gone and its target removed, for a bounded time."""
         self.end()
         if self._thread is not None:
-            self._thread.join(self.timing.terminate + self.timing.kill + 0.2)
-        for one in self._feed or ():
-            one.close()
-        self._feed = None
-
-    def _step_back(self) -> None:
-        """Give this thread, and with it what it starts, low priority and the CPUs beside the ranks.
-
-        Set from outside, both would reach only those threads that an exporter has made by then.
-        """
-        with contextlib.suppress(OSError):
-            os.nice(_NICE)  # on Linux, of this thread alone
-            if self._cpus:
-                os.sched_setaffinity(0, self._cpus)
+            self._thread.join(self.timing.terminate + 0.5)
+        self.feed.close()
+        self._exporter_feed.close()
 
     def _supervise(self) -> None:
         try:
-            self._step_back()
+            with contextlib.suppress(OSError):
+                # Of this thread alone, and of what it starts, from its first moment.
+                os.nice(_NICE)
+                if self._cpus:
+                    os.sched_setaffinity(0, self._cpus)
             if self.environment.get("SLURM_NODEID", "0") == "0":  # one node's look is enough
-                targets.sweep(self._directory)
+                targets.sweep(self.target.parent)
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-            self._tell(f"is not looked after any more: {type(error).__name__}: {error}")
+            self._report(f"failed: {type(error).__name__}: {error}")
         finally:
             targets.withdraw(self.target)  # first: nobody waits for the rest beyond its time
-            self._reap()
+            self._terminate()
 
     def _keep_alive(self) -> None:
-        """Start the exporter, again and again where it dies, until the end."""
-        pause, listen = self.timing.first_pause, self.wish.listen
+        """Start the exporter, again and again where it dies, until the end.
+
+        One that ends before it listens would do so again: it is not started a second time.
+        """
+        pause, listen = self.timing.first_pause, self.options.listen
         for left in range(self.timing.restarts, -1, -1):
-            began = time.monotonic()
-            status = self._live(listen)
+            status = self._run_once(listen)
             if self._ending.is_set() or status == 0:
                 return
-            refused = status == _BAD_OPTIONS and listen == self.wish.listen
-            if refused or status in (_NOT_INSTALLED, None):
-                self._tell(self._why_never(status))
-                return
-            lived = time.monotonic() - began
-            if lived >= self.timing.steady:
-                pause = self.timing.first_pause
-            again = f"started again in {pause:g} s" if left else "not started again"
-            self._tell(f"ended ({self._how(status)}); {again}")
-            if not left:
-                return
-            # Whoever asks it knows the port; one that cannot have it any more takes another.
-            listen = self._address if self._address and lived > pause else self.wish.listen
-            if self._ending.wait(pause):
+            if status < 0:
+                how = f"by {signal.Signals(-status).name}"
+            else:
+                how = f"status {status}: {self._last_line()}"
+            restarts = left > 0 and self._address != ""
+            again = f"started again in {pause:g} s" if restarts else "not started again"
+            self._report(f"ended ({how}); {again}")
+            listen = self._address  # so that Prometheus finds it at the same port
+            if not restarts or self._ending.wait(pause):
                 return
             pause = min(2 * pause, self.timing.longest_pause)
 
-    def _live(self, listen: str) -> int | None:
-        """Run one exporter to its end; returns its status, None where it could not be started."""
-        with contextlib.suppress(OSError):
-            self._own("address").unlink()
+    def _run_once(self, listen: str) -> int:
+        """Run one exporter to its end; returns its status."""
+        self._file("address").unlink(missing_ok=True)
         self._address = ""
-        with self._lock:
-            if self._ending.is_set():
-                return 0
-            try:
-                self._process = process = self._launch(listen)
-            except OSError:
-                return None
-        patience = time.monotonic() + self.timing.until_address
+        self._process = process = self._launch(listen)
+        deadline = time.monotonic() + self.timing.until_address
         while process.poll() is None and not self._ending.is_set():
             if not self._address:
                 self._find_address(listen)
-            now = time.monotonic()
-            if not self._address and now >= patience:
-                self._tell(f"does not answer after {self.timing.until_address:g} s")
-                _signal(process, signal.SIGKILL)
-                self._gone(self.timing.kill)
-                return process.returncode or -signal.SIGKILL
-            if self._address and now >= self._renew_at:
-                self._renew_at = now + targets.RENEW_SECONDS
-                self._show()
+            if self._address and time.monotonic() >= self._renew_at:
+                self._renew_at = time.monotonic() + targets.RENEW_SECONDS
+                self._publish()
+            if not self._address and time.monotonic() >= deadline:
+                process.kill()
+                process.wait()
             self._ending.wait(self.timing.look if self._address else self.timing.look / 10)
-        return process.returncode
+        return process.poll() or 0
 
     def _launch(self, listen: str) -> subprocess.Popen[bytes]:
-        assert self._feed is not None  # noqa: S101 - the supervisor ends before `stop` closes it
-        theirs = self._feed[1].fileno()
-        options = json.dumps(self._options(listen, theirs))
-        with open(self._own("log"), "ab") as log:
+        options = json.dumps(self._exporter_options(listen))
+        with open(self._file("log"), "ab") as log:
             return subprocess.Popen(
                 [*self.command, options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs,),
+                pass_fds=(self._exporter_feed.fileno(),),
                 cwd="/",
                 env={**self.environment},
             )
 
-    def _options(self, listen: str, feed: int) -> dict[str, Any]:
+    def _exporter_options(self, listen: str) -> dict[str, Any]:
         """Return the exporter's options, as `hpml_exporters.options` reads them."""
-        interval = float(self.wish.interval)
+        interval = float(self.options.interval)
         return {
             "listen": listen,
             "any_port": True,  # other jobs of this node may want the same one
-            "web_config": self.wish.web_config,
+            "web_config": self.options.web_config,
             "without": ["gpu"] if self._facts["gpus"] == [] else [],
             "gpu_interval": interval,
             "job_interval": 5 * interval,
             "process_interval": 5 * interval,  # one job has few
             "node_interval": 10 * interval,
             "job": self._facts,
-            "address_file": str(self._own("address")),
-            "summary_file": str(self._own("json")),
-            "feed_fd": feed,
+            "address_file": str(self._file("address")),
+            "summary_file": str(self._file("json")),
+            "feed_fd": self._exporter_feed.fileno(),
             "parent_pid": os.getpid(),
         }
 
+    def _file(self, kind: str) -> Path:
+        return self.attempt / "nodes" / f"{self.node}.monitor.{kind}"
+
     def _find_address(self, listen: str) -> None:
-        """Look whether the exporter listens, and say where if that is not where it was to."""
+        """See whether the exporter listens, and report a port other than the one asked for."""
         try:
-            with open(self._own("address"), encoding="utf-8") as stream:
-                text = stream.readline()
+            self._address = self._file("address").read_text("utf-8").strip()
         except OSError:
             return
-        if text.endswith("\n") or ":" in text:
-            self._address = text.strip()
-            self._renew_at = 0.0
-            wanted, port = (int(one.rpartition(":")[2]) for one in (listen, self._address))
-            if wanted not in (0, port):
-                self._tell(f"listens at {self._address}: port {wanted} is another's on this node")
+        self._renew_at = 0.0
+        wanted, port = (address.rpartition(":")[2] for address in (listen, self._address))
+        if wanted not in ("0", port):
+            self._report(f"listens at {self._address}: port {wanted} is another's on this node")
 
-    def _show(self) -> None:
-        """Let Prometheus find the exporter, or go on to do so."""
-        path = self.target
-        found = target_address(self._address, self.environment, self.node)
-        if not found:
-            self._renew_at = float("inf")
+    def _publish(self) -> None:
+        """Let Prometheus find the exporter, or renew its target."""
+        address = target_address(self._address, self.environment, self.node)
+        if not address or (address == self._published and targets.renew(self.target)):
             return
-        labels = labels_of(self._facts, self.node, self.wish.web_config)
-        if self._shown == found and targets.renew(path):
-            return
+        labels = {name: self._facts[name] for name in ("jobid", "run", "user")}
+        scheme = "https" if _has_tls(self.options.web_config) else ""
         try:
-            targets.publish(path, found, labels)
-            self._shown = found
+            targets.publish(
+                self.target, address, {**labels, "node": self.node, "__scheme__": scheme}
+            )
+            self._published = address
         except (HpmlError, OSError) as error:
-            self._tell(f"cannot be found by Prometheus: {error}")
+            self._report(f"cannot be found by Prometheus: {error}")
             self._renew_at = float("inf")
 
-    def _reap(self) -> None:
-        """See the exporter go: it gets SIGTERM, if it had none yet, and SIGKILL after a while."""
-        _signal(self._process, signal.SIGTERM)
-        if self._gone(self.timing.terminate):
-            return
-        _signal(self._process, signal.SIGKILL)
-        self._gone(self.timing.kill)
+    def _terminate(self) -> None:
+        """End the exporter: SIGTERM, and SIGKILL after a while."""
+        process = self._process
+        if process is not None:
+            for end, seconds in ((process.terminate, self.timing.terminate), (process.kill, 0.3)):
+                end()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+                    return
 
-    def _gone(self, seconds: float) -> bool:
-        """Wait until the exporter is gone, so long at most."""
-        if self._process is None:
-            return True
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _why_never(self, status: int | None) -> str:
-        if status == _NOT_INSTALLED:
-            return f"is not there: {self.command[0]} has no hpml_exporters"
-        if status is None:
-            return f"cannot be started by {self.command[0]}"
-        return f"was refused: {self._last_words() or 'see ' + str(self._own('log'))}"
-
-    def _how(self, status: int | None) -> str:
-        code = status or 0
-        words = f"by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-        said = self._last_words()
-        return f"{words}: {said}" if said and code > 0 else words
-
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         """Return the last line that exporters of this node wrote, hints left out."""
-        try:
-            with open(self._own("log"), "rb") as stream:
-                stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_BYTES))
-                lines = stream.read().decode("utf-8", "replace").split("\n")
-        except OSError:
-            return ""
-        told = (line.strip().removeprefix("hpml: ") for line in reversed(lines))
-        return next((line for line in told if line and not line.startswith("hint: ")), "")
+        text = self._file("log").read_text("utf-8", "replace")
+        lines = [line.removeprefix("hpml: ") for line in text.splitlines() if line.strip()]
+        messages = [line for line in lines if not line.startswith("hint: ")]
+        return messages[-1] if messages else f"see {self._file('log')}"
 
-    def _tell(self, words: str) -> None:
-        sys.stderr.write(f"hpml: {self.node}: the job's monitor {words}\n")
+    def _report(self, message: str) -> None:
+        sys.stderr.write(f"hpml: {self.node}: the job's monitor {message}\n")
 
 
-def _signal(process: Optional[subprocess.Popen[bytes]], number: int) -> None:  # noqa: UP045
-    if process is not None and process.poll() is None:
-        with contextlib.suppress(OSError):
-            process.send_signal(number)
+def job_facts(
+    environment: Mapping[str, str], run: str, gpus: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return what the exporter says of its job, in the form of its options.
+
+    `HPML_SWEEP` and `HPML_POINT` are what a sweep gives to its jobs.
+
+    Args:
+        environment: the agent's own variables.
+        run: id of the run.
+        gpus: names of the job's GPUs on this node; None where they are unknown.
+    """
+    uid = environment.get("SLURM_JOB_UID", "")
+    return {
+        "jobid": environment.get("SLURM_JOB_ID", ""),
+        "uid": int(uid) if uid.isdecimal() else os.getuid(),
+        "user": environment.get("SLURM_JOB_USER") or environment.get("USER", ""),
+        "account": environment.get("SLURM_JOB_ACCOUNT", ""),
+        "partition": environment.get("SLURM_JOB_PARTITION", ""),
+        "name": environment.get("SLURM_JOB_NAME", ""),
+        "gpus": gpus,
+        "run": run,
+        "sweep": environment.get("HPML_SWEEP", ""),
+        "point": environment.get("HPML_POINT", ""),
+    }
+
+
+def allocated_gpus(made: Prepared | None, environment: Mapping[str, str]) -> list[str] | None:
+    """Return the names of this node's GPUs that the job has; None where they are unknown.
+
+    Names are UUIDs or PCI addresses as the node's own topology has them, else the UUIDs that the
+    local backend gives in place of Slurm's numbers. What the batch script inherited of the first
+    node's GPUs means nothing on another node.
+
+    Args:
+        made: the node's plan and what it was made of.
+        environment: the agent's own variables.
+    """
+    if made is not None and made.topology is not None and made.topology.gpus:
+        gpus = visible_devices(made.topology, made.around.visible, made.around.hidden)
+        names = [gpu.uuid or gpu.address or gpu.name for gpu in gpus if gpu is not None]
+        if names:
+            return names
+    text = environment.get("SLURM_STEP_GPUS", "")
+    if not text and environment.get("SLURM_NNODES") == "1":
+        text = environment.get("SLURM_JOB_GPUS", "")
+    names = [name.strip() for name in text.split(",")]
+    # Slurm's numbers are indices of gres.conf, which name no device.
+    return names if all(name.startswith(("GPU-", "MIG-")) for name in names) else None
+
+
+def free_cpus(made: Prepared | None, allowed: Collection[int]) -> frozenset[int]:
+    """Return CPUs of the job that no rank has, best on cores of their own; empty where none is.
+
+    Args:
+        made: the node's plan; without one no CPU is a rank's.
+        allowed: CPUs that the job may use.
+    """
+    if made is None:
+        return frozenset()
+    ranks = {cpu for rank in made.plan.ranks for cpu in rank.cpus}
+    free = frozenset(allowed) - ranks
+    cores = made.topology.cores if made.topology is not None else ()
+    apart = {cpu for core in cores if not ranks & set(core.cpus) for cpu in core.cpus}
+    return frozenset(free & apart) or free
+
+
+def target_address(address: str, environment: Mapping[str, str], node: str, host: str = "") -> str:
+    """Return where Prometheus reaches an exporter; empty where only its own host could.
+
+    What listens everywhere is reached by the node's name, or the host's where that does not
+    resolve. A loopback address is a target where the job was submitted from this very host: only
+    there may a Prometheus of the same records run.
+
+    Args:
+        address: HOST:PORT that it listens at.
+        environment: the agent's own variables.
+        node: Slurm's name of the node.
+        host: this host's name; asked for when left out.
+    """
+    host = host or socket.gethostname()
+    name, _, port = address.rpartition(":")
+    name = name.strip("[]")
+    if name in {"", "0.0.0.0", "::"}:  # noqa: S104 - names them, binds nothing
+        return f"{node if resolve([node]) else host}:{port}"
+    if name.startswith("127.") or name in {"::1", "localhost"}:
+        submit_host = environment.get("SLURM_SUBMIT_HOST", "")
+        return address if submit_host.partition(".")[0] == host.partition(".")[0] else ""
+    return address
+
+
+def _has_tls(web_config: str) -> bool:
+    try:
+        return _TLS.search(Path(web_config).read_text("utf-8", "replace")) is not None
+    except OSError:
+        return False

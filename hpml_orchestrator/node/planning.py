@@ -1,4 +1,7 @@
-"""Where the ranks of this node will run: looked at and planned before the node is ready."""
+"""Where the ranks of this node will run: read its topology, see which GPUs are the job's, plan.
+
+The agent plans for all ranks of its node; without an agent each rank does, see `bind_alone`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ import errno
 import os
 import re
 import subprocess
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
+from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.gpus import chosen_names, visible_devices
@@ -23,16 +30,41 @@ from hpml_orchestrator.topology.record import topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
-    from hpml_orchestrator.node.arguments import Wish
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Prepared", "hidden_gpus", "list_instances", "prepare", "publish", "unbound"]
+__all__ = [
+    "Prepared",
+    "Roots",
+    "bind_alone",
+    "is_bound",
+    "list_instances",
+    "plan_alone",
+    "prepare",
+    "publish",
+    "unbound",
+]
 
 _LISTING_SECONDS = 20.0
-_STEP_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where the node's files are; tests give a tree of their own.
+
+    Attributes:
+        sys: sysfs.
+        proc: procfs.
+        dev: device files.
+        open: opens a device file, as os.open.
+    """
+
+    sys: str = "/sys"
+    proc: str = "/proc"
+    dev: str = "/dev"
+    open: Callable[[str, int], int] = os.open
 
 
 @dataclass(frozen=True)
@@ -46,87 +78,105 @@ class Prepared:
     """
 
     plan: Plan
-    topology: Optional[Topology]  # noqa: UP045 - runs on Python 3.9
+    topology: Topology | None
     around: Circumstances
 
 
+def list_instances(command: str = "nvidia-smi", seconds: float = _LISTING_SECONDS) -> str:
+    """Return what `nvidia-smi -L` prints of MIG instances; empty where it does not work."""
+    try:
+        done = subprocess.run(
+            [command, "-L"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 and "MIG " in done.stdout else ""
+
+
 def prepare(
-    wish: Wish,
+    options: BindOptions,
     environment: Mapping[str, str],
     *,
     node: str,
     allowed: Collection[int],
-    sys_root: str = "/sys",
-    proc_root: str = "/proc",
-    dev_root: str = "/dev",
-    opener: Callable[[str, int], int] = os.open,
-    listing: Callable[[], str] = lambda: "",
+    roots: Roots = Roots(),
+    listing: Callable[[], str] = list_instances,
 ) -> Prepared:
     """Read this node's topology and plan its ranks.
 
     Args:
-        wish: what the script asks for.
+        options: what the script asks for.
         environment: the agent's own variables.
         node: Slurm's name of the node.
         allowed: CPUs that the agent's step may use, which are the job's.
-        sys_root: where sysfs is.
-        proc_root: where /proc is.
-        dev_root: where the device files are.
-        opener: opens a device file.
-        listing: returns what `nvidia-smi -L` prints; called only where MIG is in use.
+        roots: where the node's files are.
+        listing: returns what `nvidia-smi -L` prints; called only where MIG instances are visible.
 
     Raises:
-        InputError: the kernel tells no CPUs, or none of those that are allowed.
+        InputError: the kernel lists no CPUs, or none of those that are allowed.
     """
-    text = "" if wish.no_gpus else visible_of(dict(environment))
-    told = listing() if _has_instances(text, proc_root) else ""
-    topology = read_sysfs(sys_root, proc_root, gpu_listing=told)
-    minors = _minors(proc_root)
+    visible = "" if options.no_gpus else visible_of(environment)
+    instances = listing() if visible and "MIG-" in visible else ""  # which sysfs does not have
+    topology = read_sysfs(roots.sys, roots.proc, gpu_listing=instances)
+    minors = _minors(roots.proc)
     hidden: frozenset[str] = frozenset()
-    if text is None or re.search(r"(^|,)\s*[0-9]+\s*(,|$)", text):  # UUIDs mean one device always
-        hidden = hidden_gpus(topology, minors, sys_root, dev_root, opener=opener)
+    # UUIDs name one device whatever is hidden, and opening a device may wake it.
+    if visible is None or re.search(r"(^|,)\s*[0-9]+\s*(,|$)", visible):
+        hidden = _hidden_gpus(topology, minors, roots)
     made = plan(
         topology,
-        wish.ranks,
-        policy=wish.policy,
-        ranks_per_gpu=wish.ranks_per_gpu,
+        options.ranks,
+        policy=options.policy,
+        ranks_per_gpu=options.ranks_per_gpu,
         allowed_cpus=allowed,
-        visible_gpus=chosen_names(topology, text, hidden),
-        loader_workers=wish.loader_workers,
-        smt=not wish.one_thread,
+        visible_gpus=chosen_names(topology, visible, hidden),
+        loader_workers=options.loader_workers,
+        smt=not options.one_thread,
     )
-    around = _around(wish, node, allowed, text, hidden)
-    doubts = _doubts(topology, around, minors, environment, wish.ranks)
-    if doubts:
-        made = Plan(made.ranks, made.policy, made.whole, (*made.warnings, *doubts))
-    return Prepared(made, topology, around)
+    around = _circumstances(options, node, allowed, visible, hidden)
+    warnings = _warnings(topology, around, minors, environment, options.ranks)
+    return Prepared(replace(made, warnings=(*made.warnings, *warnings)), topology, around)
 
 
 def unbound(
-    wish: Wish, environment: Mapping[str, str], *, node: str, allowed: Collection[int], why: str
+    options: BindOptions,
+    environment: Mapping[str, str],
+    *,
+    node: str,
+    allowed: Collection[int],
+    why: str,
 ) -> Prepared:
     """Return a plan that binds nothing, for a node that cannot be planned.
 
     Its ranks share the allowed CPUs, and so does the number of their OpenMP threads.
     """
-    threads = max(1, len(allowed) // wish.ranks - wish.loader_workers)
+    workers = options.loader_workers
+    threads = max(1, len(allowed) // options.ranks - workers)
     ranks = tuple(
-        RankPlan(local_rank=rank, threads=threads, loader_workers=wish.loader_workers)
-        for rank in range(wish.ranks)
+        RankPlan(local_rank=rank, threads=threads, loader_workers=workers)
+        for rank in range(options.ranks)
     )
-    around = _around(wish, node, allowed, visible_of(dict(environment)), frozenset())
+    around = _circumstances(options, node, allowed, visible_of(environment), frozenset())
     return Prepared(Plan(ranks, "none", whole=False, warnings=(why,)), None, around)
 
 
-def publish(attempt: Path, wish: Wish, made: Prepared, *, channel: str, parts: str = "") -> None:
+def publish(
+    attempt: Path, options: BindOptions, made: Prepared, *, channel: str, parts: str = ""
+) -> None:
     """Write the plan, which hpml-bind reads, and the topology.
 
     Args:
         attempt: the attempt's directory.
-        wish: what the script asks for.
+        options: what the script asks for.
         made: the plan, and what it was made of.
         channel: where the agent listens.
-        parts: of which staged data this node has which part, such as `0/4:train,val`.
+        parts: which part of which staged data this node has, such as `0/4:train,val`.
 
     Raises:
         RecordError: they cannot be written.
@@ -135,108 +185,141 @@ def publish(attempt: Path, wish: Wish, made: Prepared, *, channel: str, parts: s
     if made.topology is not None:
         path = attempt / "nodes" / f"{around.node}.topology.json"
         write_json(path, topology_json(made.topology))
-    more = {
+    header = {
         "verify": around.verify,
         "allowed": format_list(around.allowed),
         "visible": around.visible or "",
-        "omp": "keep" if wish.keep_threads else "set",
+        "omp": "keep" if options.keep_threads else "set",
         "channel": channel,
         **({"parts": parts} if parts else {}),
     }
-    write_text(attempt / "plan" / f"{around.node}.txt", planfile.write(made.plan, more))
+    write_text(attempt / "plan" / f"{around.node}.txt", planfile.write(made.plan, header))
 
 
-def hidden_gpus(
-    topology: Topology,
-    minors: Mapping[str, int],
-    sys_root: str,
-    dev_root: str,
-    *,
-    opener: Callable[[str, int], int] = os.open,
-) -> frozenset[str]:
-    """Return the PCI addresses of GPUs that a cgroup keeps this process from.
+def bind_alone(*, show: bool) -> None:
+    """Plan this node and bind this rank, for `hpml-bind -- COMMAND` in any script.
 
-    The kernel refuses to open their device files with EPERM. Any other answer says nothing, and
-    the GPU counts as admitted.
+    Each rank plans the node for itself; equal input gives an equal plan, so the ranks agree. That
+    needs the CPUs that all of them share. Where the launcher has bound this rank already, the
+    others' CPUs are unknown, and nothing is bound a second time. No error stops the command.
 
     Args:
-        topology: the node.
-        minors: PCI address to the number of the device file, of NVIDIA's GPUs.
-        sys_root: where sysfs is.
-        dev_root: where the device files are.
-        opener: opens a device file.
-    """
-    return frozenset(
-        gpu.address
-        for gpu in topology.gpus
-        if not gpu.parent
-        and any(_refused(path, opener) for path in _files(gpu.address, minors, sys_root, dev_root))
-    )
-
-
-def list_instances(
-    should_stop: Callable[[], bool],
-    command: str = "nvidia-smi",
-    seconds: float = _LISTING_SECONDS,
-) -> str:
-    """Return what `nvidia-smi -L` says; empty where it does not work.
-
-    Args:
-        should_stop: asked ten times a second whether to give it up.
-        command: the program.
-        seconds: how long it may take.
+        show: print a line about where the rank runs.
     """
     try:
-        process = subprocess.Popen(
-            [command, "-L"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-        )
+        binding = _bind_alone()
+    except (HpmlError, OSError, ValueError) as error:
+        sys.stderr.write(f"hpml-bind: not bound: {error}\n")
+        return
+    if show:
+        rank = os.environ.get("RANK", "0")
+        sys.stderr.write(f"hpml-bind: rank {rank} on {os.uname().nodename}: {binding}\n")
+
+
+def is_bound(
+    environment: Mapping[str, str],
+    cpus: frozenset[int],
+    parent_cpus: frozenset[int],
+    online: frozenset[int],
+) -> bool:
+    """Whether the launcher has given this rank CPUs of its own already.
+
+    Args:
+        environment: the rank's variables.
+        cpus: the CPUs that this process may use.
+        parent_cpus: those of its parent; torchrun's ranks are its children.
+        online: all CPUs of the node.
+
+    A rank that is alone on its node shares with nobody. Else what all ranks share is the node, or,
+    with torchrun, what torchrun itself may use, or as many CPUs as Slurm counts for the step. A
+    parent says nothing elsewhere: a shell between srun and here has the rank's own CPUs.
+    """
+    if _number(environment, "LOCAL_WORLD_SIZE", 1) == 1 or cpus >= online:
+        return False
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return cpus != parent_cpus
+    step_cpus = _number(environment, "SLURM_CPUS_ON_NODE", 0)
+    return not step_cpus or len(cpus) < step_cpus
+
+
+def plan_alone(
+    environment: Mapping[str, str],
+    cpus: frozenset[int],
+    roots: Roots = Roots(),
+) -> Prepared:
+    """Plan all ranks of this node as its agent would, for a rank that may use these CPUs.
+
+    Raises:
+        InputError: the variables ask for what cannot be.
+    """
+    policy = environment.get("HPML_BINDING") or "gpu-local"
+    options = BindOptions(_number(environment, "LOCAL_WORLD_SIZE", 1), policy=policy)
+    return prepare(options, environment, node=os.uname().nodename, allowed=cpus, roots=roots)
+
+
+def _bind_alone() -> str:
+    """Bind this rank; returns where it runs now."""
+    cpus = frozenset(os.sched_getaffinity(0))
+    local_rank = _number(os.environ, "LOCAL_RANK", 0)
+    made = plan_alone(os.environ, cpus)
+    if local_rank >= len(made.plan.ranks):
+        ranks = len(made.plan.ranks)
+        raise ValueError(f"local rank {local_rank} of {ranks}: LOCAL_WORLD_SIZE is wrong")
+    if made.plan.policy == "none":
+        return f"CPUs {format_list(cpus)}, policy none"
+    try:
+        parent_cpus = frozenset(os.sched_getaffinity(os.getppid()))
     except OSError:
-        return ""
-    deadline = time.monotonic() + seconds
-    with process:
-        while True:
-            try:
-                out, _ = process.communicate(timeout=_STEP_SECONDS)
-            except subprocess.TimeoutExpired:
-                if should_stop() or time.monotonic() >= deadline:
-                    process.kill()
-                    return ""
-            else:
-                return out if process.returncode == 0 and "MIG " in out else ""
+        parent_cpus = frozenset()
+    online = made.topology.cpus if made.topology else frozenset()
+    if is_bound(os.environ, cpus, parent_cpus, online):
+        return f"CPUs {format_list(cpus)} as its launcher bound it, not bound a second time"
+    return "; ".join([_apply(made.plan.ranks[local_rank]), *made.plan.warnings])
 
 
-def _around(
-    wish: Wish,
+def _apply(rank: RankPlan) -> str:
+    """Set what the plan says of a rank; returns it in words.
+
+    Raises:
+        ValueError: its CPUs cannot be set.
+    """
+    if not rank.cpus:
+        return "the plan has no CPUs for it, not bound"
+    problem = set_cpus(format_list(rank.cpus))
+    if problem:
+        raise ValueError(problem)
+    binding = [f"CPUs {format_list(rank.cpus)}"]
+    if rank.memory is not None:
+        binding.append(prefer_memory(rank.memory) or f"memory of NUMA domain {rank.memory}")
+    if rank.gpu:
+        binding.append(f"GPU {rank.gpu}")
+    if rank.nic:
+        os.environ["HPML_NIC"] = rank.nic
+        binding.append(f"network card {rank.nic}")
+    # One that is set is the user's own, or the 1 of torchrun, which looks the same.
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(rank.threads))
+    return ", ".join([*binding, f"OMP_NUM_THREADS {threads}"])
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
+def _circumstances(
+    options: BindOptions,
     node: str,
     allowed: Collection[int],
-    visible: Optional[str],  # noqa: UP045
+    visible: str | None,
     hidden: frozenset[str],
 ) -> Circumstances:
     return Circumstances(
         node=node,
-        verify=wish.verify,
+        verify=options.verify,
         allowed=tuple(sorted(allowed)),
         visible=visible,
         hidden=hidden,
-        ranks_per_gpu=wish.ranks_per_gpu,
-    )
-
-
-def _has_instances(text: Optional[str], proc_root: str) -> bool:  # noqa: UP045
-    """Whether MIG is in use: nvidia-smi alone knows the names of instances."""
-    if text is not None and any(one.strip().startswith("MIG-") for one in text.split(",")):
-        return True
-    root = os.path.join(proc_root, "driver", "nvidia", "capabilities")
-    return any(
-        name.startswith("gi")
-        for gpu in _names(root)
-        if re.fullmatch("gpu[0-9]+", gpu)
-        for name in _names(os.path.join(root, gpu, "mig"))
+        ranks_per_gpu=options.ranks_per_gpu,
     )
 
 
@@ -250,7 +333,7 @@ def _names(directory: str) -> list[str]:
 def _minors(proc_root: str) -> dict[str, int]:
     """Return PCI address to the number in the name of the device file, for NVIDIA's GPUs."""
     root = os.path.join(proc_root, "driver", "nvidia", "gpus")
-    found = {}
+    minors = {}
     for name in _names(root):
         try:
             with open(os.path.join(root, name, "information"), errors="replace") as stream:
@@ -258,55 +341,63 @@ def _minors(proc_root: str) -> dict[str, int]:
         except OSError:
             continue
         if match:
-            found[full_address(name)] = int(match[1])
-    return found
+            minors[full_address(name)] = int(match[1])
+    return minors
 
 
-def _files(address: str, minors: Mapping[str, int], sys_root: str, dev_root: str) -> list[str]:
-    """Return the device files of a GPU."""
-    if address in minors:
-        return [os.path.join(dev_root, f"nvidia{minors[address]}")]
-    nodes = _names(os.path.join(sys_root, "bus", "pci", "devices", address, "drm"))
-    return [os.path.join(dev_root, "dri", name) for name in nodes if name.startswith("renderD")]
+def _hidden_gpus(topology: Topology, minors: Mapping[str, int], roots: Roots) -> frozenset[str]:
+    """Return the PCI addresses of GPUs that a cgroup keeps this process from.
+
+    The kernel refuses to open their device files with EPERM. After any other answer the GPU counts
+    as allowed.
+    """
+    hidden = set()
+    for gpu in topology.gpus:
+        if gpu.address in minors:
+            paths = [os.path.join(roots.dev, f"nvidia{minors[gpu.address]}")]
+        else:
+            names = _names(os.path.join(roots.sys, "bus", "pci", "devices", gpu.address, "drm"))
+            paths = [os.path.join(roots.dev, "dri", n) for n in names if n.startswith("renderD")]
+        if not gpu.parent and any(_is_refused(path, roots) for path in paths):
+            hidden.add(gpu.address)
+    return frozenset(hidden)
 
 
-def _refused(path: str, opener: Callable[[str, int], int]) -> bool:
+def _is_refused(path: str, roots: Roots) -> bool:
     try:
-        descriptor = opener(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = roots.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         return error.errno == errno.EPERM
     os.close(descriptor)
     return False
 
 
-def _doubts(
+def _warnings(
     topology: Topology,
     around: Circumstances,
     minors: Mapping[str, int],
     environment: Mapping[str, str],
     ranks: int,
 ) -> list[str]:
-    """Return sentences about what may be otherwise than it was understood."""
+    """Return what may be otherwise than it was understood."""
     devices = visible_devices(topology, around.visible, around.hidden)
-    found = []
-    if ranks > 1 and sum(bool(one and one.parent) for one in devices) > 1:
-        found.append(
+    warnings = []
+    if ranks > 1 and sum(bool(gpu and gpu.parent) for gpu in devices) > 1:
+        warnings.append(
             "several MIG instances are visible: CUDA shows a process the first of its list alone"
         )
-    told = environment.get("SLURM_STEP_GPUS") or ""
-    if environment.get("SLURM_NNODES") == "1":
-        told = told or environment.get("SLURM_JOB_GPUS") or ""
+    step = environment.get("SLURM_STEP_GPUS") or ""
+    if environment.get("SLURM_NNODES") == "1":  # else SLURM_JOB_GPUS is that of the first node
+        step = step or environment.get("SLURM_JOB_GPUS") or ""
     try:
-        numbers = set(parse_list(told))
+        numbers = set(parse_list(step))
     except ValueError:
-        return found  # UUIDs, on the local backend
-    understood = {minors.get(one.address, -1) for one in devices if one}
-    if numbers and minors and understood != numbers:
-        meant = (
-            f"/dev/nvidia{format_list(understood - {-1})}" if understood - {-1} else "none of them"
-        )
-        found.append(
-            f"Slurm gave this step the GPUs {told}; its list of visible devices "
+        return warnings  # UUIDs, on the local backend
+    known = {minors.get(gpu.address, -1) for gpu in devices if gpu}
+    if numbers and minors and known != numbers:
+        meant = f"/dev/nvidia{format_list(known - {-1})}" if known - {-1} else "none of them"
+        warnings.append(
+            f"Slurm gave this step the GPUs {step}; its list of visible devices "
             f"{around.visible or '(not set)'} means {meant} here"
         )
-    return found
+    return warnings

@@ -1,148 +1,208 @@
-"""The live processes of a node's ranks, out of /proc: their families, and where they run."""
+"""The processes of a node's ranks: what hpml-bind recorded of them, and where they run now."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
-from hpml_orchestrator.placement.proof import Process
+from hpml_orchestrator.placement.proof import Process, Seen
+from hpml_orchestrator.records.process import ProcessStat, read_stat
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
 
-__all__ = ["THREADS_MAX", "Entry", "Look", "entry_of", "openmp_of", "visible_of"]
+__all__ = [
+    "THREADS_MAX",
+    "ProcessTable",
+    "RankRecords",
+    "is_alive",
+    "openmp_of",
+    "seen_of_record",
+    "start_of",
+    "visible_of",
+]
 
 THREADS_MAX = 64
 """Threads that are read of one process beside its first, while all of them run on the same CPUs."""
 
 _PROCESSES_MAX = 256
 _WORK_SECONDS, _WORK_PART = 1.0, 10  # CPU time, and its part of a child's, from which one works
-_READ_BYTES = 16_384
-_ENVIRONMENT_BYTES = 4 * 1024**2
 _CPUS = b"\nCpus_allowed_list:\t"
-# Fields of /proc/PID/stat behind the name: state, parent, CPU time of user and kernel, start.
-_STATE, _PARENT, _USER, _KERNEL, _START = 0, 1, 11, 12, 19
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One process in the kernel's table.
+class RankRecords:
+    """The lines that hpml-bind appends for each rank of a node, read as they come.
 
-    Attributes:
-        pid: its number.
-        parent: its parent's.
-        start_ticks: when it began, in clock ticks after boot: tells a number used again.
-        busy_ticks: CPU time that it has used, in clock ticks.
-        name: what the kernel calls it.
+    Args:
+        path: the JSONL file; it need not be there yet.
     """
 
-    pid: int
-    parent: int
-    start_ticks: int
-    busy_ticks: int
-    name: str
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the records of complete lines that came since the last call; often none."""
+        try:
+            if os.stat(self._path).st_size <= self._offset:
+                return []
+            with open(self._path, "rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        records = []
+        for line in complete.splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and all(
+                type(record.get(name)) is int for name in ("rank", "local_rank", "pid")
+            ):
+                records.append(record)
+        return records
 
 
-class Look:
-    """One look at all processes; what has ended since is left out as if it had never been there.
+def is_alive(record: Mapping[str, Any]) -> bool:
+    """Whether the process of a rank's record still runs."""
+    stat = read_stat(record["pid"])
+    return stat is not None and not stat.ended and stat.start_ticks == start_of(record)
+
+
+def start_of(record: Mapping[str, Any]) -> int:
+    """Return when a rank's process began, in clock ticks after boot; -1 where that is unknown."""
+    ticks = record.get("start_ticks")
+    return ticks if type(ticks) is int else -1
+
+
+def seen_of_record(record: Mapping[str, Any]) -> Seen:
+    """Return what a rank's own record says; what is missing or damaged is unknown."""
+    visible, threads = record.get("visible"), record.get("threads")
+    return Seen(
+        local_rank=record["local_rank"],
+        rank=record["rank"],
+        pid=record["pid"],
+        inherited=_cpus(record.get("inherited")) or None,
+        cpus=_cpus(record.get("cpus")),
+        child_cpus=_cpus(record.get("child_cpus")) or None,
+        visible=visible if isinstance(visible, str) else None,
+        memory=str(record.get("memory") or ""),
+        threads=threads if type(threads) is int else None,
+        nic=str(record.get("nic") or ""),
+        error=str(record.get("error") or ""),
+        note=str(record.get("note") or ""),
+    )
+
+
+def _cpus(value: Any) -> tuple[int, ...]:
+    return tuple(sorted(_numbers(value))) if isinstance(value, str) else ()
+
+
+class ProcessTable:
+    """All processes at one moment; what has ended since is left out as if it had never been there.
 
     Args:
         proc_root: where /proc is.
+
+    Attributes:
+        stats: live processes by pid.
     """
 
     def __init__(self, proc_root: str = "/proc") -> None:
         self._root = proc_root
         self._user = os.getuid()
-        self.entries: dict[int, Entry] = {}
+        self.stats: dict[int, ProcessStat] = {}
         self._children: dict[int, list[int]] = {}
         for name in os.listdir(proc_root):
-            if name.isdecimal():
-                one = entry_of(int(name), proc_root)
-                if one is not None:
-                    self.entries[one.pid] = one
-                    self._children.setdefault(one.parent, []).append(one.pid)
+            stat = read_stat(name, proc_root) if name.isdecimal() else None
+            if stat is not None and not stat.ended:
+                self.stats[stat.pid] = stat
+                self._children.setdefault(stat.parent, []).append(stat.pid)
 
-    def find(self, pid: int, start_ticks: int) -> Optional[Entry]:  # noqa: UP045
-        """Return the process of that number and start; None for another that uses its number."""
-        one = self.entries.get(pid)
-        return one if one is not None and one.start_ticks == start_ticks else None
+    def lives(self, pid: int, start_ticks: int) -> bool:
+        """Whether the process of that pid and start runs; not another that reuses the pid."""
+        return pid in self.stats and self.stats[pid].start_ticks == start_ticks
 
-    def family(self, pid: int, strangers: Collection[int] = ()) -> list[Entry]:
+    def family(self, pid: int, others: Collection[int] = ()) -> list[ProcessStat]:
         """Return a process and those that descend from it, parents first.
 
-        Processes of other users are left out, and so are `strangers` with all that descends from
-        them: other ranks.
+        Processes of other users are left out, and so are `others` with all that descends from them:
+        other ranks.
         """
-        found: list[Entry] = []
+        family: list[ProcessStat] = []
         pending = [pid]
-        while pending and len(found) < _PROCESSES_MAX:
+        while pending and len(family) < _PROCESSES_MAX:
             number = pending.pop(0)
-            one = self.entries.get(number)
-            if one is None or not self._is_ours(number):
-                continue
-            found.append(one)
-            pending += [child for child in self._children.get(number, ()) if child not in strangers]
-        return found
+            if number in self.stats and self._is_ours(number):
+                family.append(self.stats[number])
+                pending += [
+                    child for child in self._children.get(number, ()) if child not in others
+                ]
+        return family
 
-    def main_of(self, family: list[Entry]) -> Entry:
+    def main_of(self, family: list[ProcessStat]) -> ProcessStat:
         """Return the process that does the work: the busiest one, or which has forked that.
 
         A wrapper (a shell, numactl, a profiler) is none: it starts another program, and waits.
-        One that has worked a good deal itself is none of those, but has a helper that works more.
+        One that has worked a good deal itself is no wrapper, but has a helper that works more.
         What was forked without a program of its own, as loader workers are, belongs to the one
-        that did so, which is asked for by its command line.
+        that did so, which its command line tells.
         """
         worked = os.sysconf("SC_CLK_TCK") * _WORK_SECONDS
-        known = {one.pid: one for one in family}
-        main = max(family, key=lambda one: (one.busy_ticks, -family.index(one)))
+        known = {stat.pid: stat for stat in family}
+        main = max(family, key=lambda stat: (stat.cpu_ticks, -family.index(stat)))
         while main is not family[0] and main.parent in known:
             command = self._read(main.pid, "cmdline")
-            above = known[main.parent]
-            helper = b"multiprocessing" in command or command == self._read(above.pid, "cmdline")
-            works = above.busy_ticks >= max(worked, main.busy_ticks / _WORK_PART)
+            parent = known[main.parent]
+            helper = b"multiprocessing" in command or command == self._read(parent.pid, "cmdline")
+            works = parent.cpu_ticks >= max(worked, main.cpu_ticks / _WORK_PART)
             if not helper and not works:
                 break
-            main = above
+            main = parent
         return main
 
-    def process(self, one: Entry) -> Optional[Process]:  # noqa: UP045
-        """Return where a process runs; None where it has ended or may not be looked at.
+    def process(self, stat: ProcessStat) -> Process | None:
+        """Return where a process runs; None where it has ended or may not be read.
 
         Threads that are bound one by one must all be read: a part of them has a part of the CPUs.
         """
         cpus: set[str] = set()
         first = ""
-        some, rest = self._threads(one.pid)
-        for threads in (some, rest):
+        for threads in self._threads(stat.pid):
             for thread in threads:
-                text = _cpus_of(self._read(one.pid, "task", str(thread), "status"))
+                status = self._read(stat.pid, "task", str(thread), "status")
+                text = status.partition(_CPUS)[2].partition(b"\n")[0].decode("ascii", "replace")
                 if text:
                     cpus.add(text)
-                    first = text if thread == one.pid else first
+                    first = text if thread == stat.pid else first
             if len(cpus) < 2:  # noqa: PLR2004 - all alike
                 break
         if not cpus:
             return None
         return Process(
-            pid=one.pid,
-            name=one.name,
-            cpus=tuple(sorted(frozenset().union(*(_numbers(text) for text in cpus)))),
+            pid=stat.pid,
+            name=stat.name,
+            cpus=tuple(sorted(frozenset().union(*map(_numbers, cpus)))),
             first=tuple(sorted(_numbers(first))),
         )
 
     def environment(self, pid: int) -> dict[str, str]:
         """Return the variables that a process began with; empty where they cannot be read."""
-        found: dict[str, str] = {}
-        for pair in self._read(pid, "environ", limit=_ENVIRONMENT_BYTES).split(b"\0"):
+        variables: dict[str, str] = {}
+        for pair in self._read(pid, "environ").split(b"\0"):
             name, equals, value = pair.partition(b"=")
             if equals:
-                found.setdefault(os.fsdecode(name), os.fsdecode(value))
-        return found
+                variables.setdefault(os.fsdecode(name), os.fsdecode(value))
+        return variables
 
     def _threads(self, pid: int) -> tuple[list[int], list[int]]:
         """The first thread and some others, evenly over all; and the rest.
@@ -150,13 +210,12 @@ class Look:
         OpenMP's come late, the driver's early.
         """
         try:
-            threads = sorted(map(int, os.listdir(f"{self._root}/{pid}/task")))
+            others = sorted({int(name) for name in os.listdir(f"{self._root}/{pid}/task")} - {pid})
         except OSError:
             return [], []
-        others = [one for one in threads if one != pid]
         count = min(len(others), THREADS_MAX)
-        some = [others[place * len(others) // count] for place in range(count)]
-        return [pid, *some], sorted(set(others).difference(some))
+        sample = [others[place * len(others) // count] for place in range(count)]
+        return [pid, *sample], sorted(set(others).difference(sample))
 
     def _is_ours(self, pid: int) -> bool:
         try:
@@ -164,32 +223,21 @@ class Look:
         except OSError:
             return False
 
-    def _read(self, pid: int, *names: str, limit: int = _READ_BYTES) -> bytes:
-        return _read("/".join((self._root, str(pid), *names)), limit)
+    def _read(self, pid: int, *names: str) -> bytes:
+        """Return a file of a process; empty where it cannot be read."""
+        try:
+            with open("/".join((self._root, str(pid), *names)), "rb") as stream:
+                return stream.read()
+        except OSError:
+            return b""
 
 
-def entry_of(pid: int, proc_root: str = "/proc") -> Optional[Entry]:  # noqa: UP045
-    """Return one process of the kernel's table; None when it has ended, a zombie too."""
-    text = _read(f"{proc_root}/{pid}/stat")
-    begin, end = text.find(b"("), text.rfind(b")")
-    fields = text[end + 2 :].split()
-    if len(fields) <= _START or fields[_STATE] in (b"Z", b"X"):
-        return None
-    return Entry(
-        pid,
-        int(fields[_PARENT]),
-        int(fields[_START]),
-        int(fields[_USER]) + int(fields[_KERNEL]),
-        os.fsdecode(text[begin + 1 : end]),
-    )
-
-
-def visible_of(environment: dict[str, str]) -> Optional[str]:  # noqa: UP045
+def visible_of(environment: Mapping[str, str]) -> str | None:
     """Return the list of visible devices in an environment; None where it is not set."""
     return next((environment[name] for name in VISIBLE_VARIABLES if name in environment), None)
 
 
-def openmp_of(environment: dict[str, str]) -> str:
+def openmp_of(environment: Mapping[str, str]) -> str:
     """Return the variable that has OpenMP bind its threads; empty where there is none."""
     for name in _OPENMP:
         value = environment.get(name, "")
@@ -198,31 +246,9 @@ def openmp_of(environment: dict[str, str]) -> str:
     return ""
 
 
-def _read(path: str, limit: int = _READ_BYTES) -> bytes:
-    """Return a file of /proc, up to a limit in bytes; empty where it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(descriptor, limit)  # the kernel gives such a file in one piece
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
-
-
-def _cpus_of(status: bytes) -> str:
-    begin = status.find(_CPUS)
-    if begin < 0:
-        return ""
-    begin += len(_CPUS)
-    return status[begin : status.find(b"\n", begin)].decode("ascii", "replace")
-
-
 @functools.lru_cache(maxsize=4096)
 def _numbers(text: str) -> frozenset[int]:
-    """The CPUs of a list; most threads of a node have one of a few."""
+    """The CPUs of a list; most threads of a node have one of a few. None where it is damaged."""
     try:
         return frozenset(parse_list(text))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Brings a job's data to this node, and tells how far it is and what came of it."""
+"""Stage a job's data to this node, with progress and the figures for its records."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.node.names import job_key, node_names
+from hpml_orchestrator.node.options import job_key, node_index, node_names
 from hpml_orchestrator.records import events
 from hpml_orchestrator.staging import (
     CopyStager,
@@ -21,19 +21,21 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.manners import array_delay, open_rate
+from hpml_orchestrator.staging.many.distribute import supply_for
+from hpml_orchestrator.staging.many.model import Rates
 from hpml_orchestrator.staging.payback import Payback, payback_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.node.arguments import Arguments, Entry
+    from hpml_orchestrator.node.options import AgentOptions, StageOptions
     from hpml_orchestrator.staging import Supply
 
 __all__ = ["NodeStaging", "Progress", "figures_of", "parts_of"]
 
-TOLD_EVERY_SECONDS = 10.0
-COME_SECONDS = 300.0
+REPORT_SECONDS = 10.0
+ARRIVAL_SECONDS = 300.0
 """How long nodes wait for one another before the first entry, which all begin at once. Before a
 later one they wait for as long as the job: what one node has already, or reads fast, another may
 still be busy with; and the job ends when an agent does."""
@@ -46,7 +48,7 @@ def _say(line: str) -> None:
 
 @dataclass
 class Progress:
-    """Tells how far one entry is: as an event, and on the first node as a line of the output.
+    """Reports how far one entry is: as an event, and on the first node as a line of the output.
 
     Attributes:
         name: the entry's.
@@ -57,21 +59,21 @@ class Progress:
 
     name: str
     note: Callable[..., object]
-    say: Optional[Callable[[str], object]] = None  # noqa: UP045 - runs on Python 3.9
+    say: Callable[[str], object] | None = None
     clock: Callable[[], float] = time.monotonic
     _began: float = 0.0
     _next: float = 0.0
 
     def __post_init__(self) -> None:
         self._began = self.clock()
-        self._next = self._began + TOLD_EVERY_SECONDS
+        self._next = self._began + REPORT_SECONDS
 
     def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
-        """Take what is done and what there is to do; tells it when it is time."""
+        """Take what is done and what there is to do; reports it when it is time."""
         now = self.clock()
         if now < self._next:
             return
-        self._next = now + TOLD_EVERY_SECONDS
+        self._next = now + REPORT_SECONDS
         rate = done / (now - self._began)
         left = (all_bytes - done) / rate if rate else None
         self.note(
@@ -97,7 +99,7 @@ class NodeStaging:
     """The staging of one node.
 
     Attributes:
-        asked: what the script asks of the agent.
+        options: what the script asks of the agent.
         node: Slurm's name of this node.
         log: the node's events.
         is_ending: whether the agent was told to end.
@@ -105,14 +107,14 @@ class NodeStaging:
         say: takes a line for the job's output.
     """
 
-    asked: Arguments
+    options: AgentOptions
     node: str
     log: Path
     is_ending: Callable[[], bool]
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     say: Callable[[str], object] = _say
     stager: CopyStager = field(init=False)
-    _progress: Optional[Progress] = None  # noqa: UP045 - runs on Python 3.9
+    _progress: Progress | None = None
 
     def __post_init__(self) -> None:
         self.stager = CopyStager(
@@ -123,25 +125,25 @@ class NodeStaging:
         )
 
     def stage_all(self) -> list[dict[str, Any]]:
-        """Bring every entry, one after the other; returns what came of each, for the records.
+        """Stage every entry, one after the other; returns the figures of each, for the records.
 
         Raises:
-            HpmlError: one could not be brought.
+            HpmlError: one could not be staged.
         """
-        waited = self._wait_for_others() if self.asked.entries else 0.0
-        told = [self._stage(entry) for entry in self.asked.entries]
-        if waited and told:
-            told[0]["waited_seconds"] = round(waited, 3)
-        return told
+        waited = self._wait_for_others() if self.options.stages else 0.0
+        figures = [self._stage(entry) for entry in self.options.stages]
+        if waited:
+            figures[0]["waited_seconds"] = round(waited, 3)
+        return figures
 
     def _on_progress(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
         if self._progress is not None:
             self._progress(done, files, all_bytes, all_files)
 
-    def _stage(self, entry: Entry) -> dict[str, Any]:
+    def _stage(self, entry: StageOptions) -> dict[str, Any]:
         request = entry.request
         self._note(name=request.name, source=request.source, target=request.target)
-        index, nodes = place_of(self.environment)
+        index, nodes = node_index(self.environment)
         self._progress = Progress(request.name, self._note, None if index else self.say)
         try:
             self.stager.options = self._options(entry, readers=nodes)
@@ -152,29 +154,26 @@ class NodeStaging:
         payback = None if self.is_ending() else payback_of(result)
         return figures_of(result, payback, epochs=entry.epochs)
 
-    def _options(self, entry: Entry, *, readers: int) -> EngineOptions:
+    def _options(self, entry: StageOptions, *, readers: int) -> EngineOptions:
         """Return how an entry is copied where so many nodes read the source at once."""
-        limits = self.asked.limits
+        limits = self.options.site
         rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
         return EngineOptions(hash=entry.hash, opens_per_second=rate)
 
-    def _supply(self, entry: Entry, index: int, nodes: int) -> Supply:
-        """Return what brings an entry to this one of several nodes.
+    def _supply(self, entry: StageOptions, index: int, nodes: int) -> Supply:
+        """Return what gets an entry to this one of several nodes.
 
         Raises:
-            HpmlError: there is no such way for it, or other nodes failed.
+            HpmlError: its distribution does not suit it, or other nodes failed.
         """
-        from hpml_orchestrator.staging.many.distribute import supply_for  # noqa: PLC0415 - sockets
-        from hpml_orchestrator.staging.many.model import Rates  # noqa: PLC0415
-
-        request, limits = entry.request, self.asked.limits
+        request, limits = entry.request, self.options.site
         try:
             return supply_for(
                 request,
                 entry.distribution,
                 node_index=index,
                 nodes=nodes,
-                attempt=str(self.asked.attempt),
+                attempt=str(self.options.attempt),
                 place=self.stager.area(request.target).job_dir,
                 node=self.node,
                 should_stop=self.is_ending,
@@ -186,10 +185,10 @@ class NodeStaging:
                     disk_rate=limits.disk_rate,
                     metadata_rate=limits.metadata_rate,
                 ),
-                interfaces=self.asked.interfaces,
+                interfaces=self.options.site.interfaces,
                 names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                 tell=self.say,
-                come_seconds=COME_SECONDS if entry is self.asked.entries[0] else math.inf,
+                come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
                 most=lambda: self.stager.most_room(request),
             )
         except OSError as error:
@@ -206,7 +205,7 @@ class NodeStaging:
         Raises:
             StagingStopped: the agent was told to end.
         """
-        limits = self.asked.limits
+        limits = self.options.site
         index = self.environment.get("SLURM_ARRAY_TASK_ID", "")
         if not index.isdecimal():
             return 0.0
@@ -220,26 +219,16 @@ class NodeStaging:
         return delay
 
 
-def parts_of(entries: Sequence[Entry], environment: Mapping[str, str]) -> str:
+def parts_of(stages: Sequence[StageOptions], environment: Mapping[str, str]) -> str:
     """Return which part of which data this node has, for the plan's header; empty for none.
 
-    >>> from hpml_orchestrator.node.arguments import parse_arguments
-    >>> asked = parse_arguments("/a --stage x tree /s /t --distribution partition".split())
-    >>> parts_of(asked.entries, {"SLURM_NODEID": "2", "SLURM_NNODES": "4"})
-    '2/4:x'
+    Such as `2/4:train,val` for the third of four nodes.
     """
-    names = [one.request.name for one in entries if one.distribution == "partition"]
+    names = [stage.request.name for stage in stages if stage.distribution == "partition"]
     if not names:
         return ""
-    index, nodes = place_of(environment)
+    index, nodes = node_index(environment)
     return f"{index}/{nodes}:{','.join(names)}"
-
-
-def place_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return this node's number in the job, from 0, and how many nodes the job has."""
-    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
-    count = int(nodes) if nodes.isdecimal() else 1
-    return (int(index) if index.isdecimal() else 0), max(1, count)
 
 
 def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0) -> dict[str, Any]:
@@ -255,23 +244,19 @@ def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0)
         "reused": result.reused,
         "kept": result.kept,
     }
-    if result.digest:
-        figures["digest"] = result.digest
-    if result.private:
-        figures["private"] = result.private
-    if result.evicted:
-        figures["evicted"] = list(result.evicted)
-    if payback is not None:
-        figures["payback"] = payback.to_json()
-    if epochs:
-        figures["epochs"] = epochs
-    return figures
+    optional = {
+        "digest": result.digest,
+        "private": result.private,
+        "evicted": list(result.evicted),
+        "payback": payback and payback.to_json(),
+        "epochs": epochs,
+    }
+    return {**figures, **{name: value for name, value in optional.items() if value}}
 
 
 def _clock_text(seconds: float) -> str:
-    """Return a time that is left as people read it."""
-    whole = round(seconds)
-    if whole < 60:  # noqa: PLR2004
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+    """Return a remaining time, such as `1:02:03`, `2:03` or `3 s`."""
+    hours, rest = divmod(round(seconds), 3600)
+    if hours:
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{rest // 60}:{rest % 60:02d}" if rest >= 60 else f"{rest} s"  # noqa: PLR2004

@@ -1,10 +1,10 @@
-"""The watch over the ranks of this node: do they run where they should, and go on to do so?
+"""The watch over the ranks of this node: are they bound as planned, and do they stay so?
 
-Looked at are the live processes, soon after the ranks began and ever more rarely; the judgement is
-`placement/verify.py`'s. A fault counts once all looks of some seconds have seen its rank wrong:
-programs bind themselves, shells prepare something on a single core, and that is gone a moment
-later. Until then the proof has what was seen last of the rank when it was right. Of a rank that has
-ended and was never seen to be right, the last look counts.
+It looks at the live processes, soon after the ranks began and ever more rarely, and
+`placement/verify.py` judges. A fault counts once all looks of some seconds have shown it: programs
+bind themselves, shells prepare something on a single core, and that is gone a moment later. Until
+then the proof has what was seen last of the rank when it was right. For a rank that has ended and
+was never seen right, the last look counts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.node.processes import Entry, Look, entry_of, openmp_of, visible_of
-from hpml_orchestrator.node.rankrecords import RankRecords, seen_of_record, start_of
+from hpml_orchestrator.node.processes import (
+    ProcessTable,
+    RankRecords,
+    openmp_of,
+    seen_of_record,
+    start_of,
+    visible_of,
+)
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.report import node_line, table, wrong_rows
 from hpml_orchestrator.placement.verify import judge
@@ -28,21 +34,42 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.topology.model import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from hpml_orchestrator.node.planning import Prepared
+    from hpml_orchestrator.records.process import ProcessStat
 
 __all__ = ["Watch"]
 
-_POLL_SECONDS, _SLOWEST_POLL_SECONDS = 0.25, 2.0
-_QUICK_GROWTH, _SLOW_GROWTH = 1.25, 1.05  # of the pause: all ranks are there, or some are not yet
-_LOOKS_SECONDS = (0.25, 1.0, 3.0, 10.0, 30.0, 60.0)
+_POLL_SECONDS, _SLOWEST_POLL_SECONDS, _POLL_GROWTH = 0.25, 2.0, 1.1
+_LOOKS_SECONDS = (0.25, 1.0, 3.0, 10.0, 30.0, 60.0)  # after the ranks began; then every minute
 _LOOK_EVERY_SECONDS = 60.0
 _STEADY_SECONDS = 5.0  # a fault that is seen for so long counts
 _AGAIN_SECONDS = 1.0  # between looks while one is seen that does not count yet
 _KILL_SECONDS = 10.0
-_NOTHING = Topology("none", (), ())
+_NO_TOPOLOGY = Topology("none", (), ())
+
+
+@dataclass
+class _Rank:
+    """One rank: its record, what was seen last, and what was seen last while it was right."""
+
+    record: dict[str, Any]
+    seen: Seen
+    right: Seen | None = None
+    wrong_since: float | None = None
+    live: bool = True
+
+    def is_wrong(self, now: float) -> bool:
+        """Whether its fault is no passing state."""
+        if self.wrong_since is None:
+            return False
+        return now - self.wrong_since >= _STEADY_SECONDS or not self.live
+
+    def is_unsure(self, now: float) -> bool:
+        """Whether it has a fault that may pass."""
+        return self.wrong_since is not None and not self.is_wrong(now)
 
 
 class Watch:
@@ -51,7 +78,7 @@ class Watch:
     Args:
         attempt: the attempt's directory.
         made: the node's plan and what it was made of.
-        write: where people are told.
+        write: where messages go.
         proc_root: where /proc is.
     """
 
@@ -65,22 +92,17 @@ class Watch:
         self._made = made
         self._write = write
         self._proc_root = proc_root
-        place = attempt / "binding"
-        self._records = RankRecords(place / f"{made.around.node}.jsonl")
-        self._file = place / f"{made.around.node}.proof.json"
-        self._ranks: dict[int, dict[str, Any]] = {}
-        self._seen: dict[int, Seen] = {}
-        self._right: dict[int, Seen] = {}  # what was seen last of a live rank that was right
-        self._wrong_since: dict[int, float] = {}
-        self._live: set[int] = set()
+        directory = attempt / "binding"
+        self._records = RankRecords(directory / f"{made.around.node}.jsonl")
+        self._file = directory / f"{made.around.node}.proof.json"
+        self._ranks: dict[int, _Rank] = {}  # by local rank
+        self._now = 0.0
         self._poll_at, self._pause = 0.0, _POLL_SECONDS
-        self._look_at, self._began, self._looks_done = math.inf, 0.0, 0
-        self._looks = 0
+        self._look_at, self._began, self._scheduled, self._looks = math.inf, 0.0, 0, 0
         self._used: dict[tuple[int, int], tuple[int, float]] = {}  # ticks and time of a process
-        self._used_before = self._used
-        self._proof: Optional[NodeProof] = None  # noqa: UP045 - runs on Python 3.9
-        self._told = self._unwritten = False
-        self._kill_at, self._now = math.inf, 0.0
+        self._proof: NodeProof | None = None
+        self._reported = self._unwritten = False
+        self._kill_at = math.inf
         self._doomed: dict[tuple[int, int], None] = {}
 
     def act(self, now: float) -> float:
@@ -91,206 +113,187 @@ class Watch:
         """
         self._now = now
         if now >= self._poll_at:
-            self._poll(now)
+            self._poll()
         if now >= self._look_at:
             self._look()
-            self._plan_look(now)
+            self._schedule_look()
         if now >= self._kill_at:
             self._kill_at = math.inf
             self._end_ranks(signal.SIGKILL)
         return max(0.0, min(self._poll_at, self._look_at, self._kill_at) - now)
 
     @property
-    def binding(self) -> Optional[tuple[int, int]]:  # noqa: UP045
-        """Ranks that run where they should, and ranks that do not; None before the first look.
+    def binding(self) -> tuple[int, int] | None:
+        """Ranks that are bound as planned, and ranks that are not; None before the first look.
 
         A rank is wrong once its fault is no passing state.
         """
         if self._proof is None:
             return None
-        wrong = sum(self._counts(rank) for rank in self._wrong_since)
+        wrong = sum(rank.is_wrong(self._now) for rank in self._ranks.values())
         return len(self._proof.ranks) - wrong, wrong
 
     def close(self) -> None:
         """Take in what was recorded last, and write the last judgement."""
         self._take(self._records.new())
-        for rank in tuple(self._live):
+        for rank in self._ranks.values():
             self._end(rank)
         self._judge()
 
-    def _poll(self, now: float) -> None:
-        new = self._records.new()
-        if new:
-            self._take(new)
+    def _poll(self) -> None:
+        records = self._records.new()
+        self._take(records)
+        if records:
             self._pause = _POLL_SECONDS
-            self._began, self._looks_done = now, 0
-            self._look_at = now + _LOOKS_SECONDS[0]
+            self._began, self._scheduled = self._now, 0
+            self._look_at = self._now + _LOOKS_SECONDS[0]
         else:
-            complete = len(self._ranks) >= len(self._made.plan.ranks)
-            grown = self._pause * (_QUICK_GROWTH if complete else _SLOW_GROWTH)
-            self._pause = min(grown, _SLOWEST_POLL_SECONDS)
-        self._poll_at = now + self._pause
+            self._pause = min(self._pause * _POLL_GROWTH, _SLOWEST_POLL_SECONDS)
+        self._poll_at = self._now + self._pause
 
     def _take(self, records: list[dict[str, Any]]) -> None:
-        for record in records:
-            rank = record["local_rank"]
-            self._ranks[rank] = record
-            self._seen[rank] = seen_of_record(record)
-            self._right.pop(rank, None)
-            self._wrong_since.pop(rank, None)
-            self._live.add(rank)
+        for record in records:  # of a rank that started again, the last counts
+            self._ranks[record["local_rank"]] = _Rank(record, seen_of_record(record))
 
-    def _plan_look(self, now: float) -> None:
-        """Set the next look: at the times of the table, then every minute, while ranks live."""
-        self._looks_done += 1
-        if not self._live:
+    def _schedule_look(self) -> None:
+        live = [rank for rank in self._ranks.values() if rank.live]
+        self._scheduled += 1
+        if not live:
             self._look_at = math.inf
-        elif self._looks_done < len(_LOOKS_SECONDS):
-            self._look_at = max(now, self._began + _LOOKS_SECONDS[self._looks_done])
+        elif self._scheduled < len(_LOOKS_SECONDS):
+            self._look_at = max(self._now, self._began + _LOOKS_SECONDS[self._scheduled])
         else:
-            self._look_at = now + _LOOK_EVERY_SECONDS
-        if self._live & self._wrong_since.keys() and not self._told:
-            self._look_at = min(self._look_at, now + _AGAIN_SECONDS)
+            self._look_at = self._now + _LOOK_EVERY_SECONDS
+        if not self._reported and any(rank.wrong_since is not None for rank in live):
+            self._look_at = min(self._look_at, self._now + _AGAIN_SECONDS)
 
     def _look(self) -> None:
         """Look at every rank that may live, and judge."""
         self._looks += 1
-        look = Look(self._proc_root)
-        self._used_before, self._used = self._used, {}
-        for rank in sorted(self._live):
-            seen = self._look_at_rank(look, rank)
-            if seen is None:
-                self._end(rank)
-            else:
-                self._seen[rank] = seen
+        processes = ProcessTable(self._proc_root)
+        used: dict[tuple[int, int], tuple[int, float]] = {}
+        for rank in self._ranks.values():
+            if rank.live:
+                seen = self._look_at_rank(processes, rank, used)
+                if seen is None:
+                    self._end(rank)
+                else:
+                    rank.seen = seen
+        self._used = used
         self._judge()
 
-    def _end(self, rank: int) -> None:
-        """Note that a rank has ended: what was seen of it stays, but for a fault that was short."""
-        if rank in self._right and rank in self._wrong_since and not self._counts(rank):
-            self._seen[rank] = self._right[rank]
-        self._live.discard(rank)
+    def _end(self, rank: _Rank) -> None:
+        """Note that a rank has ended: what was seen of it stays, except for a short fault."""
+        if rank.right is not None and rank.is_unsure(self._now):
+            rank.seen = rank.right
+        rank.live = False
 
-    def _look_at_rank(self, look: Look, rank: int) -> Optional[Seen]:  # noqa: UP045
-        """Return a rank as it is now; None where it has ended, or cannot be found from here."""
-        record = self._ranks[rank]
-        if look.find(record["pid"], start_of(record)) is None:
-            return None
-        family = self._family(look, rank)
+    def _look_at_rank(
+        self, processes: ProcessTable, rank: _Rank, used: dict[tuple[int, int], tuple[int, float]]
+    ) -> Seen | None:
+        """Return a rank as it is now; None where it has ended, or cannot be read from here."""
+        family = self._family(processes, rank)
         if not family:
             return None
-        chief = look.main_of(family)
-        main = self._process(look, chief)
+        chief = processes.main_of(family)
+        shown = {stat.pid: self._process(processes, stat, used) for stat in family}
+        main = shown.pop(chief.pid)
         if main is None:
             return None
-        environment = look.environment(chief.pid)
-        told = self._seen[rank]
-        others = [self._process(look, one) for one in family if one is not chief]
+        environment = processes.environment(chief.pid)
         return replace(
-            told,
+            rank.seen,
             main=replace(main, openmp=openmp_of(environment)),
-            others=tuple(one for one in others if one is not None),
-            visible=visible_of(environment) if environment else told.visible,
+            others=tuple(process for process in shown.values() if process is not None),
+            visible=visible_of(environment) if environment else rank.seen.visible,
             live=True,
         )
 
-    def _process(self, look: Look, one: Entry) -> Optional[Process]:  # noqa: UP045
+    def _process(
+        self,
+        processes: ProcessTable,
+        stat: ProcessStat,
+        used: dict[tuple[int, int], tuple[int, float]],
+    ) -> Process | None:
         """Return where a process runs, and how much it has worked since the look before."""
-        found = look.process(one)
-        key = one.pid, one.start_ticks
-        self._used[key] = one.busy_ticks, self._now
-        ticks, then = self._used_before.get(key, self._used[key])
-        if found is None or self._now <= then:
-            return found
-        seconds = (one.busy_ticks - ticks) / os.sysconf("SC_CLK_TCK")
-        return replace(found, load=round(seconds / (self._now - then), 3))
+        process = processes.process(stat)
+        key = stat.pid, stat.start_ticks
+        used[key] = stat.cpu_ticks, self._now
+        ticks, then = self._used.get(key, used[key])
+        if process is None or self._now <= then:
+            return process
+        seconds = (stat.cpu_ticks - ticks) / os.sysconf("SC_CLK_TCK")
+        return replace(process, load=round(seconds / (self._now - then), 3))
 
-    def _family(self, look: Look, rank: int) -> list[Entry]:
-        others = {record["pid"] for one, record in self._ranks.items() if one != rank}
-        return look.family(self._ranks[rank]["pid"], others)
+    def _family(self, processes: ProcessTable, rank: _Rank) -> list[ProcessStat]:
+        pid = rank.record["pid"]
+        if not processes.lives(pid, start_of(rank.record)):
+            return []
+        others = {other.record["pid"] for other in self._ranks.values() if other is not rank}
+        return processes.family(pid, others)
 
     def _judge(self) -> None:
-        """Judge what was seen last; write, tell and end the ranks as that asks for."""
-        proof = self._judged({})
-        self._note_faults(proof)
-        unsure = {rank for rank in self._wrong_since if not self._counts(rank)}
-        if unsure & self._right.keys():
-            proof = self._judged({rank: self._right[rank] for rank in unsure & self._right.keys()})
-        before = self._proof
-        if before is None or self._unwritten or not _same(before, proof):
+        """Judge what was seen last; write the proof, report faults, end the ranks if strict."""
+        proof = self._judged()
+        for judged in proof.ranks:
+            rank = self._ranks[judged.local_rank]
+            if not judged.wrong:
+                rank.wrong_since = None
+                rank.right = rank.seen if rank.seen.live else rank.right
+            elif rank.wrong_since is None:
+                rank.wrong_since = self._now
+        if any(rank.right and rank.is_unsure(self._now) for rank in self._ranks.values()):
+            proof = self._judged(forgiving=True)
+        previous = self._proof
+        changed = previous is None or proof != replace(previous, time=proof.time, looks=proof.looks)
+        if changed or self._unwritten:
             proof = replace(proof, time=round(time.time(), 6))
             self._save(proof)
-        else:
-            proof = replace(proof, time=before.time)
         self._proof = proof
-        if not self._told and self._wrong_since.keys() - unsure:
-            self._told = True
-            self._say(node_line(proof))
+        if not self._reported and any(rank.is_wrong(self._now) for rank in self._ranks.values()):
+            self._reported = True
+            self._report(node_line(proof))
             if proof.verify != "strict":  # then the table stands at the job's end, of all nodes
-                self._say(*table(wrong_rows(proof)))
+                self._report(*table(wrong_rows(proof)))
             else:
-                self._say(f"{proof.node}: binding.verify is strict: its ranks are ended")
+                self._report(f"{proof.node}: binding.verify is strict: its ranks are ended")
                 self._end_ranks(signal.SIGTERM)
                 self._kill_at = self._now + _KILL_SECONDS
 
-    def _judged(self, instead: Mapping[int, Seen]) -> NodeProof:
-        """Judge what was seen last, but of some ranks something else."""
+    def _judged(self, *, forgiving: bool = False) -> NodeProof:
+        """Judge what was seen last; forgiving, what was right last of ranks that are unsure."""
         return judge(
-            self._made.topology or _NOTHING,
+            self._made.topology or _NO_TOPOLOGY,
             self._made.plan,
-            {**self._seen, **instead}.values(),
+            [
+                rank.right if forgiving and rank.right and rank.is_unsure(self._now) else rank.seen
+                for rank in self._ranks.values()
+            ],
             self._made.around,
             looks=self._looks,
         )
-
-    def _note_faults(self, proof: NodeProof) -> None:
-        """Note since when each rank is wrong, and what was seen of those that are right."""
-        for one in proof.ranks:
-            rank = one.local_rank
-            if one.wrong:
-                self._wrong_since.setdefault(rank, self._now)
-            else:
-                self._wrong_since.pop(rank, None)
-                if self._seen[rank].live:
-                    self._right[rank] = self._seen[rank]
-
-    def _counts(self, rank: int) -> bool:
-        """Whether a rank's fault is no passing state."""
-        steady = self._now - self._wrong_since[rank] >= _STEADY_SECONDS
-        return steady or rank not in self._live
 
     def _save(self, proof: NodeProof) -> None:
         try:
             write_json(self._file, proof_json(proof))
         except RecordError as error:
             if not self._unwritten:
-                self._say(f"{proof.node}: {error}")
+                self._report(f"{proof.node}: {error}")
             self._unwritten = True
         else:
             self._unwritten = False
 
-    def _say(self, *lines: str) -> None:
+    def _report(self, *lines: str) -> None:
         # One write: the lines of several nodes, which share the output, do not mix.
         self._write("".join(f"hpml: {line}\n" for line in lines))
 
     def _end_ranks(self, number: signal.Signals) -> None:
         """Send a signal to the live ranks of this node, and to all that they have started."""
-        look = Look(self._proc_root)
-        for rank, record in self._ranks.items():
-            if look.find(record["pid"], start_of(record)) is not None:
-                family = self._family(look, rank)
-                self._doomed.update(dict.fromkeys((one.pid, one.start_ticks) for one in family))
+        processes = ProcessTable(self._proc_root)
+        for rank in self._ranks.values():
+            for stat in self._family(processes, rank):
+                self._doomed[stat.pid, stat.start_ticks] = None
         for pid, start_ticks in self._doomed:
-            _send(pid, start_ticks, number, self._proc_root)
-
-
-def _same(one: NodeProof, other: NodeProof) -> bool:
-    return one == replace(other, time=one.time, looks=one.looks)
-
-
-def _send(pid: int, start_ticks: int, number: signal.Signals, proc_root: str) -> None:
-    """Signal a process, unless it has ended or its number is another's by now."""
-    one = entry_of(pid, proc_root)
-    if one is not None and one.start_ticks == start_ticks:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
+            if processes.lives(pid, start_ticks):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)

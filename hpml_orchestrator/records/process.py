@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 __all__ = ["ProcessStat", "read_stat"]
 
 
-@dataclass(frozen=True)
+# No dataclass: hpml-bind imports this once per rank, and `dataclasses` takes half of its start.
 class ProcessStat:
     """What hpml uses of `/proc/PID/stat` (proc_pid_stat(5)).
 
@@ -23,14 +22,18 @@ class ProcessStat:
         start_ticks: clock ticks from boot to its start; with the pid it names one process.
     """
 
-    pid: int
-    name: str
-    state: str
-    parent: int
-    group: int
-    session: int
-    cpu_ticks: int
-    start_ticks: int
+    def __init__(self, text: str) -> None:
+        """Parse the file's text; a damaged one raises ValueError or IndexError."""
+        head, _, rest = text.rpartition(")")
+        number, _, self.name = head.partition(" (")
+        fields = rest.split()
+        self.pid = int(number)
+        self.state = fields[0]
+        self.parent = int(fields[1])
+        self.group = int(fields[2])
+        self.session = int(fields[3])
+        self.cpu_ticks = int(fields[11]) + int(fields[12])
+        self.start_ticks = int(fields[19])
 
     @property
     def ended(self) -> bool:
@@ -42,19 +45,6 @@ def read_stat(pid: int | str, proc_root: str = "/proc") -> ProcessStat | None:
     """Read one process; None when it is gone or may not be read."""
     try:
         with open(os.path.join(proc_root, str(pid), "stat"), "rb") as stream:
-            text = stream.read().decode("utf-8", "replace")
-        head, _, rest = text.rpartition(")")
-        number, _, name = head.partition(" (")
-        fields = rest.split()
-        return ProcessStat(
-            pid=int(number),
-            name=name,
-            state=fields[0],
-            parent=int(fields[1]),
-            group=int(fields[2]),
-            session=int(fields[3]),
-            cpu_ticks=int(fields[11]) + int(fields[12]),
-            start_ticks=int(fields[19]),
-        )
+            return ProcessStat(stream.read().decode("utf-8", "replace"))
     except (OSError, ValueError, IndexError):
         return None

@@ -1,67 +1,57 @@
-"""Build `hpml-node.pyz`: the one file that the nodes need of hpml.
+"""Build `hpml-node.pyz`, the one file of hpml that the nodes need: a zip archive of its modules.
 
-Its parts run as `python -I -S hpml-node.pyz COMMAND …`, for which the interpreter imports `runpy`.
-The ranks' start has a way around that, `BINDER`, and a module of its own, `hpml_bind`.
+Its commands run as `python -I -S hpml-node.pyz COMMAND …`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import marshal
 import zipfile
 from pathlib import Path
 
-from hpml_orchestrator.script.onefile import bytecode, one_module
+__all__ = ["BIND_CODE", "build"]
 
-__all__ = ["BINDER", "build"]
-
-BINDER = (
-    "import sys, zipimport; sys.path.append(sys.argv.pop(1)); "
-    'exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
+BIND_CODE = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from hpml_orchestrator.node.bind import main; sys.exit(main())"
 )
-"""Code for `python -I -S -c BINDER hpml-node.pyz ATTEMPT -- COMMAND`: opens the archive twice."""
+"""Code for `python -I -S -c BIND_CODE hpml-node.pyz ATTEMPT -- COMMAND`.
+
+Running the archive itself would import `runpy`, a third of a rank's start.
+"""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ROOMS = ("records", "staging", "topology", "placement", "node")
-_BIND = (
-    "topology.cpulist",
-    "placement.planfile",
-    "node.ranks",
-    "node.kernel",
-    "node.rankrecord",
-    "node.bind",
-)
 _MAIN = """\
 import sys
 
-if sys.argv[1:2] == ["bind"]:
-    from hpml_bind import run
-
-    sys.exit(run(sys.argv[2:]))
 from hpml_orchestrator.node.main import main
 
 sys.exit(main(sys.argv[1:]))
 """
+_UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: the source beside it is not compared
+_MARSHAL_VERSION = 2  # later ones mark shared objects, which differ from process to process
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def build() -> bytes:
     """Return the archive's bytes; equal sources give equal bytes with equal interpreters.
 
-    It holds plain sources (standard library only, Python 3.9 or newer), and of `hpml_bind` also
-    the bytecode of this interpreter, which is the one that runs it on the nodes, if they have it.
-    All is stored uncompressed so that a rank's start does not pay for unpacking.
+    Beside each source is its bytecode of this interpreter; others see its magic number and read the
+    source. All is stored uncompressed, so that a rank's start pays for neither.
     """
-    bind = one_module(_PACKAGE, list(_BIND), "run")
-    files = {
-        "__main__.py": _MAIN.encode(),
-        "hpml_bind.py": bind.encode(),
-        "hpml_bind.pyc": bytecode(bind, "hpml_bind.py"),
-    }
+    files = {"__main__.py": _MAIN.encode()}
     sources = [_PACKAGE / "__init__.py", _PACKAGE / "errors.py"]
     for room in _ROOMS:
         sources += sorted((_PACKAGE / room).rglob("*.py"))
     for source in sources:
-        files[source.relative_to(_PACKAGE.parent).as_posix()] = source.read_bytes()
+        name, data = source.relative_to(_PACKAGE.parent).as_posix(), source.read_bytes()
+        code = compile(data, name, "exec", dont_inherit=True)
+        head = importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(data)
+        files[name] = data
+        files[f"{name}c"] = head + marshal.dumps(code, _MARSHAL_VERSION)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in files.items():

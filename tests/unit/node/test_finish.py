@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.node.finish import ending
+from hpml_orchestrator.node.finish import ending, verify_binding
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
@@ -156,8 +156,6 @@ def planned(node: Node, verify: str, wrong: tuple[str, ...]) -> None:
     ("verify", "wrong", "code", "reason", "ends"),
     [
         ("warn", (), "0", "", (0, "completed")),
-        ("strict", (), "0", "", (0, "completed")),
-        ("warn", ("is elsewhere",), "0", "", (0, "completed")),
         ("strict", ("is elsewhere",), "0", "", (79, "binding")),
         ("strict", ("is elsewhere",), "143", "", (79, "binding")),
         ("strict", ("is elsewhere",), "143", "got SIGTERM", (143, "got SIGTERM")),
@@ -177,7 +175,7 @@ def test_the_end_says_where_the_ranks_ran(
     assert (attempt.ended["exit_code"], attempt.ended["reason"]) == ends
     assert status == f"{ends[0]}\n"
     lines = err.splitlines()
-    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks where they should be"
+    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks bound as planned"
     if not wrong:
         assert lines == []
         return
@@ -194,3 +192,91 @@ def test_a_fault_of_the_records_does_not_hide_the_end(node: Node) -> None:
     write_text(node.attempt / "binding/n1.proof.json", "[")
     assert node.call("finish", str(node.attempt), "0", "") == (0, "0\n", "")
     assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "completed"
+
+
+ELSEWHERE = "runs on CPUs 0-15 (NUMA 0), its GPU 0000:b7:00.0 is next to NUMA 7"
+
+
+def plan(verify: str = "strict", policy: str = "gpu-local", ranks: int = 8) -> str:
+    """The text of a node's plan."""
+    ranks_of_it = tuple(RankPlan(rank, cpus=(rank,)) for rank in range(ranks))
+    return planfile.write(Plan(ranks_of_it, policy), {"verify": verify})
+
+
+def proof(node: str, first: int, ranks: int, *wrong: str) -> dict[str, Any]:
+    """A node's proof, the faults with its last rank."""
+    judged = [
+        RankProof(
+            first + rank,
+            rank,
+            gpu="0000:b7:00.0",
+            cpus="0-15",
+            numa=(0,),
+            wrong=wrong if rank == ranks - 1 else (),
+        )
+        for rank in range(ranks)
+    ]
+    return proof_json(NodeProof(node, "gpu-local", "warn", 8, tuple(judged)))
+
+
+NOTHING: tuple[list[str], bool] = ([], False)
+ROWS = [
+    "RANK  NODE  GPU           CPUS  NUMA  WRONG",
+    f"15    n2    0000:b7:00.0  0-15  0     {ELSEWHERE}",
+    "                                      shares",
+]
+
+
+@pytest.mark.parametrize(
+    ("verify", "second", "completed", "lines", "failed"),
+    [
+        pytest.param("strict", proof("n2", 8, 8), True, [], False, id="all right"),
+        pytest.param(
+            "strict",
+            proof("n2", 8, 8, ELSEWHERE, "shares"),
+            False,
+            ["binding: 1 of 16 ranks WRONG", *ROWS],
+            True,
+            id="a rank elsewhere",
+        ),
+        pytest.param(  # the agents have reported it while the ranks ran
+            "warn",
+            proof("n2", 8, 8, ELSEWHERE),
+            False,
+            ["binding: 1 of 16 ranks WRONG"],
+            False,
+            id="warned of before",
+        ),
+        pytest.param(
+            "strict",
+            proof("n2", 8, 7),
+            True,
+            [
+                "binding: 15 of 16 ranks bound as planned",
+                "RANK  NODE  GPU  CPUS  NUMA  WRONG",
+                "-     n2    -    -     -     7 of its 8 ranks recorded their binding",
+            ],
+            True,
+            id="a rank never recorded",
+        ),
+        pytest.param("strict", proof("n2", 8, 7), False, [], False, id="the job failed before"),
+        pytest.param("off", {"node": "n2", "ranks": 3}, True, [], False, id="not judged"),
+    ],
+)
+def test_the_binding_over_all_nodes(
+    verify: str, second: dict[str, Any], completed: bool, lines: list[str], failed: bool
+) -> None:
+    """A line with the count and the table of who is wrong, or nothing."""
+    plans = {"n1": plan(verify), "n2": plan(verify)}
+    proofs = [proof("n1", 0, 8), second]
+    assert verify_binding(plans, proofs, completed=completed) == (lines, failed)
+
+
+def test_nodes_without_a_proof() -> None:
+    """What nobody saw is not proven; a policy that binds nothing and a damaged plan need none."""
+    for proofs in ([], [{"node": "n1", "ranks": 3}]):
+        lines, failed = verify_binding({"n1": plan()}, proofs, completed=True)
+        assert failed
+        assert lines[-1].endswith("0 of its 8 ranks recorded their binding")
+    for text in (plan("warn", "none"), "hello\n"):
+        assert verify_binding({"n1": text}, [], completed=True) == NOTHING

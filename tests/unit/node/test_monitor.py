@@ -1,4 +1,4 @@
-"""The agent's exporter is kept alive, found, and gone at the end, whatever it does."""
+"""The job's exporter is kept alive, found, and gone at the end, whatever it does."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +16,21 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.arguments import MonitorWish
-from hpml_orchestrator.node.monitor import Monitor, Timing
+from hpml_orchestrator.node.monitor import (
+    Monitor,
+    Timing,
+    allocated_gpus,
+    job_facts,
+    target_address,
+)
+from hpml_orchestrator.node.options import MonitorOptions
 from hpml_orchestrator.node.planning import Prepared
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.verify import Circumstances
 from hpml_orchestrator.records import targets
+from hpml_orchestrator.topology.model import Topology
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.placement.machines import dgx_a100
 
 Until = Callable[[Callable[[], object]], object]
 
@@ -61,7 +66,17 @@ if behaviour == "twice" and count <= 2:
 while True:
     time.sleep(60)
 """
-LOCAL = MonitorWish("127.0.0.1:0")
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_UID": "4242",
+    "SLURM_JOB_USER": "ada",
+    "SLURM_JOB_ACCOUNT": "proj",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_NAME": "digits",
+    "HPML_SWEEP": "lr",
+    "HPML_POINT": "3",
+}
+LOCAL = MonitorOptions("127.0.0.1:0")
 QUICK = Timing(first_pause=0.1, longest_pause=0.2, until_address=600.0, restarts=3, look=0.05)
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
@@ -75,13 +90,13 @@ ENVIRONMENT = {
 class Watched:
     """A monitor with a fake exporter, and what became of both."""
 
-    def __init__(self, root: Path, behaviour: str, timing: Timing, wish: MonitorWish) -> None:
+    def __init__(self, root: Path, behaviour: str, timing: Timing, options: MonitorOptions) -> None:
         self.attempt = root / "records" / "runs" / "r-1" / "attempts" / "0"
         (self.attempt / "nodes").mkdir(parents=True, exist_ok=True)
         script = root / "fake.py"
         script.write_text(FAKE)
         self.monitor = Monitor(
-            wish,
+            options,
             self.attempt,
             "n1",
             ENVIRONMENT,
@@ -117,8 +132,8 @@ def watch(tmp_path: Path, until: Until) -> Iterator[Watch]:
     """Make monitors, and stop them at the end."""
     made: list[Watched] = []
 
-    def make(behaviour: str, timing: Timing = QUICK, wish: MonitorWish = LOCAL) -> Watched:
-        made.append(Watched(tmp_path, behaviour, timing, wish))
+    def make(behaviour: str, timing: Timing = QUICK, options: MonitorOptions = LOCAL) -> Watched:
+        made.append(Watched(tmp_path, behaviour, timing, options))
         return made[-1]
 
     yield make
@@ -136,23 +151,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-def is_empty(directory: Path) -> bool:
-    """Whether nothing lies there."""
-    return not list(directory.iterdir())
-
-
-def prepared(*cpus: tuple[int, ...]) -> Prepared:
-    """A plan whose ranks have these CPUs."""
-    ranks = tuple(RankPlan(rank, cpus=own) for rank, own in enumerate(cpus))
-    return Prepared(Plan(ranks), None, Circumstances("n1", "warn", (), None, frozenset(), 1))
-
-
-def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until) -> None:
-    """Options, low priority, a target while it lives and none behind it."""
-    watched = watch("good", wish=MonitorWish("127.0.0.1:0", interval=3, web_config="/w.yml"))
+def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until, tmp_path: Path) -> None:
+    """Options, low priority, a target while it lives and none behind it; with TLS by HTTPS."""
+    web = tmp_path / "w.yml"
+    web.write_text("tls_server_config:\n  cert_file: a\n")
+    watched = watch("good", options=MonitorOptions("127.0.0.1:0", interval=3, web_config=str(web)))
     watched.monitor.start(None)
     until(watched.found)
     assert watched.found() == ["127.0.0.1:40001"]
+    (group,) = json.loads(watched.monitor.target.read_text())
+    assert group["labels"]["__scheme__"] == "https"
     (start,) = watched.starts()
     assert start["nice"] == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert (start["job"]["jobid"], start["job"]["run"], start["job"]["user"]) == (
@@ -161,158 +169,9 @@ def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until) -> None:
         "ada",
     )
     assert (start["gpu_interval"], start["job_interval"], start["process_interval"]) == (3, 15, 15)
-    assert (start["web_config"], start["parent_pid"]) == ("/w.yml", os.getpid())
+    assert (start["web_config"], start["parent_pid"]) == (str(web), os.getpid())
     watched.monitor.stop()
     until(lambda: not list(watched.targets.iterdir()))
-
-
-def test_it_keeps_off_the_ranks_cpus(watch: Watch, until: Until) -> None:
-    """Where the job has others; where it has none it may run wherever the job may."""
-    allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) == 1:
-        pytest.skip("one CPU cannot be divided")
-    for ranks, cpus in (([allowed[0]], allowed[1:]), (allowed, allowed)):
-        watched = watch("good")
-        watched.monitor.start(prepared(*((cpu,) for cpu in ranks)))
-        until(watched.found)
-        assert watched.starts()[-1]["cpus"] == cpus, "from its first moment"
-        watched.monitor.stop()
-        until(partial(is_empty, watched.targets))
-
-
-def test_one_that_dies_is_started_again(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At the same port, so that Prometheus goes on; each end is a line."""
-    watched = watch("twice")
-    watched.monitor.start(None)
-    for count in (1, 2):
-        until(partial(watched.lives, count))
-        time.sleep(0.3)  # one that dies sooner than the first pause may not have its port again
-        (watched.attempt / "nodes" / f"n1.monitor.json.found{count}").touch()
-    until(lambda: len(watched.starts()) == 3)
-    until(watched.found)
-    watched.monitor.stop()
-    assert [one["listen"] for one in watched.starts()] == [
-        "127.0.0.1:0",
-        "127.0.0.1:40001",
-        "127.0.0.1:40001",
-    ]
-    told = capsys.readouterr().err
-    assert told == (
-        "hpml: n1: the job's monitor ended (by SIGKILL); started again in 0.1 s\n"
-        "hpml: n1: the job's monitor ended (by SIGKILL); started again in 0.2 s\n"
-    )
-
-
-def test_it_is_not_started_for_ever(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A driver that is stuck each time: three starts more, then the job goes on without."""
-    watched = watch("75")
-    watched.monitor.start(None)
-    until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
-    assert len(watched.starts()) == 4
-    lines = capsys.readouterr().err.splitlines()
-    ended = "hpml: n1: the job's monitor ended (status 75: error: cannot do this);"
-    assert lines[0] == f"{ended} started again in 0.1 s"
-    assert lines[-1] == f"{ended} not started again"
-    assert watched.found() == []
-
-
-def test_without_an_exporter_the_job_goes_on(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The interpreter has no site packages, as on a node where hpml is not installed: one line."""
-    watched = watch("good")
-    interpreter, *words = Monitor.command
-    watched.monitor.command = (interpreter, "-S", *words)
-    watched.monitor.start(None)
-    until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
-    told = f"hpml: n1: the job's monitor is not there: {interpreter} has no hpml_exporters\n"
-    assert capsys.readouterr().err == told
-
-
-def test_what_cannot_be_is_tried_once(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Options that are refused: one line, with the exporter's own words."""
-    watched = watch("2")
-    watched.monitor.start(None)
-    until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
-    assert len(watched.starts()) == 1
-    told = "hpml: n1: the job's monitor was refused: error: cannot do this\n"
-    assert capsys.readouterr().err == told
-
-
-def test_an_interpreter_that_is_gone_is_one_line(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As on a node without hpml's own Python."""
-    watched = watch("good")
-    watched.monitor.command = ("/no/such/python",)
-    watched.monitor.start(None)
-    until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
-    told = "hpml: n1: the job's monitor cannot be started by /no/such/python\n"
-    assert capsys.readouterr().err == told
-
-
-def test_one_that_never_listens_is_ended(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It hangs at its start: ended, and tried again."""
-    watched = watch("hangs", replace(QUICK, until_address=1.0, restarts=100))
-    watched.monitor.start(None)
-    until(lambda: len(watched.starts()) >= 2)
-    watched.monitor.stop()
-    assert "does not answer after 1 s\n" in capsys.readouterr().err
-
-
-def test_one_that_does_not_end_is_killed_in_time(watch: Watch, until: Until) -> None:
-    """SIGTERM is ignored: the end of a job waits two seconds at most."""
-    watched = watch("deaf", Timing(look=0.05))
-    watched.monitor.start(None)
-    until(watched.found)
-    began = time.monotonic()
-    watched.monitor.stop()
-    assert time.monotonic() - began < PATIENCE_SECONDS  # without SIGKILL it would never end
-    until(lambda: not alive(watched.starts()[0]["pid"]))
-    until(lambda: not watched.found())
-
-
-def test_an_exporter_whose_start_hangs_holds_nobody(
-    watch: Watch, until: Until, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file system with its interpreter stands still (a fake): the end comes all the same."""
-    watched = watch("good")
-    reached, answer = threading.Event(), threading.Event()
-    launch = Monitor._launch
-
-    def hang(self: Monitor, listen: str) -> subprocess.Popen[bytes]:
-        process = launch(self, listen)
-        reached.set()
-        answer.wait()
-        return process
-
-    monkeypatch.setattr(Monitor, "_launch", hang)
-    watched.monitor.start(None)
-    assert reached.wait(PATIENCE_SECONDS)
-    ended = threading.Thread(target=watched.monitor.stop, daemon=True)
-    ended.start()
-    ended.join(PATIENCE_SECONDS)
-    held = ended.is_alive()
-    answer.set()
-    assert not held
-    until(lambda: not watched.monitor._thread.is_alive())  # type: ignore[union-attr]
-
-
-def test_the_end_comes_before_the_beginning(watch: Watch) -> None:
-    """A job that is cancelled at once: nothing is left, whatever was about to start."""
-    watched = watch("good")
-    watched.monitor.start(None)
-    watched.monitor.stop()
-    watched.monitor.stop()
-    assert watched.found() == []
 
 
 def test_a_target_that_was_swept_in_error_comes_back(
@@ -330,77 +189,192 @@ def test_a_target_that_was_swept_in_error_comes_back(
     until(watched.found)
 
 
-def test_targets_of_the_dead_go_when_a_job_starts(watch: Watch, until: Until) -> None:
-    """And a job's own directory of targets is used where it names one."""
-    watched = watch("good")
-    dead = watched.targets / "dead.elbe-1@n9.json"
-    targets.publish(dead, "a:1", {"jobid": "1", "run": "dead", "node": "n9"})
-    os.utime(dead, (0, 0))
-    watched.monitor.start(None)
-    until(lambda: watched.found() == ["127.0.0.1:40001"])
-
-
 def test_targets_that_cannot_be_written_hurt_nobody(
     watch: Watch, until: Until, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line; the exporter goes on."""
     (tmp_path / "file").write_text("")
-    watched = watch("good", wish=MonitorWish("127.0.0.1:0", targets=str(tmp_path / "file")))
+    watched = watch("good", options=MonitorOptions("127.0.0.1:0", targets=str(tmp_path / "file")))
     watched.monitor.start(None)
     until(watched.starts)
     until(lambda: "cannot be found by Prometheus" in capsys.readouterr().err)
     assert alive(watched.starts()[0]["pid"])
 
 
-def test_the_real_exporter_answers(tmp_path: Path, until: Until) -> None:
-    """Started as an agent starts it: isolated, with options of a job; its summary is left."""
-    attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
-    (attempt / "nodes").mkdir(parents=True)
-    patient = Timing(terminate=PATIENCE_SECONDS)
-    monitor = Monitor(MonitorWish("127.0.0.1:0"), attempt, "n1", ENVIRONMENT, patient)
-    monitor.start(None, no_gpus=True)
-    try:
-        until(lambda: list((tmp_path / "targets").glob("*.json")))
-        (path,) = (tmp_path / "targets").glob("*.json")
-        (group,) = json.loads(path.read_text())
-        with urllib.request.urlopen(
-            f"http://{group['targets'][0]}/metrics", timeout=PATIENCE_SECONDS
-        ) as answer:
-            assert b"hpml_exporter_" in answer.read()
-        assert group["labels"]["jobid"] == "17"
-    finally:
-        monitor.stop()
-    told = json.loads((attempt / "nodes" / "n1.monitor.json").read_text())
-    assert (told["jobid"], told["run"], told["starts"]) == ("17", "r-1", 1)
+def prepared(
+    *cpus: Sequence[int], topology: Topology | None = None, visible: str | None = None
+) -> Prepared:
+    """A node whose ranks have these CPUs."""
+    ranks = tuple(RankPlan(rank, cpus=tuple(own)) for rank, own in enumerate(cpus))
+    around = Circumstances("n1", "warn", (), visible, frozenset(), 1)
+    return Prepared(Plan(ranks), topology, around)
 
 
-def test_a_second_job_at_the_same_port(
+def test_it_keeps_off_the_ranks_cpus(watch: Watch, until: Until) -> None:
+    """Where the job has others, from its first moment."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) == 1:
+        pytest.skip("one CPU cannot be divided")
+    watched = watch("good")
+    watched.monitor.start(prepared(allowed[:1]))
+    until(watched.starts)
+    assert watched.starts()[0]["cpus"] == allowed[1:]
+
+
+def test_one_that_dies_is_started_again(
+    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the same port, so that Prometheus goes on; each end is a line."""
+    watched = watch("twice")
+    watched.monitor.start(None)
+    for count in (1, 2):
+        until(partial(watched.lives, count))
+        (watched.attempt / "nodes" / f"n1.monitor.json.found{count}").touch()
+    until(partial(watched.lives, 3))
+    watched.monitor.stop()
+    ports = [start["listen"] for start in watched.starts()]
+    assert ports == ["127.0.0.1:0", "127.0.0.1:40001", "127.0.0.1:40001"]
+    assert capsys.readouterr().err == (
+        "hpml: n1: the job's monitor ended (by SIGKILL); started again in 0.1 s\n"
+        "hpml: n1: the job's monitor ended (by SIGKILL); started again in 0.2 s\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "last"),
+    [
+        ("75", "ended (status 75: error: cannot do this); not started again"),
+        ("hangs", "ended (by SIGKILL); not started again"),
+        ("no python", "failed: FileNotFoundError: [Errno 2] No such file or directory: '/no'"),
+    ],
+)
+def test_the_job_goes_on_without(
+    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str], behaviour: str, last: str
+) -> None:
+    """Refused options, nothing installed, one that never listens: a line, and one start."""
+    watched = watch(behaviour, replace(QUICK, until_address=1.0 if behaviour == "hangs" else 600))
+    if behaviour == "no python":
+        watched.monitor.command = ("/no",)
+    watched.monitor.start(None)
+    until(lambda: not watched.monitor.is_alive)
+    assert len(watched.starts()) <= 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"hpml: n1: the job's monitor {last}"
+    assert watched.found() == []
+
+
+def test_one_that_does_not_end_is_killed_in_time(watch: Watch, until: Until) -> None:
+    """SIGTERM is ignored: the end of a job does not wait for long."""
+    watched = watch("deaf", replace(QUICK, terminate=0.2))
+    watched.monitor.start(None)
+    until(watched.found)
+    watched.monitor.stop()
+    until(lambda: not alive(watched.starts()[0]["pid"]))
+    until(lambda: not watched.found())
+
+
+def test_two_real_exporters_at_one_port(
     tmp_path: Path, until: Until, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two real exporters: the second takes a free port, says so, and Prometheus finds both."""
+    """The second takes a free port and says so; Prometheus finds both; summaries are left."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    made = []
+    monitors = []
     for number in (17, 18):
         attempt = tmp_path / "runs" / f"r-{number}" / "attempts" / "0"
         (attempt / "nodes").mkdir(parents=True)
         job = {**ENVIRONMENT, "SLURM_JOB_ID": str(number)}
-        monitor = Monitor(MonitorWish(f"127.0.0.1:{port}"), attempt, "n1", job)
+        patient = Timing(terminate=PATIENCE_SECONDS)
+        monitor = Monitor(MonitorOptions(f"127.0.0.1:{port}"), attempt, "n1", job, patient)
         monitor.start(None, no_gpus=True)
-        made.append(monitor)
+        monitors.append(monitor)
         until(monitor.target.exists)
     try:
-        groups = [json.loads(one.target.read_text())[0] for one in made]
+        groups = [json.loads(monitor.target.read_text())[0] for monitor in monitors]
         ports = [int(group["targets"][0].rpartition(":")[2]) for group in groups]
         assert ports[0] == port != ports[1]
         assert [group["labels"]["jobid"] for group in groups] == ["17", "18"]
         for group in groups:
-            with urllib.request.urlopen(f"http://{group['targets'][0]}/healthz", timeout=10) as one:
-                assert one.status == 200
+            url = f"http://{group['targets'][0]}/metrics"
+            with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
+                assert b"hpml_exporter_" in answer.read()
     finally:
-        for monitor in made:
+        for monitor in monitors:
             monitor.stop()
-    told = f"listens at 127.0.0.1:{ports[1]}: port {port} is another's on this node\n"
-    assert capsys.readouterr().err == f"hpml: n1: the job's monitor {told}"
-    assert all((one.attempt / "nodes" / "n1.monitor.json").exists() for one in made)
+    message = f"listens at 127.0.0.1:{ports[1]}: port {port} is another's on this node\n"
+    assert capsys.readouterr().err == f"hpml: n1: the job's monitor {message}"
+    summary = json.loads((monitors[0].attempt / "nodes" / "n1.monitor.json").read_text())
+    assert (summary["jobid"], summary["run"], summary["starts"]) == ("17", "r-17", 1)
+
+
+def test_the_facts_of_a_job() -> None:
+    """By Slurm's variables; the user is at least the one who runs."""
+    assert job_facts(SLURM, "digits-1", ["GPU-1"]) == {
+        "jobid": "17",
+        "uid": 4242,
+        "user": "ada",
+        "account": "proj",
+        "partition": "gpu",
+        "name": "digits",
+        "gpus": ["GPU-1"],
+        "run": "digits-1",
+        "sweep": "lr",
+        "point": "3",
+    }
+    facts = job_facts({"SLURM_JOB_ID": "1", "USER": "me"}, "r", None)
+    assert (facts["uid"], facts["user"], facts["account"]) == (os.getuid(), "me", "")
+
+
+def test_gpus_by_the_nodes_own_topology() -> None:
+    """Those that are visible, in PCI addresses or UUIDs, never by index."""
+    topology = dgx_a100()
+    third, first = topology.gpus[2], topology.gpus[0]
+    made = prepared([0], topology=topology, visible="2,0")
+    assert allocated_gpus(made, {}) == [
+        third.uuid or third.address,
+        first.uuid or first.address,
+    ]
+    named = replace(topology, gpus=(replace(first, uuid="GPU-a"), *topology.gpus[1:]))
+    made = prepared([0], topology=named, visible="0")
+    assert allocated_gpus(made, {}) == ["GPU-a"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({"SLURM_JOB_GPUS": "GPU-a,MIG-b", "SLURM_NNODES": "1"}, ["GPU-a", "MIG-b"]),
+        ({"SLURM_JOB_GPUS": "GPU-a", "SLURM_NNODES": "2"}, None),
+        ({"SLURM_STEP_GPUS": "0-1,5"}, None),
+        ({"SLURM_JOB_GPUS": "3", "SLURM_NNODES": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_gpus_by_what_the_scheduler_says(
+    environment: dict[str, str], gpus: list[str] | None
+) -> None:
+    """UUIDs name devices; Slurm's numbers are places in gres.conf, and nobody is named by those.
+
+    Of a job on several nodes the batch script's list is that of its own node only.
+    """
+    assert allocated_gpus(None, environment) == gpus
+
+
+@pytest.mark.parametrize(
+    ("listens", "target"),
+    [
+        ("10.1.2.3:9445", "10.1.2.3:9445"),
+        ("[fd00::1]:80", "[fd00::1]:80"),
+        ("127.0.0.1:4000", ""),
+        ("[::1]:4000", ""),
+        ("localhost:4000", ""),
+        ("0.0.0.0:4000", "localhost:4000"),
+        ("[::]:4000", "localhost:4000"),
+    ],
+)
+def test_where_prometheus_reaches_it(listens: str, target: str) -> None:
+    """At loopback only on the host that submitted; everywhere is the node's name, or the host's."""
+    submitted = {"SLURM_SUBMIT_HOST": "login1"}
+    assert target_address(listens, submitted, "localhost", host="gpu01") == target
+    assert target_address("0.0.0.0:1", submitted, "no-such.invalid", host="gpu01") == "gpu01:1"
+    here = {"SLURM_SUBMIT_HOST": "desk.home"}
+    assert target_address("127.0.0.1:4000", here, "n1", host="desk") == "127.0.0.1:4000"

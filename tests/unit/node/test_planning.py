@@ -1,30 +1,46 @@
-"""A node is planned from what its kernel tells, what it lets open, and what the job may see."""
+"""A node is planned from the files of its kernel, by what a cgroup lets it open."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.node.arguments import Wish
-from hpml_orchestrator.node.planning import Prepared, list_instances, prepare, publish, unbound
+from hpml_orchestrator.node.options import BindOptions
+from hpml_orchestrator.node.planning import (
+    Prepared,
+    Roots,
+    is_bound,
+    list_instances,
+    prepare,
+    publish,
+    unbound,
+)
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.recognise import read_topology
-from tests.unit.topology.machines import Device, Machine, write_sysfs
+from hpml_orchestrator.topology.sysfs import read_sysfs
+from tests.unit.node.conftest import CODE, ROOT
+from tests.unit.node.plans import MINE
+from tests.unit.topology.machines import Device, write_sysfs
+from tests.unit.topology.machines import Machine as Description
+
+if TYPE_CHECKING:
+    from tests.unit.node.conftest import Node
 
 AMD = 0x1002
 UUID = "GPU-0000000{}-aaaa-bbbb-cccc-000000000000"
 
 
-def reversed_node(vendor: int = 0x10DE) -> Machine:
+def reversed_node(vendor: int = 0x10DE) -> Description:
     """Four domains of 4 cores, with GPU n next to domain 3 - n."""
     cores = [(0, n // 4, (n,)) for n in range(16)]
     devices = [
@@ -33,16 +49,15 @@ def reversed_node(vendor: int = 0x10DE) -> Machine:
         for n in range(4)
     ]  # fmt: skip
     rows = {one: [10 if one == other else 12 for other in range(4)] for one in range(4)}
-    return Machine(cores, rows, devices)
+    return Description(cores, rows, devices)
 
 
-class Node:
+class Machine:
     """A node as a tree of files; its cgroup, which no test can have, refuses to open some."""
 
-    def __init__(self, root: Path, machine: Machine) -> None:
-        self.root = root
-        self.sys_root, self.proc_root = write_sysfs(root, machine)
-        self.dev_root = str(root / "dev")
+    def __init__(self, root: Path, sysfs: Description) -> None:
+        sys_root, proc_root = write_sysfs(root, sysfs)
+        self.roots = Roots(sys_root, proc_root, str(root / "dev"), self.fake_open)
         (root / "dev").mkdir()
         for number in range(4):
             (root / "dev" / f"nvidia{number}").touch()
@@ -52,35 +67,32 @@ class Node:
 
     def fake_open(self, path: str, flags: int) -> int:
         """Answer as the device cgroup does: EPERM for what is not the job's."""
-        name = os.path.relpath(path, self.dev_root)
+        name = os.path.relpath(path, self.roots.dev)
         self.opened.append(name)
         if name in self.refused:
             raise OSError(errno.EPERM, "Operation not permitted", path)
         assert flags & os.O_NONBLOCK
         return os.open(path, flags)
 
-    def prepare(self, wish: Wish, listing: str = "", **environment: str) -> Prepared:
-        def told() -> str:
+    def prepare(self, options: BindOptions, listing: str = "", **environment: str) -> Prepared:
+        def list_gpus() -> str:
             self.listed += 1
             return listing
 
         return prepare(
-            wish,
+            options,
             environment,
             node="n1",
             allowed=frozenset(range(16)),
-            sys_root=self.sys_root,
-            proc_root=self.proc_root,
-            dev_root=self.dev_root,
-            opener=self.fake_open,
-            listing=told,
+            roots=self.roots,
+            listing=list_gpus,
         )
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Node]:
+def make(tmp_path: Path) -> Callable[..., Machine]:
     """Make the tree of a machine."""
-    return lambda machine=None: Node(tmp_path, machine or reversed_node())
+    return lambda machine=None: Machine(tmp_path, machine or reversed_node())
 
 
 def gpus(made: Prepared) -> list[str | None]:
@@ -94,74 +106,51 @@ def cpus(made: Prepared) -> list[str]:
 ALL = [f"0000:{n + 1}1:00.0" for n in range(4)]
 
 
-def test_every_rank_goes_to_its_gpu(make: Callable[..., Node]) -> None:
+def test_every_rank_goes_to_its_gpu(make: Callable[..., Machine]) -> None:
     """The GPUs' order is reversed to that of the domains: the CPUs follow the GPUs."""
-    made = make().prepare(Wish(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
+    made = make().prepare(BindOptions(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert (gpus(made), cpus(made)) == (ALL, ["12-15", "8-11", "4-7", "0-3"])
     assert (made.plan.warnings, made.around.hidden) == ((), frozenset())
 
 
-def test_gpus_that_a_cgroup_hides(make: Callable[..., Node]) -> None:
+def test_gpus_that_a_cgroup_hides(make: Callable[..., Machine]) -> None:
     """They are listed by the kernel; index 0 is the first that can be opened all the same."""
     node = make()
     node.refused = {"nvidia0", "nvidia2"}
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="1,3")
+    made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="1,3")
     assert gpus(made) == [ALL[1], ALL[3]]
     assert made.around.hidden == {ALL[0], ALL[2]}
     assert made.plan.warnings == ()
-    without = node.prepare(Wish(2))
+    without = node.prepare(BindOptions(2))
     assert gpus(without) == [ALL[1], ALL[3]], "no list: all that are admitted"
 
 
-def test_the_device_file_has_the_driver_s_number(make: Callable[..., Node]) -> None:
+def test_the_device_file_has_the_driver_s_number(make: Callable[..., Machine]) -> None:
     """The number in its name is none of the PCI order: /proc has it."""
     node = make()
     for number, address in enumerate(reversed(ALL)):
-        path = Path(node.proc_root, "driver/nvidia/gpus", address, "information")
+        path = Path(node.roots.proc, "driver/nvidia/gpus", address, "information")
         path.write_text(f"GPU UUID: \t {UUID.format(3 - number)}\nDevice Minor: \t {number}\n")
     node.refused = {"nvidia0"}
-    assert node.prepare(Wish(1)).around.hidden == {ALL[3]}
+    assert node.prepare(BindOptions(1)).around.hidden == {ALL[3]}
 
 
-def test_a_device_file_that_says_nothing(make: Callable[..., Node]) -> None:
-    """Missing, or refused for another reason: the GPU counts as admitted."""
-    node = make()
-    Path(node.dev_root, "nvidia1").unlink()
-    assert node.prepare(Wish(4)).around.hidden == frozenset()
-    assert "nvidia1" in node.opened
-
-
-def test_uuids_need_no_device_to_be_opened(make: Callable[..., Node]) -> None:
+def test_uuids_need_no_device_to_be_opened(make: Callable[..., Machine]) -> None:
     """They mean one device, whatever is hidden; opening may wake a GPU."""
     node = make()
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES=f"{UUID.format(3)},{UUID.format(0)}")
+    made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES=f"{UUID.format(3)},{UUID.format(0)}")
     assert (gpus(made), node.opened) == ([ALL[3], ALL[0]], [])
 
 
-def test_amd_s_device_files(make: Callable[..., Node]) -> None:
+def test_amd_s_device_files(make: Callable[..., Machine]) -> None:
     """Their render nodes stand below the device in /sys."""
     node = make(reversed_node(AMD))
     for number, address in enumerate(ALL):
-        place = Path(node.sys_root, "bus/pci/devices", address, "drm", f"renderD{128 + number}")
+        place = Path(node.roots.sys, "bus/pci/devices", address, "drm", f"renderD{128 + number}")
         place.mkdir(parents=True)
     node.refused = {"dri/renderD128"}
-    made = node.prepare(Wish(3), ROCR_VISIBLE_DEVICES="0,1,2")
+    made = node.prepare(BindOptions(3), ROCR_VISIBLE_DEVICES="0,1,2")
     assert gpus(made) == ALL[1:]
-
-
-@pytest.mark.parametrize("text", ["", "NoDevFiles"])
-def test_a_list_that_shows_no_gpu(make: Callable[..., Node], text: str) -> None:
-    """Ranks without a GPU share the cores evenly."""
-    made = make().prepare(Wish(4), CUDA_VISIBLE_DEVICES=text)
-    assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
-
-
-def test_a_job_that_asked_for_no_gpu(make: Callable[..., Node]) -> None:
-    """The node's GPUs are nothing to it, whether Slurm says so in a variable or not."""
-    made = make().prepare(Wish(4, no_gpus=True))
-    assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
-    assert made.around.visible == ""
-    assert made.plan.warnings == ()
 
 
 LISTING = f"""GPU 0: NVIDIA A100 (UUID: {UUID.format(0)})
@@ -173,56 +162,25 @@ GPU 3: NVIDIA A100 (UUID: {UUID.format(3)})
 """
 
 
-def test_mig_instances_by_uuid(make: Callable[..., Node]) -> None:
+def test_mig_instances_by_uuid(make: Callable[..., Machine]) -> None:
     """nvidia-smi alone knows them, and it is asked for them alone."""
     node = make()
-    node.prepare(Wish(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
+    node.prepare(BindOptions(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert node.listed == 0
     uuid = "MIG-aaaaaaaa-0000-5555-8888-00000000000"
-    made = node.prepare(Wish(2), LISTING, CUDA_VISIBLE_DEVICES=f"{uuid}2,{uuid}1")
+    made = node.prepare(BindOptions(2), LISTING, CUDA_VISIBLE_DEVICES=f"{uuid}2,{uuid}1")
     assert node.listed == 1
     assert [one.gpu_uuid for one in made.plan.ranks] == [f"{uuid}2", f"{uuid}1"]
     assert all(3 in one.numa for one in made.plan.ranks)
     assert "CUDA shows a process the first of its list alone" in made.plan.warnings[-1]
 
 
-def test_mig_that_no_list_names(make: Callable[..., Node]) -> None:
-    """The driver's directory of instances tells that there are some."""
-    node = make()
-    (Path(node.proc_root) / "driver/nvidia/capabilities/gpu0/mig/gi1/ci0").mkdir(parents=True)
-    node.prepare(Wish(1), LISTING)
-    assert node.listed == 1
-
-
-def test_slurm_s_own_list_is_a_cross_check(make: Callable[..., Node]) -> None:
-    """Where it differs from what was understood, that is told, and no more."""
-    node = make()
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="2-3")
-    assert gpus(made) == ALL[:2]
-    (warning,) = made.plan.warnings
-    assert warning == (
-        "Slurm gave this step the GPUs 2-3; its list of visible devices 0,1 means /dev/nvidia0-1 "
-        "here"
-    )
-    made = node.prepare(Wish(2), CUDA_VISIBLE_DEVICES="NoDevFiles", SLURM_STEP_GPUS="2")
-    assert made.plan.warnings[0].endswith("devices NoDevFiles means none of them here")
-
-
-def test_the_job_s_list_counts_on_a_single_node(make: Callable[..., Node]) -> None:
-    """SLURM_JOB_GPUS is that of the first node: with more nodes it says nothing of this one."""
-    node = make()
-    job = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "2,3"}
-    assert node.prepare(Wish(2), **job, SLURM_NNODES="2").plan.warnings == ()
-    assert len(node.prepare(Wish(2), **job, SLURM_NNODES="1").plan.warnings) == 1
-    local = {"SLURM_JOB_GPUS": UUID.format(1), "CUDA_VISIBLE_DEVICES": UUID.format(1)}
-    assert node.prepare(Wish(1), **local, SLURM_NNODES="1").plan.warnings == ()
-
-
-def test_options_reach_the_planner(make: Callable[..., Node]) -> None:
+def test_options_reach_the_planner(make: Callable[..., Machine]) -> None:
     """Policy, ranks per GPU, loader workers and hardware threads."""
     node = make()
     made = node.prepare(
-        Wish(8, "numa", "strict", ranks_per_gpu=2, loader_workers=1), CUDA_VISIBLE_DEVICES="0,1,2,3"
+        BindOptions(8, "numa", "strict", ranks_per_gpu=2, loader_workers=1),
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
     )
     assert cpus(made)[:2] == ["12-13", "8-9"]
     assert {one.threads for one in made.plan.ranks} == {1}
@@ -230,12 +188,12 @@ def test_options_reach_the_planner(make: Callable[..., Node]) -> None:
     assert made.around.verify == "strict"
 
 
-def test_what_is_written(make: Callable[..., Node], tmp_path: Path) -> None:
+def test_what_is_written(make: Callable[..., Machine], tmp_path: Path) -> None:
     """The plan that hpml-bind reads, with what the agent tells it; and the topology."""
-    made = make().prepare(Wish(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
+    made = make().prepare(BindOptions(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
     for name in ("plan", "nodes"):
         (tmp_path / "a" / name).mkdir(parents=True)
-    publish(tmp_path / "a", Wish(2, keep_threads=True), made, channel="hpml-0-abc")
+    publish(tmp_path / "a", BindOptions(2, keep_threads=True), made, channel="hpml-0-abc")
     text = (tmp_path / "a/plan/n1.txt").read_text()
     head = planfile.header(text)
     assert (head["verify"], head["allowed"], head["visible"]) == ("warn", "0-15", "0,3")
@@ -243,26 +201,6 @@ def test_what_is_written(make: Callable[..., Node], tmp_path: Path) -> None:
     assert parse_list(planfile.find(text, 0)["cpus"]) == made.plan.ranks[0].cpus
     assert read_topology(tmp_path / "a/nodes/n1.topology.json") == made.topology
     assert json.loads((tmp_path / "a/nodes/n1.topology.json").read_text())["schema_version"] == 1
-
-
-def test_a_node_that_tells_nothing(tmp_path: Path) -> None:
-    """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
-    none = str(tmp_path / "none")
-    with pytest.raises(InputError, match="no CPUs found"):
-        prepare(Wish(2), {}, node="n1", allowed={0}, sys_root=none, proc_root=none)
-    made = unbound(Wish(2), {}, node="n1", allowed=range(8), why="no CPUs are told")
-    text = planfile.write(made.plan)
-    assert planfile.find(text, 1)["bind"] == "no"
-    assert planfile.find(text, 1)["threads"] == "4"
-    assert made.plan.warnings == ("no CPUs are told",)
-
-
-def test_cpus_that_the_node_does_not_have(make: Callable[..., Node]) -> None:
-    """A mask and a kernel that disagree cannot be planned for."""
-    node = make()
-    roots: dict[str, Any] = {"sys_root": node.sys_root, "proc_root": node.proc_root}
-    with pytest.raises(InputError, match="none of these CPUs is online"):
-        prepare(Wish(1), {}, node="n1", allowed={99}, opener=node.fake_open, **roots)
 
 
 def script(path: Path, text: str) -> str:
@@ -274,33 +212,162 @@ def script(path: Path, text: str) -> str:
 def test_the_listing_of_a_real_program(tmp_path: Path) -> None:
     """What it prints counts where it names instances and exits with 0."""
     works = script(tmp_path / "works", f"print({LISTING!r}, end='')")
-    assert list_instances(lambda: False, works) == LISTING
-    assert list_instances(lambda: False, script(tmp_path / "x", "print('GPU 0')")) == ""
+    assert list_instances(works) == LISTING
+    assert list_instances(script(tmp_path / "x", "print('GPU 0')")) == ""
     fails = script(tmp_path / "fails", f"print({LISTING!r}); raise SystemExit(9)")
-    assert list_instances(lambda: False, fails) == ""
-    assert list_instances(lambda: False, str(tmp_path / "none")) == ""
+    assert list_instances(fails) == ""
+    assert list_instances(str(tmp_path / "none")) == ""
 
 
-def test_a_listing_that_hangs_ends_with_the_job(tmp_path: Path) -> None:
-    """The agent is told to end: it does not wait for nvidia-smi."""
-    pid = tmp_path / "pid"
-    hangs = script(
-        tmp_path / "hangs",
-        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        (BindOptions(4), {"CUDA_VISIBLE_DEVICES": ""}),
+        (BindOptions(4), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}),
+        (BindOptions(4, no_gpus=True), {}),
+    ],
+)
+def test_a_job_without_gpus(
+    make: Callable[..., Machine], options: BindOptions, environment: dict[str, str]
+) -> None:
+    """Its ranks share the cores evenly, whatever GPUs the node has."""
+    made = make().prepare(options, **environment)
+    assert (gpus(made), cpus(made)) == ([None] * 4, ["0-3", "4-7", "8-11", "12-15"])
+    assert made.plan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("environment", "warning"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_GPUS": "2-3"}, "0,1 means /dev/nvidia0-1 "),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_STEP_GPUS": "2"}, "means none of them "),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "2,3", "SLURM_NNODES": "2"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "2,3", "SLURM_NNODES": "1"}, "means"),
+        ({"CUDA_VISIBLE_DEVICES": UUID.format(1), "SLURM_STEP_GPUS": UUID.format(1)}, ""),
+    ],
+)
+def test_slurms_own_list_is_a_cross_check(
+    make: Callable[..., Machine], environment: dict[str, str], warning: str
+) -> None:
+    """Where it differs there is a warning; of several nodes the job's list is the first one's."""
+    warnings = make().prepare(BindOptions(1), **environment).plan.warnings
+    crossed = [text for text in warnings if text.startswith("Slurm gave this step")]
+    assert len(crossed) == bool(warning)
+    assert all(warning in text for text in crossed)
+
+
+def test_a_node_that_cannot_be_read(tmp_path: Path) -> None:
+    """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
+    none = Roots(str(tmp_path / "none"), str(tmp_path / "none"))
+    with pytest.raises(InputError, match="no CPUs found"):
+        prepare(BindOptions(2), {}, node="n1", allowed={0}, roots=none)
+    made = unbound(BindOptions(2), {}, node="n1", allowed=range(8), why="no CPUs found")
+    text = planfile.write(made.plan)
+    assert planfile.find(text, 1)["bind"] == "no"
+    assert planfile.find(text, 1)["threads"] == "4"
+    assert made.plan.warnings == ("no CPUs found",)
+
+
+def test_a_listing_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """A driver that is stuck costs the job seconds."""
+    assert list_instances(script(tmp_path / "hangs", "import time; time.sleep(600)"), 0.2) == ""
+
+
+CPUS = "import os; print(*sorted(os.sched_getaffinity(0)), os.environ.get('OMP_NUM_THREADS'))"
+CORES = [core for core in read_sysfs().cores if set(core.cpus) & set(MINE)]
+needs_two = pytest.mark.skipif(len(CORES) < 2, reason="one core alone cannot be shared out")
+
+
+def task(rank: int, ranks: int = 2, **more: str) -> dict[str, str]:
+    """The variables of a task of an srun."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_CPUS_ON_NODE": str(len(MINE)),
+        "CUDA_VISIBLE_DEVICES": "",
+        **more,
+    }
+
+
+@needs_two
+def test_ranks_without_an_agent_share_the_node(node: Node) -> None:
+    """Each plans for itself: together they have all CPUs, and none twice."""
+    seen = [node.call("bind", "--", sys.executable, "-c", CPUS, **task(rank)) for rank in (0, 1)]
+    assert [(status, err) for status, _, err in seen] == [(0, ""), (0, "")]
+    sets = [[int(cpu) for cpu in out.split()[:-1]] for _, out, _ in seen]
+    assert sorted(sets[0] + sets[1]) == MINE
+    assert all(sets)
+    assert sum(int(out.split()[-1]) for _, out, _ in seen) == len(CORES)
+
+
+def test_it_shows_where_a_rank_runs_when_asked(node: Node) -> None:
+    """By --show or by HPML_BINDING_VERBOSE, in one line; the user's own threads are kept."""
+    for words, more in ((("--show",), {}), ((), {"HPML_BINDING_VERBOSE": "1"})):
+        environment = {**task(0, 1), "OMP_NUM_THREADS": "5", **more}
+        status, out, err = node.call("bind", *words, "--", "sh", "-c", "echo $RANK", **environment)
+        assert (status, out, err.count("\n")) == (0, "0\n", 1)
+        assert err.startswith(f"hpml-bind: rank 0 on {os.uname().nodename}: CPUs {MINE[0]}")
+        assert ", OMP_NUM_THREADS 5" in err
+        assert "GPU" not in err
+
+
+@needs_two
+def test_a_rank_that_its_launcher_bound_is_not_bound_again(node: Node) -> None:
+    """The others' CPUs are unknown: it stays where it is."""
+    cpu = str(MINE[-1])
+    command = ["taskset", "-c", cpu, sys.executable, "-I", "-S", "-c", CODE, ROOT, "bind"]
+    done = subprocess.run(
+        [*command, "--show", "--", sys.executable, "-c", CPUS],
+        env=node.environment("1", **task(0)),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert list_instances(pid.exists, hangs, seconds=590) == ""
-    assert list_instances(lambda: False, hangs, seconds=0.2) == "", "nor for ever"
-    (tmp_path / "hangs").unlink()
-    left = [
-        one
-        for one in Path("/proc").glob("[0-9]*/cmdline")
-        if str(tmp_path / "hangs").encode() in read(one)
-    ]
-    assert left == []
+    assert done.stdout.split()[0] == cpu
+    assert f"CPUs {cpu} as its launcher bound it, not bound a second time" in done.stderr
 
 
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"HPML_BINDING": "sideways"}, "not bound: policy: must be one of gpu-local, numa, socket"),
+        ({"RANK": "3", "LOCAL_RANK": "3"}, "not bound: local rank 3 of 1: LOCAL_WORLD_SIZE is wr"),
+        ({"HPML_BINDING": "none", "HPML_BINDING_VERBOSE": "1"}, "rank 0 on "),
+    ],
+)
+def test_no_error_stops_the_command(node: Node, more: dict[str, str], message: str) -> None:
+    """One line; the command runs unbound."""
+    status, out, err = node.call("bind", "--", sys.executable, "-c", CPUS, **{**task(0, 1), **more})
+    assert (status, [int(cpu) for cpu in out.split()[:-1]]) == (0, MINE)
+    assert err.startswith(f"hpml-bind: {message}")
+    assert err.count("\n") == 1
+
+
+EIGHT, FOUR = frozenset(range(8)), frozenset(range(4))
+RUN = {"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cpus", "parent", "expected"),
+    [
+        pytest.param({}, FOUR, EIGHT, False, id="alone"),
+        pytest.param({"LOCAL_WORLD_SIZE": "4"}, EIGHT, EIGHT, False, id="whole node"),
+        pytest.param({"LOCAL_WORLD_SIZE": "4"}, FOUR, FOUR, True, id="bound by mpirun"),
+        pytest.param(
+            {"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "8"}, FOUR, FOUR, True, id="by srun"
+        ),
+        pytest.param(
+            {"LOCAL_WORLD_SIZE": "2", "SLURM_CPUS_ON_NODE": "4"}, FOUR, EIGHT, False, id="part"
+        ),
+        pytest.param(RUN, FOUR, FOUR, False, id="torchrun in a part"),
+        pytest.param(RUN, FOUR, EIGHT, True, id="torchrun binds"),
+        pytest.param({**RUN, "SLURM_CPUS_ON_NODE": "8"}, FOUR, FOUR, False, id="narrow step"),
+    ],
+)
+def test_what_counts_as_bound(
+    environment: dict[str, str], cpus: frozenset[int], parent: frozenset[int], expected: bool
+) -> None:
+    """CPUs that all ranks of the node have in common are shared out, others are left alone."""
+    assert is_bound(environment, cpus, parent, EIGHT) is expected

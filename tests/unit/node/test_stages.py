@@ -1,4 +1,4 @@
-"""A node's staging tells how far it is, waits for other tasks, and says what came of it."""
+"""A node's staging reports its progress, waits for other tasks, and returns its figures."""
 
 from __future__ import annotations
 
@@ -11,43 +11,33 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.arguments import Arguments, Entry, Limits, parse_arguments
+from hpml_orchestrator.node import stages
+from hpml_orchestrator.node.options import parse_options
 from hpml_orchestrator.node.stages import NodeStaging, Progress, figures_of, parts_of
 from hpml_orchestrator.records import events
-from hpml_orchestrator.staging import StageRequest, StageResult, StagingStopped
+from hpml_orchestrator.staging import StageResult, StagingStopped
 from hpml_orchestrator.staging.manners import array_delay
-from hpml_orchestrator.staging.many import distribute
 from hpml_orchestrator.staging.payback import Payback
+from tests.unit.node.conftest import stage
 
 MIB = 1 << 20
 
 
-class Heard:
-    """What was told, and the time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.events: list[dict[str, Any]] = []
-        self.lines: list[str] = []
-
-    def note(self, **data: object) -> None:
-        """Take an event."""
-        self.events.append(data)
-
-    def progress(self, **more: Any) -> Progress:
-        """Make a progress that tells this."""
-        return Progress("train", self.note, clock=lambda: self.now, **more)
-
-
-def test_progress_is_told_every_ten_seconds_and_not_before() -> None:
+def test_progress_is_reported_every_ten_seconds() -> None:
     """Figures with units in the keys, and one line for the output."""
-    heard = Heard()
-    progress = heard.progress(say=heard.lines.append)
+    now = [0.0]
+    reports: list[dict[str, Any]] = []
+    lines: list[str] = []
+
+    def note(**figures: Any) -> None:
+        reports.append(figures)
+
+    progress = Progress("train", note, lines.append, clock=lambda: now[0])
     for second in range(31):
-        heard.now = float(second)
+        now[0] = float(second)
         progress(second * MIB, second * 2, 100 * MIB, 200)
-    assert [one["bytes_done"] // MIB for one in heard.events] == [10, 20, 30]
-    assert heard.events[0] == {
+    assert [report["bytes_done"] for report in reports] == [10 * MIB, 20 * MIB, 30 * MIB]
+    assert reports[0] == {
         "name": "train",
         "bytes_done": 10 * MIB,
         "files_done": 20,
@@ -56,134 +46,114 @@ def test_progress_is_told_every_ten_seconds_and_not_before() -> None:
         "bytes_per_second": MIB,
         "seconds_left": 90.0,
     }
-    assert heard.lines[0] == (
+    assert lines[0] == (
         "staging train: 10%, 10.0 MiB of 100.0 MiB, 20 of 200 files, 1.0 MiB/s, 1:30 left"
     )
-    assert len(heard.lines) == 3
+    assert len(lines) == 3
+    on_other_nodes = Progress("train", note, clock=lambda: now[0])
+    now[0] += 11
+    on_other_nodes(0, 0, 0, 5)
+    assert reports[-1]["seconds_left"] is None, "no rate yet"
 
 
-def test_other_nodes_say_nothing_and_record_all_the_same() -> None:
-    """The output has one line for the job, not one per node; nothing done yet has no rate."""
-    heard = Heard()
-    progress = heard.progress()
-    heard.now = 11.0
-    progress(0, 0, 0, 5)
-    assert heard.events[0]["seconds_left"] is None
-    assert heard.lines == []
-
-
-def staging(tmp_path: Path, *words: str, **environment: str) -> NodeStaging:
-    asked = parse_arguments([str(tmp_path / "attempt"), *words])
-    key = {"HPML_JOB_KEY": "test-1"}
-    log = tmp_path / "events" / "n1.jsonl"
-    return NodeStaging(asked, "n1", log, lambda: False, environment={**key, **environment})
-
-
-def test_what_came_of_an_entry(tmp_path: Path) -> None:
-    """Path, size, time, rate and method of each entry, and what the job file says of epochs."""
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "x").write_bytes(b"x" * 3000)
-    (tmp_path / "target").mkdir()
-    where = f"{tmp_path}/source {tmp_path}/target"
-    words = f"--stage a tree {where} --epochs 7 --stage b tree {where}"
-    one = staging(tmp_path, *words.split())
-    first, second = one.stage_all()
-    assert (first["name"], first["bytes"], first["files"], first["epochs"]) == ("a", 3000, 1, 7)
-    assert (Path(first["path"]) / "x").read_bytes() == b"x" * 3000
-    assert first["bytes_per_second"] > 0
-    assert "epochs" not in second
-    assert [event.data["name"] for event in events.read(one.log)] == ["a", "b"]
-    json.dumps([first, second])
-    one.stager.cleanup()
-    assert list((tmp_path / "target").iterdir()) == []
-
-
-def test_a_requeued_job_does_not_take_what_a_killed_attempt_left(tmp_path: Path) -> None:
-    """A node may have another number than before, and the source may have changed."""
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A source of four files, and a target."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
     for name in "abcd":
         (source / name).write_text(name)
-    words = f"--stage d tree {source} {target}".split()
-    part = [*words, "--distribution", "partition"]
-    found = []
-    for index in ("0", "1", "1"):
-        one = staging(tmp_path, *part, SLURM_NODEID=index, SLURM_NNODES="2")
-        (told,) = one.stage_all()
-        found.append((sorted(os.listdir(told["path"])), told["reused"]))
-    assert found == [(["a", "c"], False), (["b", "d"], False), (["b", "d"], True)]
-    (source / "b").write_text("other")
-    one = staging(tmp_path, *words)
-    (told,) = one.stage_all()
-    assert (Path(told["path"]) / "b").read_text() == "other"
-    assert (told["files"], told["reused"]) == (4, False)
+    return source, target
 
 
-def test_nodes_wait_for_those_that_are_busy_with_an_earlier_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def staging(tmp_path: Path, *argv: str, ends: bool = False, **environment: str) -> NodeStaging:
+    options = parse_options([str(tmp_path / "attempt"), *argv])
+    environment["HPML_JOB_KEY"] = "test-1"
+    return NodeStaging(options, "n1", tmp_path / "n1.jsonl", lambda: ends, environment)
+
+
+def test_the_figures_of_an_entry(tmp_path: Path, places: tuple[Path, Path]) -> None:
+    """Path, size, time, rate and method of each, and how many epochs the job file says."""
+    entries = (*stage("a", *places, kind="tree", epochs=7), *stage("b", *places, kind="tree"))
+    node = staging(tmp_path, *entries)
+    first, second = node.stage_all()
+    assert (first["name"], first["bytes"], first["files"], first["epochs"]) == ("a", 4, 4, 7)
+    assert (Path(first["path"]) / "b").read_text() == "b"
+    assert first["bytes_per_second"] > 0
+    assert "epochs" not in second
+    assert [event.data["name"] for event in events.read(node.log)] == ["a", "b"]
+    json.dumps([first, second])
+    node.stager.cleanup()
+    assert list(places[1].iterdir()) == []
+
+
+def test_a_requeued_job_does_not_take_what_a_killed_attempt_left(
+    tmp_path: Path, places: tuple[Path, Path]
 ) -> None:
-    """Not longer than a few minutes at the beginning, which all have at one time."""
-    (tmp_path / "target").mkdir()
-    where = f"tree {tmp_path}/source {tmp_path}/target"
-    words = f"--stage a {where} --stage b {where}"
-    one = staging(tmp_path, *words.split(), SLURM_NODEID="1", SLURM_NNODES="2")
-    seen: list[float] = []
-    monkeypatch.setattr(
-        distribute, "supply_for", lambda *_, **more: seen.append(more["come_seconds"])
-    )
-    monkeypatch.setattr(
-        one.stager, "stage", lambda *_: StageResult("a", "/", 1, 1, 1.0, "chain", True)
-    )
-    one.stage_all()
-    assert seen == [300.0, math.inf]
-    one.stager.cleanup()
+    """A node may have another number than before, and the source may have changed."""
+    part = stage("d", *places, kind="tree", distribution="partition")
+    staged = []
+    for index in ("0", "1", "1"):
+        node = staging(tmp_path, *part, SLURM_NODEID=index, SLURM_NNODES="2")
+        (figures,) = node.stage_all()
+        staged.append((sorted(os.listdir(figures["path"])), figures["reused"]))
+    assert staged == [(["a", "c"], False), (["b", "d"], False), (["b", "d"], True)]
+    (places[0] / "b").write_text("other")
+    (figures,) = staging(tmp_path, *stage("d", *places, kind="tree")).stage_all()
+    assert (Path(figures["path"]) / "b").read_text() == "other"
+    assert (figures["files"], figures["reused"]) == (4, False)
+
+
+def test_how_long_nodes_wait_for_one_another(
+    tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some minutes before the first entry, as long as the job before a later one."""
+    entries = (*stage("a", *places), *stage("b", *places))
+    node = staging(tmp_path, *entries, SLURM_NODEID="1", SLURM_NNODES="2")
+    waits: list[float] = []
+    result = StageResult("a", "/", 1, 1, 1.0, "chain", True)
+    monkeypatch.setattr(stages, "supply_for", lambda *_, **more: waits.append(more["come_seconds"]))
+    monkeypatch.setattr(node.stager, "stage", lambda *_: result)
+    node.stage_all()
+    assert waits == [300.0, math.inf]
 
 
 def test_figures_leave_out_what_is_empty() -> None:
-    """Only what there is to say stands in a record."""
+    """A record has only what there is."""
     bare = StageResult("a", "/a", 10, 1, 2.0, "copy", reused=False)
     full = StageResult("a", "/a", 10, 1, 2.0, "chain", True, "xxh3_128:0", True, "why")
     assert set(figures_of(full, None)) - set(figures_of(bare, None)) == {"digest", "private"}
     assert figures_of(bare, None)["bytes_per_second"] == 5
-    assert figures_of(full, None)["bytes_per_second"] == 0
     assert figures_of(bare, Payback(2.0, 3.0, 1.0, 2))["payback"]["epochs"] == 2
 
 
-def test_tasks_of_an_array_wait_each_its_own_time(tmp_path: Path) -> None:
-    """As long as its index says, told in the record; a single job and one without data do not."""
-    (tmp_path / "source").write_bytes(b"x")
-    (tmp_path / "target").mkdir()
-    limits = "--array-jitter 60 --array-tasks 2"
-    words = f"{limits} --stage a file {tmp_path}/source {tmp_path}/target".split()
-    array = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77"}
-    delay = array_delay(60, 2, 1, "77")
-    one = staging(tmp_path, *words, **array)
+def test_tasks_of_an_array_wait_each_its_own_time(
+    tmp_path: Path, places: tuple[Path, Path]
+) -> None:
+    """As long as its index says, unless it is told to end; a single job does not wait."""
+    jitter = ("--site", '{"array_jitter": 60, "array_tasks": 2}')
+    entry = stage("a", *places)
+    array: dict[str, Any] = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77"}
     began = time.monotonic()
-    (told,) = one.stage_all()
-    assert time.monotonic() - began >= delay > 0.01
-    assert told["waited_seconds"] == round(delay, 3)
-    one.stager.cleanup()
-    assert "waited_seconds" not in staging(tmp_path, *words).stage_all()[0]
-    assert staging(tmp_path, *limits.split(), **array).stage_all() == []
-
-
-def test_a_task_that_waits_ends_when_told(tmp_path: Path) -> None:
-    """SIGTERM while it waits for its turn is not kept waiting."""
-    entry = Entry(StageRequest("a", "/none", "file", str(tmp_path)))
-    asked = Arguments(tmp_path, [entry], limits=Limits(array_jitter=3600, array_tasks=9999))
-    ending = {"SLURM_ARRAY_TASK_ID": "5", "HPML_JOB_KEY": "test-1"}
-    one = NodeStaging(asked, "n1", tmp_path / "log", lambda: True, environment=ending)
+    (figures,) = staging(tmp_path, *jitter, *entry, **array).stage_all()
+    assert time.monotonic() - began >= array_delay(60, 2, 1, "77") > 0.01
+    assert figures["waited_seconds"] == round(array_delay(60, 2, 1, "77"), 3)
+    assert "waited_seconds" not in staging(tmp_path, *jitter, *entry).stage_all()[0]
+    assert staging(tmp_path, *jitter, **array).stage_all() == []
     with pytest.raises(StagingStopped):
-        one.stage_all()
+        staging(tmp_path, *jitter, *entry, ends=True, **array).stage_all()
 
 
 def test_parts_are_those_of_the_job_file(tmp_path: Path) -> None:
     """Entries that say `partition`, and which of the job's nodes this is."""
-    part = "--distribution partition"
-    words = f"--stage a tree /s /t {part} --stage b tree /s /t --stage c tree /s /t {part}"
-    entries = staging(tmp_path, *words.split()).asked.entries
+    entries = [
+        argument
+        for name, how in (("a", "partition"), ("b", "auto"), ("c", "partition"))
+        for argument in stage(name, Path("/s"), Path("/t"), distribution=how)
+    ]
+    options = parse_options([str(tmp_path), *entries])
     place = {"SLURM_NODEID": "1", "SLURM_NNODES": "3"}
-    assert parts_of(entries, place) == "1/3:a,c"
-    assert parts_of(entries[1:2], place) == ""
-    assert parts_of(entries, {}) == "0/1:a,c"
+    assert parts_of(options.stages, place) == "1/3:a,c"
+    assert parts_of(options.stages[1:2], place) == ""
+    assert parts_of(options.stages, {}) == "0/1:a,c"

@@ -8,18 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.arguments import Wish
+from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import Prepared, prepare
-from hpml_orchestrator.node.processes import THREADS_MAX, Look
+from hpml_orchestrator.node.processes import ProcessTable
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
+from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -27,52 +27,15 @@ Until = Callable[[Callable[[], object]], object]
 CPUS = sorted(os.sched_getaffinity(0))
 FIRST, SECOND = (str(one) for one in (CPUS * 2)[:2])
 BOTH = format_list(CPUS)
-TICKS = os.sysconf("SC_CLK_TCK")
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 BUSY = "import time; began = time.time()\nwhile time.time() - began < 600: pass"
-THREADS = """
-import os, sys, threading
-begun = threading.Barrier(int(sys.argv[1]) + 1)
-def wait(number):
-    if number == int(sys.argv[2]):
-        os.sched_setaffinity(0, {int(sys.argv[3])})
-    begun.wait()
-    threading.Event().wait()
-for number in range(int(sys.argv[1])):
-    threading.Thread(target=wait, args=(number,), daemon=True).start()
-begun.wait()
-print("begun", flush=True)
-sys.stdin.read()
-"""
-FORKS = """
-import os, sys, time
-if os.fork() == 0:
-    os.sched_setaffinity(0, {int(sys.argv[1])})
-    began = time.process_time()
-    while time.process_time() - began < 0.2: pass
-    print("begun", flush=True)
-    time.sleep(600)
-sys.stdin.read()
-"""
 DEAF = "import signal, sys\nfor n in (15, 1, 2): signal.signal(n, signal.SIG_IGN)\n"
 DEAF += "print('begun', flush=True); sys.stdin.read()"
 
 
-def start_ticks(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def state(pid: int) -> str:
-    """The kernel's letter for what a process does; nothing of one that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 def lives(pid: int) -> bool:
-    return state(pid) not in ("", "Z")
+    stat = read_stat(pid)
+    return stat is not None and not stat.ended
 
 
 class Ranks:
@@ -115,33 +78,18 @@ class Ranks:
         return bool(program) and b"taskset" not in program  # empty in the midst of an exec
 
     def record(self, rank: int, pid: int, **fields: Any) -> None:
-        """Append what hpml-bind tells of a rank."""
-        try:
-            ticks = start_ticks(pid)
-        except FileNotFoundError:
-            ticks = 1
+        """Append what hpml-bind records of a rank."""
+        stat = read_stat(pid)
         cpus = fields.get("cpus", BOTH)
         line = {
-            "schema_version": 2,
             "rank": rank,
             "local_rank": rank,
-            "world_size": 2,
-            "node": "n1",
-            "host": "h",
             "pid": pid,
-            "start_ticks": ticks,
-            "time": time.time(),
+            "start_ticks": stat.start_ticks if stat else 1,
             "inherited": BOTH,
             "cpus": cpus,
             "child_cpus": cpus,
-            "memory": "prefer:0",
-            "visible": None,
             "threads": 1,
-            "nic": None,
-            "bound": True,
-            "error": "",
-            "note": "",
-            "program": "train.py",
             **fields,
         }
         with self.file.open("a") as stream:
@@ -178,7 +126,7 @@ class Watching:
 
     def __init__(self, attempt: Path, ranks: int, verify: str = "warn", **env: str) -> None:
         self.made: Prepared = prepare(
-            Wish(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
+            BindOptions(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
         )
         self.said = ""
         self.now = 1000.0
@@ -218,18 +166,6 @@ def test_ranks_where_they_should_be(attempt: Path, ranks: Ranks) -> None:
     assert [one.cpus for one in proof.ranks] == [FIRST, SECOND]
 
 
-def test_the_proof_is_written_when_it_changes(attempt: Path, ranks: Ranks) -> None:
-    """A look that finds the same leaves the file alone."""
-    watching = Watching(attempt, 1)
-    ranks.start(0, BOTH)
-    watching.turn(1)
-    first = watching.file.stat()
-    watching.turn(600)
-    watching.watch.close()
-    assert watching.file.stat().st_mtime_ns == first.st_mtime_ns
-    assert watching.file.stat().st_ino == first.st_ino
-
-
 @needs_two
 def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
     """hpml-bind gave it both CPUs, and its command took one away."""
@@ -251,107 +187,6 @@ def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
     assert watching.proof().ranks[0].cpus == FIRST
 
 
-@needs_two
-def test_a_shell_whose_program_is_narrowed(attempt: Path, ranks: Ranks) -> None:
-    """The shell itself is where it should be: the process that works is judged."""
-    watching = Watching(attempt, 1)
-    command = f'taskset -c {FIRST} "$0" -c "$1" & wait'
-    shell = ranks.start(0, BOTH, "bash", "-c", command, sys.executable, BUSY)
-    busy_child(shell.pid)
-    watching.turn(3)
-    (told,) = watching.proof().ranks[0].wrong
-    assert told.endswith(f"runs on CPUs {FIRST} alone, not on its own {BOTH}")
-    assert "its process" in told
-    assert watching.proof().ranks[0].pid == shell.pid
-
-
-def busy_child(pid: int) -> None:
-    """Wait until a child of a process has used more CPU time than that itself."""
-
-    def busy() -> bool:
-        family = Look().family(pid)
-        return len(family) > 1 and family[1].busy_ticks > family[0].busy_ticks
-
-    eventually(busy, "a busy child")
-
-
-@needs_two
-def test_a_worker_on_a_core_of_its_own_is_right(attempt: Path, ranks: Ranks) -> None:
-    """A forked process that holds itself on one of the rank's CPUs, busy as it is, is no fault."""
-    watching = Watching(attempt, 1)
-    ranks.start(0, BOTH, sys.executable, "-c", FORKS, FIRST, ready="begun")
-    watching.turn(5)
-    assert watching.proof().ranks[0].wrong == ()
-    assert watching.proof().ranks[0].cpus == BOTH
-
-
-@needs_two
-def test_workers_of_two_loaders_that_take_turns_on_a_core(attempt: Path, ranks: Ranks) -> None:
-    """What both have worked in their lives says nothing: now they wait."""
-    watching = Watching(attempt, 1, "strict")
-    program = "import os, sys, time\nfor _ in (0, 1):\n if os.fork() == 0:\n  break\nelse:\n"
-    program += " print('begun', flush=True); sys.stdin.read(); sys.exit()\n"
-    program += f"os.sched_setaffinity(0, {{{FIRST}}})\nwhile time.process_time() < 1.1: pass\n"
-    process = ranks.start(0, BOTH, sys.executable, "-c", f"{program}time.sleep(600)", ready="begun")
-    workers = [one.pid for one in Look().family(process.pid)[1:]]
-    eventually(lambda: {state(pid) for pid in workers} == {"S"})
-    assert min(one.busy_ticks for one in Look().family(process.pid)[1:]) >= TICKS
-    watching.turn(30)
-    assert watching.proof().right
-
-
-@needs_two
-def test_a_child_outside(attempt: Path, ranks: Ranks) -> None:
-    """A forked process on the neighbour's CPU."""
-    watching = Watching(attempt, 2)
-    ranks.start(0, FIRST, sys.executable, "-c", FORKS, SECOND, ready="begun")
-    ranks.start(1, SECOND)
-    watching.turn(5)
-    told = watching.proof().ranks[0].wrong
-    assert f"runs on CPUs {SECOND}, outside of its own {FIRST}" in told[0]
-    assert told[1] == "shares physical cores with rank 1"
-    assert watching.proof().ranks[1].wrong == ()
-
-
-@needs_two
-def test_a_thread_outside(attempt: Path, ranks: Ranks) -> None:
-    """One of many threads has gone to the neighbour's CPU."""
-    watching = Watching(attempt, 2)
-    ranks.start(0, FIRST, sys.executable, "-c", THREADS, "40", "30", SECOND, ready="begun")
-    ranks.start(1, SECOND)
-    watching.turn(5)
-    told = watching.proof().ranks[0].wrong[0]
-    assert told == f"runs on CPUs {BOTH} (NUMA 0), not on its own {FIRST}"
-
-
-@needs_two
-def test_many_threads_are_no_fault(attempt: Path, ranks: Ranks) -> None:
-    """Of 200 threads a part is read; one that holds itself on fewer CPUs is right."""
-    watching = Watching(attempt, 1)
-    process = ranks.start(
-        0, BOTH, sys.executable, "-c", THREADS, "200", "100", FIRST, ready="begun"
-    )
-    watching.turn(5)
-    assert watching.proof().right
-    look = Look()
-    assert len(os.listdir(f"/proc/{process.pid}/task")) > 200
-    threads, rest = look._threads(process.pid)
-    assert len(threads) == len(set(threads)) == THREADS_MAX + 1
-    assert threads[0] == process.pid
-    assert len({*threads, *rest}) == len(threads) + len(rest) == 201
-
-
-def test_changed_devices(attempt: Path, ranks: Ranks) -> None:
-    """The program's environment counts, not the one that hpml-bind had."""
-    watching = Watching(attempt, 1, CUDA_VISIBLE_DEVICES="0,1")
-    process = ranks.process(BOTH, CUDA_VISIBLE_DEVICES="1")
-    ranks.record(0, process.pid, visible="0,1")
-    watching.turn(6)
-    (told,) = watching.proof().ranks[0].wrong
-    assert told.startswith("sees 1 of the job's 2 GPUs (its list of visible devices is '1')")
-    assert "1 wrong" in watching.said
-
-
 def test_a_process_that_ended_at_once(attempt: Path, ranks: Ranks) -> None:
     """It is judged by its own record, which may be right or wrong."""
     watching = Watching(attempt, 1)
@@ -365,22 +200,11 @@ def test_a_process_that_ended_at_once(attempt: Path, ranks: Ranks) -> None:
     assert "was bound twice" in watching.said, "nobody lives: there is no second look"
 
 
-def test_what_was_seen_of_a_live_rank_stays(attempt: Path, ranks: Ranks) -> None:
-    """After its end the proof is that of its last look."""
-    watching = Watching(attempt, 1)
-    process = ranks.start(0, BOTH)
-    watching.turn(1)
-    process.communicate()
-    watching.turn(100)
-    assert watching.proof().ranks[0].live
-    assert watching.watch._look_at == float("inf"), "nobody is left to look at"
-
-
 def test_a_number_that_is_another_s_by_now(attempt: Path, ranks: Ranks) -> None:
     """A fake record of a process that began before this one: that is not the rank."""
     watching = Watching(attempt, 1, "strict")
     stranger = ranks.process(FIRST)
-    ranks.record(0, stranger.pid, start_ticks=start_ticks(stranger.pid) - 1, inherited="7")
+    ranks.record(0, stranger.pid, start_ticks=2, inherited="7")
     watching.turn(60)
     assert watching.proof().ranks[0].live is False
     assert "its ranks are ended" in watching.said
@@ -422,22 +246,6 @@ def test_a_fault_that_is_gone_at_the_next_look(attempt: Path, ranks: Ranks) -> N
 
 
 @needs_two
-def test_a_fault_that_lasts_for_some_looks_and_goes(attempt: Path, ranks: Ranks) -> None:
-    """What prepares something on one core for two seconds does not fail a strict job."""
-    watching = Watching(attempt, 1, "strict")
-    process = ranks.start(0, BOTH)
-    watching.turn(2)
-    for _ in range(3):
-        os.sched_setaffinity(process.pid, {CPUS[0]})
-        watching.turn(2.5)
-        assert watching.proof().right, "not sure yet"
-        os.sched_setaffinity(process.pid, CPUS)
-        watching.turn(20)
-    assert watching.said == ""
-    assert lives(process.pid)
-
-
-@needs_two
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_fault_of_the_last_look(attempt: Path, ranks: Ranks, *, closed: bool) -> None:
     """A rank that was right, was narrowed at a look, and has ended: nobody knows of a fault."""
@@ -453,18 +261,6 @@ def test_a_fault_of_the_last_look(attempt: Path, ranks: Ranks, *, closed: bool) 
     assert watching.proof().right
     assert watching.proof().ranks[0].live
     assert watching.said == ""
-
-
-@needs_two
-def test_a_fault_in_the_middle_of_the_job(attempt: Path, ranks: Ranks) -> None:
-    """Ranks are looked at every minute, as long as they live."""
-    watching = Watching(attempt, 1)
-    process = ranks.start(0, BOTH)
-    watching.turn(1000)
-    assert watching.said == ""
-    os.sched_setaffinity(process.pid, {CPUS[0]})
-    watching.turn(125)
-    assert f"runs on CPUs {FIRST} alone" in watching.said
 
 
 @needs_two
@@ -521,7 +317,7 @@ def test_records_that_are_none_are_passed_over(attempt: Path, ranks: Ranks) -> N
     """Whoever writes there: a line that names no rank is not one."""
     watching = Watching(attempt, 1)
     ranks.file.write_text('[]\n{"rank": "0"}\n{"rank": 0, "local_rank": true, "pid": 1}\nnull\n\n')
-    ranks.record(0, os.getpid(), cpus=[*CPUS], inherited={}, threads="many", start_ticks=None)
+    ranks.record(0, os.getpid(), cpus=BOTH, inherited={}, threads="many", start_ticks=None)
     watching.turn(2)
     (rank,) = watching.proof().ranks
     assert (rank.cpus, rank.threads) == (BOTH, None)
@@ -539,11 +335,43 @@ def test_a_proof_that_cannot_be_written_is_told_once(attempt: Path, ranks: Ranks
     assert watching.proof().right
 
 
-def test_ranks_of_others_are_not_in_the_family(attempt: Path, ranks: Ranks) -> None:
-    """A rank that another started, as a launcher on the node does, is judged by itself."""
-    shell = ranks.process(BOTH, "bash", "-c", "sleep 600 & echo $!; wait")
-    assert shell.stdout is not None
-    child = int(shell.stdout.readline())
-    look = Look()
-    assert {one.pid for one in look.family(shell.pid)} == {shell.pid, child}
-    assert [one.pid for one in look.family(shell.pid, {child})] == [shell.pid]
+def kernel_s_table(root: Path, pid: int, parent: int, ticks: int, *cpus: int) -> None:
+    """A fake process in the kernel's words, with a thread on each CPU."""
+    name = f"program{pid}"
+    place = root / str(pid)
+    place.mkdir(parents=True)
+    zeros = "0 " * 9
+    (place / "stat").write_text(f"{pid} ({name}) S {parent} {zeros}{ticks} 0 {'0 ' * 6}7 0\n")
+    (place / "cmdline").write_text(name)
+    for number, cpu in enumerate(cpus):
+        (place / "task" / str(pid + number)).mkdir(parents=True)
+        status = f"Name:\t{name}\nCpus_allowed_list:\t{cpu}\nMems_allowed:\t1\n"
+        (place / "task" / str(pid + number) / "status").write_text(status)
+
+
+def test_threads_that_are_bound_one_by_one_are_all_read(tmp_path: Path) -> None:
+    """A part of 256 threads, each on a CPU of its own, is on a part of the CPUs."""
+    kernel_s_table(tmp_path, 1000, 1, 5, *range(256))
+    table = ProcessTable(str(tmp_path))
+    process = table.process(table.stats[1000])
+    assert process is not None
+    assert (process.cpus, process.first) == (tuple(range(256)), (0,))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "of_helper", "main"),
+    [
+        pytest.param(0.5, 4, 2000, id="a shell that waits"),
+        pytest.param(5, 8, 1000, id="a program at work"),
+        pytest.param(5, 100, 2000, id="a launcher that began long ago"),
+    ],
+)
+def test_a_helper_that_works_more_than_the_program(
+    tmp_path: Path, seconds: float, of_helper: int, main: int
+) -> None:
+    """What has worked itself is no wrapper, busy as the program may be that it has started."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    kernel_s_table(tmp_path, 1000, 1, int(seconds * ticks), 0)
+    kernel_s_table(tmp_path, 2000, 1000, of_helper * ticks, 0)
+    table = ProcessTable(str(tmp_path))
+    assert table.main_of(table.family(1000)).pid == main

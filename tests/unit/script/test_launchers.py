@@ -19,7 +19,8 @@ from tests.unit.script.test_render import APPTAINER, HERE, LAUNCHERS, job, stati
 def test_agents_are_told_what_to_plan(launcher: str) -> None:
     """Whatever starts the ranks, each node's agent has all that the plan is made of."""
     plain = render(job(launcher=launcher, resources={"gpus": 4}), HERE)
-    assert ' agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn &\n' in plain
+    bind = '{"ranks": 4, "policy": "gpu-local", "verify": "warn"}'
+    assert f""" agent "$hpml_attempt" \\\n  --bind '{bind}' &\n""" in plain
     full = render(
         job(
             launcher=launcher,
@@ -35,11 +36,11 @@ def test_agents_are_told_what_to_plan(launcher: str) -> None:
         ),
         HERE,
     )
-    assert (
-        ' agent "$hpml_attempt" --ranks 8 --policy socket --verify strict \\\n'
-        "  --ranks-per-gpu 2 --loader-workers 5 --one-thread --keep-threads \\\n"
-        "  --stage d auto /d /scratch &\n"
-    ) in full
+    bind = (
+        '{"ranks": 8, "policy": "socket", "verify": "strict", "ranks_per_gpu": 2, '
+        '"loader_workers": 5, "one_thread": true, "keep_threads": true}'
+    )
+    assert f"""  --bind '{bind}' \\\n  --stage '""" in full
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

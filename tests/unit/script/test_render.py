@@ -19,7 +19,6 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import Capabilities, directives, render, template
 from hpml_orchestrator.script.code import SnapshotPaths
 from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, memory_mebibytes
-from hpml_orchestrator.script.stage_words import staging_options
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
@@ -307,32 +306,12 @@ def staged_script() -> str:
     return render(one, HERE, site, targets={"test": "4G are at most half of the 436G left"})
 
 
-def test_how_to_stage_is_told_to_the_agents() -> None:
-    """Options of an entry stand behind it, and why auto became what it is stands in a comment."""
-    text = staged_script()
-    assert (
-        '\n  --stage train auto /data/train "$hpml_local" --keep --epochs 90 \\'
-        '\n  --stage test auto /data/test.tar "$hpml_shm" --no-hash \\'
-        "\n  --stage mesh auto '/data/it'\"'\"'s' \"$hpml_local\" --distribution chain"
-        " --outside-links &\n"
-    ) in text
+def test_why_a_target_was_chosen_stands_in_a_comment() -> None:
+    """The comment stands before the variable of the entry."""
     assert (
         "\n# test: target auto is shm here: 4G are at most half of the 436G left.\n"
         "export HPML_STAGE_TEST="
-    ) in text
-
-
-def test_what_the_site_says_of_its_file_system_is_told_where_it_matters() -> None:
-    """Limits to all jobs that stage, rates to several nodes, jitter to arrays; else nothing."""
-    limits = "--opens-per-second 2000 --opens-per-second-per-job 16000"
-    rates = "--shared-rate 20480M --metadata-rate 50000 --link-rate 10240M --disk-rate 2048M"
-    assert f" {limits} {rates} --array-jitter 60 --array-tasks 8 \\\n" in staged_script()
-    data = {"staging": {"opens_per_second": 5, "link_rate": "1G", "array_jitter": 9}}
-    site = ResolvedSite(Site.model_validate(data))
-    stage = [{"name": "d", "source": "/d"}]
-    assert staging_options(job(stage=stage), site) == ["--opens-per-second 5"]
-    assert staging_options(job(array="0-3"), site) == []
-    assert staging_options(job(stage=stage), None) == []
+    ) in staged_script()
 
 
 @pytest.mark.parametrize("name", [*GOLDEN, "staged.sh"])

@@ -16,8 +16,8 @@ from hpml_exporters.collectors.training import make
 from hpml_exporters.metric import Histogram, Value
 
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.arguments import parse_arguments
-from hpml_orchestrator.node.names import attempt_channel
+from hpml_orchestrator.node.channel import attempt_channel
+from hpml_orchestrator.node.options import parse_options
 from tests.unit.exporters.collectors.reading import Series, context, post, sampled
 from tests.unit.node.conftest import Node
 from tests.unit.training_runs import JOBS, LIMIT_SECONDS, finish, result_of, start
@@ -145,7 +145,7 @@ def test_the_agent_hands_over_a_socket(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv(key, value)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     collector = make(context(job=JobFacts("1"), feed_fd=theirs.fileno()))
-    agent = Agent(parse_arguments([attempt.strip()]), node="n1")
+    agent = Agent(parse_options([attempt.strip()]), node="n1")
     agent._feed.add_socket(ours)
     agent._feed.take(0, 11, {"samples_total": 32, "steps_total": 4})
     (Path(attempt.strip()) / "over").touch()

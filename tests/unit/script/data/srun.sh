@@ -85,9 +85,10 @@ export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
-  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
-  --no-gpus \
-  --stage mesh tar /data/mesh.tar "$hpml_local" &
+  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" \
+  --bind '{"ranks": 4, "policy": "gpu-local", "verify": "warn", "no_gpus": true}' \
+  --local "$hpml_local" \
+  --stage '{"name": "mesh", "source": "/data/mesh.tar", "target": "local", "kind": "tar"}' &
 hpml_agent=$!
 trap 'hpml_pass_on USR1' USR1
 trap 'hpml_pass_on USR2' USR2
@@ -118,10 +119,9 @@ hpml_container=(
   /home/me
   /images/solve.sif
 )
-# hpml-bind binds each rank as the plan of its node says, then becomes it. Ranks are many: it is read
-# from the archive in the way that takes least time.
+# hpml-bind binds each rank as the plan of its node says, then becomes it.
 hpml_bind=(python -I -S
-  -c 'import sys, zipimport; sys.path.append(sys.argv.pop(1)); exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
+  -c 'import sys; sys.path.append(sys.argv.pop(1)); from hpml_orchestrator.node.bind import main; sys.exit(main())'
   "$hpml_archive" "$hpml_attempt" --)
 hpml_command=(
   ./solve

@@ -92,11 +92,14 @@ export HPML_STAGE_MESH="$hpml_local"/hpml-$UID/$hpml_key/mesh
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
-  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
-  --opens-per-second 2000 --opens-per-second-per-job 16000 --shared-rate 20480M --metadata-rate 50000 --link-rate 10240M --disk-rate 2048M --array-jitter 60 --array-tasks 8 \
-  --stage train auto /data/train "$hpml_local" --keep --epochs 90 \
-  --stage test auto /data/test.tar "$hpml_shm" --no-hash \
-  --stage mesh auto '/data/it'"'"'s' "$hpml_local" --distribution chain --outside-links &
+  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" \
+  --bind '{"ranks": 4, "policy": "gpu-local", "verify": "warn"}' \
+  --site '{"opens_per_second": 2000, "opens_per_second_per_job": 16000, "metadata_rate": 50000, "shared_rate": 21474836480, "link_rate": 10737418240, "disk_rate": 2147483648, "array_jitter": 60, "array_tasks": 8}' \
+  --shm "$hpml_shm" \
+  --local "$hpml_local" \
+  --stage '{"name": "train", "source": "/data/train", "target": "local", "kind": "auto", "keep": true, "epochs": 90}' \
+  --stage '{"name": "test", "source": "/data/test.tar", "target": "shm", "kind": "auto", "hash": false}' \
+  --stage '{"name": "mesh", "source": "/data/it'"'"'s", "target": "local", "kind": "auto", "distribution": "chain", "outside_links": true}' &
 hpml_agent=$!
 trap 'hpml_pass_on USR1' USR1
 trap 'hpml_pass_on USR2' USR2
@@ -115,10 +118,9 @@ hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
 export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
 
 hpml_container=()
-# hpml-bind binds each rank as the plan of its node says, then becomes it. Ranks are many: it is read
-# from the archive in the way that takes least time.
+# hpml-bind binds each rank as the plan of its node says, then becomes it.
 hpml_bind=("$hpml_interpreter" -I -S
-  -c 'import sys, zipimport; sys.path.append(sys.argv.pop(1)); exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
+  -c 'import sys; sys.path.append(sys.argv.pop(1)); from hpml_orchestrator.node.bind import main; sys.exit(main())'
   "$hpml_archive" "$hpml_attempt" --)
 hpml_command=(
   python

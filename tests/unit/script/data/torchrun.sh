@@ -91,8 +91,10 @@ export HPML_STAGE_DIGITS="$hpml_shm"/hpml-$UID/$hpml_key/digits
 env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
   --ntasks-per-node=1 "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
-  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" --ranks 4 --policy gpu-local --verify warn \
-  --stage digits auto /data/digits "$hpml_shm" &
+  bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$hpml_attempt" \
+  --bind '{"ranks": 4, "policy": "gpu-local", "verify": "warn"}' \
+  --shm "$hpml_shm" \
+  --stage '{"name": "digits", "source": "/data/digits", "target": "shm", "kind": "auto"}' &
 hpml_agent=$!
 trap 'hpml_pass_on USR1' USR1
 trap 'hpml_pass_on USR2' USR2
@@ -124,10 +126,9 @@ hpml_rendezvous=$("${hpml_python[@]}" rendezvous "$hpml_attempt")
 export MASTER_ADDR=${hpml_rendezvous% *} MASTER_PORT=${hpml_rendezvous#* }
 
 hpml_container=()
-# hpml-bind binds each rank as the plan of its node says, then becomes it. Ranks are many: it is read
-# from the archive in the way that takes least time.
+# hpml-bind binds each rank as the plan of its node says, then becomes it.
 hpml_bind=("$hpml_interpreter" -I -S
-  -c 'import sys, zipimport; sys.path.append(sys.argv.pop(1)); exec(zipimport.zipimporter(sys.path[-1]).get_code("hpml_bind"))'
+  -c 'import sys; sys.path.append(sys.argv.pop(1)); from hpml_orchestrator.node.bind import main; sys.exit(main())'
   "$hpml_archive" "$hpml_attempt" --)
 hpml_command=(
   python

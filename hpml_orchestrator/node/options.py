@@ -1,0 +1,223 @@
+"""What a node's agent is told: by the batch script in JSON, and by Slurm in variables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.staging import StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "AgentOptions",
+    "BindOptions",
+    "MonitorOptions",
+    "SiteLimits",
+    "StageOptions",
+    "job_key",
+    "node_index",
+    "node_name",
+    "node_names",
+    "parse_options",
+]
+
+T = TypeVar("T")
+_RANGE = r"\d{1,9}(?:-\d{1,9})?"
+
+
+@dataclass(frozen=True)
+class BindOptions:
+    """How the ranks of a node are to be bound.
+
+    Attributes:
+        ranks: how many the node has.
+        policy: the planner's policy.
+        verify: `strict`, `warn` or `off`.
+        ranks_per_gpu: how many ranks share a GPU.
+        loader_workers: processes per rank that load data.
+        one_thread: whether ranks get the first hardware thread of each core alone.
+        keep_threads: whether OMP_NUM_THREADS stays as the job file has it.
+        no_gpus: whether the job asked for no GPUs, so that the node's do not count.
+    """
+
+    ranks: int
+    policy: str = "gpu-local"
+    verify: str = "warn"
+    ranks_per_gpu: int = 1
+    loader_workers: int = 0
+    one_thread: bool = False
+    keep_threads: bool = False
+    no_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """One entry of the job file's `stage`.
+
+    Attributes:
+        request: what to copy, and to which base directory.
+        distribution: how several nodes get it.
+        hash: whether contents are hashed while they are copied.
+        epochs: how often the training reads it; 0 where the job file does not say.
+    """
+
+    request: StageRequest
+    distribution: str = "auto"
+    hash: bool = True
+    epochs: int = 0
+
+
+@dataclass(frozen=True)
+class SiteLimits:
+    """What the site profile says of its file system and network; 0 where it says nothing.
+
+    Attributes:
+        opens_per_second: most files that one node may open per second.
+        opens_per_second_per_job: most that all nodes of the job may, together.
+        metadata_rate: files per second that the file system opens for all nodes.
+        shared_rate: bytes/s that it reads for all nodes.
+        link_rate: bytes/s between two nodes.
+        disk_rate: bytes/s that a node's disk writes.
+        array_jitter: seconds over which the tasks of an array spread their start, at most.
+        array_tasks: how many tasks the array has.
+        interfaces: network interfaces between nodes, the best first.
+    """
+
+    opens_per_second: int = 0
+    opens_per_second_per_job: int = 0
+    metadata_rate: int = 0
+    shared_rate: int = 0
+    link_rate: int = 0
+    disk_rate: int = 0
+    array_jitter: int = 0
+    array_tasks: int = 0
+    interfaces: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class MonitorOptions:
+    """How the job is to be monitored.
+
+    Attributes:
+        listen: ADDRESS:PORT of the exporter.
+        interval: seconds between two readings of GPUs.
+        web_config: its file of TLS and users; empty for none.
+        targets: directory that Prometheus finds it by; empty for the one beside the records.
+    """
+
+    listen: str
+    interval: int = 1
+    web_config: str = ""
+    targets: str = ""
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """All that a batch script asks of an agent.
+
+    Attributes:
+        attempt: the attempt's directory.
+        bind: how to bind the ranks.
+        stages: what to stage, in order.
+        site: what the site says of its file system.
+        monitor: how to monitor the job; None where it is not.
+    """
+
+    attempt: Path
+    bind: BindOptions = BindOptions(1)
+    stages: Sequence[StageOptions] = ()
+    site: SiteLimits = SiteLimits()
+    monitor: MonitorOptions | None = None
+
+
+def parse_options(argv: Sequence[str]) -> AgentOptions:
+    """Return the options of `agent ATTEMPT [--bind JSON] [--site JSON] [--monitor JSON] …`.
+
+    Each JSON object has the attributes of the class above as its keys; a `--stage` has those of
+    StageRequest and StageOptions together, and its target is a directory, or `shm` or `local` for
+    the directories of `--shm` and `--local`, which only the node knows.
+
+    Raises:
+        InputError: an object cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="hpml-node.pyz agent", allow_abbrev=False)
+    parser.add_argument("attempt", type=Path, help="the attempt's directory")
+    for name in ("--bind", "--site", "--monitor"):
+        parser.add_argument(name, metavar="JSON")
+    for name in ("--shm", "--local"):
+        parser.add_argument(name, metavar="DIRECTORY")
+    parser.add_argument("--stage", metavar="JSON", action="append", default=[])
+    given = parser.parse_args(argv)
+    bases = {"shm": given.shm, "local": given.local}
+
+    def stage(**fields: Any) -> StageOptions:
+        own = {key: fields.pop(key) for key in ("distribution", "hash", "epochs") if key in fields}
+        fields["target"] = bases.get(fields["target"]) or fields["target"]
+        return StageOptions(StageRequest(**fields), **own)
+
+    return AgentOptions(
+        given.attempt,
+        _read(BindOptions, "--bind", given.bind or '{"ranks": 1}'),
+        [_read(stage, "--stage", text) for text in given.stage],
+        _read(SiteLimits, "--site", given.site or "{}"),
+        _read(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
+    )
+
+
+def _read(kind: Callable[..., T], option: str, text: str) -> T:
+    try:
+        return kind(**json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"cannot be read: {error}", field=option, value=text) from error
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's name of this node; the host's short name without Slurm."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def job_key(environment: Mapping[str, str]) -> str:
+    """Return `<cluster>-<job id>`, which the batch script sets as HPML_JOB_KEY."""
+    cluster = environment.get("SLURM_CLUSTER_NAME") or "slurm"
+    return environment.get("HPML_JOB_KEY") or f"{cluster}-{environment.get('SLURM_JOB_ID', '0')}"
+
+
+def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return this node's number in the job, from 0, and how many nodes the job has."""
+    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
+    count = int(nodes) if nodes.isdecimal() else 1
+    return (int(index) if index.isdecimal() else 0), max(1, count)
+
+
+def node_names(text: str) -> list[str]:
+    """Return the names in a job's node list; empty where it cannot be read.
+
+    Not `scheduler.nodelist`, which needs a library: this runs where only Python is.
+
+    >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
+    (['n08', 'n09', 'n10', 'n12', 'login'], [], [])
+    """
+    names: list[str] = []
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?)+", text):
+        match = re.fullmatch(rf"([^\[\]]*)(?:\[({_RANGE}(?:,{_RANGE})*)\])?([^\[\]]*)", entry)
+        if match is None:
+            return []
+        prefix, ranges, suffix = match.groups()
+        if ranges is None:
+            names.append(prefix)
+            continue
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            names += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
+    return names

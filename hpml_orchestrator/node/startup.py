@@ -1,0 +1,330 @@
+"""The start of a job: claim the attempt, wait until all nodes are ready, choose a rendezvous.
+
+These run on the first node, called by the batch script before the ranks start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpml_orchestrator.errors import (
+    BindingError,
+    HpmlError,
+    InputError,
+    NotFoundError,
+    StagingError,
+)
+from hpml_orchestrator.node.options import node_name
+from hpml_orchestrator.placement.report import plan_lines
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
+from hpml_orchestrator.records.process import read_stat
+from hpml_orchestrator.records.run import task_output
+from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
+
+__all__ = [
+    "EXIT_DUPLICATE",
+    "candidate_ports",
+    "claim",
+    "ephemeral_range",
+    "rendezvous",
+    "resolve",
+    "wait_ready",
+]
+
+EXIT_DUPLICATE = 75
+"""Exit status of a job that found its run claimed by another job."""
+
+_CLAIM_SECONDS = 30.0
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 1.0
+_NOTICE_SECONDS = 30.0
+_LOW_PORT, _HIGH_PORT = 10_000, 32_000
+
+
+def claim(submission: str) -> int:
+    """Claim this start of the run and print the attempt's directory.
+
+    The run is the one that the submission's table gives for `$SLURM_ARRAY_TASK_ID` (0 without an
+    array); a script started by hand, without a table, gets `runs/<job id>` below its directory,
+    a task of an array `runs/<array's id>_<index>`.
+    Claiming is one `mkdir`, which one of two jobs wins even on NFS.
+
+    Returns:
+        0, or 75 when another job has claimed the run: this one is a duplicate and must end.
+
+    Raises:
+        InputError: not inside a job.
+        NotFoundError: the table has no such index.
+    """
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if not job_id:
+        raise InputError(
+            "not inside a job: SLURM_JOB_ID is not set",
+            hint="give the script to sbatch, or run the job file with `hpml run --local`",
+        )
+    run = Run(_run_directory(Path(submission), job_id))
+    number = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    for earlier in run.attempts():
+        if _claimant(earlier) not in ("", job_id):
+            return _duplicate(earlier, job_id)
+    attempt = Attempt(run.directory / "attempts" / str(number))
+    for name in ("nodes", "events", "binding", "plan"):
+        (attempt.directory / name).mkdir(parents=True, exist_ok=True)
+    started = attempt.directory / "started"
+    try:
+        started.mkdir()
+    except FileExistsError:
+        if _claimant(attempt) != job_id:
+            return _duplicate(attempt, job_id)
+        # Same job, same attempt: the script was started again without a requeue, so what its nodes
+        # wrote before no longer holds.
+        _forget(attempt)
+    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    if array:  # before the id that completes the claim: whoever reads that one finds both
+        write_text(started / "array_job_id", f"{array}\n")
+    write_text(started / "job_id", f"{job_id}\n")
+    output = task_output(Path(submission), os.environ.get("SLURM_ARRAY_TASK_ID", ""))
+    link = run.directory / "output.log"
+    if output.exists() and not os.path.lexists(link):  # of a task: an earlier attempt may have it
+        link.symlink_to(os.path.relpath(output, run.directory))
+    node = node_name()
+    names = [
+        name
+        for name in dict.fromkeys([node, socket.getfqdn(), socket.gethostname()])
+        if name.partition(".")[0] != "localhost"  # every node would find itself
+    ]
+    write_json(
+        attempt.directory / "head.json",
+        # the output grows with each attempt: here begins what this one's Slurm and launcher say
+        {"node": node, "names": names, "output_bytes": os.fstat(2).st_size},
+    )
+    log = attempt.directory / "events" / "batch.jsonl"
+    queued = Submission(Path(submission)).started_at()
+    if number == 0 and queued is not None:
+        events.append(log, "queued", node="batch", now=queued)
+    events.append(
+        log,
+        "started",
+        node="batch",
+        job_id=job_id,
+        attempt=number,
+        head=node,
+        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+        node_count=int(os.environ.get("SLURM_NNODES") or 1),
+    )
+    sys.stdout.write(f"{attempt.directory}\n")
+    return 0
+
+
+def _claimant(attempt: Attempt) -> str:
+    """Return the id of the job that claimed an attempt; empty where none has, or none ever will.
+
+    A winner writes its id right after the mkdir: it is given a moment.
+    """
+    deadline = time.monotonic() + _CLAIM_SECONDS
+    while True:
+        job_id = attempt.job_id
+        if job_id or not (attempt.directory / "started").is_dir():
+            return job_id
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(0.1)
+
+
+def _forget(attempt: Attempt) -> None:
+    """Remove the markers of an earlier start of the same attempt."""
+    for name in ("nodes", "plan", "binding", "chain"):
+        for path in (attempt.directory / name).glob("*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)
+    for name in ("over", "ended.json"):
+        (attempt.directory / name).unlink(missing_ok=True)
+
+
+def _run_directory(submission: Path, job_id: str) -> Path:
+    index = int(os.environ.get("SLURM_ARRAY_TASK_ID") or 0)
+    try:
+        table = read_text(submission / RUN_TABLE)
+        read_json(submission / "submit.json")
+    except NotFoundError:
+        array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+        return submission / "runs" / (f"{array}_{index}" if array else job_id)
+    for line in table.splitlines():
+        number, _, rid = line.partition("\t")
+        if number == str(index):
+            return submission.parent.parent / "runs" / rid
+    raise NotFoundError(f"{submission / RUN_TABLE} has no run of index {index}")
+
+
+def _duplicate(attempt: Attempt, job_id: str) -> int:
+    sys.stderr.write(
+        f"hpml: this run belongs to job {attempt.job_id or 'unknown'}; "
+        f"job {job_id} is a duplicate and ends here\n"
+    )
+    return EXIT_DUPLICATE
+
+
+def wait_ready(
+    attempt: str,
+    nodes: str,
+    agent_pid: str,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Return 0 once all nodes are ready.
+
+    Args:
+        attempt: the attempt's directory.
+        nodes: how many nodes the job has.
+        agent_pid: process id of the step that holds the agents, a sibling of this process.
+        sleep: how to wait.
+        clock: seconds, monotonic.
+
+    Raises:
+        StagingError: a node failed; its reason is in the message.
+        BindingError: a node cannot place its ranks, and the job wants proof.
+        HpmlError: the agents ended and left no reason.
+    """
+    directory = Attempt(Path(attempt))
+    wanted = int(nodes)
+    pause = _FIRST_POLL_SECONDS
+    noticed = clock()
+    while True:
+        agents = read_stat(agent_pid)  # before the markers: what it wrote last is then there
+        failed = directory.markers("failed")
+        if failed:
+            message = "; ".join(
+                f"{marker.get('node')}: {marker.get('message')}" for marker in failed
+            )
+            hint = next((str(marker["hint"]) for marker in failed if marker.get("hint")), "")
+            codes = {marker.get("exit_code") for marker in failed}
+            kind = BindingError if codes == {BindingError.exit_code} else StagingError
+            raise kind(message, hint=hint)
+        ready = directory.markers("ready")
+        if len(ready) >= wanted:
+            _report_ready(ready)
+            return 0
+        if agents is None or agents.ended:
+            raise HpmlError(
+                f"the node agents ended before all nodes were ready ({len(ready)} of {wanted} are)",
+                hint="see the messages of srun and the agents above, in this output",
+            )
+        if clock() - noticed >= _NOTICE_SECONDS:
+            noticed = clock()
+            sys.stderr.write(f"hpml: {len(ready)} of {wanted} nodes are ready\n")
+        sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+
+def _report_ready(ready: list[dict[str, Any]]) -> None:
+    size = sum(int(marker.get("bytes", 0)) for marker in ready)
+    files = sum(int(marker.get("files", 0)) for marker in ready)
+    slowest = max(float(marker.get("seconds", 0.0)) for marker in ready)
+    staged = ""
+    if files:
+        staged = f", staged {files} file{'s' * (files != 1)}, {size} bytes, slowest {slowest:.2f} s"
+    placed = [(str(marker["node"]), marker["placed"]) for marker in ready if "placed" in marker]
+    lines = [f"{len(ready)} node{'s' * (len(ready) > 1)} ready{staged}", *plan_lines(placed)]
+    sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
+
+
+def rendezvous(attempt: str) -> int:
+    """Print `ADDRESS PORT` for the ranks of this attempt; runs on the head node.
+
+    Raises:
+        HpmlError: a node cannot resolve the head node's name, or no port is free.
+    """
+    directory = Path(attempt)
+    nodes = int(os.environ.get("SLURM_NNODES") or 1)
+    address = "127.0.0.1" if nodes == 1 else _common_name(directory)
+    # A port is free until its job's ranks have started: two jobs must not begin at the same one.
+    # Job ids do not tell jobs of the local backend apart, which count from 1 in every HPML_HOME.
+    for port in candidate_ports(str(directory.resolve()), ephemeral_range()):
+        if _is_free(port):
+            sys.stdout.write(f"{address} {port}\n")
+            return 0
+    raise HpmlError(f"no port between {_LOW_PORT} and {_HIGH_PORT} is free on this node")
+
+
+def resolve(names: list[str]) -> dict[str, str]:
+    """Return the address of each name that this node can resolve."""
+    addresses = {}
+    for name in names:
+        try:
+            addresses[name] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError):
+            continue
+    return addresses
+
+
+def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
+    """Yield ports from 10000 to 31999 in an order made from a key, those outside a range first.
+
+    The kernel gives ports of the ephemeral range to any connection; on nodes where it was widened
+    over all of these, a port in it that is free now is better than none.
+
+    >>> next(candidate_ports("/r/17", (32768, 60999))) == next(candidate_ports("/r/17", (32768, 1)))
+    True
+    """
+    span = _HIGH_PORT - _LOW_PORT
+    digest = hashlib.sha256(key.encode()).digest()
+    start = int.from_bytes(digest[:8], "big") % span
+    stride = 7919  # a prime that does not divide the span: every port comes up once
+    ports = [_LOW_PORT + (start + step * stride) % span for step in range(span)]
+    yield from sorted(ports, key=lambda port: ephemeral[0] <= port <= ephemeral[1])
+
+
+def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
+    """Return the first and last port that the kernel gives to outgoing connections."""
+    try:
+        low, high = Path(path).read_text("ascii").split()
+        return int(low), int(high)
+    except (OSError, ValueError):
+        return 32_768, 60_999
+
+
+def _is_free(port: int) -> bool:
+    try:
+        # One socket for both: an address of IPv4 that is taken is taken here, too.
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        with socket.create_server(
+            ("", port),
+            family=family,
+            dualstack_ipv6=family == socket.AF_INET6,
+        ):
+            return True
+    except OSError:
+        return False
+
+
+def _common_name(attempt: Path) -> str:
+    """Return the first name of the head node that every node resolves."""
+    names: list[str] = read_json(attempt / "head.json")["names"]
+    known = {
+        str(marker["node"]): set(marker["resolves"]) for marker in Attempt(attempt).markers("ready")
+    }
+    for name in names:
+        if all(name in resolved for resolved in known.values()):
+            return name
+    lost = [node for node, resolved in known.items() if not resolved & set(names)]
+    if lost:
+        message = (
+            f"node{'s' * (len(lost) > 1)} {', '.join(lost)} cannot resolve the head node "
+            f"({', '.join(names)})"
+        )
+    else:
+        partly = "; ".join(
+            f"{node} resolves only {', '.join(sorted(resolved))}"
+            for node, resolved in known.items()
+            if resolved != set(names)
+        )
+        message = f"no one name of the head node is known to all nodes: {partly}"
+    raise HpmlError(message, hint="the nodes' /etc/hosts or DNS must know each other's names")
