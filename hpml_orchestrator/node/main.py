@@ -20,7 +20,6 @@ usage: hpml-node.pyz COMMAND …
   note-signal ATTEMPT NAME            put on record that the ranks were passed a signal
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       write down how the attempt ended; prints the script's status
-  srun …                              the local backend's srun
 """
 
 
@@ -46,16 +45,12 @@ def main(argv: list[str]) -> int:
         from hpml_orchestrator.node.bind import run as bind  # noqa: PLC0415
 
         return bind(rest)
-    if command == "srun":
-        from hpml_orchestrator.node.srun import main as srun  # noqa: PLC0415
-
-        return srun(rest)
     return _careful(command, rest)
 
 
 def _careful(command: str, rest: list[str]) -> int:
     """Run a command whose errors are told in one line, not as a traceback."""
-    from importlib import import_module  # noqa: PLC0415 - `bind` and `srun` do without
+    from importlib import import_module  # noqa: PLC0415 - `bind` does without
 
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
 

@@ -20,7 +20,9 @@ BOOT_SUPERVISOR = (
 )
 """Code for `python -c` that becomes a supervisor; its first argument is `package_parent()`."""
 
-_BOOT_SRUN = _BOOT + "from hpml_orchestrator.node.srun import main; sys.exit(main(sys.argv[1:]))"
+_BOOT_SRUN = (
+    _BOOT + "from hpml_orchestrator.scheduler.local.srun import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 def package_parent() -> str:
@@ -28,16 +30,12 @@ def package_parent() -> str:
     return str(Path(__file__).resolve().parents[3])
 
 
-def srun_script(directory: str) -> bytes:
-    """Return the text of `bin/srun` for a job of a submission's directory."""
-    pyz = _quoted(os.path.join(directory, "hpml-node.pyz"))
+def srun_script() -> bytes:
+    """Return the text of a job's `bin/srun`."""
     python = _quoted(sys.executable)
     return (
         b"#!/bin/sh\n"
         b"# srun of hpml's local backend, written at submission.\n"
-        b"if [ -f " + pyz + b" ]; then\n"
-        b"    exec " + python + b" -I -S " + pyz + b' srun "$@"\n'
-        b"fi\n"
         b"exec " + python + b" -I -S -c " + _quoted(_BOOT_SRUN) + b" "
         b"" + _quoted(package_parent()) + b' "$@"\n'
     )

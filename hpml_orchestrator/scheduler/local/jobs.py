@@ -362,7 +362,7 @@ class Home:
         )
         write_text(building / "environment", body, mode=0o600)
         (building / "bin").mkdir()
-        write_text(building / "bin" / "srun", srun_script(record["directory"]), mode=0o755)
+        write_text(building / "bin" / "srun", srun_script(), mode=0o755)
         while True:
             target = self.jobs / str(number)
             write_json(building / "job.json", {**record, "job_id": str(number)})

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,17 +224,11 @@ def test_any_directory_name_will_do(bench: Bench, name: str) -> None:
 
 
 def test_srun_is_the_local_one(bench: Bench) -> None:
-    """It comes first on PATH, knows the job's size, and prefers the submission's archive."""
+    """It comes first on PATH, and knows the job's size."""
     status = bench.run(
         "#SBATCH -n 2\nsrun --label echo hi | sort\nsrun -n1 sh -c 'echo $SLURM_STEP_ID'"
     )
     assert (status.state, bench.output()) == (JobState.COMPLETED, "0: hi\n1: hi\n1\n")
-    pyz = bench.path / "other" / "hpml-node.pyz"
-    request = bench.request("srun -n 2 'a  b'", directory="other")
-    with zipfile.ZipFile(pyz, "w") as archive:
-        archive.writestr("__main__.py", "import sys; print('pyz', sys.argv[1:])")
-    bench.over(bench.scheduler().submit(request))
-    assert bench.output("other") == "pyz ['srun', '-n', '2', 'a  b']\n"
 
 
 def test_status_and_cancel_from_another_process(bench: Bench) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 import hpml_orchestrator
-from hpml_orchestrator.node import srun as local_srun
-from hpml_orchestrator.node.srun import OptionError, parse
+from hpml_orchestrator.scheduler.local import srun as local_srun
+from hpml_orchestrator.scheduler.local.srun import OptionError, parse
 from tests.patience import PATIENCE_SECONDS, eventually
 
 ROOT = str(Path(hpml_orchestrator.__file__).parents[1])
 CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from hpml_orchestrator.node.srun import main; sys.exit(main(sys.argv[1:]))"
+    "from hpml_orchestrator.scheduler.local.srun import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -107,7 +107,9 @@ def test_what_tasks_wrote_is_copied_though_the_time_is_over(
     step.poll.register(read)
     times = iter([0.0])
     with monkeypatch.context() as patch:
-        patch.setattr("hpml_orchestrator.node.srun.time.monotonic", lambda: next(times, 1000.0))
+        patch.setattr(
+            "hpml_orchestrator.scheduler.local.srun.time.monotonic", lambda: next(times, 1000.0)
+        )
         step._drain()
     assert capfd.readouterr().out == "0: a\n0: b\n"
     os.close(read)
