@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.local.directives import parse_memory_mb, parse_time_limit
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
@@ -16,6 +15,7 @@ from hpml_orchestrator.scheduler.slurm.options import (
     header_words,
     read_options,
 )
+from hpml_orchestrator.spec.values import parse_memory, parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -281,9 +281,9 @@ _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
     "gpus": ("gpus", parse_gpus),
     "gpus-per-node": ("gpus_per_node", parse_gpus),
     "gpus-per-task": ("gpus_per_task", parse_gpus),
-    "mem": ("memory_mb", parse_memory_mb),
-    "mem-per-cpu": ("memory_per_cpu_mb", parse_memory_mb),
-    "mem-per-gpu": ("memory_per_gpu_mb", parse_memory_mb),
+    "mem": ("memory_mb", parse_memory),
+    "mem-per-cpu": ("memory_per_cpu_mb", parse_memory),
+    "mem-per-gpu": ("memory_per_gpu_mb", parse_memory),
     "time": ("seconds", lambda text: parse_time_limit(text) or 0),
     "array": ("array", str),
     "chdir": ("directory", str),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpml_orchestrator.records.run import task_output
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest"]
+__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest", "representative"]
 
 
 class JobState(enum.StrEnum):
@@ -92,6 +92,20 @@ class JobStatus:
     restarts: int = 0
     name: str = ""
     directory: str = ""
+
+
+def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
+    """Return the status that stands for an array, under the id that was asked for.
+
+    That of a task that runs, else of one that waits, else of one that did not complete.
+    """
+
+    def rank(status: JobStatus) -> int:
+        if status.state.over:
+            return 3 if status.state is JobState.COMPLETED else 2
+        return 1 if status.state.waiting else 0
+
+    return replace(min(statuses, key=rank), job_id=job_id)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ __all__ = [
     "format_time",
     "parse_bytes",
     "parse_gpus",
+    "parse_memory",
     "parse_time",
+    "parse_time_limit",
     "size_text",
     "whole_mebibytes",
 ]
@@ -63,6 +65,20 @@ def parse_time(value: str | int) -> int:
     return seconds
 
 
+def parse_time_limit(text: str) -> int | None:
+    """Return the seconds of Slurm's `--time` or of a limit that Slurm prints; None for no limit.
+
+    Raises:
+        ValueError: it is neither a time nor a word for no limit.
+
+    >>> parse_time_limit("1-12"), parse_time_limit("UNLIMITED"), parse_time_limit("0:00")
+    (129600, None, None)
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE", "-1") or not text.strip("0:"):
+        return None
+    return parse_time(text)
+
+
 def format_time(seconds: int) -> str:
     """Return a time limit as Slurm prints it, `[D-]HH:MM:SS`.
 
@@ -93,6 +109,18 @@ def parse_bytes(value: str | int) -> int:
     if not 0 < size <= _MAX_BYTES:
         raise ValueError("must be more than zero and at most 1024T")
     return size
+
+
+def parse_memory(text: str) -> int:
+    """Return the MiB of Slurm's `--mem` and its like, rounded up; 0 stands for all memory.
+
+    Raises:
+        ValueError: it is no size.
+
+    >>> parse_memory("2G"), parse_memory("1K"), parse_memory("0")
+    (2048, 1, 0)
+    """
+    return -(-parse_bytes(text) // 1024**2) if text.strip("0") else 0
 
 
 def whole_mebibytes(value: Any) -> str:

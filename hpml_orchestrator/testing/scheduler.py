@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.scheduler.arrays import parse_tasks
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.testing.clock import FakeClock
 
 if TYPE_CHECKING:
@@ -202,4 +202,4 @@ def _tasks(job_id: str, request: SubmitRequest) -> list[str]:
         return [job_id]
     script = (request.directory / "job.sh").read_text("utf-8")
     (asked,) = re.findall(r"^#SBATCH --array=(\S+)$", script, re.MULTILINE)
-    return [f"{job_id}_{index}" for index in parse_tasks(asked)[0]]
+    return [f"{job_id}_{index}" for index in parse_array(asked).indices]

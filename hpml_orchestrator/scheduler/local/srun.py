@@ -1,8 +1,8 @@
-"""`srun` for the local backend: start the tasks of a step on this machine.
+"""`srun` of the local backend: runs the tasks of a step on this machine.
 
-It takes the options that hpml's scripts use and refuses every other one. What only means something
-on a cluster (binding, memory, generic resources, MPI plug-in, a step's own time limit) is accepted
-and does nothing. Standard library only, Python >= 3.9, few imports: it starts in some 30 ms.
+It accepts the options that hpml's scripts use and refuses all others. Options that only matter on a
+cluster (binding, memory, GRES, MPI plugin, a step's own time limit) are accepted and ignored.
+Standard library only and few imports, copied into each job's directory: it starts in about 30 ms.
 """
 
 from __future__ import annotations
@@ -14,15 +14,43 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # as in typing, which takes longer to import than all the rest
+TYPE_CHECKING = False  # importing typing takes longer than all the rest
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
-__all__ = ["OptionError", "Options", "main", "parse"]
+__all__ = ["OptionError", "main", "parse"]
+
+_VALUES = frozenset(
+    "chdir cpu-bind cpus-per-task distribution error export gpu-bind gpus gpus-per-node "
+    "gpus-per-socket gpus-per-task gres job-name mem mem-bind mem-per-cpu mpi nodes ntasks "
+    "ntasks-per-node output signal time wait".split()
+)
+_KILL = "kill-on-bad-exit"  # its value is optional: -K, -K1, --kill-on-bad-exit=0
+_FLAGS = frozenset({"exact", "label", "overlap", "quiet", "unbuffered", _KILL})
+_SHORT = {
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "e": "error",
+    "G": "gpus",
+    "J": "job-name",
+    "K": _KILL,
+    "l": "label",
+    "m": "distribution",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "Q": "quiet",
+    "t": "time",
+    "u": "unbuffered",
+    "W": "wait",
+}
+_NUMBERS = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "cpus-per-task": 1, "wait": 0}
 
 _USAGE_ERROR = 2
-_FORWARDED = (
+_FAILED_TO_START = 126
+_SIGNALLED = 128
+_FORWARDED = {
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
@@ -30,224 +58,121 @@ _FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
     signal.SIGCONT,
-)
+}
 _WATCHED = {signal.SIGCHLD, *_FORWARDED}
+_NEVER = float("inf")
 _POLL_SECONDS = 1.0
 _LABEL_POLL_SECONDS = 0.02
 _DRAIN_SECONDS = 1.0
-_SHORT_WAIT_SECONDS = 5.0
+_MAX_KILL_WAIT_SECONDS = 5.0
 _CHUNK_BYTES = 65536
-_FAILED_TO_START = 126
-_SIGNALLED = 128
-
-# Long name -> whether it takes a value ("?": only after =). What `Options` does not keep is
-# accepted for the sake of the cluster and has no meaning here.
-_LONG = {
-    "ntasks": "=",
-    "nodes": "=",
-    "ntasks-per-node": "=",
-    "cpus-per-task": "=",
-    "overlap": "",
-    "exact": "",
-    "export": "=",
-    "cpu-bind": "=",
-    "gpu-bind": "=",
-    "mem": "=",
-    "mem-bind": "=",
-    "mem-per-cpu": "=",
-    "mpi": "=",
-    "kill-on-bad-exit": "?",
-    "wait": "=",
-    "label": "",
-    "output": "=",
-    "error": "=",
-    "job-name": "=",
-    "unbuffered": "",
-    "time": "=",
-    "gres": "=",
-    "gpus": "=",
-    "gpus-per-node": "=",
-    "gpus-per-task": "=",
-    "gpus-per-socket": "=",
-    "signal": "=",
-    "distribution": "=",
-    "chdir": "=",
-    "quiet": "",
-}
-_SHORT = {
-    "n": "ntasks",
-    "N": "nodes",
-    "c": "cpus-per-task",
-    "K": "kill-on-bad-exit",
-    "W": "wait",
-    "l": "label",
-    "o": "output",
-    "e": "error",
-    "J": "job-name",
-    "u": "unbuffered",
-    "t": "time",
-    "G": "gpus",
-    "m": "distribution",
-    "D": "chdir",
-    "Q": "quiet",
-}
 
 
 class OptionError(ValueError):
-    """The command line is not one that this srun can honour."""
+    """The local backend cannot run this command line."""
 
 
-class Options:
-    """What a command line asks for; None where it leaves something to the job."""
-
-    def __init__(self) -> None:
-        self.ntasks: int | None = None
-        self.ntasks_per_node: int | None = None
-        self.cpus_per_task: int | None = None
-        self.kill_on_bad_exit = False
-        self.wait_seconds = 0
-        self.label = False
-        self.output = ""
-        self.error = ""
-        self.job_name = ""
-        self.chdir = ""
-        self.quiet = False
-        self.command: list[str] = []
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Read the options up to the command.
+def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options by long name (flags have an empty value), and the command.
 
     Raises:
-        OptionError: an option that is not known here, a wrong value, more than one node, or no
-            command.
+        OptionError: an unknown option, a wrong value, more than one node, or no command.
 
-    >>> options = parse(["-n2", "--label", "hostname", "-s"])
-    >>> options.ntasks, options.command
-    (2, ['hostname', '-s'])
+    >>> parse(["-n2", "--label", "hostname", "-s"])
+    ({'ntasks': '2', 'label': ''}, ['hostname', '-s'])
     """
-    options = Options()
+    options: dict[str, str] = {}
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word == "--":
             break
         if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            kind = _LONG.get(name)
-            if kind is None:
-                raise OptionError(f"unrecognized option '{word}' (local backend)")
-            if equals and not kind:
-                raise OptionError(f"option '--{name}' takes no value")
-            if kind == "=" and not equals:
-                value = _next(rest, word)
-            _set(options, name, value)
+            _long(word, rest, options)
         else:
-            _short(options, word[1:], rest)
+            _short(word[1:], rest, options)
     if not rest:
         raise OptionError("no command given to execute")
-    options.command = rest
-    return options
+    _check(options)
+    return options, rest
 
 
-def _short(options: Options, letters: str, rest: list[str]) -> None:
+def _long(word: str, rest: list[str], options: dict[str, str]) -> None:
+    name, equals, value = word[2:].partition("=")
+    if name not in _VALUES | _FLAGS:
+        raise OptionError(f"unrecognized option '{word}' (local backend)")
+    if equals and name in _FLAGS - {_KILL}:
+        raise OptionError(f"option '--{name}' takes no value")
+    options[name] = _next(rest, word) if name in _VALUES and not equals else value
+
+
+def _short(letters: str, rest: list[str], options: dict[str, str]) -> None:
     while letters:
         letter, letters = letters[0], letters[1:]
         if letter not in _SHORT:
             raise OptionError(f"invalid option -- '{letter}' (local backend)")
-        name = _SHORT[letter]
-        if _LONG[name] == "=":
-            _set(options, name, letters or _next(rest, f"-{letter}"))
-            return
-        if _LONG[name] == "?" and letters[:1].isdigit():
-            _set(options, name, letters)
-            return
-        _set(options, name, "")
+        name, value = _SHORT[letter], ""
+        if name in _VALUES:
+            value, letters = letters or _next(rest, f"-{letter}"), ""
+        elif name == _KILL and letters[:1].isdigit():
+            value, letters = letters, ""
+        options[name] = value
 
 
-def _next(rest: list[str], word: str) -> str:
+def _next(rest: list[str], option: str) -> str:
     if not rest:
-        raise OptionError(f"option '{word}' requires an argument")
+        raise OptionError(f"option '{option}' requires an argument")
     return rest.pop(0)
 
 
-def _set(options: Options, name: str, value: str) -> None:
-    _refuse(name, value)
-    if name == "kill-on-bad-exit":
-        options.kill_on_bad_exit = value != "0"
-    elif name == "wait":
-        options.wait_seconds = _number(name, value, least=0)
-    elif name in ("ntasks", "ntasks-per-node", "cpus-per-task"):
-        setattr(options, name.replace("-", "_"), _number(name, value))
-    elif name in ("label", "quiet"):
-        setattr(options, name, True)
-    elif name in ("output", "error", "job-name", "chdir"):
-        setattr(options, name.replace("-", "_"), value)
-
-
-def _refuse(name: str, value: str) -> None:
-    if name == "nodes" and _number(name, value.partition("-")[0]) > 1:
-        raise OptionError(f"--nodes={value}: the local backend has one node")
-    if name == "export" and value not in ("ALL", ""):
-        raise OptionError(f"--export={value}: the local backend exports ALL")
-    if name == "cpu-bind" and "help" in value.split(","):
-        raise OptionError(f"--cpu-bind={value}: the local backend binds no tasks")
-
-
-def _number(name: str, value: str, *, least: int = 1) -> int:
-    if not (value.isascii() and value.isdigit()) or int(value) < least:
-        raise OptionError(f"invalid value for --{name}: {value!r}")
-    return int(value)
+def _check(options: dict[str, str]) -> None:
+    for name, least in _NUMBERS.items():
+        value = options.get(name, "1").partition("-" if name == "nodes" else " ")[0]
+        if not (value.isascii() and value.isdigit()) or int(value) < least:
+            raise OptionError(f"invalid value for --{name}: {options[name]!r}")
+        if name == "nodes" and int(value) > 1:
+            raise OptionError(f"--nodes={options[name]}: the local backend has one node")
+    if options.get("export", "") not in ("ALL", ""):
+        raise OptionError(f"--export={options['export']}: the local backend exports ALL")
+    if "help" in options.get("cpu-bind", "").split(","):
+        raise OptionError(f"--cpu-bind={options['cpu-bind']}: the local backend binds no tasks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a step and return the highest exit status of its tasks, 128 + signal for a killed one."""
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        step = _Step(options, _task_count(options))
+        step = _Step(*parse(sys.argv[1:] if argv is None else argv))
     except OptionError as error:
-        _say(str(error))
+        _error(str(error))
         return _USAGE_ERROR
     return step.run()
 
 
-def _task_count(options: Options) -> int:
-    if options.ntasks is not None:
-        return options.ntasks
-    if options.ntasks_per_node is not None:
-        return options.ntasks_per_node
-    text = os.environ.get("SLURM_NTASKS", "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else 1
-
-
-def _say(text: str) -> None:
+def _error(text: str) -> None:
     os.write(2, f"srun: error: {text}\n".encode("utf-8", "surrogateescape"))
 
 
 class _Task:
-    """One task: its process, which leads its own group, and how it ended."""
+    """One task: a process that leads its own group."""
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
         self.status: int | None = None
 
-    def look(self) -> bool:
-        """Return whether it has ended since the last look; it stays a zombie for now.
-
-        While it does, its number cannot become another process or group.
-        """
+    def has_just_ended(self) -> bool:
+        """Return whether it ended since the last call; it stays a zombie, which keeps its pid."""
         if self.status is not None:
             return False
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
             return False
-        exited = found.si_code == os.CLD_EXITED
-        self.status = found.si_status if exited else _SIGNALLED + found.si_status
+        exited = result.si_code == os.CLD_EXITED
+        self.status = result.si_status if exited else _SIGNALLED + result.si_status
         return True
 
     def send(self, number: int) -> None:
-        """Send a signal to the task and all that is left in its group."""
+        """Signal the task and everything that is left in its process group."""
         try:  # noqa: SIM105 - contextlib costs a quarter of the start
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -257,52 +182,52 @@ class _Task:
 class _Step:
     """The tasks of one srun."""
 
-    def __init__(self, options: Options, ntasks: int) -> None:
+    def __init__(self, options: dict[str, str], command: list[str]) -> None:
         self.options = options
-        self.ntasks = ntasks
+        self.command = command
+        count = options.get("ntasks") or options.get("ntasks-per-node")
+        self.ntasks = int(count or os.environ.get("SLURM_NTASKS", "1"))
+        self.host = os.environ.get("SLURMD_NODENAME", "localhost")
         self.step_id = _claim_step()
         self.tasks: list[_Task] = []
-        self.lines: dict[int, tuple[int, bytes, bytearray]] = {}
+        self.pipes: dict[int, tuple[int, bytes, bytearray]] = {}  # to stream, label, partial line
         self.poll = select.poll()
-        self.kill_at = float("inf")
-        self.term_at = float("inf")
-        self.kill_wait = _kill_wait()
-        self.signaller = int(os.environ.get("HPML_LOCAL_SIGNALLER", "0") or 0)
+        self.kill_at = self.term_at = _NEVER
+        asked = float(os.environ.get("HPML_LOCAL_KILL_WAIT", _MAX_KILL_WAIT_SECONDS))
+        self.kill_wait = min(asked, _MAX_KILL_WAIT_SECONDS)
+        self.supervisor = int(os.environ.get("HPML_LOCAL_SUPERVISOR_PID", "0"))
 
     def run(self) -> int:
-        """Start the tasks, wait for their end, return the status of the step."""
+        """Start the tasks, wait until all have ended, and return the status of the step."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-        sys.stdout.flush()
-        sys.stderr.flush()
         try:
             for rank in range(self.ntasks):
                 self.tasks.append(_Task(rank, self._fork(rank)))
         except OSError as error:
-            _say(f"cannot start task {len(self.tasks)}: {error.strerror}")
-            for task in self.tasks:
-                task.send(signal.SIGKILL)
+            _error(f"cannot start task {len(self.tasks)}: {error.strerror}")
+            self._send(signal.SIGKILL)
             return _FAILED_TO_START
         while any(task.status is None for task in self.tasks):
             self._wait()
             for task in self.tasks:
-                if task.look():
-                    self._ended(task)
-            self._keep_times()
+                if task.has_just_ended():
+                    self._task_ended(task)
+            self._end_when_due()
         for task in self.tasks:
             task.send(signal.SIGKILL)  # what it left behind; a step ends with its tasks
             os.waitpid(task.pid, 0)
         self._drain()
-        return max((task.status or 0) for task in self.tasks)
+        return max(task.status or 0 for task in self.tasks)
 
     def _fork(self, rank: int) -> int:
-        pipes = [os.pipe() for _ in range(2)] if self.options.label else []
+        pipes = [os.pipe() for _ in range(2)] if "label" in self.options else []
         pid = os.fork()
         if pid == 0:
             self._become_task(rank, [write for _, write in pipes])
-        for target, (read, write) in enumerate(pipes, start=1):
+        for stream, (read, write) in enumerate(pipes, start=1):
             os.close(write)
-            self.lines[read] = (target, b"%d: " % rank, bytearray())
+            self.pipes[read] = (stream, b"%d: " % rank, bytearray())
             self.poll.register(read, select.POLLIN)
         try:  # noqa: SIM105 - as above
             os.setpgid(pid, pid)  # both sides do it: neither waits for the other
@@ -312,35 +237,31 @@ class _Step:
 
     def _become_task(self, rank: int, pipes: list[int]) -> NoReturn:
         try:
-            try:
-                os.setpgid(0, 0)
-                self._redirect(rank, pipes)
-                if self.options.chdir:
-                    os.chdir(self.options.chdir)
-                for number in _WATCHED:
-                    signal.signal(number, signal.SIG_DFL)
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-                command = self.options.command
-                os.execvpe(command[0], command, self._environment(rank))  # noqa: S606
-            except OSError as error:
-                _say(f"execve(): {self.options.command[0]}: {error.strerror}")
-                os._exit(error.errno or errno.ENOENT)
+            os.setpgid(0, 0)
+            self._redirect(rank, pipes)
+            os.chdir(self.options.get("chdir") or ".")
+            for number in (*_WATCHED, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+            os.execvpe(self.command[0], self.command, self._environment(rank))  # noqa: S606
+        except OSError as error:
+            _error(f"execve(): {self.command[0]}: {error.strerror}")
+            os._exit(error.errno or errno.ENOENT)
         finally:
             os._exit(_FAILED_TO_START)
 
     def _redirect(self, rank: int, pipes: list[int]) -> None:
         if rank:
-            _open_as(0, "/dev/null", os.O_RDONLY)
-        for target, write in enumerate(pipes, start=1):
-            os.dup2(write, target)
-        if self.options.output:
-            _open_as(1, self._file_name(self.options.output, rank))
-            if not self.options.error:
+            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        for stream, write in enumerate(pipes, start=1):
+            os.dup2(write, stream)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        for stream, name in ((1, "output"), (2, "error")):
+            if name in self.options:
+                path = self._file_name(self.options[name], rank)
+                os.dup2(os.open(path, flags, 0o666), stream)
+            elif stream == 2 and "output" in self.options:  # noqa: PLR2004 - standard error
                 os.dup2(1, 2)
-        if self.options.error:
-            _open_as(2, self._file_name(self.options.error, rank))
 
     def _file_name(self, pattern: str, rank: int) -> str:
         if pattern == "none":
@@ -351,18 +272,13 @@ class _Step:
             "s": str(self.step_id),
             "j": os.environ.get("SLURM_JOB_ID", "0"),
             "x": os.environ.get("SLURM_JOB_NAME", ""),
-            "N": os.environ.get("SLURMD_NODENAME", "localhost"),
-            "%": "%",
+            "N": self.host,
         }
-        head, *parts = pattern.replace("%%", "%\0").split("%")
-        found = head
-        for part in parts:
-            key = "%" if part[:1] == "\0" else part[:1]
-            found += values[key] + part[1:] if key in values else "%" + part
-        return found
+        first, *rest = pattern.replace("%%", "\0").split("%")
+        name = first + "".join(values.get(part[:1], "%" + part[:1]) + part[1:] for part in rest)
+        return name.replace("\0", "%")
 
     def _environment(self, rank: int) -> dict[str, str]:
-        host = os.environ.get("SLURMD_NODENAME", "localhost")
         values: dict[str, object] = {
             "SLURM_PROCID": rank,
             "SLURM_LOCALID": rank,
@@ -374,124 +290,101 @@ class _Step:
             "SLURM_STEPID": self.step_id,
             "SLURM_STEP_NUM_TASKS": self.ntasks,
             "SLURM_STEP_NUM_NODES": 1,
-            "SLURM_STEP_NODELIST": host,
+            "SLURM_STEP_NODELIST": self.host,
             "SLURM_STEP_TASKS_PER_NODE": self.ntasks,
             "SLURM_TASKS_PER_NODE": self.ntasks,
             "SLURM_GTIDS": ",".join(str(number) for number in range(self.ntasks)),
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
             "SLURM_TASK_PID": os.getpid(),
         }
-        if self.options.cpus_per_task is not None:
-            values["SLURM_CPUS_PER_TASK"] = self.options.cpus_per_task
-        if self.options.ntasks_per_node is not None:
-            values["SLURM_NTASKS_PER_NODE"] = self.options.ntasks_per_node
-        if self.options.job_name:
-            values["SLURM_JOB_NAME"] = self.options.job_name
+        for name in ("cpus-per-task", "ntasks-per-node", "job-name"):
+            if name in self.options:
+                values[f"SLURM_{name.replace('-', '_').upper()}"] = self.options[name]
         return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
     def _wait(self) -> None:
-        """Wait for a task's end, a signal, output to label, or the time to act."""
+        """Wait for the end of a task, a signal, output to label, or a deadline."""
         pause = min(self.term_at, self.kill_at) - time.monotonic()
         pause = max(0.0, min(pause, _POLL_SECONDS))
-        if self.lines:  # no call of Python 3.9 waits for both: signals are looked for in between
-            self._copy(min(pause, _LABEL_POLL_SECONDS))
+        if self.pipes:  # nothing in Python waits for both: look for signals in between
+            self._copy_output(min(pause, _LABEL_POLL_SECONDS))
             pause = 0.0
         received = signal.sigtimedwait(_WATCHED, pause)
         while received is not None:
-            # The supervisor of a local job signals the tasks itself. And after this process was
-            # stopped for a while, Python returns a signal that never was, with any number.
-            if received.si_signo in _FORWARDED and received.si_pid != self.signaller:
-                for task in self.tasks:
-                    task.send(received.si_signo)
+            # The supervisor of the job signals the tasks itself. And when this process was stopped
+            # for a while, Python returns signals that were never sent, with any number.
+            if received.si_signo in _FORWARDED and received.si_pid != self.supervisor:
+                self._send(received.si_signo)
             received = signal.sigtimedwait(_WATCHED, 0)
 
-    def _ended(self, task: _Task) -> None:
+    def _task_ended(self, task: _Task) -> None:
         now = time.monotonic()
-        if task.status and not self.options.quiet:
+        if task.status and "quiet" not in self.options:
             how = f"Exited with exit code {task.status}"
             if task.status > _SIGNALLED:
                 number = task.status - _SIGNALLED
                 how = signal.strsignal(number) or f"Signal {number}"
-            _say(f"{os.environ.get('SLURMD_NODENAME', 'localhost')}: task {task.rank}: {how}")
-        if task.status and self.options.kill_on_bad_exit:
+            _error(f"{self.host}: task {task.rank}: {how}")
+        if task.status and self.options.get(_KILL, "0") != "0":
             self.term_at = min(self.term_at, now)
-        elif self.options.wait_seconds:
-            self.kill_at = min(self.kill_at, now + self.options.wait_seconds)
+        elif seconds := int(self.options.get("wait", "0")):
+            self.kill_at = min(self.kill_at, now + seconds)
 
-    def _keep_times(self) -> None:
+    def _end_when_due(self) -> None:
         now = time.monotonic()
         if now >= self.term_at:
-            self.term_at = float("inf")
+            self.term_at = _NEVER
             self.kill_at = min(self.kill_at, now + self.kill_wait)
-            self._send_rest(signal.SIGCONT)
-            self._send_rest(signal.SIGTERM)
+            self._send(signal.SIGCONT)
+            self._send(signal.SIGTERM)
         if now >= self.kill_at:
-            self.kill_at = float("inf")
-            self._send_rest(signal.SIGKILL)
+            self.kill_at = _NEVER
+            self._send(signal.SIGKILL)
 
-    def _send_rest(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         for task in self.tasks:
             if task.status is None:
                 task.send(number)
 
-    def _copy(self, seconds: float) -> None:
-        """Copy what the tasks have written, whole lines at a time, each with its label."""
+    def _copy_output(self, seconds: float) -> None:
+        """Copy what the tasks wrote, in whole lines, each with the label of its task."""
         for read, _ in self.poll.poll(seconds * 1000):
-            target, label, held = self.lines[read]
+            stream, label, partial = self.pipes[read]
             data = os.read(read, _CHUNK_BYTES)
             if not data:
                 self.poll.unregister(read)
                 os.close(read)
-                del self.lines[read]
-                if held:
-                    _write_all(target, label + bytes(held) + b"\n")
-                continue
-            *lines, rest = (bytes(held) + data).split(b"\n")
-            held[:] = rest
-            _write_all(target, b"".join(label + line + b"\n" for line in lines))
+                del self.pipes[read]
+                data = b"\n" if partial else b""
+            *lines, rest = (bytes(partial) + data).split(b"\n")
+            partial[:] = rest
+            text = b"".join(label + line + b"\n" for line in lines)
+            while text:
+                text = text[os.write(stream, text) :]
 
     def _drain(self) -> None:
         """Copy what is left; a process that escaped its group cannot hold the step open."""
         until = time.monotonic() + _DRAIN_SECONDS
         late = False
-        while self.lines and not late:
-            late = time.monotonic() > until  # before the look: what is there by now is not lost
-            self._copy(_LABEL_POLL_SECONDS)
-
-
-def _write_all(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
-
-
-def _open_as(target: int, path: str, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> None:
-    opened = os.open(path, flags, 0o666)
-    os.dup2(opened, target)
-
-
-def _kill_wait() -> float:
-    try:
-        asked = float(os.environ.get("HPML_LOCAL_KILL_WAIT", _SHORT_WAIT_SECONDS))
-    except ValueError:
-        return _SHORT_WAIT_SECONDS
-    return min(asked, _SHORT_WAIT_SECONDS)
+        while self.pipes and not late:
+            late = time.monotonic() > until  # before the copy: what is there by now is not lost
+            self._copy_output(_LABEL_POLL_SECONDS)
 
 
 def _claim_step() -> int:
-    """Return the next step id of the job: one empty file each in its directory."""
-    job = os.environ.get("HPML_LOCAL_JOB")
-    if not job:
+    """Return the next step id of the job: each srun makes a file of that name."""
+    steps = os.environ.get("HPML_LOCAL_STEPS")
+    if not steps:
         return 0
-    steps = os.path.join(job, "steps")
+    number = 0
     try:
-        number = max((int(name) for name in os.listdir(steps) if name.isdigit()), default=-1)
         while True:
-            number += 1
             try:
-                os.close(os.open(os.path.join(steps, str(number)), os.O_CREAT | os.O_EXCL, 0o600))
+                os.close(os.open(f"{steps}/{number}", os.O_CREAT | os.O_EXCL, 0o600))
             except FileExistsError:
-                continue
-            return number
+                number += 1
+            else:
+                return number
     except OSError as error:
         raise OptionError(f"cannot claim a step in {steps}: {error.strerror}") from error
 

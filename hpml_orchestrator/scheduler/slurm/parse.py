@@ -18,13 +18,13 @@ ISO 8601 in local time. Exit codes are `3:0` (code:signal) from sacct, and the p
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.scheduler.arrays import covers
-from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.model import JobStatus, representative
 from hpml_orchestrator.scheduler.slurm.states import parse_state
+from hpml_orchestrator.spec.array import covers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -270,16 +270,8 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
             row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
         ]
         if known:
-            telling = min(known, key=_rank)
-            found[job_id] = replace(telling.status, job_id=job_id)
+            found[job_id] = representative(job_id, [row.status for row in known])
     return found
-
-
-def _rank(row: Row) -> int:
-    state = row.status.state
-    if state.over:
-        return 3 if state is JobState.COMPLETED else 2
-    return 1 if state.waiting else 0
 
 
 def _base(job_id: str) -> str:
