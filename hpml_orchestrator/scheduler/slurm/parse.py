@@ -43,6 +43,7 @@ __all__ = [
     "parse_sacct",
     "parse_squeue",
     "parse_time",
+    "parse_version",
     "valid_id",
 ]
 
@@ -184,6 +185,16 @@ def parse_exit(text: str) -> tuple[int, int] | None:
         return 1, 0
     signal = status & _SIGNAL_MASK
     return (0, signal) if signal else (status >> _CODE_SHIFT, 0)
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the version in such as `slurm-wlm 22.05.8` or `26.05.0-0rc1`; () where there is none.
+
+    >>> parse_version("slurm 24.11.5-1.el9")
+    (24, 11, 5)
+    """
+    match = re.search(r"\d{2}\.\d{1,2}(?:\.\d{1,4})?", text, re.ASCII)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def parse_squeue(text: str) -> list[Row]:
