@@ -54,14 +54,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Completed, Runner
     from hpml_orchestrator.scheduler.model import SubmitRequest
 
-__all__ = ["SBATCH_ERR", "SBATCH_OUT", "PollSchedule", "SlurmScheduler"]
-
-SBATCH_OUT = "sbatch.out"
-SBATCH_ERR = "sbatch.err"
+__all__ = ["PollSchedule", "SlurmScheduler"]
 
 QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
 SUBMIT_TIMEOUT_SECONDS = 300.0
-_TRIES = 3
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
 _CLOCK_SKEW_SECONDS = 600.0
@@ -181,7 +177,7 @@ class SlurmScheduler:
             SchedulerUnavailable: no usable answer; a job may exist.
             NotFoundError: there is no such directory.
         """
-        out, err = request.directory / SBATCH_OUT, request.directory / SBATCH_ERR
+        out, err = request.directory / "sbatch.out", request.directory / "sbatch.err"
         self._last = None
         try:
             returncode = self._runner.run_detached(
@@ -295,21 +291,10 @@ class SlurmScheduler:
                     f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
                     hint=SILENT_HINT,
                 )
-            hint = hint_for(done.stderr) or "`hpml status` says what state the job is in"
+            hint = hint_for(done.stderr) or "`hpml status` shows the state of the job"
             if denied(done.stderr):
-                hint = self._whose(chunk)
+                hint = "another user's job can be cancelled only by its owner or a Slurm operator"
             raise SchedulerError(f"Slurm did not cancel: {words}", hint=hint)
-
-    def _whose(self, job_ids: Sequence[str]) -> str:
-        """Return the hint for jobs that this user may not cancel: the names of their owners."""
-        which = f"--jobs={','.join(job_ids)}"
-        told = self._run(["squeue", "--all", "--noheader", which, "--format=%U %u"]).stdout
-        rows = {line.partition(" ")[::2] for line in told.splitlines()}
-        owners = sorted(name for uid, name in rows if uid != str(os.getuid()))
-        return (
-            f"the job belongs to {' and '.join(owners) or 'another user'}: only its owner, or an "
-            "operator or administrator of Slurm, can cancel it"
-        )
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""
@@ -384,22 +369,24 @@ class SlurmScheduler:
         so to the next, and somebody waits for the answer.
         """
         delay = 1.0
-        for left in range(_TRIES - 1, -1, -1):
+        for tries_left in (2, 1, 0):
             began = self._clock.monotonic()
+            failure: SchedulerUnavailable | None = None
             try:
                 done = self._run(argv)
+                if done.returncode <= 0 or not transport_fault(done.stderr):
+                    return done
             except CommandMissing:
                 raise
-            except SchedulerUnavailable:
-                if not left or self._clock.monotonic() - began > QUICK_SECONDS:
-                    raise
-            else:
-                last = not left or self._clock.monotonic() - began > QUICK_SECONDS
-                if last or done.returncode <= 0 or not transport_fault(done.stderr):
-                    return done
+            except SchedulerUnavailable as error:
+                failure = error
+            if not tries_left or self._clock.monotonic() - began > QUICK_SECONDS:
+                break
             self._clock.sleep(delay * (1 + self._rng.uniform(-_JITTER, _JITTER)))
             delay *= 2
-        raise AssertionError  # pragma: no cover - the last try returns or raises
+        if failure is not None:
+            raise failure
+        return done
 
     def _run(self, argv: Sequence[str]) -> Completed:
         return ask(self._runner, argv)
