@@ -1,4 +1,4 @@
-r"""What Slurm's commands print, as records; pure text in, plain values out.
+r"""What squeue, sacct and sbatch print, as job statuses; pure functions.
 
 One row of squeue and of sacct has the same twelve columns, in this order:
 
@@ -36,7 +36,6 @@ __all__ = [
     "Row",
     "escape_output",
     "escape_task_output",
-    "make_status",
     "match",
     "parse_exit",
     "parse_job_id",
@@ -151,7 +150,7 @@ def parse_job_id(text: str) -> str | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Return seconds since the epoch, or None for Slurm's many words for nothing.
+    """Return seconds since the epoch; None for Slurm's many words for nothing.
 
     >>> parse_time("1795217201")
     1795217201.0
@@ -211,61 +210,10 @@ def parse_sacct(text: str) -> list[Row]:
     return [row for row in rows if row]
 
 
-def make_status(
-    job_id: str,
-    raw_state: str,
-    *,
-    reason: str = "",
-    code: tuple[int, int] | None = None,
-    nodes: str = "",
-    submitted: float | None = None,
-    started: float | None = None,
-    ended: float | None = None,
-    restarts: int = 0,
-    name: str = "",
-    directory: str = "",
-) -> JobStatus:
-    """Return a status of what Slurm says, without what has not come true yet.
-
-    Args:
-        job_id: as Slurm shows it.
-        raw_state: Slurm's own word.
-        reason: or a word for none.
-        code: exit code and signal; ignored while the job is not over.
-        nodes: or a word for none.
-        submitted: seconds since the epoch.
-        started: a prediction until it has come true.
-        ended: a prediction until it has come true.
-        restarts: how often it was requeued.
-        name: the job's name.
-        directory: its working directory.
-    """
-    state = parse_state(raw_state)
-    nodes = _text(nodes)
-    code = code if state.over else None
-    return JobStatus(
-        job_id=job_id,
-        state=state,
-        raw_state=raw_state,
-        reason=_text(reason),
-        exit_code=code[0] if code else None,
-        signal=code[1] if code else 0,
-        nodes=nodes,
-        submitted=submitted,
-        # A job cancelled while it waited has a start, but no nodes.
-        started=started if nodes and not state.waiting else None,
-        ended=ended if state.over else None,
-        restarts=restarts,
-        name=name,
-        directory=directory,
-    )
-
-
 def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     """Return the status of each id that was asked for, as far as the rows know it.
 
-    An array's own id gets the status of the task that says most: one that runs, else one that
-    waits, else one that did not end well.
+    An array's own id gets the `representative` status of its tasks.
     """
     by_id: dict[str, list[Row]] = {}
     several: dict[str, list[Row]] = {}
@@ -294,15 +242,21 @@ def _row(text: str, *, restarts: bool) -> Row | None:
     if len(fields) != len(_SQUEUE_FIELDS) or not _number(fields[0].strip()):
         return None
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
-    status = make_status(
-        shown_id,
-        raw_state,
-        reason=fields[9],
-        code=parse_exit(fields[3]),
-        nodes=fields[8],
+    state, nodes = parse_state(raw_state), _text(fields[8])
+    code, signal = parse_exit(fields[3]) or (None, 0)
+    # The exit code, start and end of a job that is not over are predictions. One that was
+    # cancelled while it waited has a start, but no nodes.
+    status = JobStatus(
+        job_id=shown_id,
+        state=state,
+        raw_state=raw_state,
+        reason=_text(fields[9]),
+        exit_code=code if state.over else None,
+        signal=signal if state.over else 0,
+        nodes=nodes,
         submitted=parse_time(fields[5]),
-        started=parse_time(fields[6]),
-        ended=parse_time(fields[7]),
+        started=parse_time(fields[6]) if nodes and not state.waiting else None,
+        ended=parse_time(fields[7]) if state.over else None,
         restarts=int(count) if restarts and _number(count) else 0,
         name=fields[10],
         directory=fields[11],
