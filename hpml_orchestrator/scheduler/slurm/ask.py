@@ -1,4 +1,4 @@
-"""How Slurm's commands are asked: their environment, their patience, what a failure means."""
+"""Run Slurm's commands: their environment, their timeouts, what a failure means."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def unusable(command: str, done: Completed) -> SchedulerUnavailable:
     """Return the error for a command that ended without a usable answer."""
     if not_configured(done.stderr):
         return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
-    words = clean(done.stderr) or f"ended with status {done.returncode}"
+    message = clean(done.stderr) or f"ended with status {done.returncode}"
     if transport_fault(done.stderr):
         hint = _SILENT_HINTS.get(command, SILENT_HINT)
     else:
         hint = hint_for(done.stderr) or _READ_HINT
-    return SchedulerUnavailable(f"{command}: {words}", hint=hint)
+    return SchedulerUnavailable(f"{command}: {message}", hint=hint)
 
 
 def slurm_version(

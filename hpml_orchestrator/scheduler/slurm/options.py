@@ -101,8 +101,8 @@ class OptionTable:
         known = self.values | self.optional | self.flags
         if name in known:
             return name
-        fits = {one for one in known if one.startswith(name)}
-        fits |= {full for one, full in self.aliases.items() if one.startswith(name)}
+        fits = {full for full in known if full.startswith(name)}
+        fits |= {full for alias, full in self.aliases.items() if alias.startswith(name)}
         return fits.pop() if len(fits) == 1 else None
 
 

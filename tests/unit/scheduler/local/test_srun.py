@@ -159,6 +159,7 @@ def test_forwards_signals(tmp_path: Path, name: str) -> None:
         assert process.wait(PATIENCE_SECONDS) == 7
 
 
+@pytest.mark.slow
 def test_being_stopped_for_a_while_ends_no_task(tmp_path: Path) -> None:
     """As by Ctrl-Z, for longer than it waits at a time: Python tells of a signal that never was."""
     script = f"echo > {tmp_path}/begun; sleep 4"
