@@ -155,8 +155,8 @@ def test_all_is_complete(room: str) -> None:
     module = importlib.import_module(f"{NAME}.{room}")
     brought = {
         alias.asname or alias.name
-        for node in ast.parse(path.read_text("utf-8")).body
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(NAME)
         for alias in node.names
     }
     assert brought == set(getattr(module, "__all__", []))
