@@ -217,18 +217,25 @@ class Home:
                 hint="set HPML_HOME (or --records DIR) to the directory of your records",
             ) from error
 
-    def jobs_of(self, number: int) -> list[Job]:
-        """Return the jobs of a submission: all tasks of an array; none if it cannot be read."""
+    def jobs_of(self, number: int, index: int | None = None) -> list[Job]:
+        """Return the jobs of a submission: all tasks of an array, or the one of an index.
+
+        None are returned where there are none, or their records cannot be read.
+        """
         directory = self._jobs / str(number)
         try:
             if number not in self._requests:
                 self._requests[number] = read_json(directory / "job.json")
             request = self._requests[number]
+            indices = request["indices"]
+            positions = range(len(indices) or 1)
+            if index is not None:
+                positions = range(indices.index(index), indices.index(index) + 1)
             return [
                 Job(directory, request, position, _read_status(directory / f"{position}.json"))
-                for position in range(len(request["indices"]) or 1)
+                for position in positions
             ]
-        except (NotFoundError, RecordError, KeyError):
+        except (NotFoundError, RecordError, KeyError, ValueError):
             return []
 
     def find(self, job_id: str) -> list[Job]:
@@ -236,8 +243,7 @@ class Home:
         number, _, index = job_id.partition("_")
         if not number.isdecimal() or (index and not index.isdecimal()):
             return []
-        jobs = self.jobs_of(int(number))
-        return [job for job in jobs if job.index == int(index)] if index else jobs
+        return self.jobs_of(int(number), int(index) if index else None)
 
     def active(self) -> list[Job]:
         """Return the jobs that are not over, in order."""
