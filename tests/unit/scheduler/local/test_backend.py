@@ -293,7 +293,7 @@ def dying_submission(bench: Bench, request: SubmitRequest, step: int) -> bool:
 @pytest.mark.parametrize("array", [False, True])
 def test_a_killed_submission_leaves_one_job_or_none(bench: Bench, array: bool) -> None:
     """Wherever hpml dies, the next call finds either no job or one, and that one runs once."""
-    outcomes = []
+    outcomes: list[str] = []
     step = 0
     while not outcomes or outcomes[-1] != "survived":
         request = bench.array("0-2", "echo ran") if array else bench.request("echo ran")
