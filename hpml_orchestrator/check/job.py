@@ -193,8 +193,10 @@ def refusal(errors: Sequence[Finding]) -> InputError:
 
 
 def _ask(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
-    from hpml_orchestrator.scheduler.slurm.cluster import read_cluster  # noqa: PLC0415
-    from hpml_orchestrator.scheduler.slurm.groups import with_group_limits  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.slurm.cluster import (  # noqa: PLC0415
+        read_cluster,
+        with_group_limits,
+    )
 
     try:
         return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding
-from hpml_orchestrator.scheduler.local.arrays import MAX_TASKS
 from hpml_orchestrator.scheduler.local.resources import (
+    MAX_TASKS,
     Machine,
     cpu_ids,
     gpu_ids,

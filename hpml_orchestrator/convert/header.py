@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.local.directives import parse_memory_mb, parse_time_limit
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
@@ -16,7 +15,7 @@ from hpml_orchestrator.scheduler.slurm.options import (
     header_words,
     read_options,
 )
-from hpml_orchestrator.spec.values import parse_gpus
+from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,7 +209,7 @@ _NUMBERS: dict[str, Callable[[str], int]] = {
     **dict.fromkeys(
         "ntasks ntasks-per-node ntasks-per-gpu cpus-per-task cpus-per-gpu".split(), _count
     ),
-    **dict.fromkeys(_MEMORY, parse_memory_mb),
+    **dict.fromkeys(_MEMORY, parse_mebibytes),
     "time": lambda text: parse_time_limit(text) or 0,
 }
 _TEXTS = frozenset("job-name array chdir mail-user export partition account qos constraint".split())

@@ -22,7 +22,6 @@ usage: hpml-node.pyz COMMAND …
   note-signal ATTEMPT NAME            record that the ranks were passed a signal
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       record how the attempt ended; prints the script's status
-  srun …                              the local backend's srun
 """
 
 # Module and function of each command, and its numbers of arguments; None: it reads argv itself.
@@ -35,7 +34,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "bind": ("bind", "run", None),
     "note-signal": ("finish", "note_signal", (2,)),
     "finish": ("finish", "finish", (2, 3, 4)),
-    "srun": ("srun", "main", None),
 }
 
 

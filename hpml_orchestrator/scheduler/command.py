@@ -144,28 +144,21 @@ class SubprocessRunner:
     ) -> int:
         """Run a command that outlives us; see `Runner.run_detached`."""
         check_configuration(argv[0], env)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        fds: list[int] = []
         try:
-            try:
-                fds.extend(os.open(path, flags, 0o644) for path in (stdout, stderr))
-            except FileNotFoundError as error:
-                raise NotFoundError(f"no such directory: {cwd}") from error
-            try:
+            with open(stdout, "wb") as out, open(stderr, "wb") as err:
                 process = subprocess.Popen(
                     list(argv),
                     env=dict(env),
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,
-                    stdout=fds[0],
-                    stderr=fds[1],
+                    stdout=out,
+                    stderr=err,
                     start_new_session=True,
                 )
-            except OSError as error:
-                raise _cannot_start(argv[0], error) from error
-        finally:
-            for fd in fds:
-                os.close(fd)
+        except OSError as error:
+            if not cwd.is_dir():
+                raise NotFoundError(f"no such directory: {cwd}") from error
+            raise _cannot_start(argv[0], error) from error
         try:
             return process.wait(timeout)
         except BaseException as error:

@@ -1,9 +1,9 @@
-"""What every scheduler has in common: requests, states, statuses, and the Protocol itself."""
+"""What every scheduler has in common: requests, states, statuses, and the Protocol."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpml_orchestrator.records.run import task_output
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest"]
+__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest", "representative"]
 
 
 class JobState(enum.StrEnum):
-    """State of a job, in Slurm's words; what is not known is UNKNOWN, never an error."""
+    """State of a job, by Slurm's names; a state that is not known is UNKNOWN, never an error."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
@@ -39,7 +39,7 @@ class JobState(enum.StrEnum):
     @property
     def over(self) -> bool:
         """Whether nothing more will happen in this state."""
-        return self in _OVER
+        return self not in _UNFINISHED
 
     @property
     def waiting(self) -> bool:
@@ -47,18 +47,8 @@ class JobState(enum.StrEnum):
         return self in (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED)
 
 
-_OVER = frozenset(
-    {
-        JobState.COMPLETED,
-        JobState.FAILED,
-        JobState.CANCELLED,
-        JobState.TIMEOUT,
-        JobState.OUT_OF_MEMORY,
-        JobState.NODE_FAIL,
-        JobState.PREEMPTED,
-        JobState.BOOT_FAIL,
-        JobState.DEADLINE,
-    }
+_UNFINISHED = frozenset(
+    "PENDING CONFIGURING RUNNING SUSPENDED STOPPED COMPLETING REQUEUED UNKNOWN".split()
 )
 
 
@@ -68,8 +58,8 @@ class JobStatus:
 
     Attributes:
         job_id: the scheduler's id, as text.
-        state: the state; `raw_state` is the scheduler's own word for it.
-        reason: why it waits or why it ended, in the scheduler's words; may be empty.
+        state: the state; `raw_state` is the scheduler's own name for it.
+        reason: why it waits or why it ended, as the scheduler puts it; may be empty.
         exit_code: exit status of the script, None while it is not over or not known.
         signal: number of the signal that ended it, 0 for none.
         nodes: node list in Slurm's compact form; may be empty.
@@ -92,6 +82,20 @@ class JobStatus:
     restarts: int = 0
     name: str = ""
     directory: str = ""
+
+
+def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
+    """Return the status that stands for an array, under the id that was asked for.
+
+    That of a task that runs, else of one that waits, else of one that did not complete.
+    """
+
+    def rank(status: JobStatus) -> int:
+        if status.state.over:
+            return 3 if status.state is JobState.COMPLETED else 2
+        return 1 if status.state.waiting else 0
+
+    return replace(min(statuses, key=rank), job_id=job_id)
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,9 @@ class Scheduler(Protocol):
         ...
 
     def submitting(self, directory: Path) -> bool:
-        """Return whether a client process of this machine still works on that submission."""
+        """Return whether a client process on this machine is still submitting that directory."""
         ...
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs; those already over are passed over in silence."""
+        """Cancel jobs; those already over are ignored."""
         ...

@@ -1,13 +1,12 @@
-"""What became of a submission whose job id is not on record, because hpml was killed.
+"""Find out what became of a submission whose job id was not recorded, because hpml was killed.
 
-`recover` decides from what is there; it submits nothing. Only `Absent` permits another sbatch.
-What the caller guarantees:
+`recover` submits nothing. Only `Absent` permits another sbatch. The caller guarantees that:
 
 - the submission's directory is complete, and the marker `sbatch.started` durable in it, before
   sbatch is started;
 - sbatch runs in that directory and answers into `sbatch.out` and `sbatch.err` there;
 - the job's first act is to write its own id below its run's directory, and to end at once if
-  another job has done so before: the last guard, should everything else have been deceived.
+  another job has done so before. That is the last guard.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["GRACE_SECONDS", "Absent", "Found", "Outcome", "Undecided", "recover"]
 
 GRACE_SECONDS = 120.0
-"""How long an sbatch that nobody sees may still be under way, on this machine or another."""
+"""How long an sbatch that is not seen may still be under way, on this machine or another."""
 
 _POLL_SECONDS = 5.0
 _UNAVAILABLE_SECONDS = 30.0
@@ -46,7 +45,7 @@ class Found:
 
     Attributes:
         job_id: its id.
-        how: what told: sbatch's answer, the job itself, or the queue.
+        how: where it was found: sbatch's answer, the job's own record, or the queue.
     """
 
     job_id: str
@@ -59,7 +58,7 @@ class Absent:
 
     Attributes:
         reason: why that is certain.
-        refused: sbatch's words if it refused; empty otherwise.
+        refused: sbatch's message if it refused; empty otherwise.
         hint: what to do about a refusal.
     """
 
@@ -70,7 +69,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Undecided:
-    """Nobody can know yet.
+    """It cannot be known yet.
 
     Attributes:
         reason: why.
@@ -103,26 +102,26 @@ def recover(
         name: the job's name.
         prepared_at: when the directory was written, seconds since the epoch; no job is older.
         sbatch_started_at: time of the marker `sbatch.started`, None where there is no marker.
-        attempt_job_ids: ids that jobs of this submission have written down themselves.
+        attempt_job_ids: ids that jobs of this submission have recorded themselves.
         now: seconds since the epoch.
         grace_seconds: how long after its start an sbatch may still be under way unseen; never
             shorter than `GRACE_SECONDS` where sbatch itself has said that its answer was lost.
     """
-    found = _answered(directory)
-    if found:
-        return found
-    written = next((job_id.strip() for job_id in attempt_job_ids if job_id.strip()), "")
-    if written:
-        return Found(written, "job")
+    answered = _answered(directory)
+    if answered:
+        return answered
+    recorded = next((job_id.strip() for job_id in attempt_job_ids if job_id.strip()), "")
+    if recorded:
+        return Found(recorded, "job")
     if scheduler.submitting(directory):
         return Undecided("sbatch still works on it", _POLL_SECONDS)
     try:
         job_ids = scheduler.find(directory, name=name, since=prepared_at)
     except SchedulerUnavailable as error:
-        said = _read(directory, "sbatch.err")
-        if sbatch_started_at is not None and not_configured(said):
+        stderr = _read(directory, "sbatch.err")
+        if sbatch_started_at is not None and not_configured(stderr):
             # The queue cannot be read for the same reason: nothing was sent to any controller.
-            refused = final_refusal(said)
+            refused = final_refusal(stderr)
             if refused:
                 return Absent("sbatch refused it", refused, hint_for(refused))
         return Undecided(f"the scheduler gives no answer: {error}", _UNAVAILABLE_SECONDS)
@@ -136,12 +135,12 @@ def recover(
 
 def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
     """Decide for an sbatch that was started, is not seen any more, and left no job in sight."""
-    said = _read(directory, "sbatch.err")
-    refused = final_refusal(said)
+    stderr = _read(directory, "sbatch.err")
+    refused = final_refusal(stderr)
     if refused:
         return Absent("sbatch refused it", refused, hint_for(refused))
-    if transport_fault(said):
-        # The request may lie with a controller that stands still, however dead sbatch is.
+    if transport_fault(stderr):
+        # The request may wait in a controller that hangs, although sbatch has ended.
         grace_seconds = max(grace_seconds, GRACE_SECONDS)
     left = grace_seconds - elapsed_seconds
     if left > 0:

@@ -19,7 +19,7 @@ from hpml_orchestrator.scheduler.command import (
     SubprocessRunner,
     check_configuration,
 )
-from hpml_orchestrator.scheduler.slurm.version import slurm_version
+from hpml_orchestrator.scheduler.slurm.ask import slurm_version
 from hpml_orchestrator.script.render import own_interpreter
 from hpml_orchestrator.site.profile import site_for, topology_faults
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_INDEX", "MAX_TASKS", "ArraySpec", "parse_array"]
+__all__ = ["MAX_INDEX", "MAX_TASKS", "ArraySpec", "covers", "parse_array"]
 
 MAX_INDEX = 4_000_000
 """The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
@@ -82,6 +83,46 @@ def parse_array(value: Any) -> ArraySpec:
             limit = int(most)
         spans = [_span(part.strip()) for part in body.split(",")]
     return ArraySpec(_indices(spans), limit)
+
+
+def covers(shown_id: str, job_id: str) -> bool:
+    """Return whether the id of one of Slurm's rows covers a task of an array.
+
+    `25_[2,4-9:2%3]` covers 25_6. Slurm cuts long lists short, as `25_[2,4,...%3]` (accounting),
+    as `25_[2,4,` (squeue without SLURM_BITSTR_LEN=0), or as plain `25`: such an id covers all that
+    may have been cut off.
+
+    >>> covers("25_[2,4-9:2%3]", "25_6"), covers("25_[2,4-9:2%3]", "25_5")
+    (True, False)
+    """
+    base, _, tasks = shown_id.partition("_")
+    asked, _, task = job_id.partition("_")
+    if base != asked or not (task.isascii() and task.isdigit()):
+        return False
+    if not tasks:
+        return True
+    if not tasks.startswith("["):
+        return False
+    named, last_before_cut = _named(tasks)
+    return int(task) in named or (last_before_cut is not None and int(task) > last_before_cut)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(tasks: str) -> tuple[frozenset[int], int | None]:
+    """Return the tasks that `[…]` names, and the last one before a cut, None for a whole list."""
+    parts = tasks.removeprefix("[").partition("%")[0].removesuffix("]").split(",")
+    cut = not tasks.endswith("]")
+    if cut:
+        parts.pop()  # its last number may have been cut in two
+    indices: set[int] = set()
+    for part in parts:
+        try:
+            span = _span(part)
+        except ValueError:
+            cut = True
+        else:
+            indices.update(range(span.start, min(span.stop, MAX_INDEX + 1), span.step))
+    return frozenset(indices), max(indices, default=-1) if cut else None
 
 
 def _written(value: int | str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.scheduler.arrays import parse_tasks
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.testing.clock import FakeClock
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class FakeJob:
 
     status: JobStatus
     states: Sequence[tuple[float, JobState]] = ((0.0, JobState.PENDING),)
-    visible: bool = True
 
 
 class FakeScheduler:
@@ -52,8 +51,7 @@ class FakeScheduler:
 
     Attributes:
         jobs: every job by id, of an array each task by `<array's id>_<index>`; change a status with
-            `move`, hide one with `visible = False`, forget one with `del`.
-        states: what the next jobs go through, by seconds since their submission.
+            `move`, forget a job with `del`.
         faults: what goes wrong in the next calls, one each; nothing when it is empty.
         delay_seconds: how long a request of KILLED_DURING is on its way.
         unseen_delay_seconds: the same of BOTH_KILLED, whose sbatch is not seen any more.
@@ -71,7 +69,6 @@ class FakeScheduler:
         self.clock = clock or FakeClock()
         self.faults = list(faults)
         self.jobs: dict[str, FakeJob] = {}
-        self.states: Sequence[tuple[float, JobState]] = ((0.0, JobState.PENDING),)
         self.delay_seconds = 30.0
         self.unseen_delay_seconds = 30.0
         self._accepted = 0
@@ -112,11 +109,11 @@ class FakeScheduler:
         return {key: self._status(self.jobs[key]) for key in job_ids if key in self.jobs}
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:  # noqa: ARG002
-        """Return the ids of visible jobs with that directory, oldest first."""
+        """Return the ids of jobs with that directory, oldest first."""
         self._read_fault()
-        jobs = [job.status for job in self.jobs.values() if job.visible]
-        found = [_whole(job.job_id) for job in jobs if job.directory == str(directory)]
-        return list(dict.fromkeys(found))
+        jobs = [job.status for job in self.jobs.values()]
+        ids = (_whole(job.job_id) for job in jobs if job.directory == str(directory))
+        return list(dict.fromkeys(ids))
 
     def submitting(self, directory: Path) -> bool:
         """Return whether a request of a live sbatch for that directory is on its way."""
@@ -171,7 +168,7 @@ class FakeScheduler:
                 name=request.name,
                 directory=str(request.directory),
             )
-            self.jobs[task_id] = FakeJob(status, tuple(self.states))
+            self.jobs[task_id] = FakeJob(status)
         if answered:
             (request.directory / "sbatch.out").write_text(f"{job_id}\n", "utf-8")
         return job_id
@@ -202,4 +199,4 @@ def _tasks(job_id: str, request: SubmitRequest) -> list[str]:
         return [job_id]
     script = (request.directory / "job.sh").read_text("utf-8")
     (asked,) = re.findall(r"^#SBATCH --array=(\S+)$", script, re.MULTILINE)
-    return [f"{job_id}_{index}" for index in parse_tasks(asked)[0]]
+    return [f"{job_id}_{index}" for index in parse_array(asked).indices]

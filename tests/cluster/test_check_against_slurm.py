@@ -13,8 +13,7 @@ import pytest
 from hpml_orchestrator.check.finding import errors_of
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.cluster import Cluster
-from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
-from hpml_orchestrator.scheduler.slurm.groups import with_group_limits
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec import Job
 from tests.cluster.conftest import SlurmCluster

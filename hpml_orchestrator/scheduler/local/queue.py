@@ -1,17 +1,28 @@
-"""Whose turn it is on this machine: the order of the jobs that wait, and what each would get.
+"""Whose turn it is on this machine: jobs start in the order of their numbers.
 
-Jobs start in the order of their ids. Tasks of an array have ids of their own, one after the other;
-those over the array's limit (`%2`), and jobs that wait for others, let later jobs pass.
+Tasks above their array's limit (`%2`), and jobs that wait for others, let later jobs pass. There is
+no daemon: whoever submits, asks, cancels or ends a job calls `schedule`.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
-from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.scheduler.local.arrays import finder
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.records.owner import boot_id
+from hpml_orchestrator.scheduler.local.processes import (
+    SUPERVISOR_MARK,
+    kill_until_gone,
+    marked,
+)
+from hpml_orchestrator.scheduler.local.resources import short_hostname
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -19,82 +30,154 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.local.jobs import Home, Job
 
-__all__ = ["Queue", "hold"]
+__all__ = ["Queue", "schedule"]
+
+_SPAWN_PATIENCE_SECONDS = 10.0
+_KILL_PATIENCE_SECONDS = 5.0
+
+# Python isolated from the user's variables and directory. The package comes from where this module
+# lies, a checkout or site-packages, and nothing else comes from there. The supervisor is a daemon.
+_BOOT = (
+    "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
+    "import hpml_orchestrator; del sys.path[0]; "
+    "from hpml_orchestrator.scheduler.local.supervisor import main; main(*sys.argv[1:])"
+)
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 class Queue:
-    """The jobs of a machine that are not over, looked at once.
+    """The jobs that are not over, at one moment.
 
     Args:
+        home: where they are.
         jobs: all of them, in order.
+
+    Attributes:
+        line: the pending jobs that start as soon as there is room, in order.
+        impossible: the pending jobs of which a dependency can no longer be met.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._holders = [job for job in jobs if job.holds_slots]
-        full = self._full_arrays()
-        self._held = {job.number for job in jobs if job.held}
-        self.line = [
-            job for job in jobs if not (job.holds_slots or job.held or job.array_id in full)
-        ]
-        """The jobs that wait and may start as soon as there is room, in order."""
+    def __init__(self, home: Home, jobs: Sequence[Job]) -> None:
+        self._home = home
+        self._dependencies: dict[tuple[str, str], bool | None] = {}
+        self._holders = [job for job in jobs if job.has_slots]
+        running = Counter(job.directory for job in self._holders)
+        self.line: list[Job] = []
+        self.impossible: list[Job] = []
+        self._reasons: dict[int, str] = {}
+        for job in jobs:
+            if job.state is not JobState.PENDING:
+                continue
+            met = {self._dependency(job_id, end) for job_id, end in job.request["after"]}
+            limit = job.request["limit"]
+            if False in met:
+                self.impossible.append(job)
+            elif None in met:
+                self._reasons[job.number] = "Dependency"
+            elif limit and running[job.directory] >= limit:
+                reason = f"Priority: the array runs {limit} task{'s' * (limit != 1)} at once"
+                self._reasons[job.number] = reason
+            else:
+                if self.line:
+                    reason = f"Priority: job {self.line[-1].job_id} is before it"
+                    self._reasons[job.number] = reason
+                self.line.append(job)
 
-    def starts(self, job: Job) -> tuple[list[int], list[str]] | str:
-        """Return the CPUs and GPUs that a waiting job gets now, or why it has to wait."""
-        if job.number in self._held:
-            return "Dependency"
-        array = job.record.get("array")
-        if array and job.array_id in self._full_arrays():
-            limit = array["limit"]
-            return f"Priority: the array runs {limit} task{'s' * (limit != 1)} at once"
-        before = bisect.bisect_left(self._numbers, job.number)
-        if before:
-            return f"Priority: job {self.line[before - 1].shown_id} is before it"
-        taken_cpus = {cpu for other in self._holders for cpu in other.record["cpus"]}
-        taken_gpus = {gpu for other in self._holders for gpu in other.record["gpus"]}
-        machine, needs = job.record["machine"], job.record["needs"]
-        cpus = [cpu for cpu in machine["cpus"] if cpu not in taken_cpus]
-        gpus = [gpu for gpu in machine["gpus"] if gpu not in taken_gpus]
-        if len(cpus) >= needs["cpus"] and len(gpus) >= needs["gpus"]:
-            return cpus[: needs["cpus"]], gpus[: needs["gpus"]]
+    def reason(self, job: Job) -> str:
+        """Return why a pending job waits."""
+        if job.number in self._reasons:
+            return self._reasons[job.number]
+        allocation = self.allocation(job)
+        return allocation if isinstance(allocation, str) else "None"
+
+    def allocation(self, job: Job) -> tuple[list[int], list[str]] | str:
+        """Return the CPUs and GPUs that the first job in line gets, or why it has to wait."""
+        machine, needs = job.request["machine"], job.request["needs"]
+        free: dict[str, list[Any]] = {}
+        for kind in ("cpus", "gpus"):
+            taken = {one for holder in self._holders for one in holder.status[kind]}
+            free[kind] = [one for one in machine[kind] if one not in taken]
         short = [
-            f"{needs[kind]} {kind.upper()[:-1]}s wanted, {len(free)} of {len(machine[kind])} free"
-            for kind, free in (("cpus", cpus), ("gpus", gpus))
-            if len(free) < needs[kind]
+            f"{needs[kind]} {kind.upper()[:-1]}s wanted, {len(free[kind])} of "
+            f"{len(machine[kind])} free"
+            for kind in free
+            if len(free[kind]) < needs[kind]
         ]
-        running = ", ".join(other.shown_id for other in self._holders)
-        return f"Resources: {'; '.join(short)} (running: {running})"
+        if short:
+            running = ", ".join(holder.job_id for holder in self._holders)
+            return f"Resources: {'; '.join(short)} (running: {running})"
+        return free["cpus"][: needs["cpus"]], free["gpus"][: needs["gpus"]]
 
-    @cached_property
-    def _numbers(self) -> list[int]:
-        return [job.number for job in self.line]
+    def _dependency(self, job_id: str, end: str) -> bool | None:
+        """Return whether a dependency is met; None while that job is not over."""
+        if (job_id, end) not in self._dependencies:
+            states = [job.state for job in self._home.find(job_id)]
+            met: bool | None = None
+            if all(state.over for state in states):
+                completed = all(state is JobState.COMPLETED for state in states)
+                met = end == "any" or (bool(states) and completed == (end == "ok"))
+            self._dependencies[job_id, end] = met
+        return self._dependencies[job_id, end]
 
-    def _full_arrays(self) -> set[int]:
-        """Return the arrays of which as many tasks run as may run at once."""
-        running = Counter(job.array_id for job in self._holders)
-        limits = {
-            job.array_id: job.record["array"]["limit"] for job in self._holders if job.array_id
-        }
-        return {one for one, limit in limits.items() if limit and running[one] >= limit}
 
+def schedule(home: Home) -> list[Job]:
+    """End jobs that were lost or can never start, start what has room; return what is not over.
 
-def hold(home: Home, jobs: Sequence[Job]) -> None:
-    """Mark the jobs that wait for others, by how those others are now."""
-    known: dict[tuple[str, str], bool | None] = {}
-    numbers_of = finder(home)
-
-    def ended(job_id: str, end: str) -> bool | None:
-        """Return whether it ended as wanted; None while it is not over."""
-        others = [home.load(number) for number in numbers_of(job_id)]
-        states = [job.state for job in others if job is not None]
-        if not all(state.over for state in states):
-            return None
-        well = all(state is JobState.COMPLETED for state in states)
-        return end == "any" or (bool(states) and well == (end == "ok"))
-
+    Needs the lock. What cannot be written to disk now is tried again by the next call.
+    """
+    jobs = home.active()
+    if any(job.request["host"] != short_hostname() for job in jobs):
+        return jobs  # another machine's, seen through a shared file system
+    overdue = time.time() - _SPAWN_PATIENCE_SECONDS
     for job in jobs:
-        answers = set()
-        for job_id, end in job.record.get("after", ()) if job.state.waiting else ():
-            if (job_id, end) not in known:
-                known[job_id, end] = ended(job_id, end)
-            answers.add(known[job_id, end])
-        job.held, job.doomed = not answers <= {True}, False in answers
+        if job.state in (JobState.RUNNING, JobState.COMPLETING) and job.supervisor is None:
+            _end(job, JobState.NODE_FAIL, _bury(job, home))
+        elif job.state is JobState.CONFIGURING and job.status["spawned"] < overdue:
+            _start(home, job, job.status["cpus"], job.status["gpus"])
+    queue = Queue(home, jobs)
+    while queue.impossible:  # each may be what others wait for
+        for job in queue.impossible:
+            _end(job, JobState.CANCELLED, "DependencyNeverSatisfied")
+        queue = Queue(home, jobs)
+    while queue.line and not isinstance(got := queue.allocation(queue.line[0]), str):
+        _start(home, queue.line[0], *got)
+        queue = Queue(home, jobs)
+    return jobs
+
+
+def _end(job: Job, state: JobState, reason: str) -> None:
+    with contextlib.suppress(RecordError):
+        job.write(state=state, ended=time.time(), reason=reason)
+
+
+def _bury(job: Job, home: Home) -> str:
+    """End the processes of a job whose supervisor is gone, and return the reason of its end."""
+    if job.status["supervisor"]["boot"] != boot_id():
+        return "the machine was restarted while the job ran"
+    variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={home.cluster}"]
+    left = kill_until_gone(lambda: marked(variables), patience_seconds=_KILL_PATIENCE_SECONDS)
+    if left:
+        return f"the job's supervisor died; these processes remain: {left}"
+    return "the job's supervisor died; its processes were killed"
+
+
+def _start(home: Home, job: Job, cpus: list[int], gpus: list[str]) -> None:
+    """Allocate CPUs and GPUs and start a supervisor, which claims the job under the lock.
+
+    Dying in between does no harm: a later call starts another one, and only the first claims.
+    """
+    with contextlib.suppress(RecordError):
+        job.write(state=JobState.CONFIGURING, cpus=cpus, gpus=gpus, spawned=time.time())
+        argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
+        argv += [str(home.path), str(home.lock_root), job.job_id]
+        with open(job.directory / "supervisor.log", "ab") as log:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={"PATH": os.defpath, SUPERVISOR_MARK: job.job_id},
+                start_new_session=True,
+            )
+        child.wait()  # it forks at once and leaves

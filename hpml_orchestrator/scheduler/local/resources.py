@@ -1,39 +1,104 @@
-"""What a job needs of this machine, whether it has it, and the Slurm variables that say so."""
+"""What a script asks for, whether this machine has it, and the Slurm variables that say so."""
 
 from __future__ import annotations
 
 import glob
 import os
 import pwd
+import re
+import signal
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import SchedulerError
+from hpml_orchestrator.scheduler.slurm.options import (
+    SBATCH,
+    HeaderError,
+    header_words,
+    read_options,
+)
+from hpml_orchestrator.spec.array import parse_array
+from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from hpml_orchestrator.scheduler.local.directives import Directives
+    from hpml_orchestrator.scheduler.local.jobs import Job
 
 __all__ = [
+    "MAX_TASKS",
+    "Directives",
     "Machine",
     "Needs",
+    "StopSignal",
     "cpu_ids",
     "gpu_ids",
     "memory_mb",
     "needs_of",
+    "read_directives",
     "short_hostname",
     "slurm_variables",
+    "without_slurm",
 ]
 
-# Left in the environment of a job; every other SLURM_* is of some job around the submission.
+MAX_TASKS = 1000
+"""Most tasks of an array on this machine."""
+
 _KEPT = frozenset({"SLURM_CONF"})
+_DEFAULT_WARNING_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class StopSignal:
+    """`--signal=[B:]SIGNAL[@SECONDS]`: a warning before the time limit.
+
+    Attributes:
+        number: the signal.
+        seconds: how long before the limit it is sent.
+        batch_shell_only: `B:`, only the batch shell gets it; otherwise only the steps do.
+    """
+
+    number: int
+    seconds: int
+    batch_shell_only: bool
+
+
+@dataclass(frozen=True)
+class Directives:
+    """What a script asks for; None where it does not say.
+
+    Attributes:
+        time_limit_seconds: None for no limit.
+        gpus: GPUs of the whole job from `--gpus`, `--gpus-per-node` or `--gres=gpu:`.
+        memory_mb: memory of the node in MiB, from `--mem`; 0 is all of it.
+        array: the tasks of a job array, as written; empty for a single job.
+        ignored: the options that mean nothing here, as written.
+        written: option name -> value as written, for messages.
+    """
+
+    nodes: int | None = None
+    ntasks: int | None = None
+    ntasks_per_node: int | None = None
+    cpus_per_task: int | None = None
+    cpus_per_gpu: int | None = None
+    gpus: int | None = None
+    gpus_per_task: int | None = None
+    memory_mb: int | None = None
+    memory_per_cpu_mb: int | None = None
+    memory_per_gpu_mb: int | None = None
+    time_limit_seconds: int | None = None
+    stop_signal: StopSignal | None = None
+    exclusive: bool = False
+    job_name: str = ""
+    array: str = ""
+    ignored: tuple[str, ...] = ()
+    written: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has: ids of its CPUs (hardware threads) and GPUs, its memory in MiB."""
+    """This machine: ids of its CPUs (hardware threads) and GPUs, its memory in MiB (0: unknown)."""
 
     cpus: tuple[int, ...]
     gpus: tuple[str, ...]
@@ -42,10 +107,121 @@ class Machine:
 
 @dataclass(frozen=True)
 class Needs:
-    """Slots that a job takes while it runs."""
+    """How many CPUs and GPUs a job holds while it runs."""
 
     cpus: int
     gpus: int
+
+
+def read_directives(script: str) -> Directives:
+    r"""Return what the `#SBATCH` header of a script asks for.
+
+    Raises:
+        SchedulerError: sbatch would refuse the header, or this machine cannot honour it.
+
+    >>> read_directives("#!/bin/bash\n#SBATCH -n 2 --time=1:30 # both\n").time_limit_seconds
+    90
+    """
+    if not script.startswith("#!"):
+        raise SchedulerError(
+            "this does not look like a batch script",
+            hint="its first line must be #! and the path of an interpreter, as sbatch asks",
+        )
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    ignored: list[str] = []
+    try:
+        options, _ = read_options(list(header_words(script)), SBATCH)
+    except HeaderError as error:
+        raise SchedulerError(f"job.sh line {error.line}: {error}", hint=error.hint) from error
+    for option in options:
+        if option.name == "dependency":
+            raise SchedulerError(
+                f"{option.shown}: the local backend knows no such dependency",
+                hint="name the other run in `after` of the job file, or by --after",
+            )
+        field, reader = _READERS.get(option.name, ("", str))
+        try:
+            value = reader(option.value)
+        except ValueError as error:
+            raise SchedulerError(
+                f"{option.shown}: {error}",
+                hint=f"correct the #SBATCH line with --{option.name} in job.sh",
+            ) from error
+        if not field or (option.name == "gres" and value is None):
+            ignored.append(option.shown)
+        elif option.name != "output":  # the submission names the file
+            values[field] = value
+            written[field] = option.shown
+    return Directives(**values, ignored=tuple(ignored), written=tuple(written.items()))
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number above zero")
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    """Return the least number of nodes: `2`, `1-4`."""
+    least, dash, most = text.partition("-")
+    if dash and _count(most) < _count(least):
+        raise ValueError(f"{text!r}: the maximum is below the minimum")
+    return _count(least)
+
+
+def _gpus(text: str) -> int:
+    return parse_gpus(text).count
+
+
+def _gres(text: str) -> int | None:
+    """Return the GPUs of `gpu[:type][:number][,...]`; None where it asks for other things only."""
+    entries = re.sub(r"\(.*?\)", "", text).replace("=", ":").split(",")
+    gpus = [
+        rest or "1"
+        for name, _, rest in (entry.removeprefix("gres:").partition(":") for entry in entries)
+        if name == "gpu"
+    ]
+    return sum(_gpus(entry) for entry in gpus) if gpus else None
+
+
+def _stop_signal(text: str) -> StopSignal:
+    body, at, seconds = text.partition("@")
+    flags, colon, name = body.upper().rpartition(":")
+    if colon and not set(flags) <= {"B", "R"}:
+        raise ValueError(f"{flags!r} is neither B nor R")
+    if at and not re.fullmatch(r"\d+", seconds, re.ASCII):
+        raise ValueError(f"{seconds!r} is not a number of seconds")
+    numbers = {one.name.removeprefix("SIG"): int(one) for one in signal.Signals}
+    number = numbers.get(name.removeprefix("SIG"), 0)
+    if re.fullmatch(r"\d{1,2}", name, re.ASCII):
+        number = int(name)
+    if not 0 < number < signal.NSIG:
+        raise ValueError(f"{name!r} is not a signal")
+    return StopSignal(number, int(seconds) if at else _DEFAULT_WARNING_SECONDS, "B" in flags)
+
+
+_READERS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "nodes": ("nodes", _nodes),
+    "ntasks": ("ntasks", _count),
+    "ntasks-per-node": ("ntasks_per_node", _count),
+    "cpus-per-task": ("cpus_per_task", _count),
+    "cpus-per-gpu": ("cpus_per_gpu", _count),
+    "gpus": ("gpus", _gpus),
+    "gpus-per-node": ("gpus", _gpus),
+    "gres": ("gpus", _gres),
+    "gpus-per-task": ("gpus_per_task", _gpus),
+    "mem": ("memory_mb", parse_mebibytes),
+    "mem-per-cpu": ("memory_per_cpu_mb", parse_mebibytes),
+    "mem-per-gpu": ("memory_per_gpu_mb", parse_mebibytes),
+    "time": ("time_limit_seconds", parse_time_limit),
+    "signal": ("stop_signal", _stop_signal),
+    "job-name": ("job_name", str),
+    "output": ("output", str),
+    "exclusive": ("exclusive", lambda _: True),
+    "array": ("array", lambda text: str(parse_array(text))),
+}
+"""Option -> field of `Directives` and the reader of its value; other options mean nothing here."""
 
 
 def cpu_ids() -> list[int]:
@@ -62,25 +238,21 @@ def gpu_ids() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
-    found: list[str] = []
+    ids: list[str] = []
     for entry in visible.split(","):
-        word = entry.strip()
-        if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
+        device = entry.strip()
+        if not (device.isdecimal() or device.startswith(("GPU-", "MIG-"))):
             break
-        found.append(word)
-    return found
+        ids.append(device)
+    return ids
 
 
 def memory_mb() -> int:
     """Return the memory of this machine in MiB; 0 where it is not known."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as stream:
-            for line in stream:
-                if line.startswith("MemTotal:"):
-                    return int(line.split()[1]) // 1024
-    except OSError:
-        pass
-    return 0
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2
+    except (OSError, ValueError):
+        return 0
 
 
 def short_hostname() -> str:
@@ -89,70 +261,62 @@ def short_hostname() -> str:
 
 
 def needs_of(asked: Directives, machine: Machine) -> Needs:
-    """Return the slots of a job.
+    """Return the CPUs and GPUs of a job.
 
     Raises:
-        SchedulerError: this machine cannot have them; names the directive and what there is.
+        SchedulerError: this machine does not have them; names the directive and what there is.
     """
-    written = dict(asked.written)
-    if (asked.nodes or 1) > 1:
-        raise _refusal(
-            written["nodes"], f"{asked.nodes} nodes", "one node", "ask for one node, or submit it"
-        )
     tasks = asked.ntasks or asked.ntasks_per_node or 1
-    if asked.ntasks and asked.ntasks_per_node and asked.ntasks > asked.ntasks_per_node:
-        nodes = -(-asked.ntasks // asked.ntasks_per_node)
-        raise _refusal(
-            f"{written['ntasks']} with {written['ntasks_per_node']}",
-            f"{nodes} nodes",
-            "one node",
-            "lower --ntasks, or submit it",
-        )
-    per_task = (asked.gpus_per_task or 0) * tasks
-    gpus = max(asked.gpus or 0, per_task)
+    nodes = asked.nodes or 1
+    if asked.ntasks and asked.ntasks_per_node:
+        nodes = max(nodes, -(-asked.ntasks // asked.ntasks_per_node))
+    if nodes > 1:
+        names = ["nodes"] if (asked.nodes or 1) > 1 else ["ntasks", "ntasks_per_node"]
+        _refuse(asked, names, f"{nodes} nodes", "one node")
+    gpus = max(asked.gpus or 0, (asked.gpus_per_task or 0) * tasks)
     if gpus > len(machine.gpus):
-        name = "gpus" if (asked.gpus or 0) >= per_task else "gpus_per_task"
-        raise _refusal(
-            written[name],
-            _plural(gpus, "GPU"),
-            _plural(len(machine.gpus), "GPU"),
-            "ask for fewer GPUs, or submit it",
-        )
+        name = "gpus" if gpus == asked.gpus else "gpus_per_task"
+        _refuse(asked, [name], _plural(gpus, "GPU"), _plural(len(machine.gpus), "GPU"))
     cpus = max(tasks * (asked.cpus_per_task or 1), gpus * (asked.cpus_per_gpu or 0))
     if cpus > len(machine.cpus):
-        names = ("ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_gpu")
-        raise _refusal(
-            " ".join(written[name] for name in names if name in written),
-            _plural(cpus, "CPU"),
-            _plural(len(machine.cpus), "CPU"),
-            "lower --ntasks or --cpus-per-task, or submit it",
-        )
+        names = ["ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_gpu"]
+        _refuse(asked, names, _plural(cpus, "CPU"), _plural(len(machine.cpus), "CPU"))
     if asked.exclusive:
         cpus = len(machine.cpus)
-    _check_memory(asked, machine, cpus, gpus)
+    for name, memory in (
+        ("memory_mb", asked.memory_mb or 0),
+        ("memory_per_cpu_mb", (asked.memory_per_cpu_mb or 0) * cpus),
+        ("memory_per_gpu_mb", (asked.memory_per_gpu_mb or 0) * gpus),
+    ):
+        if machine.memory_mb and memory > machine.memory_mb:
+            _refuse(asked, [name], f"{memory} MiB of memory", f"{machine.memory_mb} MiB")
     return Needs(cpus=cpus, gpus=gpus)
 
 
-def slurm_variables(
-    job: Mapping[str, Any], *, cpus: Sequence[int], gpus: Sequence[str], started: float
-) -> dict[str, str]:
-    """Return the variables of a one-node Slurm job.
+def _refuse(asked: Directives, names: list[str], wanted: str, available: str) -> None:
+    written = dict(asked.written)
+    directives = " ".join(written[name] for name in names if name in written)
+    raise SchedulerError(
+        f"{directives} asks for {wanted}; this machine ({short_hostname()}) has {available}",
+        hint="ask for less, or submit it to a Slurm cluster",
+    )
 
-    Args:
-        job: the job's record.
-        cpus: ids of the CPUs that it got.
-        gpus: ids of the GPUs that it got.
-        started: seconds since the epoch.
-    """
-    asked = job["directives"]
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
+    """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
+    request, cpus, gpus = job.request, job.status["cpus"], job.status["gpus"]
+    asked, started = request["directives"], job.status["started"]
     tasks = asked["ntasks"] or asked["ntasks_per_node"]
     host = short_hostname()
-    job_id = job["job_id"]
     values: dict[str, object] = {
-        "SLURM_JOB_ID": job_id,
-        "SLURM_JOBID": job_id,
-        "SLURM_JOB_NAME": job["name"],
-        "SLURM_CLUSTER_NAME": job["cluster"],
+        "SLURM_JOB_ID": job.number,
+        "SLURM_JOBID": job.number,
+        "SLURM_JOB_NAME": request["name"],
+        "SLURM_CLUSTER_NAME": cluster,
         "SLURM_NNODES": 1,
         "SLURM_JOB_NUM_NODES": 1,
         "SLURM_NODELIST": host,
@@ -165,17 +329,15 @@ def slurm_variables(
         "SLURM_TASKS_PER_NODE": tasks or 1,
         "SLURM_CPUS_ON_NODE": len(cpus),
         "SLURM_JOB_CPUS_PER_NODE": len(cpus),
-        "SLURM_SUBMIT_DIR": job["directory"],
-        "SLURM_SUBMIT_HOST": job["host"],
+        "SLURM_SUBMIT_DIR": request["directory"],
+        "SLURM_SUBMIT_HOST": request["host"],
         "SLURM_JOB_PARTITION": "local",
         "SLURM_JOB_UID": os.getuid(),
         "SLURM_JOB_GID": os.getgid(),
         "SLURM_JOB_USER": _user(),
         "SLURM_JOB_START_TIME": int(started),
-    }
-    if tasks:
-        values["SLURM_NTASKS"] = values["SLURM_NPROCS"] = tasks
-    optional = {
+        "SLURM_NTASKS": tasks,
+        "SLURM_NPROCS": tasks,
         "SLURM_NTASKS_PER_NODE": asked["ntasks_per_node"],
         "SLURM_CPUS_PER_TASK": asked["cpus_per_task"],
         "SLURM_CPUS_PER_GPU": asked["cpus_per_gpu"],
@@ -184,21 +346,20 @@ def slurm_variables(
         "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
         "SLURM_MEM_PER_GPU": asked["memory_per_gpu_mb"],
     }
-    values.update({name: value for name, value in optional.items() if value is not None})
     if gpus:
         values["SLURM_GPUS_ON_NODE"] = values["SLURM_GPUS_PER_NODE"] = len(gpus)
         values["SLURM_JOB_GPUS"] = values["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if asked["time_limit_seconds"] is not None:
         values["SLURM_JOB_END_TIME"] = int(started + asked["time_limit_seconds"])
-    array = job.get("array")
-    if array:
-        values["SLURM_ARRAY_JOB_ID"] = array["id"]
-        values["SLURM_ARRAY_TASK_ID"] = array["index"]
-        for name in ("count", "min", "max", "step"):
-            values[f"SLURM_ARRAY_TASK_{name.upper()}"] = array[name]
-    if job["restarts"]:
-        values["SLURM_RESTART_COUNT"] = job["restarts"]
-    return {name: str(value) for name, value in values.items()}
+    indices = request["indices"]
+    if indices:
+        values["SLURM_ARRAY_JOB_ID"] = job.directory.name
+        values["SLURM_ARRAY_TASK_ID"] = job.index
+        values["SLURM_ARRAY_TASK_COUNT"] = len(indices)
+        values["SLURM_ARRAY_TASK_MIN"] = indices[0]
+        values["SLURM_ARRAY_TASK_MAX"] = indices[-1]
+        values["SLURM_ARRAY_TASK_STEP"] = indices[1] - indices[0] if len(indices) > 1 else 1
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -208,33 +369,6 @@ def without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT or not name.startswith(("SLURM_", "SLURMD_", "HPML_LOCAL_"))
     }
-
-
-def _check_memory(asked: Directives, machine: Machine, cpus: int, gpus: int) -> None:
-    wanted = {
-        "memory_mb": asked.memory_mb or 0,
-        "memory_per_cpu_mb": (asked.memory_per_cpu_mb or 0) * cpus,
-        "memory_per_gpu_mb": (asked.memory_per_gpu_mb or 0) * gpus,
-    }
-    for name, amount in wanted.items():
-        if machine.memory_mb and amount > machine.memory_mb:
-            raise _refusal(
-                dict(asked.written)[name],
-                f"{amount} MiB of memory",
-                f"{machine.memory_mb} MiB",
-                "ask for less memory, or submit it",
-            )
-
-
-def _refusal(directive: str, wanted: str, there: str, hint: str) -> SchedulerError:
-    return SchedulerError(
-        f"{directive} asks for {wanted}; this machine ({short_hostname()}) has {there}",
-        hint=f"{hint} to a Slurm cluster",
-    )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def _user() -> str:

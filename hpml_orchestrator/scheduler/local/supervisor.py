@@ -1,354 +1,275 @@
-"""The process that waits for slots, runs one local job, and writes down how it ended.
+"""The process that runs one local job and records how it ended.
 
-Started by `local_jobs.Home` as a daemon of its own session. What the job leaves behind stays below
-this process (it is a child subreaper) and is ended with the job.
+A daemon of its own session, started by `queue.schedule`. Whatever the job leaves behind stays below
+this process, a child subreaper, and ends with the job. It understands two signals: USR1 cancels
+the job, TERM ends it as a node failure, as at the machine's shutdown.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import select
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.records.owner import boot_id
-from hpml_orchestrator.scheduler.local.jobs import Home, Job, Locks, poke
+from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.scheduler.local.jobs import Home, Record
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
     descendants,
-    die_with_parent,
     environment_of,
     identity,
     kill_until_gone,
-    marked,
-    processes,
     send,
-    set_subreaper,
 )
-from hpml_orchestrator.scheduler.local.queue import Queue
+from hpml_orchestrator.scheduler.local.queue import schedule
 from hpml_orchestrator.scheduler.local.resources import slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from hpml_orchestrator.scheduler.local.jobs import Job
 
 __all__ = ["main"]
 
-_WATCHED = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM}
-_BLOCKED = _WATCHED | {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR2}
-_FIRST_POLL_SECONDS = 1.0
-_LATER_POLL_SECONDS = 5.0
-_RUN_POLL_SECONDS = 5.0
-_LEFT_POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_HANDLED = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM}
+_IGNORED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR2, signal.SIGPIPE}
+_NEVER = float("inf")
+_MAX_PAUSE_SECONDS = 3600.0
+_PAUSE_SECONDS = 0.1
 _KILL_PATIENCE_SECONDS = 10.0
 _RECORD_PATIENCE_SECONDS = 600.0
-_FIRST_RETRY_SECONDS = 0.5
-_LAST_RETRY_SECONDS = 15.0
+_RECORD_PAUSE_SECONDS = 0.5
 _CANNOT_EXECUTE = 126
 
 
-def main(argv: Sequence[str]) -> int:
-    """Supervise one job: `<home> <directory of locks> <job id>`."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-    home = Home(Path(argv[0]), Locks(Path(argv[1])))
-    job = _claim(home, argv[2])
-    if job is None:
-        return 0
-    if _wait_for_slots(home, job):
-        set_subreaper(True)
-        _Run(job).until_over()
-        set_subreaper(False)  # supervisors started below are nobody's leftovers
-    _wake_next(home)
-    return 0
-
-
-def _claim(home: Home, job_id: str) -> Job | None:
-    """Become the one supervisor of a waiting job; None when there is one or it does not wait."""
+def main(home_path: str, lock_root: str, job_id: str) -> None:
+    """Run one job that `schedule` allocated CPUs and GPUs to."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    home = Home(Path(home_path), Path(lock_root))
+    run = _Run(home)
     with home.lock():
-        job = home.load(job_id)
-        if job is None or job.state is not JobState.PENDING or job.supervisor is not None:
-            return None
-        me = identity(os.getpid())
-        job.write(supervisor={"pid": me.pid, "start": me.start, "boot": boot_id()})
-    answer = Path(job.record["directory"]) / "sbatch.out"
-    if not answer.exists() and answer.parent.is_dir():
-        with contextlib.suppress(HpmlError):
-            write_text(answer, f"{job.array_id or job_id}\n")
-    return job
+        (job,) = home.find(job_id)
+        if job.state is not JobState.CONFIGURING:
+            return  # cancelled meanwhile, or another supervisor was faster
+        job.claim()
+    run.until_over(job)
+    with contextlib.suppress(HpmlError, OSError), home.lock():
+        schedule(home)
 
 
-def _wait_for_slots(home: Home, job: Job) -> bool:
-    """Wait in line; return whether the job is to run now (False: it was cancelled meanwhile)."""
-    while True:
-        pause = _FIRST_POLL_SECONDS
-        # What fails here (a full disk, no process to be had) may pass: the line is kept.
-        with contextlib.suppress(HpmlError, OSError), home.lock():
-            jobs = home.heal()
-            mine = [other for other in jobs if other.job_id == job.job_id]
-            if not mine:
-                return False
-            job.record = mine[0].record
-            if job.holds_slots:  # written, though the write was reported as failed
-                return True
-            got = Queue(jobs).starts(job)
-            if not isinstance(got, str):
-                cpus, gpus = got
-                job.write(state=JobState.RUNNING, started=time.time(), cpus=cpus, gpus=gpus)
-                _poke_first(home)
-                return True
-            if got.startswith("Priority"):
-                pause = _LATER_POLL_SECONDS
-        received = signal.sigtimedwait(_WATCHED, pause)
-        if received is not None and received.si_signo == signal.SIGTERM:
-            sys.exit(0)  # the job keeps waiting; the next call of hpml starts another supervisor
+class _Signals:
+    """The signals that this process received, by the interpreter's wake-up pipe."""
 
+    def __init__(self) -> None:
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in _HANDLED:
+            signal.signal(number, lambda *_: None)
 
-def _wake_next(home: Home) -> None:
-    """Give the slots to whoever is next."""
-    with contextlib.suppress(HpmlError, OSError):
-        with home.lock():
-            home.heal()
-        _poke_first(home)
-
-
-def _poke_first(home: Home) -> None:
-    waiting = Queue(home.active()).line
-    if waiting:
-        poke(waiting[0], send, signal.SIGUSR1)
+    def wait(self, seconds: float) -> set[int]:
+        """Wait for a signal and return those that came."""
+        ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
+        return set(os.read(self._read, 4096)) if ready else set()
 
 
 class _Run:
     """One job from its first process to its last."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.kill_wait: float = job.record["kill_wait_seconds"]
-        self.shell: Identity | None = None
+    job: Job
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.signals = _Signals()
+        self.shell = Identity(0, 0)
         self.status: int | None = None
         self.ending: tuple[JobState, str] | None = None
-        self.kill_at = float("inf")
-        began = time.monotonic()  # does not count while a laptop sleeps
-        asked = job.record["directives"]
-        limit = asked["time_limit_seconds"]
-        self.limit_at = float("inf") if limit is None else began + limit
-        self.warning: Any = asked["stop_signal"] if limit is not None else None
-        self.warn_at = self.limit_at - self.warning["seconds"] if self.warning else float("inf")
+        self.limit_at = self.warn_at = self.kill_at = _NEVER  # a laptop's sleep does not count
+        self.warning: Record = {}
 
-    def until_over(self) -> None:
+    def until_over(self, job: Job) -> None:
         """Run the job and record its end."""
+        self.job = job
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
         problem = self._start()
         if problem:
             self._record(JobState.FAILED, 1, 0, problem)
             return
+        asked = job.request["directives"]
+        if asked["time_limit_seconds"] is not None:
+            self.limit_at = time.monotonic() + asked["time_limit_seconds"]
+            self.warning = asked["stop_signal"]
+        self.warn_at = self.limit_at - self.warning["seconds"] if self.warning else _NEVER
         while self.status is None:
-            self._step()
+            deadline = min(self.limit_at, self.warn_at) if self.ending is None else self.kill_at
+            pause = max(deadline - time.monotonic(), _PAUSE_SECONDS)
+            received = self.signals.wait(min(pause, _MAX_PAUSE_SECONDS))
+            self._reap()
             if self.status is None:
-                self._sleep()
+                self._act(received, time.monotonic())
         left = self._end_leftovers()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(0), 0, 0, 0)
         code, number = (self.status, 0) if self.status >= 0 else (0, -self.status)
-        if self.ending is not None:
-            state, reason = self.ending
-        elif number:
+        state, reason = self.ending or (JobState.COMPLETED, "")
+        if self.ending is None and number:
             state, reason = JobState.FAILED, f"RaisedSignal:{number}({signal.strsignal(number)})"
-        elif code:
+        elif self.ending is None and code:
             state, reason = JobState.FAILED, "NonZeroExitCode"
-        else:
-            state, reason = JobState.COMPLETED, ""
         if left:
-            reason = f"{reason or 'ended'}; processes that could not be ended: {left}"
+            reason = f"{reason or 'ended'}; these processes remain: {left}"
         self._record(state, code, number, reason)
+
+    def _act(self, received: set[int], now: float) -> None:
+        """Do what signals and the clock ask for while the script runs."""
+        if self.ending is not None:
+            if now >= self.kill_at:
+                self._send(signal.SIGKILL)
+        elif signal.SIGUSR1 in received:
+            self._end(JobState.CANCELLED, "cancelled")
+        elif signal.SIGTERM in received:
+            self._end(JobState.NODE_FAIL, "the job's supervisor was told to stop")
+        elif now >= self.limit_at:
+            self._end(JobState.TIMEOUT, "TimeLimit")
+        elif now >= self.warn_at:
+            self.warn_at = _NEVER
+            self._warn()
 
     def _start(self) -> str:
         """Start the script; return what is in the way, or nothing."""
-        record = self.job.record
-        script = os.path.join(record["directory"], "job.sh")
+        script = os.path.join(self.job.request["directory"], "job.sh")
+        path = self.job.output
         try:
-            output = os.open(record["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            return f"cannot open the output file {record['output']}: {error.strerror}"
+            return f"cannot open the output file {path}: {error.strerror}"
         if not os.path.isfile(script):
             os.close(output)
             return f"{script} is gone"
-        gate, opener = os.pipe()
         parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if pid == 0:
-            os.close(opener)
-            self._become_script(script, output, gate, parent)
-        os.close(gate)
+            self._become_script(script, output, parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         os.close(output)
         self.shell = identity(pid)
-        # Nothing of the job runs before its pid is written down.
-        with contextlib.suppress(HpmlError):
-            self.job.write(batch={"pid": pid, "start": self.shell.start})
-        os.write(opener, b"g")
-        os.close(opener)
         return ""
 
-    def _become_script(self, script: str, output: int, gate: int, parent: int) -> NoReturn:
-        record = self.job.record
+    def _become_script(self, script: str, output: int, parent: int) -> NoReturn:
+        request = self.job.request
         try:
             os.setsid()
-            die_with_parent()
-            for number in _BLOCKED | {signal.SIGPIPE, signal.SIGXFSZ, signal.SIGALRM}:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(_CANNOT_EXECUTE)
+            for number in _HANDLED | _IGNORED | {signal.SIGXFSZ}:
                 signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, record["cpus"])
+                os.sched_setaffinity(0, self.job.status["cpus"])
             null = os.open("/dev/null", os.O_RDONLY)
             for source, target in ((null, 0), (output, 1), (output, 2)):
                 os.dup2(source, target)
-            os.umask(record["umask"])
-            os.chdir(record["directory"])
-            environment = self._environment()
-            if os.read(gate, 1) != b"g" or os.getppid() != parent:
-                os._exit(_CANNOT_EXECUTE)
+            os.umask(request["umask"])
+            os.chdir(request["directory"])
+            environment = self._environment(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            bash = "/bin/bash" if os.path.exists("/bin/bash") else "bash"
-            os.execvpe(bash, ["bash", script], environment)  # noqa: S606 - it is the shell
+            os.execvpe("bash", ["bash", script], environment)  # noqa: S606 - it is the shell
         except BaseException as error:  # noqa: BLE001 - the child must not go on as a supervisor
             os.write(2, f"hpml: the script could not be started: {error}\n".encode())
         finally:
             os._exit(_CANNOT_EXECUTE)
 
-    def _environment(self) -> dict[str, str]:
-        record = self.job.record
-        body = (self.job.directory / "environment").read_bytes()
-        entries = (entry.partition(b"=") for entry in body.split(b"\0") if entry)
-        environment = {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
-        environment |= slurm_variables(
-            record, cpus=record["cpus"], gpus=record["gpus"], started=record["started"]
-        )
-        path = environment.get("PATH", os.defpath)
-        environment["PATH"] = f"{self.job.directory / 'bin'}:{path}"
+    def _environment(self, supervisor: int) -> dict[str, str]:
+        directory = self.job.directory
+        steps = directory / f"steps-{self.job.position}"
+        steps.mkdir(exist_ok=True)
+        entries = (directory / "environment").read_bytes().split(b"\0")
+        pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+        environment = {name: value for name, _, value in pairs}
+        environment |= slurm_variables(self.job, self.home.cluster)
+        environment["PATH"] = f"{directory / 'bin'}:{environment.get('PATH', os.defpath)}"
         environment["SLURM_TASK_PID"] = str(os.getpid())
-        environment["HPML_LOCAL_JOB"] = str(self.job.directory)
-        environment["HPML_LOCAL_SIGNALLER"] = str(os.getppid())
-        environment["HPML_LOCAL_KILL_WAIT"] = f"{self.kill_wait:g}"
+        environment["HPML_LOCAL_STEPS"] = str(steps)
+        environment["HPML_LOCAL_SUPERVISOR_PID"] = str(supervisor)
+        environment["HPML_LOCAL_KILL_WAIT"] = f"{self.job.request['kill_wait_seconds']:g}"
         return environment
 
-    def _step(self) -> None:
-        now = time.monotonic()
-        if self.ending is None:
-            if self.job.cancelled:
-                self._begin_end(JobState.CANCELLED, "cancelled")
-            elif now >= self.limit_at:
-                self._begin_end(JobState.TIMEOUT, "TimeLimit")
-            elif now >= self.warn_at:
-                self.warn_at = float("inf")
-                self._warn()
-        elif now >= self.kill_at:
-            for who in self._members():
-                send(who, signal.SIGKILL)
-
-    def _begin_end(self, state: JobState, reason: str) -> None:
+    def _end(self, state: JobState, reason: str) -> None:
+        """Begin to end the job; say in its output why, as slurmstepd does."""
         self.ending = (state, reason)
-        self.kill_at = time.monotonic() + self.kill_wait
-        with contextlib.suppress(HpmlError):
-            self.job.write(state=JobState.COMPLETING, reason=reason)
-        self._tell_output(state)
-        self._terminate()
-
-    def _tell_output(self, state: JobState) -> None:
-        """Say in the job's output why it is ended, as slurmstepd does."""
-        record = self.job.record
         why = {JobState.TIMEOUT: " DUE TO TIME LIMIT", JobState.NODE_FAIL: " DUE TO NODE FAILURE"}
         line = (
-            f"hpml: *** JOB {self.job.job_id} ON {os.uname().nodename} CANCELLED AT "
+            f"hpml: *** JOB {self.job.number} ON {os.uname().nodename} CANCELLED AT "
             f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{why.get(state, '')} ***\n"
         )
-        with contextlib.suppress(OSError), open(record["output"], "a", encoding="utf-8") as output:
+        with contextlib.suppress(OSError), open(self.job.output, "a", encoding="utf-8") as output:
             output.write(line)
+        self._terminate(reason)
 
-    def _terminate(self) -> None:
-        # Oldest first: a script must not go on to its next command because this one was ended.
-        members = sorted(self._members(), key=lambda who: (who.start, who.pid))
-        for number in (signal.SIGCONT, signal.SIGTERM):
-            for who in members:
-                send(who, number)
+    def _terminate(self, reason: str) -> None:
+        self.kill_at = time.monotonic() + self.job.request["kill_wait_seconds"]
+        with contextlib.suppress(RecordError):
+            self.job.write(state=JobState.COMPLETING, reason=reason)
+        self._send(signal.SIGCONT)
+        self._send(signal.SIGTERM)
 
     def _warn(self) -> None:
+        """Send the signal of `--signal` to the batch shell (`B:`) or to the steps."""
         if self.warning["batch_shell_only"]:
-            if self.shell is not None:
-                send(self.shell, self.warning["number"])
+            send(self.shell, self.warning["number"])
             return
         for who in self._members():
             if any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment_of(who.pid)):
                 send(who, self.warning["number"])
 
-    def _sleep(self) -> None:
-        until = min(self.limit_at, self.warn_at) if self.ending is None else self.kill_at
-        pause = max(_LEFT_POLL_SECONDS, until - time.monotonic())
-        received = signal.sigtimedwait(_WATCHED, min(pause, _RUN_POLL_SECONDS))
-        if received is not None and received.si_signo == signal.SIGTERM and self.ending is None:
-            self._begin_end(JobState.NODE_FAIL, "the job's supervisor was told to stop")
-        self._reap()
+    def _send(self, number: int) -> None:
+        # Oldest first: a script must not go on to its next command because this one was ended.
+        for who in sorted(self._members(), key=lambda who: (who.start, who.pid)):
+            send(who, number)
+
+    def _members(self) -> set[Identity]:
+        members = descendants(os.getpid())
+        if self.status is None:
+            members.add(self.shell)  # before its exec it still looks like a supervisor
+        return members
 
     def _reap(self) -> None:
         """Collect every child that ended; orphans of the job are children too."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if self.shell is not None and pid == self.shell.pid and self.status is None:
-                self.status = os.waitstatus_to_exitcode(status)
-
-    def _members(self) -> set[Identity]:
-        table = processes()
-        record = self.job.record
-        found = descendants(os.getpid(), table)
-        found |= marked(self.job.job_id, record["cluster"], table)
-        if self.shell is not None and self.status is None:
-            found.add(self.shell)  # before its exec it still looks like a supervisor
-        return found
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.shell.pid and self.status is None:
+                    self.status = os.waitstatus_to_exitcode(ended[1])
 
     def _end_leftovers(self) -> list[int]:
-        """End what the script left behind, kindly first; return the pids that stay."""
+        """End what the script left behind, first by TERM; return the pids that stay."""
         if self._members() and self.ending is None:
-            self.kill_at = time.monotonic() + self.kill_wait
-            with contextlib.suppress(HpmlError):
-                self.job.write(state=JobState.COMPLETING)
-            self._terminate()
+            self._terminate("")
         while time.monotonic() < self.kill_at and self._members():
-            signal.sigtimedwait({signal.SIGCHLD}, _LEFT_POLL_SECONDS)
+            self.signals.wait(_PAUSE_SECONDS)
             self._reap()
         return kill_until_gone(
             self._members, patience_seconds=_KILL_PATIENCE_SECONDS, reap=self._reap
         )
 
     def _record(self, state: JobState, code: int, number: int, reason: str) -> None:
-        """Write the end down, with patience: a full disk passes, and the result stays true."""
+        """Write the end down; on a full disk try again until there is room."""
         ended, began = time.time(), time.monotonic()
-        seen, pause = "", _FIRST_RETRY_SECONDS
         while True:
-            cause = self.job.finish(
-                state, ended=ended, exit_code=code, number=number, reason=reason
-            )
-            waited = time.monotonic() - began
-            if not cause:
-                if seen:
-                    _log(f"the job's end was recorded {waited:.0f} s late: {seen}")
+            try:
+                self.job.write(
+                    state=state, ended=ended, exit_code=code, signal=number, reason=reason
+                )
+            except RecordError as error:
+                late = time.monotonic() - began > _RECORD_PATIENCE_SECONDS
+                if late or signal.SIGTERM in self.signals.wait(_RECORD_PAUSE_SECONDS):
+                    sys.exit(f"the end of job {self.job.job_id} ({state}) is not recorded: {error}")
+            else:
                 return
-            if cause != seen:
-                _log(f"the job's end ({state}, {code}:{number}) cannot be recorded: {cause}")
-                seen = cause
-            received = signal.sigtimedwait(_WATCHED, pause)
-            self._reap()
-            told = received is not None and received.si_signo == signal.SIGTERM
-            if told or waited > _RECORD_PATIENCE_SECONDS or not self.job.directory.exists():
-                _log(f"the job's end ({state}, {code}:{number}) was not recorded: {cause}")
-                return
-            pause = min(pause * 2, _LAST_RETRY_SECONDS)
-
-
-def _log(text: str) -> None:
-    """Say something in supervisor.log, which may lie on the very disk that is full."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace"))

@@ -1,12 +1,13 @@
-"""How Slurm's commands are asked: their environment, their patience, what a failure means."""
+"""Run Slurm's commands: their environment, their timeouts, what a failure means."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from hpml_orchestrator.errors import SchedulerUnavailable
-from hpml_orchestrator.scheduler.command import CommandMissing
+from hpml_orchestrator.scheduler.command import CommandMissing, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.messages import (
     NOT_CONFIGURED,
     NOT_CONFIGURED_HINT,
@@ -15,14 +16,17 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     not_configured,
     transport_fault,
 )
+from hpml_orchestrator.scheduler.slurm.parse import parse_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.scheduler.command import Completed, Runner
 
-__all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "reading_environment", "unusable"]
+__all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "slurm_version", "unusable"]
 
+_VERSIONS: WeakKeyDictionary[object, tuple[int, ...]] = WeakKeyDictionary()
+_VERSION_TIMEOUT_SECONDS = 15.0
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
 SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
 
@@ -75,9 +79,36 @@ def unusable(command: str, done: Completed) -> SchedulerUnavailable:
     """Return the error for a command that ended without a usable answer."""
     if not_configured(done.stderr):
         return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
-    words = clean(done.stderr) or f"ended with status {done.returncode}"
+    message = clean(done.stderr) or f"ended with status {done.returncode}"
     if transport_fault(done.stderr):
         hint = _SILENT_HINTS.get(command, SILENT_HINT)
     else:
         hint = hint_for(done.stderr) or _READ_HINT
-    return SchedulerUnavailable(f"{command}: {words}", hint=hint)
+    return SchedulerUnavailable(f"{command}: {message}", hint=hint)
+
+
+def slurm_version(
+    run: Runner, *, env: Mapping[str, str] | None = None, fresh: bool = False
+) -> tuple[int, ...]:
+    """Return the version, such as `(22, 5, 8)`; sbatch is asked once per process.
+
+    Args:
+        run: starts commands; all that start real processes share one answer.
+        env: environment of the command; the process's own when none is given.
+        fresh: ask again.
+
+    Raises:
+        CommandMissing: there is no sbatch.
+        SchedulerUnavailable: it says no version.
+    """
+    key: object = SubprocessRunner if isinstance(run, SubprocessRunner) else run
+    if not fresh and key in _VERSIONS:
+        return _VERSIONS[key]
+    done = ask(run, ["sbatch", "--version"], env=env, timeout=_VERSION_TIMEOUT_SECONDS)
+    if done.returncode != 0:
+        raise unusable("sbatch", done)
+    version = parse_version(done.stdout)
+    if not version:
+        raise SchedulerUnavailable(f"sbatch says no version: {done.stdout.strip()[:60] or '?'}")
+    _VERSIONS[key] = version
+    return version

@@ -1,4 +1,4 @@
-"""Slurm by its command line: sbatch, squeue, sacct, scancel, of 22.05 and later."""
+"""The Slurm backend: sbatch, squeue, sacct and scancel of 22.05 and later."""
 
 from __future__ import annotations
 
@@ -54,20 +54,16 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Completed, Runner
     from hpml_orchestrator.scheduler.model import SubmitRequest
 
-__all__ = ["SBATCH_ERR", "SBATCH_OUT", "PollSchedule", "SlurmScheduler"]
-
-SBATCH_OUT = "sbatch.out"
-SBATCH_ERR = "sbatch.err"
+__all__ = ["PollSchedule", "SlurmScheduler"]
 
 QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
 SUBMIT_TIMEOUT_SECONDS = 300.0
-_TRIES = 3
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
 _CLOCK_SKEW_SECONDS = 600.0
 _EARLIEST = 1_000_000_000
 
-_RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds out, and never submits twice"
+_RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds it, and never submits twice"
 _ACCOUNTING_OFF = "accounting storage is disabled"
 
 
@@ -157,7 +153,7 @@ class SlurmScheduler:
                 raise SchedulerError(
                     str(error), hint="keep the records elsewhere: --records DIR, or $HPML_HOME"
                 ) from error
-        after = ",".join(f"after{one.end}:{one.job_id}" for one in request.after)
+        after = ",".join(f"after{other.end}:{other.job_id}" for other in request.after)
         return [
             "sbatch",
             "--parsable",
@@ -181,7 +177,7 @@ class SlurmScheduler:
             SchedulerUnavailable: no usable answer; a job may exist.
             NotFoundError: there is no such directory.
         """
-        out, err = request.directory / SBATCH_OUT, request.directory / SBATCH_ERR
+        out, err = request.directory / "sbatch.out", request.directory / "sbatch.err"
         self._last = None
         try:
             returncode = self._runner.run_detached(
@@ -199,19 +195,19 @@ class SlurmScheduler:
         job_id = parse_job_id(_read(out))
         if job_id is not None:
             return job_id
-        said = _read(err)
-        words = clean(said) or "without a word"
+        stderr = _read(err)
+        message = clean(stderr) or "no message"
         if returncode < 0:
             raise SchedulerUnavailable(
-                f"sbatch was killed by signal {-returncode}: {words}", hint=_RESUME_HINT
+                f"sbatch was killed by signal {-returncode}: {message}", hint=_RESUME_HINT
             )
-        if returncode == 0 or transport_fault(said) or "sbatch: " not in said:
+        if returncode == 0 or transport_fault(stderr) or "sbatch: " not in stderr:
             raise SchedulerUnavailable(
-                f"sbatch gave no usable answer (status {returncode}): {words}", hint=_RESUME_HINT
+                f"sbatch gave no usable answer (status {returncode}): {message}", hint=_RESUME_HINT
             )
-        if not_configured(said):
+        if not_configured(stderr):
             raise SchedulerError(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
-        raise SchedulerError(f"Slurm refused the job: {words}", hint=hint_for(said))
+        raise SchedulerError(f"Slurm refused the job: {message}", hint=hint_for(stderr))
 
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Return the status of each known job; unknown ids are left out.
@@ -276,7 +272,7 @@ class SlurmScheduler:
         return any(self._is_sbatch_in(os.path.join(self._proc_root, pid), wanted) for pid in pids)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs in one call; those already over, or not known, are passed over in silence.
+        """Cancel jobs in one call; those already over, or unknown, are ignored.
 
         Raises:
             SchedulerError: Slurm refused, for example because the job is another user's.
@@ -287,29 +283,18 @@ class SlurmScheduler:
             done = self._run(["scancel", *chunk])
             if done.returncode == 0 or no_such_job(done.stderr):
                 continue
-            words = clean(done.stderr)
+            message = clean(done.stderr)
             if not_configured(done.stderr):
                 raise unusable("scancel", done)
             if transport_fault(done.stderr) or done.returncode < 0:
                 raise SchedulerUnavailable(
-                    f"scancel gave no usable answer: {words or f'status {done.returncode}'}",
+                    f"scancel gave no usable answer: {message or f'status {done.returncode}'}",
                     hint=SILENT_HINT,
                 )
-            hint = hint_for(done.stderr) or "`hpml status` says what state the job is in"
+            hint = hint_for(done.stderr) or "`hpml status` shows the state of the job"
             if denied(done.stderr):
-                hint = self._whose(chunk)
-            raise SchedulerError(f"Slurm did not cancel: {words}", hint=hint)
-
-    def _whose(self, job_ids: Sequence[str]) -> str:
-        """Return the hint for jobs that this user may not cancel: the names of their owners."""
-        which = f"--jobs={','.join(job_ids)}"
-        told = self._run(["squeue", "--all", "--noheader", which, "--format=%U %u"]).stdout
-        rows = {line.partition(" ")[::2] for line in told.splitlines()}
-        owners = sorted(name for uid, name in rows if uid != str(os.getuid()))
-        return (
-            f"the job belongs to {' and '.join(owners) or 'another user'}: only its owner, or an "
-            "operator or administrator of Slurm, can cancel it"
-        )
+                hint = "another user's job can be cancelled only by its owner or a Slurm operator"
+            raise SchedulerError(f"Slurm did not cancel: {message}", hint=hint)
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""
@@ -384,22 +369,24 @@ class SlurmScheduler:
         so to the next, and somebody waits for the answer.
         """
         delay = 1.0
-        for left in range(_TRIES - 1, -1, -1):
+        for tries_left in (2, 1, 0):
             began = self._clock.monotonic()
+            failure: SchedulerUnavailable | None = None
             try:
                 done = self._run(argv)
+                if done.returncode <= 0 or not transport_fault(done.stderr):
+                    return done
             except CommandMissing:
                 raise
-            except SchedulerUnavailable:
-                if not left or self._clock.monotonic() - began > QUICK_SECONDS:
-                    raise
-            else:
-                last = not left or self._clock.monotonic() - began > QUICK_SECONDS
-                if last or done.returncode <= 0 or not transport_fault(done.stderr):
-                    return done
+            except SchedulerUnavailable as error:
+                failure = error
+            if not tries_left or self._clock.monotonic() - began > QUICK_SECONDS:
+                break
             self._clock.sleep(delay * (1 + self._rng.uniform(-_JITTER, _JITTER)))
             delay *= 2
-        raise AssertionError  # pragma: no cover - the last try returns or raises
+        if failure is not None:
+            raise failure
+        return done
 
     def _run(self, argv: Sequence[str]) -> Completed:
         return ask(self._runner, argv)

@@ -1,18 +1,18 @@
-"""A live Slurm cluster as `cluster.model.Cluster`: limits, partitions, nodes, accounts.
+"""Ask a live Slurm cluster for its limits, partitions, nodes and accounts.
 
 `scontrol` is asked in its text form, which every version has and which has hardly changed; JSON
 came to it with 24.11. The calls run side by side, since each waits 10-20 s for a controller that
-stands still.
+does not answer.
 """
 
 from __future__ import annotations
 
-import getpass
 import grp
 import os
 import pwd
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.cluster import Cluster
@@ -25,23 +25,23 @@ from hpml_orchestrator.scheduler.slurm.records import (
     limits_from,
     node_from,
     parse_associations,
+    parse_config,
     parse_qos,
+    parse_records,
+    parse_tres,
     partition_from,
     reservation_from,
 )
-from hpml_orchestrator.scheduler.slurm.scontrol import parse_config, parse_records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from concurrent.futures import Future
+    from collections.abc import Iterable, Mapping
 
-    from hpml_orchestrator.scheduler.cluster import Limits
     from hpml_orchestrator.scheduler.command import Runner
 
-__all__ = ["groups_of", "read_cluster", "user_name"]
+__all__ = ["groups_of", "read_cluster", "user_name", "with_group_limits"]
 
-_T = TypeVar("_T")
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
+_GROUP_LIMITS_SECONDS = 10.0
 
 
 def read_cluster(
@@ -51,7 +51,7 @@ def read_cluster(
     user: str | None = None,
     groups: Iterable[str] | None = None,
 ) -> Cluster:
-    """Return the cluster as its controller, and its accounting where there is one, tell it.
+    """Return the cluster as its controller, and its accounting where there is one, describe it.
 
     Args:
         run: starts commands.
@@ -60,7 +60,7 @@ def read_cluster(
         groups: that user's groups; looked up when none are given.
 
     Returns:
-        What the user may see; `hidden` tells what not. `associations` and `qos` are None where
+        What the user may see; `hidden` names what not. `associations` and `qos` are None where
         accounting is off, refuses or does not answer.
 
     Raises:
@@ -68,91 +68,110 @@ def read_cluster(
     """
     runner = run or SubprocessRunner()
     user = user_name() if user is None else user
-    groups = groups_of(user) if groups is None else tuple(groups)
 
     def show(kind: str) -> str:
-        # --all: a partition that is hidden, or closed to the user, is one to tell him of.
-        argv = ["scontrol", "--all", "show", kind]
-        done = ask(runner, argv, env=env)
+        # --all: a partition that is hidden, or closed to the user, is one to report.
+        done = ask(runner, ["scontrol", "--all", "show", kind], env=env)
         if done.returncode == 0:
             return done.stdout
         if kind != "config" and denied(done.stderr):
             return ""  # a site that shows its users less (PrivateData); newer ones print nothing
         raise unusable("scontrol", done)
 
-    def account(*words: str) -> str | None:
-        try:
-            argv = ["sacctmgr", "-nP", "show", *words]
-            done = ask(runner, argv, env=env, timeout=_ACCOUNTING_SECONDS)
-        except SchedulerUnavailable:
-            return None
-        return done.stdout if done.returncode == 0 else None
+    def account(*arguments: str) -> str | None:
+        return _account(runner, arguments, env, _ACCOUNTING_SECONDS)
 
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="hpml-slurm") as pool:
         texts = {
             kind: pool.submit(show, kind) for kind in ("config", "partition", "node", "reservation")
         }
         limits = limits_from(parse_config(texts["config"].result()))
-        associations, qos = _accounts(pool, account, limits, user)
+        associations, qos = None, None
+        if limits.accounting:
+            which = [f"name={user}", f"cluster={limits.cluster}", "withassoc"]
+            users = pool.submit(account, "user", "where", *which, f"format={ASSOCIATION_FIELDS}")
+            qos = pool.submit(account, "qos", f"format={QOS_FIELDS}").result()
+            associations = users.result()
         return Cluster(
             limits=limits,
             partitions=tuple(map(partition_from, parse_records(texts["partition"].result()))),
             nodes=tuple(map(node_from, parse_records(texts["node"].result()))),
             reservations=tuple(map(reservation_from, parse_records(texts["reservation"].result()))),
             user=user,
-            groups=groups,
-            associations=_after(
-                associations, lambda text: parse_associations(text, limits.cluster)
+            groups=groups_of(user) if groups is None else tuple(groups),
+            associations=(
+                None if associations is None else parse_associations(associations, limits.cluster)
             ),
-            qos=_after(qos, parse_qos),
+            qos=None if qos is None else parse_qos(qos),
         )
 
 
+def with_group_limits(
+    cluster: Cluster, run: Runner | None = None, *, env: Mapping[str, str] | None = None
+) -> Cluster:
+    """Return the cluster with `group_tres` of its associations as they bind a job.
+
+    sacctmgr shows with a user's association the limits per job that it inherits, but of limits for
+    a group only its own; those of the accounts above hold all the same. Where accounting does not
+    answer, or limits are not enforced, the cluster is returned as it is.
+    """
+    if not cluster.associations or not {"limits", "safe"} & cluster.limits.accounting_enforce:
+        return cluster
+    which = ["associations", "where", f"cluster={cluster.limits.cluster}", "user="]
+    arguments = [*which, "format=account,parentname,grptres"]
+    text = _account(run or SubprocessRunner(), arguments, env, _GROUP_LIMITS_SECONDS)
+    rows = [line.split("|") for line in (text or "").splitlines() if line.count("|") == 2]  # noqa: PLR2004
+    parents = {
+        account.strip(): (parent.strip(), parse_tres(tres)) for account, parent, tres in rows
+    }
+
+    def smallest(account: str, own: Mapping[str, int]) -> dict[str, int]:
+        """Return the smallest of each limit from an association up to the root."""
+        limits = dict(own)
+        left = dict(parents)
+        while account in left:
+            account, tres = left.pop(account)
+            limits |= {name: min(most, limits.get(name, most)) for name, most in tres.items()}
+        return limits
+
+    associations = tuple(
+        replace(association, group_tres=smallest(association.account, association.group_tres))
+        for association in cluster.associations
+    )
+    return replace(cluster, associations=associations)
+
+
+def _account(
+    run: Runner, arguments: Iterable[str], env: Mapping[str, str] | None, timeout: float
+) -> str | None:
+    """Return what `sacctmgr show` prints; None where accounting refuses or does not answer."""
+    try:
+        done = ask(run, ["sacctmgr", "-nP", "show", *arguments], env=env, timeout=timeout)
+    except SchedulerUnavailable:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 def user_name() -> str:
-    """Return the name of who runs this; the number where nobody knows a name."""
+    """Return the name of who runs this; the number where no name is known."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        try:
-            return getpass.getuser()
-        except (KeyError, OSError):
-            return str(os.getuid())
+        return os.environ.get("USER", str(os.getuid()))
 
 
 def groups_of(user: str) -> tuple[str, ...]:
-    """Return the names of a user's groups, the main one first; numbers that have none are left out.
-
-    Empty for a user whom this machine does not know.
-    """
+    """Return the names of a user's groups, the main one first; empty for an unknown user."""
     try:
-        entry = pwd.getpwnam(user)
-        numbers = os.getgrouplist(user, entry.pw_gid)
+        main = pwd.getpwnam(user).pw_gid
+        numbers = dict.fromkeys([main, *os.getgrouplist(user, main)])
     except (KeyError, OSError):
         return ()
-    found = []
-    for number in dict.fromkeys([entry.pw_gid, *numbers]):
-        try:
-            found.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            continue
-    return tuple(found)
+    return tuple(filter(None, map(_group_name, numbers)))
 
 
-def _accounts(
-    pool: ThreadPoolExecutor,
-    account: Callable[..., str | None],
-    limits: Limits,
-    user: str,
-) -> tuple[Future[str | None] | None, Future[str | None] | None]:
-    if not limits.accounting:
-        return None, None
-    which = [f"name={user}", f"cluster={limits.cluster}", "withassoc"]
-    return (
-        pool.submit(account, "user", "where", *which, f"format={ASSOCIATION_FIELDS}"),
-        pool.submit(account, "qos", f"format={QOS_FIELDS}"),
-    )
-
-
-def _after(answer: Future[str | None] | None, read: Callable[[str], _T]) -> _T | None:
-    text = answer.result() if answer else None
-    return None if text is None else read(text)
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return ""

@@ -1,4 +1,4 @@
-"""What Slurm's complaints mean: refused for certain, or nobody knows."""
+"""What Slurm's error messages mean: refused for certain, or not certain."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class OptionTable:
         known = self.values | self.optional | self.flags
         if name in known:
             return name
-        fits = {one for one in known if one.startswith(name)}
-        fits |= {full for one, full in self.aliases.items() if one.startswith(name)}
+        fits = {full for full in known if full.startswith(name)}
+        fits |= {full for alias, full in self.aliases.items() if alias.startswith(name)}
         return fits.pop() if len(fits) == 1 else None
 
 
@@ -253,46 +253,22 @@ _COMMON_FLAGS = """
     consolidate-segments contiguous help hold overcommit oversubscribe quiet reboot spread-job
     spread-segments stepmgr test-only usage use-min-nodes verbose version
 """
-_COMMON_SHORT = {
-    "A": "account",
-    "a": "array",
-    "B": "extra-node-info",
-    "b": "begin",
-    "C": "constraint",
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "d": "dependency",
-    "e": "error",
-    "F": "nodefile",
-    "G": "gpus",
-    "H": "hold",
-    "h": "help",
-    "i": "input",
-    "J": "job-name",
-    "k": "no-kill",
-    "L": "licenses",
-    "M": "clusters",
-    "m": "distribution",
-    "N": "nodes",
-    "n": "ntasks",
-    "O": "overcommit",
-    "o": "output",
-    "p": "partition",
-    "Q": "quiet",
-    "q": "qos",
-    "S": "core-spec",
-    "s": "oversubscribe",
-    "t": "time",
-    "V": "version",
-    "v": "verbose",
-    "W": "wait",
-    "w": "nodelist",
-    "x": "exclude",
-}
+_COMMON_SHORT = """
+    A=account a=array B=extra-node-info b=begin C=constraint c=cpus-per-task D=chdir
+    d=dependency e=error F=nodefile G=gpus H=hold h=help i=input J=job-name k=no-kill
+    L=licenses M=clusters m=distribution N=nodes n=ntasks O=overcommit o=output p=partition
+    Q=quiet q=qos S=core-spec s=oversubscribe t=time V=version v=verbose W=wait w=nodelist
+    x=exclude
+"""
 _ALIASES = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node"}
 
+
+def _letters(table: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in table.split())
+
+
 SBATCH = OptionTable(
-    short=_COMMON_SHORT,
+    short=_letters(_COMMON_SHORT),
     values=frozenset(
         f"{_COMMON_VALUES} export-file kill-on-invalid-dep wait-all-nodes wrap".split()
     ),
@@ -310,17 +286,12 @@ SBATCH = OptionTable(
 
 SRUN = OptionTable(
     short={
-        **{letter: name for letter, name in _COMMON_SHORT.items() if letter not in "abF"},
-        "b": "begin",
-        "E": "preserve-env",
-        "I": "immediate",
-        "K": "kill-on-bad-exit",
-        "l": "label",
-        "r": "relative",
-        "T": "threads",
-        "u": "unbuffered",
-        "X": "disable-status",
-        "Z": "no-allocate",
+        letter: name
+        for letter, name in _letters(
+            f"{_COMMON_SHORT} E=preserve-env I=immediate K=kill-on-bad-exit l=label r=relative "
+            "T=threads u=unbuffered X=disable-status Z=no-allocate"
+        ).items()
+        if letter not in "aF"
     },
     values=frozenset(
         f"{_COMMON_VALUES} accel-bind bcast-exclude cpu-bind epilog het-group ignore-signals "

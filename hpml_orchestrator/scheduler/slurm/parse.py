@@ -1,4 +1,4 @@
-r"""What Slurm's commands print, as records; pure text in, plain values out.
+r"""What squeue, sacct and sbatch print, as job statuses; pure functions.
 
 One row of squeue and of sacct has the same twelve columns, in this order:
 
@@ -18,13 +18,13 @@ ISO 8601 in local time. Exit codes are `3:0` (code:signal) from sacct, and the p
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.scheduler.arrays import covers
-from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.model import JobStatus, representative
 from hpml_orchestrator.scheduler.slurm.states import parse_state
+from hpml_orchestrator.spec.array import covers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,13 +36,13 @@ __all__ = [
     "Row",
     "escape_output",
     "escape_task_output",
-    "make_status",
     "match",
     "parse_exit",
     "parse_job_id",
     "parse_sacct",
     "parse_squeue",
     "parse_time",
+    "parse_version",
     "valid_id",
 ]
 
@@ -150,7 +150,7 @@ def parse_job_id(text: str) -> str | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Return seconds since the epoch, or None for Slurm's many words for nothing.
+    """Return seconds since the epoch; None for Slurm's many words for nothing.
 
     >>> parse_time("1795217201")
     1795217201.0
@@ -186,6 +186,16 @@ def parse_exit(text: str) -> tuple[int, int] | None:
     return (0, signal) if signal else (status >> _CODE_SHIFT, 0)
 
 
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the version in such as `slurm-wlm 22.05.8` or `26.05.0-0rc1`; () where there is none.
+
+    >>> parse_version("slurm 24.11.5-1.el9")
+    (24, 11, 5)
+    """
+    match = re.search(r"\d{2}\.\d{1,2}(?:\.\d{1,4})?", text, re.ASCII)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
 def parse_squeue(text: str) -> list[Row]:
     """Return the rows of `squeue --Format=SQUEUE_FORMAT`; what is no row is left out."""
     rows = (_row(record.lstrip("\r\n"), restarts=True) for record in text.split(RECORD))
@@ -200,61 +210,10 @@ def parse_sacct(text: str) -> list[Row]:
     return [row for row in rows if row]
 
 
-def make_status(
-    job_id: str,
-    raw_state: str,
-    *,
-    reason: str = "",
-    code: tuple[int, int] | None = None,
-    nodes: str = "",
-    submitted: float | None = None,
-    started: float | None = None,
-    ended: float | None = None,
-    restarts: int = 0,
-    name: str = "",
-    directory: str = "",
-) -> JobStatus:
-    """Return a status of what Slurm says, without what has not come true yet.
-
-    Args:
-        job_id: as Slurm shows it.
-        raw_state: Slurm's own word.
-        reason: or a word for none.
-        code: exit code and signal; ignored while the job is not over.
-        nodes: or a word for none.
-        submitted: seconds since the epoch.
-        started: a prediction until it has come true.
-        ended: a prediction until it has come true.
-        restarts: how often it was requeued.
-        name: the job's name.
-        directory: its working directory.
-    """
-    state = parse_state(raw_state)
-    nodes = _text(nodes)
-    code = code if state.over else None
-    return JobStatus(
-        job_id=job_id,
-        state=state,
-        raw_state=raw_state,
-        reason=_text(reason),
-        exit_code=code[0] if code else None,
-        signal=code[1] if code else 0,
-        nodes=nodes,
-        submitted=submitted,
-        # A job cancelled while it waited has a start, but no nodes.
-        started=started if nodes and not state.waiting else None,
-        ended=ended if state.over else None,
-        restarts=restarts,
-        name=name,
-        directory=directory,
-    )
-
-
 def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     """Return the status of each id that was asked for, as far as the rows know it.
 
-    An array's own id gets the status of the task that says most: one that runs, else one that
-    waits, else one that did not end well.
+    An array's own id gets the `representative` status of its tasks.
     """
     by_id: dict[str, list[Row]] = {}
     several: dict[str, list[Row]] = {}
@@ -270,16 +229,8 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
             row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
         ]
         if known:
-            telling = min(known, key=_rank)
-            found[job_id] = replace(telling.status, job_id=job_id)
+            found[job_id] = representative(job_id, [row.status for row in known])
     return found
-
-
-def _rank(row: Row) -> int:
-    state = row.status.state
-    if state.over:
-        return 3 if state is JobState.COMPLETED else 2
-    return 1 if state.waiting else 0
 
 
 def _base(job_id: str) -> str:
@@ -291,15 +242,21 @@ def _row(text: str, *, restarts: bool) -> Row | None:
     if len(fields) != len(_SQUEUE_FIELDS) or not _number(fields[0].strip()):
         return None
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
-    status = make_status(
-        shown_id,
-        raw_state,
-        reason=fields[9],
-        code=parse_exit(fields[3]),
-        nodes=fields[8],
+    state, nodes = parse_state(raw_state), _text(fields[8])
+    code, signal = parse_exit(fields[3]) or (None, 0)
+    # The exit code, start and end of a job that is not over are predictions. One that was
+    # cancelled while it waited has a start, but no nodes.
+    status = JobStatus(
+        job_id=shown_id,
+        state=state,
+        raw_state=raw_state,
+        reason=_text(fields[9]),
+        exit_code=code if state.over else None,
+        signal=signal if state.over else 0,
+        nodes=nodes,
         submitted=parse_time(fields[5]),
-        started=parse_time(fields[6]),
-        ended=parse_time(fields[7]),
+        started=parse_time(fields[6]) if nodes and not state.waiting else None,
+        ended=parse_time(fields[7]) if state.over else None,
         restarts=int(count) if restarts and _number(count) else 0,
         name=fields[10],
         directory=fields[11],

@@ -1,4 +1,18 @@
-"""From `scontrol`'s and `sacctmgr`'s text to the records of `cluster.model`; pure functions."""
+r"""What `scontrol show` and `sacctmgr show` print, as the records of `scheduler.cluster`.
+
+    NodeName=node1 Arch=x86_64 CoresPerSocket=8        a record begins in the first column
+       CPUAlloc=2 CPUEfctv=16 CPUTot=16                 more fields of it
+       OS=Linux 6.1.0 #1 SMP                            free text takes the rest of its line
+    Name = value                                        `scontrol show config`
+
+    memory      62.50G  1000M  16000 (MiB)  1000Mc  1000Mn  16?
+    TRES        cpu=16,mem=62.50G,node=1,gres/gpu=4,gres/gpu:a100=4
+    GRES        gpu:a100:4(S:0-1),gpu:1g.10gb:7(IDX:0,2-6),craynetwork:no_consume:4K
+    state       IDLE+DRAIN  DOWN*  idle~  MIXED+CLOUD+POWERING_UP#
+
+Pure functions. Slurm's many words for "nothing" and "no limit" are None, or left out; so is what
+cannot be read: a word that a later version invents stops no reader.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +22,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.cluster import (
     Association,
+    Gres,
     Limits,
     Node,
     Partition,
@@ -15,32 +30,26 @@ from hpml_orchestrator.scheduler.cluster import (
     Reservation,
 )
 from hpml_orchestrator.scheduler.nodelist import expand
-from hpml_orchestrator.scheduler.slurm.parse import parse_time
-from hpml_orchestrator.scheduler.slurm.values import (
-    names,
-    node_states,
-    parse_count,
-    parse_duration,
-    parse_gres,
-    parse_memory,
-    parse_tres,
-    parse_version,
-    plain,
-)
+from hpml_orchestrator.scheduler.slurm.parse import parse_time, parse_version
+from hpml_orchestrator.spec.values import parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hpml_orchestrator.scheduler.slurm.scontrol import Record
-
 __all__ = [
     "ASSOCIATION_FIELDS",
     "QOS_FIELDS",
-    "expand_known",
     "limits_from",
     "node_from",
+    "node_states",
     "parse_associations",
+    "parse_config",
+    "parse_count",
+    "parse_gres",
+    "parse_memory",
     "parse_qos",
+    "parse_records",
+    "parse_tres",
     "partition_from",
     "reservation_from",
 ]
@@ -49,54 +58,120 @@ ASSOCIATION_FIELDS = (
     "defaultaccount,cluster,account,partition,qos,defaultqos,maxwall,maxsubmit,"
     "maxtres,maxtrespernode,grptres"
 )
-"""For `sacctmgr show user … withassoc format=…`, which alone also tells the default account."""
+"""For `sacctmgr show user … withassoc format=…`, which alone also shows the default account."""
 
 QOS_FIELDS = (
     "name,flags,maxwall,maxsubmitjobsperuser,mintres,maxtres,maxtrespernode,maxtresperuser,grptres"
 )
 """For `sacctmgr show qos format=…`."""
 
-_SCRIPT_SIZE = re.compile(r"(?:^|,)max_script_size=(\d{1,12})(?:,|$)", re.ASCII)
-_UNIQUE = Limits()
+_START = re.compile(r"(?:NodeName|PartitionName|ReservationName)=", re.ASCII)
+_KEY = re.compile(r"(?:(?<=\s)|^)([A-Za-z][A-Za-z0-9_/:.\-\[\]]*)=", re.ASCII)
+_FREE_TEXT = frozenset({"OS", "Reason", "Comment", "Extra"})  # each begins its line
+_NOTHING = frozenset(
+    "(null) null none n/a n/s unknown unlimited infinite infinity invalid not_set partition_limit "
+    "-1 notset".split()
+)
+_UNSET = 2**63  # NO_VAL64 and INFINITE64 lie just below 2**64; NO_VAL and INFINITE below 2**32
+_UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([KMGTPE]?)(?:i?B)?[cn?]?", re.ASCII | re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+_MARKS = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+_DEFAULTS = Limits()
 
 
-def limits_from(config: Mapping[str, str]) -> Limits:
+class Fields(dict[str, str]):
+    """Values by name, as printed; a name that is missing has an empty value."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+def parse_records(text: str) -> list[Fields]:
+    """Return the records of `scontrol show node` and its like; what is no record is left out."""
+    records: list[Fields] = []
+    last = ""
+    for line in text.splitlines():
+        if _START.match(line):
+            records.append(Fields())
+        elif not records or not line.strip():
+            continue
+        elif not line[0].isspace() or not _KEY.match(line.lstrip()):
+            if last:  # the free text above goes on
+                records[-1][last] += f"\n{line.strip()}"
+            continue
+        for name, value in _pairs(line.strip()):
+            records[-1].setdefault(name, value)
+            last = name
+    return records
+
+
+def _pairs(line: str) -> Iterator[tuple[str, str]]:
+    match = _KEY.match(line)
+    while match:
+        free = match[1] in _FREE_TEXT and match.start() == 0
+        following = None if free else _KEY.search(line, match.end())
+        yield match[1], line[match.end() : following.start() if following else len(line)].strip()
+        match = following
+
+
+def parse_config(text: str) -> Fields:
+    r"""Return the values of `scontrol show config`; the first, where a name comes twice.
+
+    >>> parse_config("Configuration data as of now\nMaxArraySize    = 1001\n")
+    {'MaxArraySize': '1001'}
+    """
+    config = Fields()
+    for line in text.splitlines():
+        name, equals, value = line.partition("=")
+        name = name.strip()
+        if equals and name and not re.search(r"\s", name):
+            config.setdefault(name, value.strip())
+    return config
+
+
+def limits_from(config: Fields) -> Limits:
     """Return what holds everywhere, from `scontrol show config`."""
-    chosen = config.get("SelectType", "")
-    script = _SCRIPT_SIZE.search(config.get("SchedulerParameters", ""))
-    enforce = config.get("EnforcePartLimits", "").upper()
-    accounting = config.get("AccountingStorageType", "").endswith("slurmdbd")
-    enforced = (word.lower() for word in names(config.get("AccountingStorageEnforce", "")))
+    script = re.search(r"\bmax_script_size=(\d{1,12})\b", config["SchedulerParameters"], re.ASCII)
+    enforce = config["EnforcePartLimits"].upper()
     return Limits(
-        version=parse_version(config.get("SLURM_VERSION", "")),
-        cluster=plain(config.get("ClusterName", "")),
-        max_array_size=_or(parse_count(config.get("MaxArraySize", "")), _UNIQUE.max_array_size),
-        max_script_bytes=int(script[1]) if script else _UNIQUE.max_script_bytes,
-        max_tasks_per_node=_or(
-            parse_count(config.get("MaxTasksPerNode", "")), _UNIQUE.max_tasks_per_node
-        ),
+        version=parse_version(config["SLURM_VERSION"]),
+        cluster=_plain(config["ClusterName"]),
+        max_array_size=parse_count(config["MaxArraySize"]) or _DEFAULTS.max_array_size,
+        max_script_bytes=int(script[1]) if script else _DEFAULTS.max_script_bytes,
+        max_tasks_per_node=parse_count(config["MaxTasksPerNode"]) or _DEFAULTS.max_tasks_per_node,
         enforce_partition_limits={"YES": "ALL", "": "NO"}.get(enforce, enforce),
-        accounting=accounting,
-        accounting_enforce=frozenset(enforced),
-        memory_consumable="MEMORY" in config.get("SelectTypeParameters", "").upper(),
-        whole_nodes=chosen.endswith("linear"),
-        default_memory_per_node_mib=_limit(config.get("DefMemPerNode", "")),
-        default_memory_per_cpu_mib=_limit(config.get("DefMemPerCPU", "")),
-        max_memory_per_node_mib=_limit(config.get("MaxMemPerNode", "")),
-        max_memory_per_cpu_mib=_limit(config.get("MaxMemPerCPU", "")),
-        tmp_fs=plain(config.get("TmpFS", "")) or _UNIQUE.tmp_fs,
-        gres_names=names(config.get("GresTypes", "")),
-        submit_plugins=names(config.get("JobSubmitPlugins", "")),
+        accounting=config["AccountingStorageType"].endswith("slurmdbd"),
+        accounting_enforce=frozenset(_names(config["AccountingStorageEnforce"].lower())),
+        memory_consumable="MEMORY" in config["SelectTypeParameters"].upper(),
+        whole_nodes=config["SelectType"].endswith("linear"),
+        default_memory_per_node_mib=_limit(config["DefMemPerNode"]),
+        default_memory_per_cpu_mib=_limit(config["DefMemPerCPU"]),
+        max_memory_per_node_mib=_limit(config["MaxMemPerNode"]),
+        max_memory_per_cpu_mib=_limit(config["MaxMemPerCPU"]),
+        tmp_fs=_plain(config["TmpFS"]) or _DEFAULTS.tmp_fs,
+        gres_names=_names(config["GresTypes"]),
+        submit_plugins=_names(config["JobSubmitPlugins"]),
     )
 
 
-def partition_from(record: Record) -> Partition:
+def partition_from(record: Fields) -> Partition:
     """Return one partition of `scontrol show partition`."""
     return Partition(
         name=record["PartitionName"],
         state=record["State"].upper() or "UP",
         default=_yes(record["Default"]),
-        nodes=expand_known(record["Nodes"]),
+        nodes=_nodes(record["Nodes"]),
         total_nodes=parse_count(record["TotalNodes"]) or 0,
         total_cpus=parse_count(record["TotalCPUs"]) or 0,
         max_seconds=_seconds(record["MaxTime"]),
@@ -109,47 +184,46 @@ def partition_from(record: Record) -> Partition:
         default_memory_per_node_mib=_limit(record["DefMemPerNode"]),
         default_memory_per_cpu_mib=_limit(record["DefMemPerCPU"]),
         allow_accounts=_allowed(record["AllowAccounts"]),
-        deny_accounts=names(record["DenyAccounts"]),
+        deny_accounts=_names(record["DenyAccounts"]),
         allow_qos=_allowed(record["AllowQos"]),
-        deny_qos=names(record["DenyQos"]),
+        deny_qos=_names(record["DenyQos"]),
         allow_groups=_allowed(record["AllowGroups"]),
         exclusive=record["OverSubscribe"].upper().startswith("EXCLUSIVE"),
-        qos=plain(record["QoS"]),
+        qos=_plain(record["QoS"]),
         root_only=_yes(record["RootOnly"]),
         reservation_only=_yes(record["ReqResv"]),
     )
 
 
-def node_from(record: Record) -> Node:
+def node_from(record: Fields) -> Node:
     """Return one node of `scontrol show node`."""
-    # Versions before 21.08 do not tell how many CPUs are left beside specialised ones.
-    cpus = parse_count(record["CPUEfctv"]) or parse_count(record["CPUTot"]) or 1
     memory = (parse_memory(record["RealMemory"]) or 1) - (parse_memory(record["MemSpecLimit"]) or 0)
     return Node(
         name=record["NodeName"],
         states=node_states(record["State"]),
-        partitions=names(record["Partitions"]),
+        partitions=_names(record["Partitions"]),
         sockets=parse_count(record["Sockets"]) or 1,
         cores_per_socket=parse_count(record["CoresPerSocket"]) or 1,
         threads_per_core=parse_count(record["ThreadsPerCore"]) or 1,
-        cpus=cpus,
+        # Versions before 21.08 do not show how many CPUs are left beside specialised ones.
+        cpus=parse_count(record["CPUEfctv"]) or parse_count(record["CPUTot"]) or 1,
         memory_mib=max(memory, 1),
         tmp_disk_mib=parse_memory(record["TmpDisk"]) or 0,
         gres=parse_gres(record["Gres"]),
-        features=frozenset(names(record["AvailableFeatures"])),
-        reason=_reason(record["Reason"]),
+        features=frozenset(_names(record["AvailableFeatures"])),
+        # without who gave the reason and when: `bad disk [root@2026-11-20T19:45:34]`
+        reason=re.sub(r"\s*\[[^\[\]@]*@[^\[\]]*\]$", "", _plain(record["Reason"])),
     )
 
 
-def reservation_from(record: Record) -> Reservation:
+def reservation_from(record: Fields) -> Reservation:
     """Return one reservation of `scontrol show reservation`."""
-    users, accounts = names(record["Users"]), names(record["Accounts"])
     return Reservation(
         name=record["ReservationName"],
-        users=users or None,
-        accounts=accounts or None,
-        partition=plain(record["PartitionName"]),
-        nodes=expand_known(record["Nodes"]),
+        users=_names(record["Users"]) or None,
+        accounts=_names(record["Accounts"]) or None,
+        partition=_plain(record["PartitionName"]),
+        nodes=_nodes(record["Nodes"]),
         started=parse_time(record["StartTime"]),
         ended=parse_time(record["EndTime"]),
     )
@@ -157,26 +231,23 @@ def reservation_from(record: Record) -> Reservation:
 
 def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
     """Return a user's associations on one cluster; see `ASSOCIATION_FIELDS`."""
-    found = []
-    for row in _rows(text, ASSOCIATION_FIELDS):
-        if not row["account"] or row["cluster"] not in ("", cluster):
-            continue
-        found.append(
-            Association(
-                account=row["account"],
-                partition=row["partition"],
-                default=row["account"] == row["defaultaccount"],
-                # A sign says that the name was added to, or taken from, what the account has.
-                qos=tuple(name.lstrip("+") for name in names(row["qos"]) if name[0] != "-"),
-                default_qos=row["defaultqos"],
-                max_seconds=_seconds(row["maxwall"]),
-                max_submit_jobs=parse_count(row["maxsubmit"]),
-                max_tres_per_job=parse_tres(row["maxtres"]),
-                max_tres_per_node=parse_tres(row["maxtrespernode"]),
-                group_tres=parse_tres(row["grptres"]),
-            )
+    return tuple(
+        Association(
+            account=row["account"],
+            partition=row["partition"],
+            default=row["account"] == row["defaultaccount"],
+            # A sign says that the name was added to, or taken from, what the account has.
+            qos=tuple(name.lstrip("+") for name in _names(row["qos"]) if name[0] != "-"),
+            default_qos=row["defaultqos"],
+            max_seconds=_seconds(row["maxwall"]),
+            max_submit_jobs=parse_count(row["maxsubmit"]),
+            max_tres_per_job=parse_tres(row["maxtres"]),
+            max_tres_per_node=parse_tres(row["maxtrespernode"]),
+            group_tres=parse_tres(row["grptres"]),
         )
-    return tuple(found)
+        for row in _rows(text, ASSOCIATION_FIELDS)
+        if row["account"] and row["cluster"] in ("", cluster)
+    )
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:
@@ -184,7 +255,7 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
     return tuple(
         Qos(
             name=row["name"],
-            flags=frozenset(names(row["flags"])),
+            flags=frozenset(_names(row["flags"])),
             max_seconds=_seconds(row["maxwall"]),
             max_submit_jobs_per_user=parse_count(row["maxsubmitjobsperuser"]),
             min_tres_per_job=parse_tres(row["mintres"]),
@@ -198,15 +269,7 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
     )
 
 
-def expand_known(text: str) -> tuple[str, ...]:
-    """Return the names in Slurm's own list of nodes; none where it is none."""
-    try:
-        return expand(plain(text))
-    except InputError:
-        return ()
-
-
-def _rows(text: str, fields: str) -> Iterator[dict[str, str]]:
+def _rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
     wanted = fields.split(",")
     for line in text.splitlines():
         values = line.split("|")
@@ -214,14 +277,98 @@ def _rows(text: str, fields: str) -> Iterator[dict[str, str]]:
             yield dict(zip(wanted, (value.strip() for value in values), strict=True))
 
 
-def _reason(text: str) -> str:
-    """The reason without who gave it and when: `bad disk [root@2026-11-20T19:45:34]`."""
-    return re.sub(r"\s*\[[^\[\]@]*@[^\[\]]*\]$", "", plain(text))
+def parse_count(text: str) -> int | None:
+    """Return a number, None for no limit and for what is no number; K is 1024.
+
+    >>> parse_count("4K"), parse_count("UNLIMITED"), parse_count("4294967295")
+    (4096, None, None)
+    """
+    return _number(text, "")
+
+
+def parse_memory(text: str) -> int | None:
+    """Return MiB of a size; None for no limit and for what is no size.
+
+    >>> parse_memory("62.50G"), parse_memory("1000Mc"), parse_memory("16000")
+    (64000, 1000, 16000)
+    """
+    size = _number(text, "M")
+    return None if size is None else size // 1024**2
+
+
+def _number(text: str, unit: str) -> int | None:
+    match = _SIZE.fullmatch(text.strip())
+    if not match or float(match[1]) >= _UNSET or int(float(match[1])) in _UNSET_32:
+        return None
+    return int(float(match[1]) * 1024 ** _POWERS[(match[2] or unit).upper()])
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """Return counts by kind, memory in MiB; what has no limit, or no number, is left out.
+
+    >>> parse_tres("cpu=16,mem=62.50G,gres/gpu:a100=4")
+    {'cpu': 16, 'mem': 64000, 'gres/gpu:a100': 4}
+    """
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        kind, _, value = part.strip().rpartition("=")
+        count = parse_memory(value) if kind == "mem" else parse_count(value)
+        if kind and count is not None:
+            counts[kind] = count
+    return counts
+
+
+def parse_gres(text: str) -> tuple[Gres, ...]:
+    """Return generic resources of one node; what is configured twice is added up.
+
+    >>> parse_gres("gpu:a100:4(S:0-1),gpu:2")
+    (Gres(name='gpu', kind='a100', count=4), Gres(name='gpu', kind='', count=2))
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for part in re.sub(r"\([^)]*\)?", "", text).split(","):
+        name, *rest = part.strip().removeprefix("gres/").split(":")
+        if not _plain(name):
+            continue
+        rest = [word for word in rest if word != "no_consume"]
+        count = parse_count(rest[-1]) if rest else None
+        kind = ":".join(rest if count is None else rest[:-1])
+        counts[name, kind] = counts.get((name, kind), 0) + (1 if count is None else count)
+    return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())
+
+
+def node_states(text: str) -> frozenset[str]:
+    """Return base state and flags of a node, upper case; its marks as the flags they stand for.
+
+    >>> sorted(node_states("DOWN*+CLOUD")), sorted(node_states("idle~"))
+    (['CLOUD', 'DOWN', 'NOT_RESPONDING'], ['IDLE', 'POWERED_DOWN'])
+    """
+    states: set[str] = set()
+    for part in re.split(r"[+,\s]+", text.strip().upper()):
+        state = part.rstrip("".join(_MARKS))
+        states |= {_MARKS[mark] for mark in part[len(state) :]} | {state}
+    return frozenset(states - {""})
+
+
+def _plain(text: str) -> str:
+    """Return the text, empty where it is one of Slurm's words for nothing."""
+    text = text.strip()
+    return "" if text.lower() in _NOTHING else text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in _plain(text).split(",") if name.strip())
+
+
+def _nodes(text: str) -> tuple[str, ...]:
+    try:
+        return expand(_plain(text))
+    except InputError:
+        return ()
 
 
 def _allowed(text: str) -> tuple[str, ...] | None:
     # A list of denied names takes the place of the list of allowed ones.
-    return None if text.upper() == "ALL" else names(text) or None
+    return None if text.upper() == "ALL" else _names(text) or None
 
 
 def _yes(text: str) -> bool:
@@ -229,14 +376,12 @@ def _yes(text: str) -> bool:
 
 
 def _seconds(text: str) -> int | None:
-    seconds = parse_duration(text)
-    return None if seconds is None else int(seconds)
+    try:
+        return parse_time_limit(text)
+    except ValueError:
+        return None
 
 
 def _limit(text: str) -> int | None:
     """Memory; 0 stands for no limit in some forms."""
     return parse_memory(text) or None
-
-
-def _or(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value

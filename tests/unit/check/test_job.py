@@ -23,8 +23,7 @@ from hpml_orchestrator.check.records import check_records, one_machine
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.packing.claim import Claim
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
-from hpml_orchestrator.scheduler.local.arrays import MAX_TASKS
-from hpml_orchestrator.scheduler.local.resources import Machine
+from hpml_orchestrator.scheduler.local.resources import MAX_TASKS, Machine
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.testing import FakeRunner
 

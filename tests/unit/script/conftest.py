@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.scheduler import local
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.spec import ResolvedJob, load_job
 
@@ -22,6 +23,9 @@ import json, os, sys
 with open(os.environ["RECORD_TO"], "w") as stream:
     json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}, stream)
 """
+
+
+SRUN = Path(local.__file__).with_name("srun.py")
 
 
 class Sandbox:
@@ -35,9 +39,7 @@ class Sandbox:
         self.bin = root / "bin"
         self.bin.mkdir()
         srun = self.bin / "srun"
-        srun.write_text(
-            f'#!/bin/sh\nexec {sys.executable} -I -S "{self.submission}/hpml-node.pyz" srun "$@"\n'
-        )
+        srun.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "{SRUN}" "$@"\n')
         srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
         (root / "recorder.py").write_text(RECORDER)
         self.count = 0

@@ -38,6 +38,9 @@ NO_CONFIGURATION = Completed(
 DBD_DOWN = Completed(1, "", "sacct: error: Problem talking to the database: Connection refused\n")
 
 
+HANGS = SchedulerUnavailable("squeue gave no answer in 60 s")
+
+
 def slurm(
     runner: FakeRunner, clock: FakeClock | None = None, proc_root: str = "/proc"
 ) -> SlurmScheduler:
@@ -55,15 +58,10 @@ def sbatch(tmp_path: Path, answer: Completed | BaseException) -> str:
     return slurm(FakeRunner({"sbatch": [answer]})).submit(request_in(tmp_path))
 
 
-def test_is_a_scheduler() -> None:
-    """It has everything that the Protocol asks for."""
-    scheduler: Scheduler = SlurmScheduler()
-    assert scheduler.name == "slurm"
-
-
 def test_arguments(tmp_path: Path) -> None:
     """Sbatch gets one argument per value, as it is."""
-    assert SlurmScheduler().arguments(request_in(tmp_path)) == [
+    scheduler: Scheduler = SlurmScheduler()
+    assert scheduler.arguments(request_in(tmp_path)) == [
         "sbatch",
         "--parsable",
         f"--chdir={tmp_path}",
@@ -75,22 +73,16 @@ def test_arguments(tmp_path: Path) -> None:
     ]
 
 
-def test_dependencies_are_arguments(tmp_path: Path) -> None:
-    """All jobs have to end as wanted; one that does not leaves no job that waits for ever."""
+def test_dependencies_and_arrays_are_arguments(tmp_path: Path) -> None:
+    """`%a` stands in the name of a task's output; a percent sign of the user's own stays one."""
     after = (Dependency("12_3", "ok"), Dependency("7", "notok"))
-    arguments = SlurmScheduler().arguments(replace(request_in(tmp_path), after=after))
+    request = replace(request_in(tmp_path), directory=tmp_path / "100%", array=True, after=after)
+    arguments = slurm(FakeRunner({})).arguments(request)
     assert "--dependency=afterok:12_3,afternotok:7" in arguments
     assert "--kill-on-invalid-dep=yes" in arguments
-
-
-def test_each_task_has_an_output_of_its_own(tmp_path: Path) -> None:
-    """`%a` stands in the file's name; a percent sign of the user's own stays one."""
-    request = replace(request_in(tmp_path), directory=tmp_path / "100%", array=True)
-    assert f"--output={tmp_path}/100%%/output/%a.log" in slurm(FakeRunner({})).arguments(request)
-    assert request.task_output(7) == tmp_path / "100%" / "output" / "7.log"
-    backslash = replace(request, directory=tmp_path / "a\\b")
+    assert f"--output={tmp_path}/100%%/output/%a.log" in arguments
     with pytest.raises(SchedulerError, match="backslash"):
-        slurm(FakeRunner({})).arguments(backslash)
+        slurm(FakeRunner({})).arguments(replace(request, directory=tmp_path / "a\\b"))
 
 
 def test_the_tasks_of_an_array_are_one_question() -> None:
@@ -133,6 +125,8 @@ def test_submit(tmp_path: Path) -> None:
     assert runner.calls[0].env == {"PATH": "/bin", "HPML_X": "1"}
     assert runner.calls[0].cwd == tmp_path
     assert (tmp_path / "sbatch.out").read_text() == "4711;box\n"
+    # an id counts more than the status
+    assert sbatch(tmp_path, Completed(1, "12\n", "sbatch: error: whatever\n")) == "12"
 
 
 def test_refused(tmp_path: Path) -> None:
@@ -170,11 +164,6 @@ def test_no_usable_answer(tmp_path: Path, answer: Completed | BaseException) -> 
     assert runner.count("sbatch") == 1
 
 
-def test_an_id_counts_more_than_the_status(tmp_path: Path) -> None:
-    """If sbatch printed an id there is a job, however sbatch ended."""
-    assert sbatch(tmp_path, Completed(1, "12\n", "sbatch: error: whatever\n")) == "12"
-
-
 def test_no_sbatch(tmp_path: Path) -> None:
     """Without Slurm the user is pointed to --local."""
     request = SubmitRequest(tmp_path, tmp_path / "o", "n", "c", {"PATH": str(tmp_path)})
@@ -195,40 +184,61 @@ def test_query() -> None:
     assert runner.count("squeue") == 1
 
 
-def test_query_of_nothing() -> None:
-    """No ids, no call."""
-    assert slurm(FakeRunner({})).query([]) == {}
-    assert slurm(FakeRunner({})).query(["nonsense"]) == {}
-
-
-def test_one_unknown_id() -> None:
-    """Squeue fails for one unknown id on its own; that is an answer."""
-    runner = FakeRunner({"squeue": [NO_SUCH_JOB], "sacct": [Completed(0)]})
-    assert slurm(runner).query(["999"]) == {}
-    assert runner.count("squeue") == 1
-
-
-def test_unknown_among_others() -> None:
-    """Where an unknown id fails the whole call, all own jobs are asked for instead."""
-    runner = FakeRunner({"squeue": [NO_SUCH_JOB, SQUEUE], "sacct": [Completed(0)]})
-    assert list(slurm(runner).query(["3", "999"])) == ["3"]
-    assert "--me" in runner.calls[1].argv
-
-
-def test_vanished_jobs_come_from_accounting() -> None:
-    """A job that has left the queue is looked up in accounting."""
-    runner = FakeRunner({"squeue": [Completed(0)], "sacct": [SACCT]})
-    found = slurm(runner).query(["3", "11", "999"])
-    assert {key: s.state.value for key, s in found.items()} == {"3": "FAILED", "11": "TIMEOUT"}
-    assert "--jobs=3,11,999" in runner.calls[1].argv
-
-
-def test_gone_but_alive_in_accounting_is_unknown() -> None:
-    """Accounting lags: a job that the controller has forgotten does not run."""
-    runner = FakeRunner({"squeue": [NO_SUCH_JOB], "sacct": [SACCT]})
-    status = slurm(runner).query(["5"])["5"]
-    assert status.state is JobState.UNKNOWN
-    assert "accounting still says RUNNING" in status.reason
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "asked", "states", "calls"),
+    [
+        # no ids, or none that can be one: no call
+        ([], [], ["nonsense"], {}, []),
+        # squeue fails for one unknown id on its own; that is an answer
+        ([NO_SUCH_JOB], [Completed(0)], ["999"], {}, ["--jobs=999", "--jobs=999"]),
+        # where an unknown id fails the whole call, all own jobs are asked for instead
+        (
+            [NO_SUCH_JOB, SQUEUE],
+            [Completed(0)],
+            ["3", "999"],
+            {"3": "FAILED"},
+            ["--jobs=3,999", "--me", "--jobs=999"],
+        ),
+        # what has left the queue is in accounting
+        (
+            [Completed(0)],
+            [SACCT],
+            ["3", "11", "999"],
+            {"3": "FAILED", "11": "TIMEOUT"},
+            ["--jobs=3,11,999", "--jobs=3,11,999"],
+        ),
+        # which lags: a job that the controller has forgotten does not run
+        ([NO_SUCH_JOB], [SACCT], ["5"], {"5": "UNKNOWN"}, ["--jobs=5", "--jobs=5"]),
+        # no accounting, no sacct here
+        ([NO_SUCH_JOB], [NO_ACCOUNTING], ["3"], {}, ["--jobs=3", "--jobs=3"]),
+        ([NO_SUCH_JOB], [], ["3"], {}, ["--jobs=3", "--jobs=3"]),
+        # accounting is down: three tries; what has left the queue is unknown, not gone
+        (
+            [SQUEUE],
+            [DBD_DOWN],
+            ["5", "777"],
+            {"5": "RUNNING", "777": "UNKNOWN"},
+            ["--jobs=5,777", *["--jobs=777"] * 3],
+        ),
+        # a command that had to be killed is tried again
+        ([HANGS, SQUEUE], [], ["3"], {"3": "FAILED"}, ["--jobs=3", "--jobs=3"]),
+    ],
+)
+def test_queue_and_accounting(
+    squeue: list[Completed | BaseException],
+    sacct: list[Completed | BaseException],
+    asked: list[str],
+    states: dict[str, str],
+    calls: list[str],
+) -> None:
+    """The queue is asked first, accounting for what has left it."""
+    runner = FakeRunner({"squeue": squeue, "sacct": sacct})
+    found = slurm(runner).query(asked)
+    assert {job_id: status.state.value for job_id, status in found.items()} == states
+    which = [
+        arg for call in runner.calls for arg in call.argv if arg.startswith(("--jobs", "--me"))
+    ]
+    assert which == calls
 
 
 def test_over_stays_over() -> None:
@@ -242,32 +252,6 @@ def test_over_stays_over() -> None:
     assert runner.count("sacct") == 0
 
 
-def test_without_accounting_sacct_is_asked_once() -> None:
-    """A cluster without accounting is found out by the first call."""
-    clock = FakeClock()
-    runner = FakeRunner({"squeue": [NO_SUCH_JOB], "sacct": [NO_ACCOUNTING]})
-    scheduler = slurm(runner, clock)
-    assert scheduler.query(["3"]) == {}
-    clock.sleep(10)
-    assert scheduler.query(["3"]) == {}
-    assert runner.count("sacct") == 1
-
-
-def test_without_sacct() -> None:
-    """No sacct on this machine is no accounting."""
-    assert slurm(FakeRunner({"squeue": [NO_SUCH_JOB]})).query(["3"]) == {}
-
-
-def test_accounting_down() -> None:
-    """Live jobs are answered while accounting is down; vanished ones are UNKNOWN, not gone."""
-    runner = FakeRunner({"squeue": [SQUEUE], "sacct": [DBD_DOWN]})
-    found = slurm(runner).query(["5", "777"])
-    assert found["5"].state is JobState.RUNNING
-    assert found["777"].state is JobState.UNKNOWN
-    assert "Connection refused" in found["777"].reason
-    assert runner.count("sacct") == 3
-
-
 def test_busy_controller_is_asked_again() -> None:
     """Reading is tried three times, ever later, and then given up."""
     clock = FakeClock()
@@ -279,12 +263,10 @@ def test_busy_controller_is_asked_again() -> None:
         slurm(runner).query(["3"])
     assert runner.count("squeue") == 3
     assert caught.value.hint
-
-
-def test_hanging_squeue_is_asked_again() -> None:
-    """A command that had to be killed is tried again as well."""
-    runner = FakeRunner({"squeue": [SchedulerUnavailable("squeue gave no answer in 60 s"), SQUEUE]})
-    assert list(slurm(runner).query(["3"])) == ["3"]
+    runner = FakeRunner({"squeue": [Completed(1, "", "squeue: error: no such option\n")]})
+    with pytest.raises(SchedulerUnavailable, match="no such option"):
+        slurm(runner).query(["3"])
+    assert runner.count("squeue") == 1, "waiting does not mend that"
 
 
 def test_a_dead_controller_is_not_asked_for_ever() -> None:
@@ -342,14 +324,6 @@ def test_without_configuration(tmp_path: Path) -> None:
             call()
         assert "--local" in caught.value.hint
     assert len(runner.calls) == 3
-
-
-def test_other_failures_are_not_tried_again() -> None:
-    """A failure that waiting does not mend is reported at once."""
-    runner = FakeRunner({"squeue": [Completed(1, "", "squeue: error: no such option\n")]})
-    with pytest.raises(SchedulerUnavailable, match="no such option"):
-        slurm(runner).query(["3"])
-    assert runner.count("squeue") == 1
 
 
 def test_rate_limit() -> None:
@@ -420,15 +394,10 @@ def test_find_in_accounting() -> None:
     assert slurm(runner, clock).find(odd, name="any", since=since) == ["14"]
     assert {"--starttime=uts1795217917", "--endtime=now+365days"} <= set(runner.calls[1].argv)
     assert slurm(runner, clock).find(Path("/tmp"), name="any", since=since) == []
-
-
-def test_find_with_a_clock_that_is_behind() -> None:
-    """A start in the future, which sacct refuses, is never asked for."""
-    runner = FakeRunner({"squeue": [Completed(0)], "sacct": [Completed(0)]})
-    slurm(runner, FakeClock(1.8e9)).find(Path("/x"), name="", since=1.9e9)
-    assert "--starttime=uts1799999400" in runner.calls[1].argv
-    slurm(runner, FakeClock(1.8e9)).find(Path("/x"), name="", since=0.0)
-    assert "--starttime=uts1000000000" in runner.calls[3].argv
+    # sacct refuses a start in the future, or before there was Slurm
+    for wrong, start in ((1.9e9, 1795218100), (0.0, 1_000_000_000)):
+        slurm(runner, clock).find(Path("/x"), name="", since=wrong)
+        assert f"--starttime=uts{start}" in runner.calls[-1].argv
 
 
 @pytest.mark.parametrize(
@@ -475,11 +444,6 @@ def test_submitting(tmp_path: Path, proc: Path) -> None:
     assert scheduler.submitting(tmp_path / "link")
 
 
-def test_submitting_without_proc(tmp_path: Path) -> None:
-    """A machine without /proc shows no process."""
-    assert not slurm(FakeRunner({}), proc_root=str(tmp_path / "none")).submitting(tmp_path)
-
-
 def test_submitting_sees_a_real_process(tmp_path: Path) -> None:
     """A running process called sbatch is seen in this machine's /proc, and then no more."""
     fake = tmp_path / "sbatch"
@@ -495,31 +459,22 @@ def test_submitting_sees_a_real_process(tmp_path: Path) -> None:
 
 
 def test_cancel() -> None:
-    """Many jobs take one scancel."""
+    """Many jobs take one scancel; those that are over or not known are passed over."""
     runner = FakeRunner({"scancel": [Completed(0)]})
     slurm(runner).cancel(["1", "2_3", "1", "bad id"])
     assert [call.argv for call in runner.calls] == [("scancel", "1", "2_3")]
     slurm(FakeRunner({})).cancel([])
-
-
-def test_cancel_what_is_over() -> None:
-    """Jobs that are over or not known are passed over."""
-    text = "scancel: error: Kill job error on job id 9: Invalid job id specified\n"
-    slurm(FakeRunner({"scancel": [Completed(1, "", text)]})).cancel(["9"])
+    over = "scancel: error: Kill job error on job id 9: Invalid job id specified\n"
+    slurm(FakeRunner({"scancel": [Completed(1, "", over)]})).cancel(["9"])
 
 
 def test_cancel_fails() -> None:
     """Another user's job is an error; a lost answer is another, and is not tried again."""
     denied = "scancel: error: Kill job error on job id 9: Access/permission denied\n"
-    for answer, owner in (
-        (Completed(0, f"{os.getuid()} me\n77777 ada\n"), "ada"),
-        (Completed(1, "", "slurm_load_jobs error: Invalid job id specified\n"), "another user"),
-    ):
-        runner = FakeRunner({"scancel": [Completed(1, "", denied)], "squeue": [answer]})
-        with pytest.raises(SchedulerError, match="permission denied") as caught:
-            slurm(runner).cancel(["8", "9"])
-        assert not isinstance(caught.value, SchedulerUnavailable)
-        assert caught.value.hint.startswith(f"the job belongs to {owner}: only its owner, or an op")
+    with pytest.raises(SchedulerError, match="permission denied") as caught:
+        slurm(FakeRunner({"scancel": [Completed(1, "", denied)]})).cancel(["8", "9"])
+    assert not isinstance(caught.value, SchedulerUnavailable)
+    assert "only by its owner" in caught.value.hint
     lost = "scancel: error: Kill job error on job id 9: Socket timed out on send/recv operation\n"
     runner = FakeRunner({"scancel": [Completed(140, "", lost)]})
     with pytest.raises(SchedulerUnavailable) as unavailable:
@@ -550,13 +505,6 @@ def test_runner_times_out() -> None:
         SubprocessRunner().run(["sleep", "30"], env=dict(os.environ), timeout=0.1)
 
 
-def test_runner_cannot_execute(tmp_path: Path) -> None:
-    """A command that may not be run is no answer either."""
-    (tmp_path / "squeue").write_text("")
-    with pytest.raises(SchedulerUnavailable, match="cannot start"):
-        SubprocessRunner().run([str(tmp_path / "squeue")], env={}, timeout=120)
-
-
 def detached(tmp_path: Path, code: str, timeout: float = PATIENCE_SECONDS) -> int:
     return SubprocessRunner().run_detached(
         ["sh", "-c", code],
@@ -574,17 +522,6 @@ def test_detached_answers_into_files(tmp_path: Path) -> None:
     assert detached(tmp_path, "pwd; env | grep -c ^X=1; echo no >&2; exit 4") == 4
     assert (tmp_path / "sbatch.out").read_text() == f"{tmp_path}\n1\n"
     assert (tmp_path / "sbatch.err").read_text() == "no\n"
-
-
-def test_detached_is_killed_by_a_signal(tmp_path: Path) -> None:
-    """A signal is a negative status."""
-    assert detached(tmp_path, "kill -9 $$") == -9
-
-
-def test_detached_has_its_own_session(tmp_path: Path) -> None:
-    """Ctrl-C at the terminal does not reach it."""
-    detached(tmp_path, "ps -o sid= -p $$ || cut -d' ' -f6 /proc/$$/stat")
-    assert int((tmp_path / "sbatch.out").read_text()) != os.getsid(0)
 
 
 def wait_for_text(path: Path) -> str:

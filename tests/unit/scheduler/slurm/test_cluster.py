@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.cluster import (
     Association,
+    Cluster,
     Gres,
     Limits,
     Node,
@@ -17,10 +19,20 @@ from hpml_orchestrator.scheduler.cluster import (
     Reservation,
 )
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed
-from hpml_orchestrator.scheduler.slurm.cluster import groups_of, read_cluster, user_name
-from hpml_orchestrator.scheduler.slurm.records import limits_from, node_from
-from hpml_orchestrator.scheduler.slurm.scontrol import parse_config, parse_records
-from hpml_orchestrator.scheduler.slurm.version import slurm_version
+from hpml_orchestrator.scheduler.slurm.ask import slurm_version
+from hpml_orchestrator.scheduler.slurm.cluster import (
+    groups_of,
+    read_cluster,
+    user_name,
+    with_group_limits,
+)
+from hpml_orchestrator.scheduler.slurm.parse import parse_version
+from hpml_orchestrator.scheduler.slurm.records import (
+    limits_from,
+    node_from,
+    parse_config,
+    parse_records,
+)
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parent / "data"
@@ -359,3 +371,51 @@ def test_the_version_is_asked_once() -> None:
         slurm_version(FakeRunner({"sbatch": [Completed(0, "hello\n")]}))
     with pytest.raises(SchedulerUnavailable, match="sbatch: broken"):
         slurm_version(FakeRunner({"sbatch": [Completed(1, "", "sbatch: error: broken\n")]}))
+
+
+def test_versions() -> None:
+    """As sbatch of Debian, of a distribution's package and of a release candidate say it."""
+    assert parse_version("slurm-wlm 22.05.8") == (22, 5, 8)
+    assert parse_version("slurm 24.11.5-1.el9") == (24, 11, 5)
+    assert parse_version("slurm 26.05.0-0rc1") == (26, 5, 0)
+    assert parse_version("25.11.7") == (25, 11, 7)
+    assert parse_version("what?") == ()
+
+
+# As 22.05.8 printed it, with one more level.
+TREE = "root|||\ncourse|physics|mem=6000M\nphysics|root|mem=8000M,cpu=4\ndev|root||\n"
+CLUSTER = Cluster(
+    limits=Limits(cluster="c", accounting=True, accounting_enforce=frozenset({"limits"})),
+    associations=(
+        Association("course", group_tres={"cpu": 2, "node": 1}),
+        Association("dev"),
+    ),
+)
+
+
+def test_the_least_of_all_levels_counts() -> None:
+    """From the association over its account up to the root."""
+    run = FakeRunner({"sacctmgr": [Completed(0, TREE)]})
+    course, dev = with_group_limits(CLUSTER, run, env={}).associations or ()
+    assert course.group_tres == {"cpu": 2, "node": 1, "mem": 6000}
+    assert dev.group_tres == {}
+    assert "cluster=c" in run.calls[0].argv
+
+
+@pytest.mark.parametrize(
+    "answer", [Completed(1, "", "sacctmgr: error: no"), SchedulerUnavailable("silent")]
+)
+def test_where_nobody_answers_the_cluster_stays_as_it_is(
+    answer: Completed | SchedulerUnavailable,
+) -> None:
+    """The check goes on without."""
+    assert with_group_limits(CLUSTER, FakeRunner({"sacctmgr": [answer]}), env={}) == CLUSTER
+
+
+def test_limits_that_are_not_enforced_are_not_asked_for() -> None:
+    """Nor those of a user without associations."""
+    run = FakeRunner({})
+    lax = dataclasses.replace(CLUSTER, limits=Limits(accounting=True))
+    assert with_group_limits(lax, run, env={}) is lax
+    nobody = dataclasses.replace(CLUSTER, associations=())
+    assert with_group_limits(nobody, run, env={}) is nobody

@@ -23,7 +23,7 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     parse_time,
     valid_id,
 )
-from hpml_orchestrator.scheduler.slurm.states import COMPACT, LONG, parse_state
+from hpml_orchestrator.scheduler.slurm.states import FLAGS, parse_state
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = ("24.11.5", "25.11.7", "26.05.5")
@@ -189,28 +189,12 @@ def test_an_array_is_as_well_as_its_worst_task() -> None:
     assert array("COMPLETED", "COMPLETED") == "COMPLETED"
 
 
-@pytest.mark.parametrize("word", sorted(LONG))
-def test_every_long_state(word: str) -> None:
-    """Every long state has a state of ours, with any suffix and in any case."""
-    assert parse_state(word) is LONG[word]
-    assert parse_state(f" {word.lower()} ") is LONG[word]
-    assert parse_state(f"{word}+") is LONG[word]
-    assert parse_state(f"{word} by 1000") is LONG[word]
-    assert (parse_state(word) is JobState.UNKNOWN) == (word == "UPDATE_DB")
-
-
-@pytest.mark.parametrize("word", sorted(COMPACT))
-def test_every_compact_state(word: str) -> None:
-    """Every compact state is a long one."""
-    assert parse_state(word) is LONG[COMPACT[word]]
-
-
-def test_tables_of_states_agree() -> None:
-    """Every long state has exactly one compact form, except those that Slurm gives none."""
-    assert len(set(COMPACT.values())) == len(COMPACT)
-    assert set(LONG) - set(COMPACT.values()) == {"RECONFIG_FAIL"}
-    states = set(JobState) - {JobState.UNKNOWN}
-    assert states <= set(LONG.values())
+@pytest.mark.parametrize("word", [*JobState, *FLAGS])
+def test_every_state(word: str) -> None:
+    """Every state and flag of Slurm has a state of ours, with any suffix and in any case."""
+    state = FLAGS.get(word) or JobState(word)
+    for text in (word, f" {word.lower()} ", f"{word}+", f"{word} by 1000"):
+        assert parse_state(text) is state
 
 
 @given(st.text())

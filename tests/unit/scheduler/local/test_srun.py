@@ -11,20 +11,16 @@ from pathlib import Path
 
 import pytest
 
-import hpml_orchestrator
-from hpml_orchestrator.node import srun as local_srun
-from hpml_orchestrator.node.srun import OptionError, parse
+from hpml_orchestrator.records.process import read_stat
+from hpml_orchestrator.scheduler.local import srun as local_srun
+from hpml_orchestrator.scheduler.local.srun import OptionError, parse
 from tests.patience import PATIENCE_SECONDS, eventually
 
-ROOT = str(Path(hpml_orchestrator.__file__).parents[1])
-CODE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from hpml_orchestrator.node.srun import main; sys.exit(main(sys.argv[1:]))"
-)
+SRUN = str(Path(local_srun.__file__))
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", CODE, ROOT, *arguments]
+    return [sys.executable, "-I", "-S", SRUN, *arguments]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -44,10 +40,6 @@ def srun(*arguments: str, given: str = "", **more: str) -> subprocess.CompletedP
     )
 
 
-def wait_for(path: Path) -> None:
-    eventually(path.exists, str(path))
-
-
 def test_sets_the_variables_of_each_task(tmp_path: Path) -> None:
     """Every task knows its place; the count comes from the job when no option gives it."""
     show = "echo $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID $SLURM_NTASKS $SLURM_STEP_NUM_TASKS"
@@ -59,8 +51,7 @@ def test_sets_the_variables_of_each_task(tmp_path: Path) -> None:
 
 def test_step_ids_increase(tmp_path: Path) -> None:
     """Each srun of a job gets the next id."""
-    (tmp_path / "steps").mkdir()
-    job = {"HPML_LOCAL_JOB": str(tmp_path)}
+    job = {"HPML_LOCAL_STEPS": str(tmp_path)}
     found = [srun("sh", "-c", "echo $SLURM_STEP_ID $SLURM_STEPID", **job).stdout for _ in "123"]
     assert found == ["0 0\n", "1 1\n", "2 2\n"]
 
@@ -89,29 +80,11 @@ def test_labels_lines() -> None:
 
 
 def test_labels_a_lot_of_output() -> None:
-    """Nothing is lost or mixed at many lines from many tasks."""
-    done = srun("-n2", "-l", "sh", "-c", "seq 1 20000")
+    """Nothing is lost or mixed at many lines from many tasks, nor by one that leaves its group."""
+    done = srun("-n2", "-l", "bash", "-c", "setsid sleep 9 & seq 1 20000")
     for rank in "01":
         lines = [line[3:] for line in done.stdout.splitlines() if line.startswith(f"{rank}: ")]
         assert lines == [str(number) for number in range(1, 20001)]
-
-
-def test_what_tasks_wrote_is_copied_though_the_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """This process was stopped (a fake clock), and somebody who escaped holds the pipe open."""
-    step = local_srun._Step(parse(["--label", "true"]), 1)
-    read, write = os.pipe()
-    os.write(write, b"a\nb\n")
-    step.lines[read] = (1, b"0: ", bytearray())
-    step.poll.register(read)
-    times = iter([0.0])
-    with monkeypatch.context() as patch:
-        patch.setattr("hpml_orchestrator.node.srun.time.monotonic", lambda: next(times, 1000.0))
-        step._drain()
-    assert capfd.readouterr().out == "0: a\n0: b\n"
-    os.close(read)
-    os.close(write)
 
 
 def test_standard_input_goes_to_task_0() -> None:
@@ -149,14 +122,7 @@ def test_kill_on_bad_exit_ends_the_others(
     assert done.returncode == status
     assert (tmp_path / "told").exists() == (trap != "")
     child = int((tmp_path / "child").read_text())
-    eventually(lambda: not running(child))
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    eventually(lambda: (stat := read_stat(child)) is None or stat.ended)
 
 
 def test_without_kill_on_bad_exit_the_others_go_on() -> None:
@@ -177,7 +143,7 @@ def test_what_a_task_leaves_behind_ends_with_the_step(tmp_path: Path) -> None:
     """Grandchildren in the task's group die with it."""
     srun("bash", "-c", f"sleep 600 & echo $! > {tmp_path}/pid")
     child = int((tmp_path / "pid").read_text())
-    eventually(lambda: not running(child))
+    eventually(lambda: (stat := read_stat(child)) is None or stat.ended)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
@@ -187,19 +153,20 @@ def test_forwards_signals(tmp_path: Path, name: str) -> None:
         f"trap 'exit 7' {name[3:]}; touch {tmp_path}/$SLURM_PROCID; while :; do sleep .05; done"
     )
     with subprocess.Popen(command("-n2", "bash", "-c", script), env=environment()) as process:
-        wait_for(tmp_path / "0")
-        wait_for(tmp_path / "1")
+        eventually((tmp_path / "0").exists)
+        eventually((tmp_path / "1").exists)
         process.send_signal(getattr(signal, name))
         assert process.wait(PATIENCE_SECONDS) == 7
 
 
+@pytest.mark.slow
 def test_being_stopped_for_a_while_ends_no_task(tmp_path: Path) -> None:
     """As by Ctrl-Z, for longer than it waits at a time: Python tells of a signal that never was."""
     script = f"echo > {tmp_path}/begun; sleep 4"
     with subprocess.Popen(
         command("-n1", "bash", "-c", script), env=environment(), stderr=subprocess.PIPE, text=True
     ) as process:
-        wait_for(tmp_path / "begun")
+        eventually((tmp_path / "begun").exists)
         time.sleep(0.2)  # it waits by now
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
@@ -215,11 +182,10 @@ def test_accepts_what_only_a_cluster_needs() -> None:
         "--mpi=pmix -N 1 --nodes=1-1 --ntasks-per-node=2 -c4 --unbuffered --time=1:00 "
         "--gres=gpu:1 --gpus-per-task=1 --signal=USR1@60 -J step -- python -n 9"
     )
-    options = parse(text.split())
-    assert (options.ntasks_per_node, options.cpus_per_task) == (2, 4)
-    assert options.command == ["python", "-n", "9"]
-    assert not parse(["--kill-on-bad-exit=0", "a"]).kill_on_bad_exit
-    assert parse(["-lK", "-W", "5", "a"]).wait_seconds == 5
+    options, command = parse(text.split())
+    assert (options["ntasks-per-node"], options["cpus-per-task"]) == ("2", "4")
+    assert command == ["python", "-n", "9"]
+    assert parse(["-lK0", "-W", "5", "a"])[0] == {"label": "", "kill-on-bad-exit": "0", "wait": "5"}
 
 
 @pytest.mark.parametrize(

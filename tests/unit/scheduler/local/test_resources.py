@@ -1,4 +1,4 @@
-"""The `#SBATCH` header is read as sbatch reads it."""
+"""The `#SBATCH` header is read as sbatch reads it, and compared with this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import SchedulerError
-from hpml_orchestrator.scheduler.local.directives import (
+from hpml_orchestrator.scheduler.local.resources import (
     Directives,
+    Machine,
+    Needs,
     StopSignal,
-    parse_memory_mb,
-    parse_time_limit,
+    needs_of,
     read_directives,
 )
-from hpml_orchestrator.scheduler.local.resources import Machine, Needs, needs_of
 
 MACHINE = Machine(cpus=(0, 1, 2, 3), gpus=("0", "1"), memory_mb=4096)
 
@@ -47,6 +47,11 @@ def header(*lines: str) -> Directives:
         ("#SBATCH --mem=2G", "memory_mb", 2048),
         ("#SBATCH --exclusive=user", "exclusive", True),
         ("#SBATCH -t 1-00:00:01", "time_limit_seconds", 86401),
+        ("#SBATCH --time=90", "time_limit_seconds", 5400),
+        ("#SBATCH --time=UNLIMITED", "time_limit_seconds", None),
+        ("#SBATCH --time=0", "time_limit_seconds", None),
+        ("#SBATCH --mem=0", "memory_mb", 0),
+        ("#SBATCH --mem-per-cpu=1K", "memory_per_cpu_mb", 1),
         ("#SBATCH --signal=B:USR1@30", "stop_signal", StopSignal(signal.SIGUSR1, 30, True)),
         ("#SBATCH --signal=SIGTERM", "stop_signal", StopSignal(signal.SIGTERM, 60, False)),
     ],
@@ -57,15 +62,10 @@ def test_reads_each_spelling(line: str, field: str, value: object) -> None:
 
 
 def test_stops_at_the_first_command() -> None:
-    """What stands below a command is no directive, below blank lines and comments it is."""
-    found = header("", "# text", "  # more", "#SBATCH -n 2", "set -e", "#SBATCH -n 9")
+    """Neither what stands below a command nor what only looks like one is a directive."""
+    comments = ("", "# text", "##SBATCH -n 9", " #SBATCH -n 9", "# SBATCH -n 9")
+    found = header(*comments, "#SBATCH -n 2", "set -e", "#SBATCH -n 9")
     assert found.ntasks == 2
-
-
-@pytest.mark.parametrize("line", ["##SBATCH -n 9", " #SBATCH -n 9", "# SBATCH -n 9"])
-def test_passes_over_what_only_looks_like_a_directive(line: str) -> None:
-    """The word stands at the very start of the line."""
-    assert header(line).ntasks is None
 
 
 def test_lists_what_means_nothing_here() -> None:
@@ -103,55 +103,6 @@ def test_refuses_a_script_without_interpreter_line() -> None:
     """Sbatch does, too."""
     with pytest.raises(SchedulerError, match="batch script"):
         read_directives("echo hello\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("2:03", 123),
-        ("1:02:03", 3723),
-        ("1-2", 93600),
-        ("1-2:3", 93780),
-        ("1-2:3:4", 93784),
-        ("UNLIMITED", None),
-        ("infinite", None),
-        ("0", None),
-        ("-1", None),
-    ],
-)
-def test_reads_each_form_of_time(text: str, seconds: int | None) -> None:
-    """All of Slurm's forms; zero is no limit."""
-    assert parse_time_limit(text) == seconds
-
-
-@given(st.integers(0, 400), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
-def test_time_forms_agree(days: int, hours: int, minutes: int, seconds: int) -> None:
-    """The same moment written in every form that can hold it is the same limit."""
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    expected = total or None
-    assert parse_time_limit(f"{days}-{hours}:{minutes}:{seconds}") == expected
-    assert parse_time_limit(f"{days * 24 + hours:02}:{minutes:02}:{seconds:02}") == expected
-    assert parse_time_limit(f"{total // 60}:{seconds}") == expected
-    assert parse_time_limit(f"{days}-{hours:02}:{minutes:02}") == (total - seconds or None)
-
-
-@given(st.text(max_size=12))
-def test_time_is_read_or_refused(text: str) -> None:
-    """No text makes it fail in another way."""
-    try:
-        found = parse_time_limit(text)
-    except ValueError:
-        return
-    assert found is None or found > 0
-
-
-@given(st.integers(0, 10**9), st.sampled_from(["", "K", "M", "G", "T", "k", "g"]))
-def test_memory_never_shrinks(number: int, unit: str) -> None:
-    """Sizes are rounded up to whole MiB."""
-    factor = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[unit.upper()]
-    found = parse_memory_mb(f"{number}{unit}")
-    assert (found - 1) * 2**20 < number * factor <= found * 2**20 or number == found == 0
 
 
 PLAIN = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=["Cs"]), min_size=1)

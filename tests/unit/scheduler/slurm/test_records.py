@@ -1,46 +1,74 @@
-"""Counts, sizes, times, TRES, GRES and states of nodes are read in every form of Slurm's."""
+"""The text of scontrol and sacctmgr is read in every form of Slurm's."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpml_orchestrator.scheduler.cluster import Gres
-from hpml_orchestrator.scheduler.slurm.values import (
+from hpml_orchestrator.scheduler.slurm.records import (
+    node_from,
     node_states,
-    parse_bytes,
+    parse_config,
     parse_count,
-    parse_duration,
     parse_gres,
     parse_memory,
+    parse_records,
     parse_tres,
-    parse_version,
-    plain,
+    partition_from,
 )
+
+DATA = Path(__file__).parent / "data"
+NODE = """\
+NodeName=node2 Arch=x86_64 CoresPerSocket=4
+   OS=Linux 6.1 #1 SMP PREEMPT_DYNAMIC @0
+   RealMemory=16000 State=IDLE+DRAIN AllocTRES=
+   Comment=one Reason=two
+   Reason=bad disk = slow, see ticket=12 [root@1795228609]
+          second line
+
+
+NodeName=node3 State=DOWN*
+"""
+
+
+def test_free_text_takes_its_whole_line() -> None:
+    """It may hold equals signs and go on in the next line; blank lines and headings are nothing."""
+    first, second = parse_records(f"a heading\n{NODE}")
+    assert first["OS"] == "Linux 6.1 #1 SMP PREEMPT_DYNAMIC @0"
+    assert first["AllocTRES"] == first["absent"] == ""
+    assert first["Comment"] == "one Reason=two"
+    assert first["Reason"].endswith("ticket=12 [root@1795228609]\nsecond line")
+    assert (second["NodeName"], second["State"]) == ("node3", "DOWN*")
+    assert parse_records("No reservations in the system\n") == parse_records("") == []
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("1-00:00:00", 86_400),
-        ("1-02:03:04", 93_784),
-        ("1-02:03", 93_780),
-        ("1-02", 93_600),
         ("00:01:00", 60),
-        ("30:00", 1800),
-        ("90", 5400),
-        ("00:00.250", 0.25),
         ("365-00:00:00", 31_536_000),
-        *((word, None) for word in ("UNLIMITED", "INFINITE", "NONE", "N/A", "INVALID", "Unknown")),
-        ("Partition_Limit", None),
-        ("4294967295", None),
-        ("", None),
+        *((word, None) for word in ("UNLIMITED", "INFINITE", "NONE", "N/A", "4294967295", "")),
     ],
 )
-def test_time_spans(text: str, seconds: float | None) -> None:
+def test_time_limits(text: str, seconds: int | None) -> None:
     """A word for no limit, or for nothing, is None."""
-    assert parse_duration(text) == seconds
+    (record,) = parse_records(f"PartitionName=main\n   MaxTime={text}\n")
+    assert partition_from(record).max_seconds == seconds
+
+
+def test_config_of_a_real_cluster() -> None:
+    """Values keep their equals signs and blanks; the heading is no value."""
+    config = parse_config((DATA / "22.05.8" / "config.txt").read_text())
+    assert config["SLURM_VERSION"] == "22.05.8"
+    assert config["AuthInfo"] == "socket=/tmp/devcluster/run/munge.socket,cred_expire=5"
+    assert config["SlurmctldHost[0]"] == "vm(127.0.0.1)"
+    assert config["MessageTimeout"] == "10 sec"
+    assert "Configuration" not in config
 
 
 @pytest.mark.parametrize(
@@ -64,12 +92,6 @@ def test_time_spans(text: str, seconds: float | None) -> None:
 def test_memory(text: str, mib: int | None) -> None:
     """In MiB, whatever the unit; sacct's c and n say per CPU and per node."""
     assert parse_memory(text) == mib
-
-
-def test_bytes_of_what_accounting_measured() -> None:
-    """There sacct and sstat print a bare number of bytes where it is small."""
-    assert parse_bytes("1234K", "") == 1_263_616
-    assert parse_bytes("512", "") == 512
 
 
 def test_counts() -> None:
@@ -145,30 +167,15 @@ def test_states_of_nodes(text: str, states: set[str]) -> None:
     assert node_states(text) == states
 
 
-def test_versions() -> None:
-    """As sbatch of Debian, of a distribution's package and of a release candidate say it."""
-    assert parse_version("slurm-wlm 22.05.8") == (22, 5, 8)
-    assert parse_version("slurm 24.11.5-1.el9") == (24, 11, 5)
-    assert parse_version("slurm 26.05.0-0rc1") == (26, 5, 0)
-    assert parse_version("25.11.7") == (25, 11, 7)
-    assert parse_version("what?") == ()
-
-
-def test_words_for_nothing() -> None:
-    """A name that only begins like one of them stays."""
-    assert [plain(text) for text in ("(null)", "N/A", " n/s ", "None", "nonesuch")] == [
-        *[""] * 4,
-        "nonesuch",
-    ]
-
-
 @given(st.text(alphabet="0123456789:-.KMGcn?(),=+*~ gpua/UNL\n", max_size=40))
 def test_any_text_is_read_or_passed_over(text: str) -> None:
     """What nobody knows stops no reader."""
-    for read in (parse_count, parse_bytes, parse_memory, parse_duration):
+    for read in (parse_count, parse_memory):
         value = read(text)
         assert value is None or value >= 0
     assert all(count >= 0 for count in parse_tres(text).values())
     assert all(one.count >= 0 for one in parse_gres(text))
     assert "" not in node_states(text)
-    assert all(part >= 0 for part in parse_version(text))
+    parse_config(text)
+    for record in parse_records(text) + parse_records(f"NodeName=1 {text}\n   A=b\n{text}"):
+        assert node_from(record).memory_mib >= 1

@@ -1,0 +1,103 @@
+"""A local backend of its own for each test, on a machine of two CPUs and two GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.records.process import read_stat
+from hpml_orchestrator.scheduler.local.backend import LocalScheduler
+from hpml_orchestrator.scheduler.local.processes import Identity, marked
+from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
+from tests.patience import PATIENCE_SECONDS, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@dataclass
+class Bench:
+    """A home with its scheduler."""
+
+    path: Path
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def scheduler(self) -> LocalScheduler:
+        known: dict[str, Any] = {
+            "cpu_ids": lambda: [0, 1],
+            "gpu_ids": lambda: ["GPU-a", "GPU-b"],
+            "memory_mb": lambda: 1024,
+            "kill_wait_seconds": PATIENCE_SECONDS,
+            "lock_root": self.path / "locks",
+        }
+        return LocalScheduler(self.path / "home", **{**known, **self.options})
+
+    def request(self, body: str, *, name: str = "job", directory: str = "sub") -> SubmitRequest:
+        where = self.path / directory
+        (where / "output").mkdir(parents=True, exist_ok=True)
+        where.joinpath("job.sh").write_text(f"#!/bin/bash\n{body}\n")
+        environment = {"PATH": os.environ["PATH"], "MINE": "yes", "HPML_TEST": str(self.path)}
+        return SubmitRequest(where, where / "out.txt", name, "", environment)
+
+    def submit(self, body: str, *, directory: str = "sub") -> str:
+        return self.scheduler().submit(self.request(body, directory=directory))
+
+    def array(self, tasks: str, body: str) -> SubmitRequest:
+        return replace(self.request(f"#SBATCH --array={tasks}\n{body}"), array=True)
+
+    def status(self, job_id: str) -> JobStatus:
+        return self.scheduler().query([job_id])[job_id]
+
+    def until(self, job_id: str, right: Callable[[JobStatus], bool]) -> JobStatus:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not right(status := self.status(job_id)):
+            assert time.monotonic() < until, status
+            time.sleep(0.02)
+        return status
+
+    def running(self, job_id: str) -> None:
+        self.until(job_id, lambda status: status.state is JobState.RUNNING)
+
+    def over(self, job_id: str) -> JobStatus:
+        return self.until(job_id, lambda status: status.state.over)
+
+    def run(self, body: str, **more: Any) -> JobStatus:
+        return self.over(self.submit(body, **more))
+
+    def supervisor(self, job_id: str, position: int = 0) -> Identity:
+        path = self.path / "home" / "jobs" / job_id / f"{position}.json"
+        supervisor = json.loads(path.read_text())["supervisor"]
+        return Identity(supervisor["pid"], supervisor["start"])
+
+    def file(self, name: str, directory: str = "sub") -> str:
+        path = self.path / directory / name
+        eventually(lambda: path.exists() and path.stat().st_size, f"{path} appears")
+        return path.read_text()
+
+    def output(self, directory: str = "sub") -> str:
+        return (self.path / directory / "out.txt").read_text()
+
+    def processes(self) -> list[str]:
+        """Return the command lines of all processes that belong to a job of this bench."""
+        pids = [who.pid for who in marked(["MINE=yes", f"HPML_TEST={self.path}"])]
+        return [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if read_stat(pid)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """A bench that leaves no process behind."""
+    (tmp_path / "locks").mkdir()
+    bench = Bench(tmp_path)
+    yield bench
+    jobs = tmp_path / "home" / "jobs"
+    numbers = [path.name for path in jobs.glob("[0-9]*")] if jobs.exists() else []
+    bench.scheduler().cancel(numbers)
+    for number in numbers:
+        bench.over(number)
+    eventually(lambda: not bench.processes())
