@@ -332,8 +332,8 @@ def test_a_check_of_what_lies_behind_a_closed_directory(shell: Shell, closed: Pa
     told = anybody(shell, '"$@"', "check", "--local", job)
     assert told.code == 2
     for field, path in (("script", "train.py"), ("workdir", "venv"), ("environment.venv", "venv")):
-        said = f"error: {field}: {closed}/{path} cannot be looked at by you: Permission denied\n"
+        said = f"error: {field}: {closed}/{path} cannot be checked: Permission denied\n"
         assert said in told.out
     assert f"hint: `ls -ld {closed}`; ask its owner" in told.out
-    assert "is not there" not in told.out
+    assert "does not exist" not in told.out
     assert "python3 -m venv" not in told.out

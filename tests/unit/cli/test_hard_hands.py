@@ -182,7 +182,7 @@ def test_paths_that_are_not_there_are_told_before_the_job_waits(shell: Shell, hp
     )
     told = hpml("submit", "--local", job)
     assert (told.code, told.out) == (2, "")
-    assert re.search(r"error: script: .*/nope\.py is not there", told.err)
+    assert re.search(r"error: script: .*/nope\.py does not exist", told.err)
     assert re.search(r"stage\.0\.source: .*/no/where cannot be staged: No such file", told.err)
     assert "`--no-check` submits it as it is" in told.err
     assert hpml("submit", "--local", "--no-check", job).code == 0

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from hpml_orchestrator.check.job import check_job
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.submit import render_job
-from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.site.profile import topologies_of
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
-from hpml_orchestrator.testing import FakeRunner
 from hpml_orchestrator.topology.record import topology_json
 from tests.unit.placement.machines import milan
-
-if TYPE_CHECKING:
-    from hpml_orchestrator.check.finding import Finding
 
 POWER8 = Path(__file__).parents[1] / "topology" / "data" / "hwloc" / "power8gpudistances.xml"
 PROFILE = (
@@ -104,83 +99,3 @@ def test_the_check_knows_the_sites_nodes(tmp_path: Path, site: ResolvedSite) -> 
     )
     (found,) = [one for one in report.findings if one.code == "binding.units"]
     assert "node type big has 4 for 6 ranks" in found.message
-
-
-PARTITION = (
-    "PartitionName=gpu\n   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL\n"
-    "   Default=YES QoS=N/A\n   MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0\n"
-    "   Nodes=n[1-2]\n   State=UP TotalCPUs=256 TotalNodes=2\n"
-)
-NODE = (
-    "NodeName={name} CoresPerSocket=64\n   CPUAlloc=0 CPUEfctv={cpus} CPUTot={cpus}\n"
-    "   Gres={gres}\n   RealMemory=64000 Sockets=1\n   State=IDLE ThreadsPerCore={threads}\n"
-    "   Partitions=gpu\n"
-)
-
-
-def compared(
-    tmp_path: Path, site: ResolvedSite, *nodes: tuple[str, int, int, str], **fields: Any
-) -> list[Finding]:
-    """What the check says of the profile's topologies, told of such nodes by a fake runner."""
-    whole = {"partition": "gpu", "gpus": 4, "exclusive": True, **fields.pop("resources", {})}
-    asked = job(tmp_path, site, **whole).job.model_copy(update=fields)
-    keys = ("name", "cpus", "threads", "gres")
-    data = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7" / "config.txt"
-    told = {
-        "scontrol --all show config": data.read_text("utf-8"),
-        "scontrol --all show partition": PARTITION,
-        "scontrol --all show node": "\n".join(
-            NODE.format(**dict(zip(keys, node, strict=True))) for node in nodes
-        ),
-        "scontrol --all show reservation": "No reservations in the system\n",
-        "sacctmgr": "",
-    }
-    report = check_job(
-        asked,
-        backend="slurm",
-        records=tmp_path,
-        environment={"PATH": ""},
-        run=FakeRunner({command: [Completed(0, text)] * 9 for command, text in told.items()}),
-        site=site,
-        topologies=topologies_of(asked, site),
-    )
-    assert not report.not_asked, report.not_asked
-    return [one for one in report.findings if one.code == "site.topology"]
-
-
-RIGHT = ("n1", 128, 2, "gpu:a100:4")
-
-
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
-        (("n2", 64, 1, "gpu:a100:4"), "it has 128 CPUs, and n2 has 64 CPUs"),
-        (("n2", 128, 2, "gpu:a100:8"), "it has 4 GPUs, and n2 has 8 GPUs"),
-    ],
-)
-def test_a_topology_of_another_machine_is_an_error(
-    tmp_path: Path, site: ResolvedSite, node: tuple[str, int, int, str], says: str
-) -> None:
-    """The launcher would bind by it: field, file and profile are named, and what would do."""
-    (found,) = compared(tmp_path, site, RIGHT, node)
-    assert (found.level, found.field) == ("error", "node_types.big.topology")
-    assert says in found.message
-    assert f"{tmp_path}/big.json (named in {tmp_path}/site.toml)" in found.message
-    assert "-w n2 hpml topo --json" in found.hint
-    assert "`form: node`" in found.hint
-
-
-def test_a_topology_that_binds_nothing_may_be_of_any_machine(
-    tmp_path: Path, site: ResolvedSite
-) -> None:
-    """With the right nodes, with nodes left out, or where each node plans, nothing is said."""
-    wrong = ("n2", 64, 1, "gpu:a100:4")
-    assert compared(tmp_path, site, RIGHT, ("n2", 64, 2, "(null)")) == [], "CPUs are cores there"
-    assert compared(tmp_path, site, RIGHT, wrong, resources={"extra": ["--exclude=n2"]}) == []
-    assert compared(tmp_path, site, RIGHT, wrong, resources={"constraint": "big"}) == []
-    assert compared(tmp_path, site, RIGHT, wrong, resources={"exclusive": False}) == []
-    node = job(tmp_path, site).job.binding.model_copy(update={"form": "node"})
-    assert compared(tmp_path, site, RIGHT, wrong, binding=node) == []
-    (tmp_path / "site.toml").write_text(PROFILE.replace('big.json"', 'big.json"\nnodes = "n1"'))
-    listed = load_site([tmp_path / "site.toml"])
-    assert compared(tmp_path, listed, RIGHT, wrong) == [], "n2 is not of that kind"
