@@ -84,7 +84,7 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
 
 def _write_snapshot(snapshot: Snapshot, directory: Path) -> None:
     """Put the code beside the script; what is there already is never replaced."""
-    from hpml_orchestrator.script.code import CODE_DIRECTORY  # noqa: PLC0415
+    from hpml_orchestrator.script.render import CODE_DIRECTORY  # noqa: PLC0415
 
     code = directory / CODE_DIRECTORY
     if os.path.lexists(code):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.copytree import copy_entries
 from hpml_orchestrator.runs.worktree import FIELD, Entry, Git
-from hpml_orchestrator.script.code import SnapshotPaths
+from hpml_orchestrator.script.render import SnapshotPaths
 from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:

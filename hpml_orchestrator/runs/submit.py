@@ -31,8 +31,7 @@ from hpml_orchestrator.scheduler.recovery import (
     recover,
 )
 from hpml_orchestrator.script import Capabilities, archive, render
-from hpml_orchestrator.script.code import CODE_DIRECTORY
-from hpml_orchestrator.script.render import directives
+from hpml_orchestrator.script.render import CODE_DIRECTORY, directives
 from hpml_orchestrator.script.site_rules import leaves_out
 from hpml_orchestrator.site.environment import travelling
 from hpml_orchestrator.site.profile import topologies_of
@@ -109,7 +108,7 @@ def render_job(
     targets = chosen_targets(complete)
     setup = complete.job.environment.setup
     if setup:
-        from hpml_orchestrator.runs.script_check import check_setup  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it
 
         check_setup(setup, complete.origins["environment.setup"])
     snapshot = find(complete.job) if complete.job.snapshot else None
@@ -123,7 +122,7 @@ def render_job(
         targets=targets,
     )
     if site is not None and site.site.templates:
-        from hpml_orchestrator.runs.script_check import check_script  # noqa: PLC0415 - few have such
+        from hpml_orchestrator.script.user_template import check_script  # noqa: PLC0415 - few have such
 
         check_script(script, directives(complete.job, site), site.site.templates)
     return Rendered(complete, script, site, snapshot, topologies, targets)

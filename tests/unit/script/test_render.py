@@ -17,8 +17,7 @@ import pytest
 from hpml_orchestrator import script
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import Capabilities, directives, render, template
-from hpml_orchestrator.script.code import SnapshotPaths
-from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, memory_mebibytes
+from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths, memory_mebibytes
 from hpml_orchestrator.script.stage_words import staging_options
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
