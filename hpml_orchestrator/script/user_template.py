@@ -47,6 +47,13 @@ _NEEDED_LINES = {
 }
 """What a script must hold, by the block that brings it."""
 
+_HPML_OPTIONS = NEEDED_DIRECTIVES | set(
+    "comment cpus-per-task error export-file get-user-env gpus gpus-per-node gpus-per-task input "
+    "nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket test-only wait "
+    "wrap".split()
+)
+"""Options that a template may not set: hpml finds the job by them, or counts its ranks."""
+
 # A block that ends in the middle of a line: Jinja2 would glue hpml's next line to it.
 _INNER_END = re.compile(r"(?<!\s)(?<!%\})(?<!super\(\) \}\})(?=\{%[-+]?[ \t]*endblock\b)")
 
@@ -178,7 +185,7 @@ def check_script(script: str, own: Sequence[str], directory: str) -> None:
     Raises:
         InputError: names the line.
     """
-    needed = NEEDED_DIRECTIVES | {"comment", "wrap"} | {_name(option) for option in own}
+    needed = _HPML_OPTIONS | {_name(option) for option in own}
     found, commands = set(), False
     for line in script.split("\n"):
         option = line.removeprefix("#SBATCH ").partition(" #")[0].strip()
