@@ -1,4 +1,4 @@
-"""What accounting allows: accounts, QOS, their limits, and reservations."""
+"""What accounting allows: accounts, QOS, and their limits."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Standing:
     findings: tuple[Finding, ...] = ()
 
 
-def standing_of(request: Request, cluster: Cluster, now: float | None = None) -> Standing:
-    """Return account and QOS of a job, and what is wrong with them and with its reservation."""
-    findings = list(_reservation(request, cluster, now))
+def standing_of(request: Request, cluster: Cluster) -> Standing:
+    """Return account and QOS of a job, and what is wrong with them."""
+    findings: list[Finding] = []
     resources = request.job.resources
     if cluster.associations is None:  # no slurmdbd, or it did not answer
-        return Standing(resources.account or "", None, resources.qos or "", None, (*findings,))
+        return Standing(resources.account or "", None, resources.qos or "")
     association = _association(request, cluster.associations)
     if association is None:
         findings += _account(request, cluster, cluster.associations)
@@ -202,35 +202,6 @@ def _qos(wanted: str, cluster: Cluster, association: Association | None) -> Iter
         message = f"account {association.account} may not use QOS {wanted}; "
         message += f"it may use {listed(allowed)}"
         yield Finding(level, "qos.account", field, wanted, message, allowed)
-
-
-def _reservation(request: Request, cluster: Cluster, now: float | None) -> Iterator[Finding]:
-    wanted = request.options.get("reservation")
-    if wanted is None:
-        return
-    lines = enumerate(request.job.resources.extra)
-    index = next(index for index, line in lines if line.startswith("--reservation="))
-    field = f"resources.extra.{index}"
-    known = {reservation.name: reservation for reservation in cluster.reservations}
-    mine = {association.account.lower() for association in cluster.associations or ()}
-    for name in wanted.split(","):
-        reservation = known.get(name)
-        if reservation is None:
-            message = f"there is no reservation {name}; there are {listed(sorted(known))}"
-            hint = did_you_mean(name, known)
-            yield error("reservation.unknown", field, name, message, sorted(known), hint)
-            continue
-        users, accounts = reservation.users, reservation.accounts
-        open_to_user = (users is None and accounts is None) or cluster.user in (
-            "root",
-            *(users or ()),
-        )
-        if not open_to_user and not mine & {account.lower() for account in accounts or ()}:
-            owners = [*(users or ()), *(accounts or ())]
-            message = f"reservation {name} is for {listed(owners)} only"
-            yield error("reservation.others", field, name, message, owners)
-        elif now is not None and reservation.ended is not None and reservation.ended <= now:
-            yield error("reservation.over", field, name, f"reservation {name} is over")
 
 
 def _qos_named(cluster: Cluster, name: str) -> Qos | None:

@@ -123,7 +123,6 @@ def check_job(
     backend: str,
     records: Path,
     environment: Mapping[str, str],
-    script: str = "",
     run: Runner | None = None,
     cluster_seconds: float = CLUSTER_SECONDS,
     walk_seconds: float = 3.0,
@@ -140,7 +139,6 @@ def check_job(
         backend: `slurm` or `local`.
         records: where records will live.
         environment: of the submitting process.
-        script: the rendered script; its length has a limit.
         run: starts commands.
         cluster_seconds: how long the cluster and the module system are waited for.
         walk_seconds: after which the walk through the data ends.
@@ -178,13 +176,13 @@ def check_job(
     profile = site.site if site else None
     if cluster is not None:
         try:
-            verdict = _compare(job, cluster, sizes, script, profile)
+            verdict = _compare(job, cluster, sizes, profile)
             findings += verdict.findings
         except InputError as fault:
             findings.append(_as_finding(fault))
         not_asked = _hidden(cluster)
     findings += _binding(job, cluster, profile, topologies or {})
-    if not {finding.code for finding in findings} & {"disk.most", "memory.most"}:
+    if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     return Report(errors_first(findings), not_asked, notes, verdict)
 
@@ -253,7 +251,7 @@ def _hidden(cluster: Cluster) -> str:
     return f"it shows you no {' or '.join(cluster.hidden)} (PrivateData), so {unknown} are unknown"
 
 
-def _compare(job: Job, cluster: Cluster, sizes: Sizes, script: str, site: Site | None) -> Verdict:
+def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Verdict:
     """Compare a job, as the site's rules change it, with the cluster.
 
     Raises:
@@ -264,14 +262,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, script: str, site: Site |
         job = as_asked(job, site.directives)
         if site.path("scratch", job.resources.partition) is not None:
             disk_mib = 0  # Slurm's TmpDisk is the size of another directory
-    verdict = check(
-        job,
-        cluster,
-        script_bytes=len(script.encode("utf-8")),
-        now=time.time(),
-        disk_mib=disk_mib,
-        shm_mib=sizes.shm_mib,
-    )
+    verdict = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.shm_mib)
     if site is None:
         return verdict
     findings = verdict.findings

@@ -80,22 +80,12 @@ class _PartitionVerdict:
         return sum("IDLE" in node.states for node in free)
 
 
-def check(
-    job: Job,
-    cluster: Cluster,
-    *,
-    script_bytes: int = 0,
-    now: float | None = None,
-    disk_mib: int = 0,
-    shm_mib: int = 0,
-) -> Verdict:
+def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> Verdict:
     """Return all that keeps a job from running on a cluster, or may.
 
     Args:
         job: a complete job.
         cluster: as the user sees it.
-        script_bytes: length of its script.
-        now: seconds since the epoch, for reservations.
         disk_mib: what will be staged to each node's local disk.
         shm_mib: what will be staged to each node's RAM, as far as known.
 
@@ -107,9 +97,8 @@ def check(
     request = request_of(job, disk_mib=disk_mib, shm_mib=shm_mib)
     if "clusters" in request.options:
         return Verdict()  # another cluster's controller would have to be asked
-    standing = standing_of(request, cluster, now)
+    standing = standing_of(request, cluster)
     findings = [
-        *_script_size(script_bytes, cluster),
         *_array(job, cluster),
         *standing.findings,
         *unknown_to_cluster(request, cluster),
@@ -137,14 +126,6 @@ def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
     elif last >= size:
         message = f"the largest index that this cluster takes is {size - 1} (MaxArraySize {size})"
         yield error("array.index", "array", last, message, size - 1)
-
-
-def _script_size(script_bytes: int, cluster: Cluster) -> Iterator[Finding]:
-    most = cluster.limits.max_script_bytes
-    if script_bytes > most:
-        message = f"the script has {script_bytes} bytes; this cluster takes at most {most}"
-        hint = "put long values into a file and pass the file's path"
-        yield error("script.size", "args", None, message, most, hint)
 
 
 def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:

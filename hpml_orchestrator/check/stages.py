@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.check.finding import Finding, error, listed, warning
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.measure import is_compressed
-from hpml_orchestrator.script.render import memory_mebibytes
 from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job, Stage
-    from hpml_orchestrator.spec.site import NodeType, Site
+    from hpml_orchestrator.spec.site import Site
 
 __all__ = ["Sizes", "check_room", "check_stages", "check_targets", "target_notes"]
 
 _MAX_ENTRIES = 200_000
 _NAMED = 5
 _MEBIBYTE = 1024**2
-_PROGRAM_BYTES = 1 << 20
 
 
 @dataclass
@@ -120,28 +118,9 @@ def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
         message = f"partition divides the files of a directory, and {stage.source} is one file"
         hint = "`distribution: auto`, or stage a directory of several files"
         yield error("stage.partition", place, distribution, message, None, hint)
-    elif distribution == "partition" and (reads := _reads_parts(job)) is not True:
-        variable = f"HPML_PART_{stage.name.upper()}"
-        message = f"each node gets only a part of {stage.name}; "
-        if reads is False:
-            message += f"the program does not read {variable}, which says which part"
-        else:
-            message += f"a program that does not read {variable} misses the rest"
-        hint = "use `PartSampler` of training_jobs/hpml_packed.py"
-        yield warning("stage.sampler", place, distribution, message, None, hint)
     if distribution not in ("auto", "shared") and job.resources.nodes == 1:
         message = "the job has one node: there is nothing to distribute"
         yield warning("stage.one_node", place, distribution, message)
-
-
-def _reads_parts(job: Job) -> bool | None:
-    """Return whether the script mentions parts of the data; None where it cannot be read."""
-    try:
-        with open(job.script or "", "rb") as stream:
-            text = stream.read(_PROGRAM_BYTES)
-    except OSError:
-        return None
-    return b"HPML_PART" in text or b"PartSampler" in text
 
 
 def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
@@ -258,8 +237,8 @@ def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
         sizes.shm_mib += mebibytes
 
 
-def check_room(job: Job, site: Site | None, *, disk_mib: int) -> list[Finding]:
-    """Return whether data fit the local disks and the memory that a site profile records.
+def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Finding]:
+    """Yield a finding where data are more than local disks have, as a site profile records them.
 
     Args:
         job: a complete job.
@@ -267,28 +246,18 @@ def check_room(job: Job, site: Site | None, *, disk_mib: int) -> list[Finding]:
         disk_mib: what is staged to each node's local disk, as far as known.
     """
     kinds = site.kinds_of(job.resources.partition) if site else {}
-    own = int((job.resources.memory or "0M").removesuffix("M"))
-    memory = memory_mebibytes(job)
-    findings = [*_too_small("local_disk", kinds, disk_mib, "of local disk")]
-    if memory > own:
-        findings += _too_small("memory", kinds, memory, "of memory")
-    return findings
-
-
-def _too_small(
-    what: str, kinds: Mapping[str, NodeType], need_mib: int, noun: str
-) -> Iterator[Finding]:
-    """Yield a finding where data are more than nodes have: an error where it is all of them."""
-    known = {name: size for name, kind in kinds.items() if (size := getattr(kind, what))}
-    sizes = {name: int(size.removesuffix("M")) for name, size in known.items()}
-    small = sorted(name for name, size in sizes.items() if size < need_mib)
-    if need_mib and small:
+    disks = {
+        name: int(kind.local_disk.removesuffix("M"))
+        for name, kind in kinds.items()
+        if kind.local_disk
+    }
+    small = sorted(name for name, size in disks.items() if size < disk_mib)
+    if small:
         level = error if len(small) == len(kinds) else warning
-        limit = size_text(max(sizes[name] for name in small))
-        need = size_text(need_mib)
-        message = f"with staged data the job needs {need} {noun}; nodes of type {listed(small)} "
-        message += f"have at most {limit}, by the site profile"
-        yield level(f"stage.{what}", "stage", need, message, limit)
+        need, limit = size_text(disk_mib), size_text(max(disks[name] for name in small))
+        message = f"the job stages {need} to the local disk; nodes of type {listed(small)} have "
+        message += f"at most {limit}, by the site profile"
+        yield level("stage.local_disk", "stage", need, message, limit)
 
 
 def target_notes(job: Job, targets: Mapping[str, str]) -> list[str]:

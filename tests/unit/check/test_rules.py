@@ -17,7 +17,6 @@ from hpml_orchestrator.scheduler.cluster import (
     Node,
     Partition,
     Qos,
-    Reservation,
 )
 from hpml_orchestrator.spec import Job
 
@@ -126,7 +125,6 @@ OVER = [
     ({}, {"account": "course", "time": "30"}, "time.account", "and never start it", ""),
     ({}, {"account": "course", "time": "9", "cpus_per_rank": 5}, "cpu.account", "at most 4", ""),
     ({}, {"partition": "man"}, "partition.unknown", "there are main, long and gpus", "mean main?"),
-    ({}, {"extra": ["--reservation=x"]}, "reservation.unknown", "no reservation x", ""),
 ]  # fmt: skip
 
 
@@ -293,25 +291,6 @@ def test_tasks_per_node_have_a_limit_of_their_own() -> None:
     assert codes == {"srun": ["ranks.tasks-per-node"], "torchrun": []}
 
 
-def test_a_reservation_is_for_those_whom_it_names() -> None:
-    """By user or by account; one that is over is told as such."""
-    reservations = (
-        Reservation("ada", users=("ada",)),
-        Reservation("eve", users=("eve",)),
-        Reservation("dev", accounts=("dev",), ended=100.0),
-    )
-    cluster = dataclasses.replace(CLUSTER, reservations=reservations)
-
-    def told(name: str, now: float = 50.0) -> list[str]:
-        verdict = check(job(extra=[f"--reservation={name}"]), cluster, now=now)
-        return [finding.code for finding in verdict.findings]
-
-    assert told("ada") == []
-    assert told("eve") == ["reservation.others"]
-    assert told("dev") == []
-    assert told("dev", now=150.0) == ["reservation.over"]
-
-
 def test_nodes_that_are_out_of_service_are_a_warning() -> None:
     """The job waits for them; each is named with its reason."""
     out = dataclasses.replace(NODES[2], states=frozenset({"DOWN"}), reason="bad fan")
@@ -361,20 +340,13 @@ def test_what_is_staged_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "array", "script_bytes", "limits"),
-    [
-        (11, "0-10", 100, {}),
-        (11, "0-11%2", 101, {"array.index": 10, "script.size": 100}),
-        (0, "1-2", 1, {"array.off": 0}),
-    ],
+    ("size", "array", "limits"),
+    [(11, "0-10", {}), (11, "0-11%2", {"array.index": 10}), (0, "1-2", {"array.off": 0})],
 )
-def test_arrays_and_long_scripts(
-    size: int, array: str, script_bytes: int, limits: dict[str, int]
-) -> None:
+def test_arrays(size: int, array: str, limits: dict[str, int]) -> None:
     """The largest index is one less than MaxArraySize; 0 switches arrays off."""
-    cluster = with_partition(MAIN, max_array_size=size, max_script_bytes=100)
     asked = job().model_copy(update={"array": array})
-    findings = check(asked, cluster, script_bytes=script_bytes).findings
+    findings = check(asked, with_partition(MAIN, max_array_size=size)).findings
     assert {finding.code: finding.limit for finding in findings} == limits
 
 

@@ -17,12 +17,12 @@ from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 
 
-def job(*stage: dict[str, Any], program: Any = None, **resources: Any) -> Job:
+def job(*stage: dict[str, Any], **resources: Any) -> Job:
     """A job of two nodes that stages these entries."""
     entries = [{"name": "d", "source": "/none", **entry} for entry in stage]
     resources = {"nodes": 2, **resources}
     return Job.model_validate(
-        {"name": "a", **(program or {"command": ["x"]}), "resources": resources, "stage": entries}
+        {"name": "a", "command": ["x"], "resources": resources, "stage": entries}
     )
 
 
@@ -68,7 +68,7 @@ def test_data_are_measured(tree: Path, entry: dict[str, Any], disk_mib: int, shm
             "error",
             "is one file",
         ),
-        ({"distribution": "partition"}, 2, "stage.sampler", "warning", "misses the rest"),
+        ({"distribution": "partition"}, 2, "", "", ""),
         ({"distribution": "chain"}, 1, "stage.one_node", "warning", "nothing to distribute"),
         ({"distribution": "auto"}, 1, "", "", ""),
         ({"keep": True}, 2, "", "", ""),
@@ -84,25 +84,6 @@ def test_options_that_do_not_go_together(
     findings = found({**entry, "source": source}, nodes=nodes)
     assert [finding[:2] for finding in findings] == [(code, level)] * bool(code)
     assert all(message in finding[2] for finding in findings)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import torch", "the program does not read HPML_PART_D"),
-        ("from hpml_packed import PackedDataset", "does not read HPML_PART_D"),
-        ("from hpml_packed import PackedDataset, PartSampler", ""),
-    ],
-)
-def test_a_program_that_reads_parts_is_known_by_its_text(
-    tree: Path, text: str, message: str
-) -> None:
-    """Data that are partitioned need a sampler."""
-    script = tree / "train.py"
-    script.write_text(text)
-    entry = {"source": str(tree), "distribution": "partition"}
-    findings = found(entry, program={"script": str(script)})
-    assert [message in finding[2] for finding in findings] == [True] * bool(message)
 
 
 def test_data_that_do_not_exist() -> None:
@@ -229,21 +210,10 @@ SITE = Site.model_validate(
 )
 def test_local_disks_of_the_site_profile(partition: str | None, disk: int, level: str) -> None:
     """Too small everywhere is an error; in some of the nodes, or unknown in others, a warning."""
-    findings = check_room(job(partition=partition), SITE, disk_mib=disk * 1024)
+    findings = list(check_room(job(partition=partition), SITE, disk_mib=disk * 1024))
     assert [finding.level for finding in findings] == [level] * bool(level)
     assert all(finding.code == "stage.local_disk" for finding in findings)
     assert all("nodes of type a" in finding.message for finding in findings)
-
-
-def test_memory_of_the_site_profile_with_what_goes_to_ram() -> None:
-    """The job's own memory and the staged data together; else memory is not the topic."""
-    entry = {"target": "shm", "size": "30G"}
-    resources = {"memory": "40G", "partition": "small"}
-    (finding,) = check_room(job(entry, **resources), SITE, disk_mib=0)
-    assert (finding.code, finding.level, finding.limit) == ("stage.memory", "error", "64G")
-    assert "needs 70G of memory" in finding.message
-    assert check_room(job(**resources), SITE, disk_mib=0) == []
-    assert check_room(job(entry, **resources), None, disk_mib=1 << 30) == []
 
 
 def test_what_auto_became_is_a_note() -> None:
