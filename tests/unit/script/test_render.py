@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
+from ruamel.yaml import YAML
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render, template
@@ -186,79 +187,14 @@ def test_rendering_is_deterministic() -> None:
     assert done.stdout == render(asked, HERE).encode()
 
 
-GOLDEN = {
-    "torchrun.sh": job(
-        name="digits",
-        workdir="/home/me/code",
-        script="/home/me/code/train.py",
-        args=["--data={stage.digits}", "--output={run.dir}", "--note=it's"],
-        resources={
-            "nodes": 2,
-            "gpus": "a100:4",
-            "cpus_per_rank": 8,
-            "memory": "64G",
-            "time": "10:00",
-            "partition": "gpu",
-            "mail": {"to": "me@example.org"},
-            "extra": ["--reservation=course"],
-        },
-        environment={"modules": ["cuda/12.4"], "venv": "/home/me/venv", "variables": {"A": "b c"}},
-        stage=[{"name": "digits", "source": "/data/digits", "target": "shm", "size": "4G"}],
-    ),
-    "srun.sh": job(
-        name="plain",
-        launcher="srun",
-        workdir="/home/me",
-        command=["./solve", "--in", "{stage.mesh}/mesh.h5"],
-        resources={"ranks_per_node": 4},
-        environment={"container": {"engine": "apptainer", "image": "/images/solve.sif"}},
-        stage=[{"name": "mesh", "source": "/data/mesh.tar", "kind": "tar", "target": "local"}],
-    ),
-    "mpirun.sh": job(
-        name="many",
-        launcher="mpirun",
-        workdir="/home/me",
-        module="horovod_train",
-        resources={"nodes": 2, "gpus": 4, "ranks_per_gpu": 2, "cpus_per_rank": 4},
-        environment={"modules": ["openmpi/4.1"], "variables": {"OMP_NUM_THREADS": 2}},
-        binding={"verify": "strict", "loader_workers": 1, "hardware_threads": False},
-    ),
-    "horovodrun.sh": job(
-        name="one-node",
-        launcher="horovodrun",
-        workdir="/home/me",
-        script="/home/me/train.py",
-        resources={"gpus": 4},
-        environment={"venv": "/home/me/venv"},
-        binding="socket",
-    ),
-}
+INPUT = YAML(typ="safe").load(DATA / "jobs.yaml")
+STAGED_SITE = ResolvedSite(Site.model_validate(INPUT["site"]))
 
 
 def staged_script() -> str:
     """A script in which everything about staging is said."""
-    data = {
-        "partitions": {"gpu": {"default": True, "node_types": ["a"]}},
-        "node_types": {"a": {"memory": "500G", "scratch": "$LOCAL_SCRATCH"}},
-        "staging": {
-            "opens_per_second": 2000,
-            "opens_per_second_per_job": 16_000,
-            "array_jitter": 60,
-            "shared_rate": "20G",
-            "metadata_rate": 50_000,
-            "link_rate": "10G",
-            "disk_rate": "2G",
-        },
-    }
-    stage = [
-        {"name": "train", "source": "/data/train", "target": "local", "keep": True, "epochs": 90},
-        {"name": "test", "source": "/data/test.tar", "target": "shm", "size": "4G", "hash": False},
-        {"name": "mesh", "source": "/data/it's", "outside_links": True, "distribution": "chain"},
-    ]
-    resources = {"nodes": 4, "gpus": 4, "memory": "64G"}
-    one = job(workdir="/home/me", stage=stage, resources=resources, array="0-31:4")
-    site = ResolvedSite(Site.model_validate(data))
-    return render(one, HERE, site, targets={"test": "4G are at most half of the 436G left"})
+    why = {"test": "4G are at most half of the 436G left"}
+    return render(job(**INPUT["jobs"]["staged"]), HERE, STAGED_SITE, targets=why)
 
 
 def test_how_to_stage_is_told_to_the_agents() -> None:
@@ -289,14 +225,14 @@ def test_what_the_site_says_of_its_file_system_is_told_where_it_matters() -> Non
     assert staging_options(job(stage=stage), None) == []
 
 
-@pytest.mark.parametrize("name", [*GOLDEN, "staged.sh"])
+@pytest.mark.parametrize("name", INPUT["jobs"])
 def test_the_script_to_the_byte(name: str) -> None:
     """One of each launcher, and one with all about staging; HPML_GOLDEN=write writes them anew."""
-    text = staged_script() if name == "staged.sh" else render(GOLDEN[name], HERE)
+    text = staged_script() if name == "staged" else render(job(**INPUT["jobs"][name]), HERE)
     text = re.sub(
         r"^# Written by hpml \S+\.", "# Written by hpml VERSION.", text, flags=re.MULTILINE
     )
-    path = DATA / name
+    path = DATA / f"{name}.sh"
     if os.environ.get("HPML_GOLDEN") == "write":
         path.write_text(text, "utf-8")
     assert path.read_text("utf-8") == text
