@@ -70,7 +70,7 @@ def render(
     from hpml_orchestrator.cli.conflicts import refuse_empty, refuse_with  # noqa: PLC0415
     from hpml_orchestrator.errors import InputError  # noqa: PLC0415
     from hpml_orchestrator.runs.show import explained, write_rendered  # noqa: PLC0415
-    from hpml_orchestrator.script.static_form import static_form, told  # noqa: PLC0415
+    from hpml_orchestrator.script.static_form import describe, static_form  # noqa: PLC0415
 
     refuse_empty({"--output": output})
     if output:
@@ -88,7 +88,7 @@ def render(
         for field, value, origin in rows:
             typer.echo(f"{field:<28} {_in_job_file(value):<40} {origin}")
         form = static_form(rendered.resolved.job, rendered.site, rendered.topologies)
-        typer.echo(f"hpml: binding: {told(form)}", err=True)
+        typer.echo(f"hpml: binding: {describe(form)}", err=True)
         return
     if output:
         script = write_rendered(rendered, output, force=force)

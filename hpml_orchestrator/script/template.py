@@ -38,10 +38,10 @@ def quote(value: Any) -> Raw:
 
 
 def directive(value: Any) -> Raw:
-    """Pass on text that has no special character at all, as `#SBATCH` lines need it.
+    """Return text that has no special character at all, as `#SBATCH` lines need it.
 
     Raises:
-        ValueError: it has one: the model that made it let something through.
+        ValueError: it has one.
     """
     text = str(value)
     if not _DIRECTIVE.fullmatch(text):
@@ -50,7 +50,7 @@ def directive(value: Any) -> Raw:
 
 
 def word(value: Any) -> Raw:
-    """Return a value as one shell word in which `{stage.NAME}` and its like are variables.
+    """Return a value as one shell word; `{stage.NAME}`, `{run.dir}` become variables.
 
     >>> word("--data={stage.digits}/train it")
     '--data='"$HPML_STAGE_DIGITS"'/train it'
@@ -94,8 +94,8 @@ def placeholders(text: str, *, array: bool = False) -> list[str]:
 
     Args:
         text: the value.
-        array: whether the job is an array: then every `{array.…}` counts, else the one that there
-            is, so that other text of that look stays what it is.
+        array: whether the job is an array; of other jobs only `{array.index}` counts, so that
+            other text in braces stays as it is.
     """
     return (_ARRAY_PLACEHOLDER if array else _PLACEHOLDER).findall(text)
 

@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.script import render
-from hpml_orchestrator.script.static_form import StaticForm, static_form, told
+from hpml_orchestrator.script.static_form import StaticForm, describe, static_form
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 from tests.unit.script.support import HERE, site
 from tests.unit.script.support import whole_job as job
@@ -130,9 +130,9 @@ def test_an_unknown_site_plans_on_the_nodes() -> None:
     assert "--cpu-bind=none" in text
     assert "static" not in text
     assert static_form(job(form="node"), site(), {"m": milan()}) == StaticForm()
-    assert told(StaticForm()) == "each node plans for itself"
+    assert describe(StaticForm()) == "each node plans for itself"
     form = static_form(job(), site(), {"m": milan()})
-    assert told(form) == "the launcher binds, by map_ldom; each node checks it"
+    assert describe(form) == "the launcher binds, by map_ldom; each node checks it"
 
 
 WHOLE = "the job does not get whole nodes (resources.exclusive)"
