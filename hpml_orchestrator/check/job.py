@@ -18,20 +18,15 @@ from hpml_orchestrator.check.binding import (
 )
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
 from hpml_orchestrator.check.monitor import check_monitor, check_port
+from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
     check_modules,
     check_program,
     check_records,
     is_one_machine,
 )
+from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.check.rules import Verdict, check
-from hpml_orchestrator.check.stages import (
-    Sizes,
-    check_room,
-    check_stages,
-    check_targets,
-    target_notes,
-)
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import outstanding
@@ -149,10 +144,14 @@ def check_job(
     runner = DeadlineRunner(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
     on_nodes = on_slurm and not is_one_machine(environment)
-    notes = target_notes(job, targets or {})
+    notes = [
+        f"stage.{index}.target: auto is {stage.target} here: {targets[stage.name]}"
+        for index, stage in enumerate(job.stage)
+        if targets and stage.name in targets
+    ]
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
-        stages_answer = pool.submit(check_stages, job, seconds=walk_seconds)
+        stages_answer = pool.submit(_stages, job, walk_seconds, here=not on_slurm)
         modules_answer = pool.submit(
             check_modules, job.environment.modules, runner, environment, timeout=cluster_seconds
         )
@@ -169,8 +168,11 @@ def check_job(
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
     if not on_slurm:
         machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
-        findings += [*check_local(job, machine), *check_targets(job)]
-        findings += [*check_port(job, whole=False), *check_binding(job)]
+        findings += [
+            *check_local(job, machine),
+            *check_port(job, whole=False),
+            *check_binding(job),
+        ]
         return Report(errors_first(findings), notes=notes)
     verdict = Verdict()
     profile = site.site if site else None
@@ -185,6 +187,16 @@ def check_job(
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     return Report(errors_first(findings), not_asked, notes, verdict)
+
+
+def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:
+    """Return what of the data cannot be staged, `here` or on nodes, and how much there is."""
+    if not job.stage:
+        return [], Sizes()
+    from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
+
+    findings, sizes = stages.check_stages(job, seconds=seconds)
+    return [*findings, *(stages.check_targets(job) if here else ())], sizes
 
 
 def check_local(job: Job, machine: Machine) -> Iterator[Finding]:

@@ -6,14 +6,19 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, listed
+from hpml_orchestrator.check.finding import Finding, error, listed, warning
 from hpml_orchestrator.check.request import Placement, Request
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
 from hpml_orchestrator.spec.values import size_text
 
-__all__ = ["fit", "unknown_to_cluster"]
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site import Site
+
+__all__ = ["check_room", "fit", "unknown_to_cluster"]
 
 _FEATURES = re.compile(r"[^\[\]()&|*,]+(?:[&,][^\[\]()&|*,]+)*")
 
@@ -179,3 +184,26 @@ def _unknown_gpus(request: Request, cluster: Cluster) -> Iterator[Finding]:
             message += listed(there, none="GPUs without a type")
             hint = did_you_mean(kind, [name for name in types if name and "g." not in kind])
             yield request.fault("gpus.type", "gpus", message, sorted(types), hint)
+
+
+def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Finding]:
+    """Yield a finding where data are more than local disks have, as a site profile records them.
+
+    Args:
+        job: a complete job.
+        site: the site profile, if there is one.
+        disk_mib: what is staged to each node's local disk, as far as known.
+    """
+    kinds = site.kinds_of(job.resources.partition) if site else {}
+    disks = {
+        name: int(kind.local_disk.removesuffix("M"))
+        for name, kind in kinds.items()
+        if kind.local_disk
+    }
+    small = sorted(name for name, size in disks.items() if size < disk_mib)
+    if small:
+        level = error if len(small) == len(kinds) else warning
+        need, limit = size_text(disk_mib), size_text(max(disks[name] for name in small))
+        message = f"the job stages {need} to the local disk; nodes of type {listed(small)} have "
+        message += f"at most {limit}, by the site profile"
+        yield level("stage.local_disk", "stage", need, message, limit)

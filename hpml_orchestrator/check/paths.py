@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.check.finding import Finding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.command import Runner
-from hpml_orchestrator.staging.capacity import file_system_type
-from hpml_orchestrator.staging.fstypes import MEMORY_TYPES
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Environment, Job
@@ -239,10 +237,23 @@ def unwritable(path: Path) -> str:
 
 def local_reason(path: Path) -> str:
     """Return why other machines do not see a directory; empty where nothing says so."""
-    real = os.path.realpath(path)
-    kind = file_system_type(str(_existing(path)))
-    below = next((top for top in _OF_THIS_NODE if real.startswith(f"{top}/")), "")
-    return below or kind * (kind in MEMORY_TYPES)
+    real = Path(os.path.realpath(path))
+    below = next(
+        (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top), ""
+    )
+    return below or _memory_file_system(real)
+
+
+def _memory_file_system(path: Path) -> str:
+    """Return the type of the file system that a path is on, where it is one in memory."""
+    try:
+        lines = Path("/proc/mounts").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    mounts = [line.split()[1:3] for line in lines]
+    above = [mount for mount in mounts if path.is_relative_to(mount[0].replace("\\040", " "))]
+    _, kind = max(above, key=lambda mount: len(mount[0]), default=("", ""))
+    return kind if kind in ("tmpfs", "ramfs") else ""
 
 
 def _existing(path: Path) -> Path:

@@ -17,7 +17,15 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
 
-__all__ = ["Placement", "Request", "nodes_of_option", "request_of"]
+__all__ = ["Placement", "Request", "Sizes", "nodes_of_option", "request_of"]
+
+
+@dataclass
+class Sizes:
+    """What will be staged to each node, in MiB, as far as known."""
+
+    disk_mib: int = 0
+    shm_mib: int = 0
 
 
 @dataclass(frozen=True)

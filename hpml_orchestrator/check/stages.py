@@ -1,4 +1,4 @@
-"""Whether a job's data can be staged: its sources on this machine, its options, and room for it."""
+"""Whether a job's data can be staged: options, sources and targets, by a look at this machine."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ import itertools
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, listed, warning
+from hpml_orchestrator.check.finding import Finding, error, warning
+from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.measure import is_compressed
-from hpml_orchestrator.spec.values import size_text
+from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
+from hpml_orchestrator.staging.plan import NO_FILE, link_fault
+from hpml_orchestrator.staging.request import kind_at
+from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.sources import check_archive
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job, Stage
-    from hpml_orchestrator.spec.site import Site
 
-__all__ = ["Sizes", "check_room", "check_stages", "check_targets", "target_notes"]
+__all__ = ["check_stages", "check_targets"]
 
 _MAX_ENTRIES = 200_000
 _NAMED = 5
 _MEBIBYTE = 1024**2
-
-
-@dataclass
-class Sizes:
-    """What will be staged to each node, in MiB, as far as known."""
-
-    disk_mib: int = 0
-    shm_mib: int = 0
 
 
 @dataclass
@@ -83,8 +79,6 @@ def check_targets(job: Job) -> Iterator[Finding]:
 
     Only for a job that runs here: the nodes' own directories are seen there alone.
     """
-    from hpml_orchestrator.staging.root import Root  # noqa: PLC0415 - few jobs need it
-
     for index, stage in enumerate(job.stage):
         if not stage.target.startswith("/"):
             continue
@@ -125,9 +119,6 @@ def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
 
 def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
     """Yield in which way a source is not of the kind that it is said to be; sets the walk's."""
-    from hpml_orchestrator.staging.request import kind_at  # noqa: PLC0415 - few jobs need them
-    from hpml_orchestrator.staging.sources import check_archive  # noqa: PLC0415
-
     try:
         walk.kind = kind_at(stage.source, stage.kind)
         check_archive(stage.source, walk.kind)
@@ -186,8 +177,6 @@ def _look_at(entry: os.DirEntry[str], walk: _Walk) -> None:
         return
     if walk.kind != "tree":
         return
-    from hpml_orchestrator.staging.faults import shown  # noqa: PLC0415 - few jobs need them
-    from hpml_orchestrator.staging.plan import NO_FILE, link_fault  # noqa: PLC0415
 
     path = entry.path.removeprefix(walk.stage.source).lstrip("/")
     fault = NO_FILE
@@ -208,8 +197,6 @@ def _walk_findings(walk: _Walk, place: str) -> Iterator[Finding]:
         hint = f"`ls -l {walk.unreadable[0]}`; ask its owner for permission to read it"
         yield error("stage.unreadable", place, source, message, None, hint)
     if walk.refused:
-        from hpml_orchestrator.staging.faults import OUTSIDE_LINKS  # noqa: PLC0415
-
         message = f"{source} contains what cannot be staged: {_first(walk.refused, '; ')}"
         hint = OUTSIDE_LINKS if walk.refused_link else ""
         yield error("stage.refused", place, source, message, None, hint)
@@ -235,40 +222,3 @@ def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
         sizes.disk_mib += mebibytes
     elif stage.target == "shm":
         sizes.shm_mib += mebibytes
-
-
-def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Finding]:
-    """Yield a finding where data are more than local disks have, as a site profile records them.
-
-    Args:
-        job: a complete job.
-        site: the site profile, if there is one.
-        disk_mib: what is staged to each node's local disk, as far as known.
-    """
-    kinds = site.kinds_of(job.resources.partition) if site else {}
-    disks = {
-        name: int(kind.local_disk.removesuffix("M"))
-        for name, kind in kinds.items()
-        if kind.local_disk
-    }
-    small = sorted(name for name, size in disks.items() if size < disk_mib)
-    if small:
-        level = error if len(small) == len(kinds) else warning
-        need, limit = size_text(disk_mib), size_text(max(disks[name] for name in small))
-        message = f"the job stages {need} to the local disk; nodes of type {listed(small)} have "
-        message += f"at most {limit}, by the site profile"
-        yield level("stage.local_disk", "stage", need, message, limit)
-
-
-def target_notes(job: Job, targets: Mapping[str, str]) -> list[str]:
-    """Return what became of each `target: auto`, a line each.
-
-    Args:
-        job: a complete job.
-        targets: why, by the entry's name.
-    """
-    return [
-        f"stage.{index}.target: auto is {stage.target} here: {targets[stage.name]}"
-        for index, stage in enumerate(job.stage)
-        if stage.name in targets
-    ]

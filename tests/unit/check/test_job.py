@@ -221,3 +221,13 @@ def test_a_refusal_names_every_error(tmp_path: Path) -> None:
     assert "100T of memory" in str(error)
     assert error.field == "resources.nodes"
     assert "--no-check" in error.hint
+
+
+def test_what_auto_became_is_a_note(tmp_path: Path) -> None:
+    """A line per entry of `stage` that said auto."""
+    stage = [{"name": "d", "source": "/none"}, {"name": "e", "source": "/none"}]
+    asked = Job.model_validate({**job().model_dump(mode="json"), "stage": stage})
+    why = {"e": "its size is not known"}
+    report = check_job(asked, backend="local", records=tmp_path, environment={}, targets=why)
+    assert report.notes == ["stage.1.target: auto is local here: its size is not known"]
+    assert [finding.code for finding in report.errors] == ["stage.missing"] * 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.finding import Finding, listed
+from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.cluster import (
     Association,
@@ -19,6 +20,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Qos,
 )
 from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.site import Site
 
 HOUR = 3600
 CPU = {"features": frozenset({"cpu", "rack1"}), "cpus": 8, "memory_mib": 8000}
@@ -383,3 +385,37 @@ def test_a_finding_shows_a_value_as_the_job_file_has_it(value: bool, shown: str)
 def test_long_lists_are_cut() -> None:
     """A cluster may have hundreds of partitions."""
     assert listed([*"abcdefghij"]) == "a, b, c, d, e, f, g, h and 2 more"
+
+
+SITE = Site.model_validate(
+    {
+        "partitions": {
+            "both": {"default": True, "node_types": ["a", "b"]},
+            "small": {"node_types": ["a"]},
+            "vague": {"node_types": ["a", "c"]},
+        },
+        "node_types": {
+            "a": {"memory": "64G", "local_disk": "100G"},
+            "b": {"memory": "256G", "local_disk": "2T"},
+            "c": {},
+        },
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("partition", "disk", "level"),
+    [
+        ("small", 100, ""),
+        ("small", 101, "error"),
+        (None, 101, "warning"),
+        (None, 3000, "error"),
+        ("vague", 101, "warning"),
+    ],
+)
+def test_local_disks_of_the_site_profile(partition: str | None, disk: int, level: str) -> None:
+    """Too small everywhere is an error; in some of the nodes, or unknown in others, a warning."""
+    findings = list(check_room(job(partition=partition), SITE, disk_mib=disk * 1024))
+    assert [finding.level for finding in findings] == [level] * bool(level)
+    assert all(finding.code == "stage.local_disk" for finding in findings)
+    assert all("nodes of type a" in finding.message for finding in findings)

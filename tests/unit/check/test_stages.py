@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.stages import check_room, check_stages, check_targets, target_notes
+from hpml_orchestrator.check.stages import check_stages, check_targets
 from hpml_orchestrator.packing.claim import Claim
 from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
 
 
 def job(*stage: dict[str, Any], **resources: Any) -> Job:
@@ -180,46 +179,3 @@ def test_targets_of_this_machine() -> None:
     assert (finding.code, finding.field) == ("stage.target", "stage.0.target")
     assert finding.message.startswith("no such directory on this node")
     assert list(check_targets(job({"target": "/dev/shm"}, {"name": "e", "target": "local"}))) == []
-
-
-SITE = Site.model_validate(
-    {
-        "partitions": {
-            "both": {"default": True, "node_types": ["a", "b"]},
-            "small": {"node_types": ["a"]},
-            "vague": {"node_types": ["a", "c"]},
-        },
-        "node_types": {
-            "a": {"memory": "64G", "local_disk": "100G"},
-            "b": {"memory": "256G", "local_disk": "2T"},
-            "c": {},
-        },
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("partition", "disk", "level"),
-    [
-        ("small", 100, ""),
-        ("small", 101, "error"),
-        (None, 101, "warning"),
-        (None, 3000, "error"),
-        ("vague", 101, "warning"),
-    ],
-)
-def test_local_disks_of_the_site_profile(partition: str | None, disk: int, level: str) -> None:
-    """Too small everywhere is an error; in some of the nodes, or unknown in others, a warning."""
-    findings = list(check_room(job(partition=partition), SITE, disk_mib=disk * 1024))
-    assert [finding.level for finding in findings] == [level] * bool(level)
-    assert all(finding.code == "stage.local_disk" for finding in findings)
-    assert all("nodes of type a" in finding.message for finding in findings)
-
-
-def test_what_auto_became_is_a_note() -> None:
-    """A line per entry that said auto."""
-    asked = job({"target": "shm"}, {"name": "e", "target": "local"})
-    assert target_notes(asked, {"e": "its size is not known"}) == [
-        "stage.1.target: auto is local here: its size is not known"
-    ]
-    assert target_notes(asked, {}) == []
