@@ -30,10 +30,7 @@ _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 
 def check_monitor(
-    job: Job,
-    *,
-    on_nodes: bool,
-    installed: Callable[[str], bool] | None = None,
+    job: Job, *, on_nodes: bool, installed: Callable[[str], bool] | None = None
 ) -> list[Finding]:
     """Return what keeps a job from being monitored as intended; the job runs all the same.
 
@@ -44,10 +41,10 @@ def check_monitor(
     """
     if not job.monitor.enabled:
         return []
-    found = [*_software(job, installed or _installed), *_listening(job.monitor, on_nodes)]
-    if job.monitor.targets is not None:  # else they lie beside the records, which are looked at
-        found += _targets(job.monitor.targets, on_nodes)
-    return found
+    findings = [*_software(job, installed or _installed), *_listening(job.monitor, on_nodes)]
+    if job.monitor.targets is not None:  # else they are beside the records, which are checked
+        findings += _targets(job.monitor.targets, on_nodes)
+    return findings
 
 
 def check_port(job: Job, *, whole: bool) -> list[Finding]:
@@ -69,9 +66,9 @@ def check_port(job: Job, *, whole: bool) -> list[Finding]:
 
 def _installed(name: str) -> bool:
     """Return whether an isolated interpreter, as the exporter's, has a module: without `--user`."""
-    found = find_spec(name)
-    where = (found.origin if found else None) or ""
-    return bool(where) and not (ENABLE_USER_SITE and where.startswith(getusersitepackages()))
+    spec = find_spec(name)
+    path = (spec.origin if spec else None) or ""
+    return bool(path) and not (ENABLE_USER_SITE and path.startswith(getusersitepackages()))
 
 
 def _warning(code: str, field: str, value: object, message: str, hint: str) -> Finding:

@@ -98,13 +98,9 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     if "clusters" in request.options:
         return Verdict()  # another cluster's controller would have to be asked
     standing = standing_of(request, cluster)
-    findings = [
-        *_array(job, cluster),
-        *standing.findings,
-        *unknown_to_cluster(request, cluster),
-    ]
     chosen, faults = _partitions(request, cluster)
-    findings += faults
+    unknown = unknown_to_cluster(request, cluster)
+    findings = [*_array(job, cluster), *standing.findings, *unknown, *faults]
     verdicts = [_compare(Placement(request, partition, cluster), standing) for partition in chosen]
     usable = [verdict for verdict in verdicts if not verdict.findings]
     if verdicts:
@@ -183,9 +179,9 @@ def _closed_findings(placement: Placement) -> Iterator[Finding]:
     where, groups, root = f"partition {partition.name}", partition.allow_groups, "root"
     if partition.root_only and cluster.user != root:
         yield request.fault("partition.root-only", "partition", f"{where} is for root alone")
-    mine = {root} if cluster.user == root else {*cluster.groups}
-    if groups is not None and mine and not mine & {*groups, root}:
-        message = f"{where} is for members of {listed(groups)}; you are in {listed(sorted(mine))}"
+    mine = cluster.groups if cluster.user != root else ()
+    if groups is not None and mine and not {*mine} & {*groups}:
+        message = f"{where} is for members of {listed(groups)}; you are in {listed(mine)}"
         yield request.fault("partition.groups", "partition", message)
     if partition.reservation_only and "reservation" not in request.options:
         message = f"{where} is for jobs in a reservation"
@@ -302,9 +298,9 @@ def _nodes_down(
     ]
     count = len(best.nodes)
     if cluster.nodes:
-        message = f"the job will wait: {count - len(down)} of the {count} nodes of partition "
-        message += f"{best.partition.name} that fit it are in service; {listed(reasons)}"
         limit = count - len(down)
+        message = f"the job will wait: {limit} of the {count} nodes of partition "
+        message += f"{best.partition.name} that fit it are in service; {listed(reasons)}"
         yield warning("nodes.down", "resources.nodes", request.nodes, message, limit)
 
 
