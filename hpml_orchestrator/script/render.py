@@ -17,7 +17,6 @@ from hpml_orchestrator.script.monitor_words import monitor_words
 from hpml_orchestrator.script.site_rules import apply_rules
 from hpml_orchestrator.script.stage_words import entry_options, staging_options
 from hpml_orchestrator.script.static_form import static_form
-from hpml_orchestrator.script.user_template import render_user_template
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,6 +125,10 @@ def render(
     }
     name = f"{job.launcher}.sh.j2"
     if site is not None and site.site.templates:
+        from hpml_orchestrator.script.user_template import (  # noqa: PLC0415 - few have such
+            render_user_template,
+        )
+
         text = render_user_template(site.site.templates, name, context)
     else:
         text = template.environment().get_template(name).render(context)
