@@ -1,6 +1,6 @@
 """Whether a job's ranks find GPUs, cores and domains as its binding wants them: pure rules.
 
-All of it is warnings: the job runs all the same, and each node's plan says what became of it.
+All of it is warnings: the job runs all the same, and each node's plan records what became of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding
+from hpml_orchestrator.check.finding import Finding, warning
 from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Shape", "check_binding", "shape_of_kind", "shape_of_node"]
 
+_RANKS = "resources.ranks_per_node"
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a kind of nodes matters here; 0 where it is not known.
+    """What of a kind of nodes matters for binding; 0 where it is not known.
 
     Attributes:
         name: what to call such a node.
@@ -42,92 +44,73 @@ class Shape:
 
 def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> Shape:
     """Return the shape of a site profile's node type, by its topology where it has one."""
-    words = f"node type {name}"
+    label = f"node type {name}"
     if topology is not None:
         cores = len(topology.cores)
         return Shape(
-            words,
+            label,
             cores,
             max(1, (kind.cpus or len(topology.cpus)) // cores),
             len({core.socket for core in topology.cores}) if topology.sockets_told else 0,
             sum(bool(domain.cpus) for domain in topology.domains),
         )
     cores = (kind.sockets or 0) * (kind.cores_per_socket or 0)
-    each = (kind.cpus or 0) // cores if cores and kind.cpus else kind.threads_per_core or 1
-    return Shape(words, cores, max(1, each), kind.sockets or 0)
+    per_core = (kind.cpus or 0) // cores if cores and kind.cpus else kind.threads_per_core or 1
+    return Shape(label, cores, max(1, per_core), kind.sockets or 0)
 
 
 def shape_of_node(node: Node) -> Shape:
-    """Return the shape of a node as Slurm has it; of NUMA domains it says nothing."""
+    """Return the shape of a node as Slurm has it; it knows nothing of NUMA domains."""
     cores = node.sockets * node.cores_per_socket
     return Shape(f"node {node.name}", cores, max(1, node.cpus // max(1, cores)), node.sockets)
 
 
 def check_binding(job: Job, shapes: Iterable[Shape] = (), *, whole: bool = False) -> list[Finding]:
-    """Return what of a job's binding will not come out as it is meant.
+    """Return what of a job's binding will not come out as intended, each kind of it once.
 
     Args:
         job: a complete job.
         shapes: of the nodes that it may land on, as far as known.
         whole: whether it gets whole nodes.
     """
-    found = list(_gpus(job))
-    if job.binding.policy == "none":
-        return found
-    for shape in [*shapes] or [Shape("")]:
-        found += [*_cores(job, shape, whole=whole), *_units(job, shape), *_idle(job, shape)]
-    first: dict[str, Finding] = {}
-    for one in found:
-        first.setdefault(one.code, one)
-    return list(first.values())
+    findings = list(_gpus(job))
+    if job.binding.policy != "none":
+        for shape in [*shapes] or [Shape("")]:
+            findings += [*_cores(job, shape, whole=whole), *_units(job, shape), *_idle(job, shape)]
+    return list({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
 def _gpus(job: Job) -> Iterator[Finding]:
     """More ranks than GPUs for them."""
     resources = job.resources
     gpus, ranks = resources.gpu_count, resources.ranks
-    if gpus and ranks > gpus * resources.ranks_per_gpu:
-        each = -(-ranks // gpus)
-        yield Finding(
-            "warning",
-            "binding.gpus",
-            "resources.ranks_per_node",
-            ranks,
-            f"{ranks} ranks per node share {gpus} GPU{'s' * (gpus != 1)}, up to {each} on one",
-            gpus * resources.ranks_per_gpu,
-            f"`ranks_per_gpu: {each}` says that they shall",
-        )
+    most = gpus * resources.ranks_per_gpu
+    if gpus and ranks > most:
+        shared = -(-ranks // gpus)
+        message = f"{ranks} ranks per node share {counted(gpus, 'GPU')}, up to {shared} on one"
+        hint = f"`ranks_per_gpu: {shared}` where that is intended"
+        yield warning("binding.gpus", _RANKS, ranks, message, most, hint)
 
 
 def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
     """Fewer cores than the ranks and their loader workers need."""
     resources, workers = job.resources, job.binding.loader_workers
-    ranks, each = resources.ranks, shape.cpus_per_core
-    cores = -(-ranks * resources.cpus_per_rank // each)
-    if whole and shape.cores:
-        cores = shape.cores
+    ranks, per_core = resources.ranks, shape.cpus_per_core
+    all_cores = whole and bool(shape.cores)
+    cores = shape.cores if all_cores else -(-ranks * resources.cpus_per_rank // per_core)
     if cores >= ranks * (1 + workers):
         return
     where = f" on {shape.name}" * bool(shape.name)
-    smt = f"; Slurm counts {each} CPUs for each there" * (each > 1)
     if cores < ranks:
-        says = f"{ranks} ranks get {counted(cores, 'core')}{where}, so that some share one{smt}"
+        message = f"{ranks} ranks get {counted(cores, 'core')}{where}, so that some share one"
     else:
-        says = (
-            f"each rank gets {counted(cores // ranks, 'core')}{where} and needs {1 + workers}: its "
-            f"own and those of {workers} loader worker{'s' * (workers != 1)}{smt}"
-        )
-    yield Finding(
-        "warning",
-        "binding.cores",
-        "resources.cpus_per_rank",
-        resources.cpus_per_rank,
-        says,
-        (1 + workers) * each,
-        "ask for fewer ranks or loader workers"
-        if whole and shape.cores
-        else f"`cpus_per_rank: {(1 + workers) * each}`",
-    )
+        message = f"each rank gets {counted(cores // ranks, 'core')}{where} and needs {1 + workers}"
+        message += f": its own and those of {counted(workers, 'loader worker')}"
+    message += f"; Slurm counts {per_core} CPUs for each there" * (per_core > 1)
+    limit = (1 + workers) * per_core
+    hint = "request fewer ranks or loader workers" if all_cores else f"`cpus_per_rank: {limit}`"
+    field = "resources.cpus_per_rank"
+    yield warning("binding.cores", field, resources.cpus_per_rank, message, limit, hint)
 
 
 def _units(job: Job, shape: Shape) -> Iterator[Finding]:
@@ -136,34 +119,21 @@ def _units(job: Job, shape: Shape) -> Iterator[Finding]:
     With GPUs it is the GPU's socket or domain that is meant, and sharing that is as usual.
     """
     policy, ranks = job.binding.policy, job.resources.ranks
-    there = {"socket": shape.sockets, "numa": shape.domains}.get(policy, 0)
-    if job.resources.gpu_count or not there or ranks <= there:
-        return
-    unit = "socket" if policy == "socket" else "NUMA domain"
-    yield Finding(
-        "warning",
-        "binding.units",
-        "resources.ranks_per_node",
-        ranks,
-        f"policy {policy} gives each rank a {unit}, and {shape.name} has {there} for {ranks} ranks",
-        there,
-        f"`ranks_per_node: {there}`, or `binding: spread`",
-    )
+    units = {"socket": shape.sockets, "numa": shape.domains}.get(policy, 0)
+    if units and ranks > units and not job.resources.gpu_count:
+        noun = "socket" if policy == "socket" else "NUMA domain"
+        message = f"policy {policy} gives each rank a {noun}; "
+        message += f"{shape.name} has {units} for {ranks} ranks"
+        hint = f"`ranks_per_node: {units}`, or `binding: spread`"
+        yield warning("binding.units", _RANKS, ranks, message, units, hint)
 
 
 def _idle(job: Job, shape: Shape) -> Iterator[Finding]:
-    """Fewer ranks than GPUs: a domain whose GPUs have no rank lends its cores to nobody."""
+    """Fewer ranks than GPUs: a domain whose GPUs have no rank keeps its cores idle."""
     gpus, ranks = job.resources.gpu_count, job.resources.ranks
-    several = max(shape.domains, shape.sockets) > 1  # a socket has a domain at least
-    if job.binding.policy != "gpu-local" or ranks >= gpus or not several:
-        return
-    yield Finding(
-        "warning",
-        "binding.idle",
-        "resources.ranks_per_node",
-        ranks,
-        f"{counted(ranks, 'rank')} per node for {gpus} GPUs: a NUMA domain that only GPUs without "
-        "a rank are next to keeps its cores idle",
-        gpus,
-        "`binding: spread` for ranks that drive several GPUs each",
-    )
+    several = max(shape.domains, shape.sockets) > 1  # a socket has at least one domain
+    if job.binding.policy == "gpu-local" and ranks < gpus and several:
+        message = f"{counted(ranks, 'rank')} per node for {gpus} GPUs: the cores of NUMA domains "
+        message += "that are local only to GPUs without a rank stay idle"
+        hint = "`binding: spread` for ranks that drive several GPUs each"
+        yield warning("binding.idle", _RANKS, ranks, message, gpus, hint)

@@ -1,14 +1,16 @@
-"""What a check finds: one thing that is wrong with a job, what the limit is, and what would do."""
+"""What a check finds: one thing that is wrong with a job, and what the limit is."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "errors_of", "listed"]
+__all__ = ["Finding", "Level", "error", "errors_first", "listed", "warning"]
 
+Level = Literal["error", "warning"]
 _SHOWN = 8
 
 
@@ -17,16 +19,16 @@ class Finding:
     """One thing that is wrong, or may be.
 
     Attributes:
-        level: `error` (the job would not run) or `warning` (it may not, or not as is thought).
+        level: `error` (the job would not run) or `warning` (it may not, or not as intended).
         code: short word for programs, such as `time.partition`; stays the same over releases.
         field: the field of the job file.
-        value: what stands there; None where nothing does.
+        value: its value; None where it has none.
         message: what is wrong with it.
         limit: what is allowed, where that is a value.
-        hint: what would do; may be empty.
+        hint: how to fix it, where the message does not say so already.
     """
 
-    level: Literal["error", "warning"]
+    level: Level
     code: str
     field: str
     value: Any
@@ -37,30 +39,33 @@ class Finding:
     def __str__(self) -> str:
         """Return the finding in one line, without its hint."""
         value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
-        told = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", self.message)
-        got = "" if self.value is None or told else f" ({value})"
-        return f"{self.field}{got}: {self.message}"
+        repeated = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", self.message)
+        shown = "" if self.value is None or repeated else f" ({value})"
+        return f"{self.field}{shown}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding for programs."""
         return asdict(self)
 
 
-def errors_of(findings: Iterable[Finding]) -> list[Finding]:
-    """Return those that keep the job from running."""
-    return [finding for finding in findings if finding.level == "error"]
+error = functools.partial(Finding, "error")
+warning = functools.partial(Finding, "warning")
 
 
-def listed(words: Sequence[str], *, last: str = "and", none: str = "none") -> str:
-    """Return words as a sentence has them; a long list is cut.
+def errors_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return each finding once, errors before warnings."""
+    unique = {(finding.code, finding.field, finding.message): finding for finding in findings}
+    return sorted(unique.values(), key=lambda finding: finding.level != "error")
+
+
+def listed(names: Sequence[str], none: str = "none") -> str:
+    """Return names as a sentence has them; a long list is cut.
 
     >>> listed(["a", "b", "c"]), listed([])
     ('a, b and c', 'none')
     """
-    if not words:
+    if not names:
         return none
-    if len(words) > _SHOWN:
-        return f"{', '.join(words[:_SHOWN])} and {len(words) - _SHOWN} more"
-    if len(words) == 1:
-        return words[0]
-    return f"{', '.join(words[:-1])} {last} {words[-1]}"
+    if len(names) > _SHOWN:
+        return f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

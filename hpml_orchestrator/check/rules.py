@@ -1,332 +1,320 @@
-"""Compare a job with a cluster before it is submitted: pure rules, nothing is asked or run.
+"""Compare a job with a cluster before it is submitted: pure rules, no command is run.
 
 What Slurm 22.05 does was found by experiment; `tests/cluster/test_check_against_slurm.py` repeats
-it. Two things count as an error: that Slurm refuses the job, and that it takes it and never starts
-it.
+it. Two things count as an error: that Slurm refuses the job, and that it accepts it and never
+starts it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.ask import Ask, ask_of, memory_needed, tres_of
-from hpml_orchestrator.check.finding import Finding, listed
-from hpml_orchestrator.check.fit import Fit, fit, unknown_things
-from hpml_orchestrator.check.partition import access, closed, limits, state
-from hpml_orchestrator.check.policy import Standing, limits_of_policy, standing_of
-from hpml_orchestrator.errors import did_you_mean
-from hpml_orchestrator.spec.values import size_text
+from hpml_orchestrator.check.accounting import Standing, accounting_limits, standing_of
+from hpml_orchestrator.check.finding import Finding, error, errors_first, listed, warning
+from hpml_orchestrator.check.nodes import fit, unknown_to_cluster
+from hpml_orchestrator.check.request import Placement, Request, request_of
+from hpml_orchestrator.errors import counted, did_you_mean
+from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.scheduler.cluster import Cluster, Partition
+    from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
     from hpml_orchestrator.spec import Job
 
-__all__ = ["check", "check_array", "check_script_size"]
+__all__ = ["Verdict", "check"]
 
-_STAGED_TO = "/tmp"  # noqa: S108 - where `target: local` lies on a node, unless the job says else
+_STAGED_TO = "/tmp"  # noqa: S108 - where `target: local` is on a node, unless the job says else
+_BUSY = {"PLANNED", "RESERVED", "COMPLETING", "POWERING_DOWN", "POWERED_DOWN"}
+_IMPLIED = {
+    "gpus.type": "gpus.most",
+    "gpus.none": "gpus.most",
+    "features.unknown": "features.nodes",
+}
+"""What holds for the whole cluster -> what would be reported of each partition again."""
+
+
+_STATES = {
+    "DOWN": ("partition.down", "is DOWN: a job waits until it is up again"),
+    "DRAIN": ("partition.drain", "is draining and takes no jobs"),
+    "INACTIVE": ("partition.inactive", "is INACTIVE and takes no jobs"),
+}
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """What one partition says to a job."""
+class Verdict:
+    """What a cluster says to a job.
+
+    Attributes:
+        findings: what keeps the job from running, or may; errors first.
+        partitions: names of those that would accept the job.
+        nodes: that it needs.
+        idle_nodes: idle nodes that fit it, in the partition with most; None where none are shown.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    partitions: tuple[str, ...] = ()
+    nodes: int = 0
+    idle_nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class _PartitionVerdict:
+    """What one partition says to a job, and its nodes that fit it."""
 
     partition: Partition
     closed: list[Finding]
-    state: list[Finding]
     limits: list[Finding]
-    policy: list[Finding]
-    fit: Fit
+    accounting: list[Finding]
+    others: list[Finding]
+    nodes: list[Node]
 
     @property
     def findings(self) -> list[Finding]:
-        return [*self.closed, *self.state, *self.limits, *self.policy, *self.fit.findings]
+        return [*self.closed, *self.limits, *self.accounting, *self.others]
+
+    @property
+    def idle_nodes(self) -> int:
+        free = [node for node in self.nodes if node.up and not node.states & _BUSY]
+        return sum("IDLE" in node.states for node in free)
 
 
-def check(
-    job: Job,
-    cluster: Cluster,
-    *,
-    script_bytes: int = 0,
-    now: float | None = None,
-    required: frozenset[str] = frozenset(),
-    excluded: frozenset[str] = frozenset(),
-    disk_mib: int = 0,
-    shm_mib: int = 0,
-) -> list[Finding]:
+def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> Verdict:
     """Return all that keeps a job from running on a cluster, or may.
 
     Args:
         job: a complete job.
         cluster: as the user sees it.
-        script_bytes: length of its script.
-        now: seconds since the epoch, for reservations.
-        required: nodes of `--nodelist`.
-        excluded: nodes of `--exclude`.
-        disk_mib: what will be staged to each node's local disk, where Slurm knows that disk.
+        disk_mib: what will be staged to each node's local disk.
         shm_mib: what will be staged to each node's RAM, as far as known.
+
+    Raises:
+        InputError: a list of nodes is none.
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
-    ask = ask_of(job, required=required, excluded=excluded, disk_mib=disk_mib, shm_mib=shm_mib)
-    if "clusters" in ask.options:
-        return []  # another cluster's controller would have to be asked
-    found = check_script_size(script_bytes, cluster)
-    if job.tasks is not None:
-        found += check_array(job.tasks.max_index, len(job.tasks.indices), cluster)
-    standing = standing_of(ask, cluster, now)
-    found += standing.findings
-    found += unknown_things(ask, cluster)
-    chosen, wrong = _partitions(ask, cluster)
-    found += wrong
-    if chosen:
-        found += _placed(ask, chosen, cluster, standing, known=not found)
-    return _unique(_told_once(found))
+    request = request_of(job, disk_mib=disk_mib, shm_mib=shm_mib)
+    if "clusters" in request.options:
+        return Verdict()  # another cluster's controller would have to be asked
+    standing = standing_of(request, cluster)
+    chosen, faults = _partitions(request, cluster)
+    unknown = unknown_to_cluster(request, cluster)
+    findings = [*_array(job, cluster), *standing.findings, *unknown, *faults]
+    verdicts = [_compare(Placement(request, partition, cluster), standing) for partition in chosen]
+    usable = [verdict for verdict in verdicts if not verdict.findings]
+    if verdicts:
+        findings += _combined(request, verdicts, usable, cluster, standing)
+    implied = {_IMPLIED.get(finding.code) for finding in findings}
+    findings = errors_first(finding for finding in findings if finding.code not in implied)
+    idle = max((verdict.idle_nodes for verdict in usable), default=0)
+    names = tuple(verdict.partition.name for verdict in usable)
+    return Verdict(findings, names, request.nodes, idle if cluster.nodes else None)
 
 
-def check_array(max_index: int, count: int, cluster: Cluster) -> list[Finding]:
-    """Return whether a job array is within the cluster's MaxArraySize."""
-    size = cluster.limits.max_array_size
+def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
+    if job.tasks is None:
+        return
+    size, last = cluster.limits.max_array_size, job.tasks.max_index
     if size == 0:
-        return [
-            Finding("error", "array.off", "array", count, "this cluster takes no job arrays", 0)
-        ]
-    found = []
-    if max_index >= size:
-        found.append(
-            Finding(
-                "error",
-                "array.index",
-                "array",
-                max_index,
-                f"the largest index that this cluster takes is {size - 1} (MaxArraySize {size})",
-                size - 1,
-                f"number the tasks from 0 to {size - 1}"
-                if count <= size
-                else f"submit several arrays of at most {size} tasks",
-            )
-        )
-    return found
+        count = len(job.tasks.indices)
+        yield error("array.off", "array", count, "this cluster takes no job arrays", 0)
+    elif last >= size:
+        message = f"the largest index that this cluster takes is {size - 1} (MaxArraySize {size})"
+        yield error("array.index", "array", last, message, size - 1)
 
 
-def check_script_size(script_bytes: int, cluster: Cluster) -> list[Finding]:
-    """Return whether the script is longer than this cluster takes."""
-    most = cluster.limits.max_script_bytes
-    if script_bytes <= most:
-        return []
-    return [
-        Finding(
-            "error",
-            "script.size",
-            "args",
-            None,
-            f"the script has {script_bytes} bytes; this cluster takes at most {most}",
-            most,
-            "put long values into a file and pass the file's path",
-        )
-    ]
-
-
-def _partitions(ask: Ask, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
-    """Return the partitions that a job would be considered in."""
-    if not cluster.partitions:
+def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
+    """Return the partitions that a job is considered in, and what is wrong with the choice."""
+    names = [partition.name for partition in cluster.partitions]
+    plugins = cluster.limits.submit_plugins
+    if not names:
         return [], []
-    names = [one.name for one in cluster.partitions]
-    if ask.partitions:
-        chosen = [one for one in map(cluster.partition, ask.partitions) if one is not None]
-        wrong = [
-            Finding(
-                "error",
-                "partition.unknown",
-                "resources.partition",
-                ask.job.resources.partition,
-                f"there is no partition {name}; there are {listed(names)}",
-                names,
-                did_you_mean(name, names) or "name one of these",
-            )
-            for name in ask.partitions
-            if name not in names
-        ]
-        return chosen, wrong
-    plugins = set(cluster.limits.submit_plugins)
+    if request.partitions:
+        faults = []
+        for name in set(request.partitions) - set(names):
+            message = f"there is no partition {name}; there are {listed(names)}"
+            hint = did_you_mean(name, names)
+            faults.append(request.fault("partition.unknown", "partition", message, names, hint))
+        return [found for name in request.partitions if (found := cluster.partition(name))], faults
     if "all_partitions" in plugins:
         return list(cluster.partitions), []
-    if plugins & {"lua"}:
+    if "lua" in plugins:
         return [], []  # it may choose one, and nobody can know which
     if cluster.default_partition is not None:
         return [cluster.default_partition], []
-    if ask.options.get("reservation"):
+    if request.options.get("reservation"):
         return [], []
-    return [], [
-        Finding(
-            "error",
-            "partition.none",
-            "resources.partition",
-            None,
-            f"must be given: this cluster has no default partition; there are {listed(names)}",
-            names,
-            f"`partition: {names[0]}`",
-        )
-    ]
+    message = f"must be given: this cluster has no default partition; there are {listed(names)}"
+    hint = f"`partition: {names[0]}`"
+    return [], [request.fault("partition.none", "partition", message, names, hint)]
 
 
-def _verdict(ask: Ask, partition: Partition, cluster: Cluster, standing: Standing) -> _Verdict:
-    found = fit(ask, partition, cluster) if cluster.nodes else Fit([], True, [])
-    over = limits(ask, partition, cluster, standing.qos.flags if standing.qos else ())
-    if any(one.field == "resources.nodes" and one.code == "nodes.most" for one in over):
-        found = dataclasses.replace(found, findings=[])  # said once
-    tres = tres_of(ask, partition, cluster, found.nodes)
-    return _Verdict(
-        partition,
-        closed(ask, partition, cluster),
-        state(ask, partition, cluster),
-        [*access(ask, partition, standing), *over],
-        limits_of_policy(ask, partition, cluster, standing, tres),
-        found,
+def _compare(placement: Placement, standing: Standing) -> _PartitionVerdict:
+    nodes, missing = fit(placement) if placement.cluster.nodes else ([], [])
+    limits = list(_limit_findings(placement, standing.qos.flags if standing.qos else ()))
+    if any(finding.code == "nodes.most" for finding in limits):
+        missing = []  # reported once
+    return _PartitionVerdict(
+        placement.partition,
+        closed=list(_closed_findings(placement)),
+        limits=[*_access_findings(placement, standing), *limits],
+        accounting=list(accounting_limits(placement, standing, placement.tres(nodes))),
+        others=[*_state_findings(placement), *missing],
+        nodes=nodes,
     )
 
 
-def _placed(
-    ask: Ask, chosen: list[Partition], cluster: Cluster, standing: Standing, *, known: bool
-) -> list[Finding]:
-    """Return what the partitions together say."""
-    verdicts = [_verdict(ask, partition, cluster, standing) for partition in chosen]
-    usable = [verdict for verdict in verdicts if not verdict.findings]
-    enforced = cluster.limits.enforce_partition_limits
-    found: list[Finding] = []
-    for index, verdict in enumerate(verdicts):
-        if enforced == "NO" and index and usable:
-            # Seen: Slurm leaves such a partition out, but not where it stands first.
-            found += [dataclasses.replace(one, level="warning") for one in verdict.closed]
-        else:
-            found += verdict.closed
-    if enforced == "ALL":
-        found += [one for verdict in verdicts for one in verdict.limits]
-    if _denies_at_once(standing, verdicts[0].partition, cluster):
-        found += verdicts[0].policy
-    if usable:
-        found += _waits(ask, usable, cluster)
-        found += _default_memory(ask, usable, cluster)
-        return _with_alternatives(found, ask, chosen, cluster, standing) if known else found
-    found += [one for verdict in verdicts for one in verdict.findings]
-    return _with_alternatives(found, ask, chosen, cluster, standing) if known else found
+def _state_findings(placement: Placement) -> Iterator[Finding]:
+    """Yield what the partition's state says: `DOWN` takes jobs and starts none."""
+    if placement.partition.state in _STATES:
+        code, reason = _STATES[placement.partition.state]
+        message = f"partition {placement.partition.name} {reason}"
+        yield placement.request.fault(code, "partition", message)
 
 
-def _denies_at_once(standing: Standing, partition: Partition, cluster: Cluster) -> bool:
-    """Whether Slurm compares a job with limits when it is submitted: with the first partition's."""
-    own = [one for one in cluster.qos or () if one.name == partition.qos]
-    return any("DenyOnLimit" in one.flags for one in (standing.qos, *own) if one is not None)
+def _closed_findings(placement: Placement) -> Iterator[Finding]:
+    """Yield why the user may not even name the partition, be it one of several."""
+    request, partition, cluster = placement.request, placement.partition, placement.cluster
+    where, groups, root = f"partition {partition.name}", partition.allow_groups, "root"
+    if partition.root_only and cluster.user != root:
+        yield request.fault("partition.root-only", "partition", f"{where} is for root alone")
+    mine = cluster.groups if cluster.user != root else ()
+    if groups is not None and mine and not {*mine} & {*groups}:
+        message = f"{where} is for members of {listed(groups)}; you are in {listed(mine)}"
+        yield request.fault("partition.groups", "partition", message)
+    if partition.reservation_only and "reservation" not in request.options:
+        message = f"{where} is for jobs in a reservation"
+        hint = "`resources.extra: [--reservation=NAME]`"
+        yield request.fault("partition.reservation-only", "partition", message, None, hint)
 
 
-def _waits(ask: Ask, usable: list[_Verdict], cluster: Cluster) -> list[Finding]:
-    """Return a warning where nodes are out of service, so that the job cannot start now."""
-    if not cluster.nodes:
-        return []
-    best = usable[0]
-    for verdict in usable:
-        up = [node for node in verdict.fit.nodes if node.up]
-        if len(up) >= ask.nodes and ask.required <= {node.name for node in up}:
-            return []
-    out = [node for node in best.fit.nodes if not node.up]
-    reasons = [
-        f"{node.name} is {'+'.join(sorted(node.states))}"
-        + (f" ({node.reason})" if node.reason else "")
-        for node in out
-    ]
-    fitting = len(best.fit.nodes)
-    return [
-        Finding(
-            "warning",
-            "nodes.down",
-            "resources.nodes",
-            ask.nodes,
-            f"the job will wait: of the {fitting} node{'s' * (fitting != 1)} of partition "
-            f"{best.partition.name} that it fits, {fitting - len(out)} can be had now; "
-            f"{listed(reasons)}",
-            fitting - len(out),
-        )
-    ]
+def _access_findings(placement: Placement, standing: Standing) -> Iterator[Finding]:
+    """Yield why the job's account or QOS may not use the partition."""
+    partition, resources = placement.partition, placement.request.job.resources
+    accounts = (standing.account, partition.allow_accounts, partition.deny_accounts)
+    qos = (standing.qos_name, partition.allow_qos, partition.deny_qos)
+    rules = {"account": ("account", *accounts), "qos": ("QOS", *qos)}
+    for option, (label, name, allowed, denied) in rules.items():
+        message = f"partition {partition.name} is not open to {label} {name}"
+        message += ", which you have by default" * (not getattr(resources, option))
+        if name and allowed is not None and not _among(name, allowed):
+            message += f"; it takes {listed(allowed)}"
+            yield placement.request.fault(f"partition.{option}", option, message, list(allowed))
+        elif name and allowed is None and _among(name, denied):
+            yield placement.request.fault(f"partition.{option}", option, message)
 
 
-def _default_memory(ask: Ask, usable: list[_Verdict], cluster: Cluster) -> list[Finding]:
-    """Return a warning where what goes to RAM is more than the job gets by default."""
-    default = max(memory_needed(ask, one.partition, cluster.limits) for one in usable)
-    if ask.memory_mib is not None or not default or ask.shm_mib < default:
-        return []
-    return [
-        Finding(
-            "warning",
-            "memory.staged",
-            "resources.memory",
-            None,
-            f"{size_text(ask.shm_mib)} go to shm, which counts as the job's memory, and a job "
-            f"that asks for none gets {size_text(default)} here",
-            size_text(default),
-            "give `memory` as what the ranks need: what is staged to shm is added to it",
-        )
-    ]
+def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[Finding]:
+    """Yield which limits of the partition the job is over; `flags` are those of its QOS."""
+    request, partition = placement.request, placement.partition
+    limits = placement.cluster.limits
+    lifted = set(flags) if limits.enforce_partition_limits == "NO" else set()
+    where = f"partition {partition.name}"
+    seconds = partition.max_seconds
+    over_time = seconds is not None and request.minutes * 60 > seconds
+    if over_time and "PartitionTimeLimit" not in lifted:
+        limit = format_time(seconds or 0)
+        message = f"{where} takes jobs of at most {limit}"
+        yield request.fault("time.partition", "time", message, limit)
+
+    size = most = len(partition.nodes) or partition.total_nodes
+    if partition.max_nodes is not None and "PartitionMaxNodes" not in lifted:
+        most = min(size, partition.max_nodes)
+    least = partition.min_nodes
+    if request.nodes > most:
+        bound = "has" if most == size else "takes jobs of at most"
+        message = f"{where} {bound} {counted(most, 'node')}"
+        yield request.fault("nodes.most", "nodes", message, most)
+    elif request.nodes < least and "PartitionMinNodes" not in lifted:
+        message = f"{where} takes jobs of at least {least} nodes"
+        yield request.fault("nodes.least", "nodes", message, least)
+
+    memory = partition.max_memory_per_node_mib
+    if not memory and not partition.max_memory_per_cpu_mib:
+        memory, where = limits.max_memory_per_node_mib, "this cluster"
+    if memory and placement.memory_mib > memory:
+        message = f"{where} takes at most {size_text(memory)} of memory per node; "
+        message += f"this job asks for {placement.memory_text}"
+        yield request.fault("memory.most", "memory", message, size_text(memory))
+
+    most = limits.max_tasks_per_node
+    if request.tasks > most:
+        message = f"this cluster takes at most {most} tasks per node; "
+        message += f"this job asks for {request.tasks}"
+        yield request.fault("ranks.tasks-per-node", "ranks_per_node", message, most)
 
 
-def _with_alternatives(
-    found: list[Finding],
-    ask: Ask,
-    chosen: list[Partition],
+def _among(name: str, names: Iterable[str]) -> bool:
+    """Return whether a name is among others; Slurm's accounting keeps them in lower case."""
+    return name.lower() in {other.lower() for other in names}
+
+
+def _combined(
+    request: Request,
+    verdicts: Sequence[_PartitionVerdict],
+    usable: Sequence[_PartitionVerdict],
     cluster: Cluster,
     standing: Standing,
 ) -> list[Finding]:
-    """Add to the hints which other partitions would take the job as it is."""
-    if not any(one.level == "error" for one in found):
-        return found
-    names = {one.name for one in chosen}
-    others = [
-        one.name
-        for one in cluster.partitions
-        if one.name not in names and not _verdict(ask, one, cluster, standing).findings
-    ]
-    remaining = [one.name for one in chosen if not _verdict(ask, one, cluster, standing).findings]
-    if remaining:
-        words = f"`partition: {','.join(remaining)}` would take this job"
-    elif others:
-        noun = "partition" if len(others) == 1 else "partitions"
-        words = f"{noun} {listed(others, last='or')} would take this job as it is"
-    else:
-        return found
+    """Return what the partitions of a job say together: one that would run it is enough, mostly."""
+    if not usable:
+        return [finding for verdict in verdicts for finding in verdict.findings]
+    enforced = cluster.limits.enforce_partition_limits
+    findings: list[Finding] = []
+    for index, verdict in enumerate(verdicts):
+        closed = verdict.closed
+        if enforced == "NO" and index:
+            # Seen: Slurm leaves such a partition out, but not where it is the first one.
+            closed = [dataclasses.replace(finding, level="warning") for finding in closed]
+        findings += closed
+        if enforced == "ALL":
+            findings += verdict.limits
+    # With DenyOnLimit Slurm compares the first partition's limits when the job is submitted.
+    first = verdicts[0]
+    own = [qos for qos in cluster.qos or () if qos.name == first.partition.qos]
+    if any("DenyOnLimit" in qos.flags for qos in (standing.qos, *own) if qos is not None):
+        findings += first.accounting
     return [
-        dataclasses.replace(one, hint=_joined(words, one.hint)) if one.level == "error" else one
-        for one in found
+        *findings,
+        *_nodes_down(request, usable, cluster),
+        *_staged_memory(request, usable, cluster),
     ]
 
 
-def _joined(alternatives: str, hint: str) -> str:
-    """Return both hints, without what the first one says better."""
-    if hint.startswith(("name another partition", "partitions that are up")):
-        return alternatives
-    own = hint.partition("; partitions that allow")[0].removesuffix(", or name another partition")
-    return f"{alternatives}; or {own}" if own else alternatives
+def _nodes_down(
+    request: Request, usable: Sequence[_PartitionVerdict], cluster: Cluster
+) -> Iterator[Finding]:
+    """Yield a warning where nodes are out of service, so that the job cannot start now."""
+    for verdict in usable:
+        up = {node.name for node in verdict.nodes if node.up}
+        if len(up) >= request.nodes and request.required <= up:
+            return
+    best = usable[0]
+    down = [node for node in best.nodes if not node.up]
+    reasons = [
+        f"{node.name} is {'+'.join(sorted(node.states))}{f' ({node.reason})' * bool(node.reason)}"
+        for node in down
+    ]
+    count = len(best.nodes)
+    if cluster.nodes:
+        limit = count - len(down)
+        message = f"the job will wait: {limit} of the {count} nodes of partition "
+        message += f"{best.partition.name} that fit it are in service; {listed(reasons)}"
+        yield warning("nodes.down", "resources.nodes", request.nodes, message, limit)
 
 
-_INCLUDED = {
-    "gpus.type": "gpus.most",
-    "gpus.none": "gpus.most",
-    "features.unknown": "features.nodes",
-    "features.form": "features.nodes",
-}
-"""What is said of a whole cluster, and what would be said of each partition again."""
-
-
-def _told_once(found: list[Finding]) -> list[Finding]:
-    told = {_INCLUDED[one.code] for one in found if one.code in _INCLUDED}
-    return [one for one in found if one.code not in told]
-
-
-def _unique(found: list[Finding]) -> list[Finding]:
-    """Drop what is said twice, errors first."""
-    seen = set()
-    kept = []
-    for one in sorted(found, key=lambda finding: finding.level != "error"):
-        key = (one.code, one.field, one.message)
-        if key not in seen:
-            seen.add(key)
-            kept.append(one)
-    return kept
+def _staged_memory(
+    request: Request, usable: Sequence[_PartitionVerdict], cluster: Cluster
+) -> Iterator[Finding]:
+    """Yield a warning where what is staged to RAM is more than the job gets by default."""
+    if request.memory_mib is not None:
+        return
+    placements = [Placement(request, verdict.partition, cluster) for verdict in usable]
+    default = max(placement.memory_mib for placement in placements)
+    if default and request.shm_mib >= default:
+        limit = size_text(default)
+        message = f"{size_text(request.shm_mib)} are staged to shm, which counts as the job's "
+        message += f"memory; a job that asks for none gets {limit} here"
+        hint = "set `memory` to what the ranks need: what is staged to shm is added to it"
+        yield warning("memory.staged", "resources.memory", None, message, limit, hint)

@@ -1,4 +1,4 @@
-"""`hpml check`: whether a job would be taken, before it is submitted."""
+"""`hpml check`: whether the cluster would accept a job, before it is submitted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.loading import backend_name, rendered_of
+from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import Report
+    from hpml_orchestrator.check.rules import Verdict
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.prepare import Rendered
 
@@ -27,11 +29,11 @@ __all__ = ["NoCheckOption", "before_submission", "check"]
 
 _EXIT_WRONG = 2
 _EXIT_NOT_ASKED = 5
-_PATIENCE_SECONDS = 5.0  # with a cluster that does not answer while a submission waits
+_CLUSTER_SECONDS = 5.0  # while a submission waits
 
 NoCheckOption = Annotated[
     bool,
-    typer.Option("--no-check", help="Submit without asking first whether the job will be taken."),
+    typer.Option("--no-check", help="Submit without checking the job first."),
 ]
 
 
@@ -43,10 +45,10 @@ def check(
     local: LocalOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a job would be taken, and what would do where not; nothing is submitted.
+    """Check a job against the cluster's limits without submitting it.
 
-    The exit status is 0 when nothing keeps the job from running, 2 when something does, and 5 when
-    the cluster could not be asked or hides its nodes or partitions from you.
+    Exit status: 0 if the cluster would run the job, 2 if not, 5 if the cluster could not be asked
+    or hides its nodes or partitions from you.
     """
     from hpml_orchestrator.check.job import check_job  # noqa: PLC0415
 
@@ -57,7 +59,6 @@ def check(
         backend=name,
         records=store_of(context).root,
         environment=dict(os.environ),
-        script=rendered.script,
         site=rendered.site,
         topologies=rendered.topologies,
         targets=rendered.targets,
@@ -65,7 +66,7 @@ def check(
     if as_json:
         print_json({"backend": name, **report.to_json()})
     else:
-        _tell(report, name, rendered.resolved.job.name)
+        _print(report, name, rendered.resolved.job.name)
     if report.errors:
         raise typer.Exit(_EXIT_WRONG)
     if report.not_asked:
@@ -76,7 +77,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
     """Check a job that is about to be submitted; warnings go to standard error.
 
     Raises:
-        InputError: it would not run; names everything that is wrong with it.
+        InputError: the cluster would not run it; names everything that is wrong with it.
     """
     from hpml_orchestrator.check.job import check_job, refusal  # noqa: PLC0415
 
@@ -85,15 +86,14 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         backend=name,
         records=store.root,
         environment=dict(os.environ),
-        script=rendered.script,
         site=rendered.site,
         topologies=rendered.topologies,
         targets=rendered.targets,
-        cluster_seconds=_PATIENCE_SECONDS,
+        cluster_seconds=_CLUSTER_SECONDS,
         walk_seconds=1.0,
     )
-    # Whether records can be written is seen a moment later, and said in the words of that error.
-    errors = [one for one in report.errors if one.code != "records.unwritable"]
+    # The submission itself reports a moment later that records cannot be written.
+    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
     if errors:
         raise refusal(errors)
     for finding in report.warnings:
@@ -105,7 +105,7 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         typer.echo(f"hpml: warning: not checked against the cluster: {report.not_asked}", err=True)
 
 
-def _tell(report: Report, backend: str, job: str) -> None:
+def _print(report: Report, backend: str, job: str) -> None:
     for note in report.notes:
         typer.echo(f"note: {note}")
     for finding in report.findings:
@@ -114,13 +114,23 @@ def _tell(report: Report, backend: str, job: str) -> None:
             typer.echo(f"  hint: {finding.hint}")
     where = "this machine" if backend == "local" else "the cluster"
     if report.errors:
-        count = len(report.errors)
-        words = f"{where} would not run {job}: {count} error{'s' * (count > 1)}"
         if report.not_asked:
             typer.echo(f"not checked against {where}: {report.not_asked}")
+        verdict = f"{counted(len(report.errors), 'error')}, {where} would not run this job"
     elif report.not_asked:
-        words = f"{job} was not checked against {where}: {report.not_asked}"
+        verdict = f"not checked against {where}: {report.not_asked}"
     else:
-        words = f"{where} would take {job}: no errors"
+        names = report.verdict.partitions
+        verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report.verdict)}"
     count = len(report.warnings)
-    typer.echo(words + (f", {count} warning{'s' * (count > 1)}" if count else ""))
+    typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
+
+
+def _start(verdict: Verdict) -> str:
+    """Return how many nodes are idle, where that is known."""
+    if not verdict.partitions or verdict.idle_nodes is None:
+        return ""
+    idle = f"{counted(verdict.idle_nodes, 'node')} idle"
+    if verdict.idle_nodes >= verdict.nodes:
+        return f" (can start now, {idle})"
+    return f" ({idle} of the {verdict.nodes} it needs)"

@@ -37,7 +37,7 @@ from hpml_orchestrator.runs.output import write_rendered
 from hpml_orchestrator.runs.prepare import explained, prepare
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
-from hpml_orchestrator.script.static_form import static_form, told
+from hpml_orchestrator.script.static_form import describe, static_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +92,7 @@ def render(
         for field, value, origin in rows:
             typer.echo(f"{field:<28} {_as_in_job_file(value):<40} {origin}")
         form = static_form(rendered.resolved.job, rendered.site, rendered.topologies)
-        notice(f"binding: {told(form)}")
+        notice(f"binding: {describe(form)}")
     elif output:
         script = write_rendered(rendered, output, force=force)
         directory = shlex.quote(str(script.parent))

@@ -1,9 +1,10 @@
-"""Commands about the templates of batch scripts: template list, template eject."""
+"""`hpml template list` and `hpml template eject`: templates of batch scripts."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,15 +17,15 @@ from hpml_orchestrator.errors import NotFoundError
 __all__ = ["group"]
 
 group = typer.Typer(
-    help="Show the templates of batch scripts, and begin one of your own.", no_args_is_help=True
+    help="List the templates of batch scripts, or start one of your own.", no_args_is_help=True
 )
 
 
 def _choices() -> str:
-    """Return hpml's own templates in words: the base first, and each launcher's."""
+    """Return the names of hpml's own templates, the base first."""
     try:
         files = list(assets.path("templates/sbatch").glob("*.sh.j2"))
-    except NotFoundError:  # told by the command itself: others do without templates
+    except NotFoundError:  # reported by the command itself: others work without templates
         return "one of `hpml template list`"
     names = sorted(
         (one.name.removesuffix(".sh.j2") for one in files), key=lambda name: (name != "base", name)
@@ -34,20 +35,22 @@ def _choices() -> str:
 
 @group.command("list")
 def list_(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the templates that count here: yours by the site profile, and hpml's own."""
+    """List the templates in use: yours, named in the site profile, and hpml's own."""
     from hpml_orchestrator.runs.templates import templates  # noqa: PLC0415
     from hpml_orchestrator.site.profile import site_for  # noqa: PLC0415
 
     chosen = chosen_site(context)
     site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
-    directory = site.site.templates if site else None
-    found = templates([directory] if directory else [])
+    found = templates(site.site.templates if site else None)
     if as_json:
-        print_json([one.to_json() for one in found])
+        print_json([asdict(template) for template in found])
         return
     print_table(
         ("TEMPLATE", "FOR", "FROM", "BLOCKS"),
-        [(one.name, one.purpose, one.origin, " ".join(one.blocks) or "-") for one in found],
+        [
+            (template.name, template.purpose, template.origin, " ".join(template.blocks) or "-")
+            for template in found
+        ],
     )
 
 
@@ -60,7 +63,7 @@ def eject(
     whole: Annotated[
         bool, typer.Option("--whole", help="Copy all of hpml's template instead of extending it.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a template of your own that extends hpml's, with its blocks explained."""
     from hpml_orchestrator.cli.common import refuse_empty  # noqa: PLC0415
@@ -71,5 +74,5 @@ def eject(
     typer.echo(f"wrote {path}")
     here = Path.cwd()
     inside = path.parent.relative_to(here) if path.parent.is_relative_to(here) else path.parent
-    typer.echo("it counts once hpml.toml says, above its first [section]:")
+    typer.echo("to use it, add to hpml.toml, above its first [section]:")
     typer.echo(f"    templates = {json.dumps(str(inside))}")

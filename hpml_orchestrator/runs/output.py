@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.script.code import CODE_DIRECTORY
+from hpml_orchestrator.script.render import CODE_DIRECTORY
 
 if TYPE_CHECKING:
     from hpml_orchestrator.runs.prepare import Rendered

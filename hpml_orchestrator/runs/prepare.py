@@ -18,8 +18,7 @@ from hpml_orchestrator.runs.snapshot import Snapshot, find
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, render
-from hpml_orchestrator.script.code import CODE_DIRECTORY
-from hpml_orchestrator.script.render import directives
+from hpml_orchestrator.script.render import CODE_DIRECTORY, directives
 from hpml_orchestrator.script.site_rules import leaves_out
 from hpml_orchestrator.site.profile import topologies_of
 
@@ -88,7 +87,7 @@ def render_job(
         targets = chosen_targets(resolved)
     job = resolved.job
     if job.environment.setup:
-        from hpml_orchestrator.runs.script_check import check_setup  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it
 
         check_setup(job.environment.setup, resolved.origins["environment.setup"])
     snapshot = find(job) if job.snapshot else None
@@ -102,7 +101,7 @@ def render_job(
         targets=targets,
     )
     if site is not None and site.site.templates:
-        from hpml_orchestrator.runs.script_check import check_script  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.user_template import check_script  # noqa: PLC0415 - few have it
 
         check_script(script, directives(job, site), site.site.templates)
     return Rendered(resolved, script, site, snapshot, topologies, targets)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.script.code import SnapshotPaths
+from hpml_orchestrator.script.render import SnapshotPaths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,19 +13,27 @@ from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.agent_argv import agent_argv
 from hpml_orchestrator.script.archive import BIND_CODE
-from hpml_orchestrator.script.code import script_word, workdir_word
 from hpml_orchestrator.script.site_rules import apply_rules
 from hpml_orchestrator.script.static_form import static_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.script.code import SnapshotPaths
     from hpml_orchestrator.spec import Job, Stage
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["MAX_SCRIPT_BYTES", "Capabilities", "directives", "render"]
+__all__ = [
+    "CODE_DIRECTORY",
+    "MAX_SCRIPT_BYTES",
+    "Capabilities",
+    "SnapshotPaths",
+    "directives",
+    "render",
+]
+
+CODE_DIRECTORY = "code"
+"""Name of the snapshot in the submission's directory."""
 
 MAX_SCRIPT_BYTES = 4 * 1024 * 1024
 """Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
@@ -51,6 +59,19 @@ class Capabilities:
     """
 
     interpreter: str = dataclasses.field(default_factory=own_interpreter)
+
+
+@dataclass(frozen=True)
+class SnapshotPaths:
+    """What of a job lies in its snapshot.
+
+    Attributes:
+        workdir: the working directory, relative to the snapshot; empty for its top.
+        script: the script, relative to the snapshot; None where it lies outside of it.
+    """
+
+    workdir: str
+    script: str | None = None
 
 
 def render(
@@ -96,11 +117,18 @@ def render(
         "container_mounts": container_mounts,
         "setup": template.Raw((environment.setup or "").rstrip("\n")),
         "activates": bool(environment.modules or environment.venv or environment.conda),
-        "workdir": workdir_word(job, snapshot),
+        "workdir": _workdir(job, snapshot),
         "command": _command(job, snapshot),
     }
-    directories = (site.site.templates,) if site and site.site.templates else ()
-    text = template.environment(directories).get_template(f"{job.launcher}.sh.j2").render(context)
+    name = f"{job.launcher}.sh.j2"
+    if site is not None and site.site.templates:
+        from hpml_orchestrator.script.user_template import (  # noqa: PLC0415 - few have such
+            render_user_template,
+        )
+
+        text = render_user_template(site.site.templates, name, context)
+    else:
+        text = template.environment().get_template(name).render(context)
     size = len(text.encode("utf-8"))
     if size > MAX_SCRIPT_BYTES:
         raise InputError(
@@ -180,10 +208,28 @@ def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
     }
 
 
+def _workdir(job: Job, snapshot: SnapshotPaths | None) -> template.Raw:
+    """Return the shell word of the directory that the ranks run in."""
+    return template.quote(job.workdir) if snapshot is None else _in_snapshot(snapshot.workdir)
+
+
+def _program(job: Job, snapshot: SnapshotPaths | None) -> template.Raw | str | None:
+    """Return the script as a word of the ranks' command."""
+    if snapshot is None or snapshot.script is None:
+        return job.script
+    return _in_snapshot(snapshot.script)
+
+
+def _in_snapshot(path: str) -> template.Raw:
+    """Return the word of a path in the snapshot; it names no submission, as the script must not."""
+    rest = f"/{template.quote(path)}" if path else ""
+    return template.Raw(f'"$hpml_submission"/{CODE_DIRECTORY}{rest}')
+
+
 def _command(job: Job, snapshot: SnapshotPaths | None) -> list[Any]:
     if job.command is not None:
         return [*job.command, *job.args]
-    script = script_word(job, snapshot)
+    script = _program(job, snapshot)
     program = ["-m", job.module] if job.module is not None else [script]
     return [job.environment.python, *program, *job.args]
 
@@ -205,7 +251,7 @@ def _container(job: Job, snapshot: SnapshotPaths | None) -> tuple[list[Any], lis
     if container is None:
         return [], []
     _check_mounted(job, snapshot)
-    workdir = workdir_word(job, snapshot)
+    workdir = _workdir(job, snapshot)
     own = [template.Raw('"$hpml_submission"'), template.Raw('"$hpml_run"')]
     if container.engine == "apptainer":
         words: list[Any] = ["apptainer", "exec"]

@@ -1,4 +1,4 @@
-"""What a site wants of sbatch options: some renamed, some by default, some never."""
+"""A site's rules for sbatch options: rename, default, omit, forbid."""
 
 from __future__ import annotations
 
@@ -39,50 +39,52 @@ _TEXTS = {name: _FIELDS[name] for name in ("partition", "account", "qos", "const
 def apply_rules(
     lines: Sequence[str], job: Job, rules: Mapping[str, DirectiveRule], *, origin: str = ""
 ) -> list[str]:
-    """Return sbatch options as a site wants them.
+    """Return sbatch options as the site's rules change them.
 
     Args:
         lines: options such as `--mem=4096M`, in order.
         job: whose they are.
-        rules: option name without dashes -> rule.
-        origin: where the rules are, for messages.
+        rules: by option name, without dashes.
+        origin: file of the rules, for messages.
 
     Raises:
         InputError: the job asks for an option that the site forbids.
     """
-    made = []
+    changed = []
     for line in lines:
         name, value = _split(line)
         rule = rules.get(name)
         if rule is None or (rule.forbid is None and not rule.omit and rule.rename is None):
-            made.append(line)
+            changed.append(line)
         elif rule.rename is not None:
-            made.append(_renamed(rule.rename, value))
+            changed.append(_renamed(rule.rename, value))
         elif rule.forbid is not None:
             field = _asked(job, name, line)
             if field:
+                given = getattr(job.resources, field.removeprefix("resources."))
+                given = given if isinstance(given, (str, int)) else None
                 raise InputError(
                     f"asks for --{name}, which this site forbids: {rule.forbid}",
                     field=field,
-                    value=line if field == "resources.extra" else _given(job, field),
+                    value=line if field == "resources.extra" else given,
                     hint=f"leave it out{'; the rule is in ' + origin if origin else ''}",
                 )
     there = {_split(line)[0] for line in lines}
     for name, rule in rules.items():
         if rule.default is not None and name not in there:
             line = f"--{name}={rule.default}" if rule.default else f"--{name}"
-            made.append(_renamed(rule.rename, rule.default) if rule.rename is not None else line)
-    return made
+            changed.append(_renamed(rule.rename, rule.default) if rule.rename is not None else line)
+    return changed
 
 
 def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
-    """Return the job as Slurm will see it: without what the site leaves out, with what it adds.
+    """Return the job as Slurm will see it: without what the rules drop, with what they add.
 
     GPUs and numbers of nodes, ranks and CPUs count as what they were under another name, too. All
     else counts as what it became: a constraint that became a preference keeps no job out.
     """
     changes: dict[str, object] = {}
-    extra = [one for one in job.resources.extra if not leaves_out(rules, _split(one)[0])]
+    extra = [line for line in job.resources.extra if not leaves_out(rules, _split(line)[0])]
     for name, rule in rules.items():
         field = _FIELDS.get(name, "")
         if rule.rename is not None and name in _TEXTS:
@@ -90,11 +92,11 @@ def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
             changes.setdefault(field, None)
             if value:
                 changes[field] = None
-                other, said = _split(_renamed(rule.rename, str(value)))
+                other, text = _split(_renamed(rule.rename, str(value)))
                 if other in _TEXTS:
-                    changes[_TEXTS[other]] = _as_field(other, said)
+                    changes[_TEXTS[other]] = _as_field(other, text)
                 else:
-                    extra.append(f"--{other}={said}")
+                    extra.append(f"--{other}={text}")
         elif rule.rename is not None and name == "exclusive":
             line = _renamed(rule.rename, rule.default or "")
             asked = job.resources.exclusive or rule.default is not None
@@ -105,7 +107,7 @@ def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
             changes[field] = Resources.model_fields[field].default
         elif rule.default is not None and name in _TEXTS:
             changes[field] = getattr(job.resources, field) or _as_field(name, rule.default)
-        elif rule.default is not None and not any(_split(one)[0] == name for one in extra):
+        elif rule.default is not None and not any(_split(line)[0] == name for line in extra):
             extra.append(f"--{name}={rule.default}" if rule.default else f"--{name}")
     resources = job.resources.model_copy(update={**changes, "extra": extra})
     return job.model_copy(update={"resources": resources})
@@ -128,20 +130,20 @@ def whole_nodes(asked: Job, site: Site | None) -> bool:
 def _as_field(name: str, value: str) -> str | None:
     """Return an option's value as the field of `resources` has it; None for what it cannot have."""
     try:
-        made: str | None = getattr(Resources.model_validate({_TEXTS[name]: value}), _TEXTS[name])
+        field: str | None = getattr(Resources.model_validate({_TEXTS[name]: value}), _TEXTS[name])
     except ValueError:
         return None
-    return made
+    return field
 
 
 def leaves_out(rules: Mapping[str, DirectiveRule], name: str) -> bool:
-    """Return whether hpml's own use of an option is not wanted."""
+    """Return whether the rules drop an option that hpml would write."""
     rule = rules.get(name)
     return rule is not None and (rule.omit or rule.forbid is not None)
 
 
 def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
-    """Return whether Slurm hears of no time limit, and so gives the partition's own."""
+    """Return whether the script sets no time limit, so that the partition's default applies."""
     rule = rules.get("time")
     return leaves_out(rules, "time") or (rule is not None and rule.rename is not None)
 
@@ -153,19 +155,14 @@ def _split(line: str) -> tuple[str, str]:
 
 def _renamed(pattern: str, value: str) -> str:
     """Return `--gres=gpu:{item}` with each part of the value, or `{value}` with all of it."""
-    option, separator, words = pattern.partition("=")
-    if "{item}" in words:
-        words = ",".join(words.replace("{item}", item) for item in value.split(","))
-    return f"{option}{separator}{words.replace('{value}', value)}"
-
-
-def _given(job: Job, field: str) -> object:
-    value = getattr(job.resources, field.removeprefix("resources."))
-    return value if isinstance(value, (str, int)) else None
+    option, separator, text = pattern.partition("=")
+    if "{item}" in text:
+        text = ",".join(text.replace("{item}", item) for item in value.split(","))
+    return f"{option}{separator}{text.replace('{value}', value)}"
 
 
 def _asked(job: Job, name: str, line: str) -> str:
-    """Return the field by which a job asks for an option; empty where hpml wants it by itself."""
+    """Return the field that asks for an option; empty where hpml itself adds it."""
     if line in job.resources.extra:
         return "resources.extra"
     field = _FIELDS.get(name, "")

@@ -1,8 +1,8 @@
 """Whether the launcher itself can bind a job's ranks, and by which options: a pure function.
 
-Only where all is known before: the job gets whole nodes, and the site profile has the topology of
-every node that it may get. Then the plan that each node would make is made here, and written in the
-launcher's own words. hpml-bind still runs on the nodes, and proves that it came true.
+Only where all is known beforehand: the job gets whole nodes, and the site profile has the topology
+of every node that it may get. Then the plan that each node would make is made here, as options of
+the launcher. hpml-bind still runs on the nodes and verifies the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["StaticForm", "static_form", "told"]
+__all__ = ["StaticForm", "describe", "static_form"]
 
 _REDUCING = frozenset(
     # options of sbatch after which a whole node is not all CPUs, or its tasks lie otherwise
@@ -67,22 +67,22 @@ def static_form(
         return StaticForm()
     asked = as_asked(job, site.site.directives) if site else job
     missing = [*_of_job(job), *_of_site(asked, site.site if site else None, topologies)]
-    made = StaticForm(missing=tuple(missing))
+    form = StaticForm(missing=tuple(missing))
     if not missing and site is not None:
         kinds = site.site.kinds_of(asked.resources.partition)
-        made = _common({name: _form(job, topologies[name]) for name in kinds})
-    if made.missing and job.binding.form == "static":
+        form = _common({name: _form(job, topologies[name]) for name in kinds})
+    if form.missing and job.binding.form == "static":
         raise InputError(
-            f"cannot be static: {'; '.join(made.missing)}",
+            f"cannot be static: {'; '.join(form.missing)}",
             field="binding.form",
             value="static",
-            hint="with `form: auto` each node plans for itself until all of this is so",
+            hint="with `form: auto` each node plans for itself until all of this holds",
         )
-    return made
+    return form
 
 
-def told(form: StaticForm) -> str:
-    """Return in one line who binds the ranks, and why."""
+def describe(form: StaticForm) -> str:
+    """Return in one line what binds the ranks, and why."""
     if form.name:
         return f"the launcher binds, by {form.name}; each node checks it"
     if form.missing:
@@ -91,7 +91,7 @@ def told(form: StaticForm) -> str:
 
 
 def _of_job(job: Job) -> Iterator[str]:
-    """What of the job alone keeps its launcher from binding."""
+    """Yield what of the job alone keeps its launcher from binding."""
     if job.launcher not in ("srun", "mpirun"):
         yield f"{job.launcher} starts the ranks, and only srun and mpirun can bind them one by one"
     if job.binding.policy == "none":
@@ -99,7 +99,7 @@ def _of_job(job: Job) -> Iterator[str]:
 
 
 def _of_site(job: Job, site: Site | None, topologies: Mapping[str, Topology]) -> Iterator[str]:
-    """What is missing to know a job's nodes before, and to have them whole."""
+    """Yield what is missing to know a job's nodes beforehand, and to have them whole."""
     if site is None:
         yield "there is no site profile that tells the nodes' topology"
         if not whole_nodes(job, site):
@@ -128,7 +128,7 @@ _NOT_WHOLE = "the job does not get whole nodes (resources.exclusive)"
 
 
 def _of_kind(job: Job, name: str, kind: NodeType, topology: Topology | None) -> Iterator[str]:
-    """What of one type of nodes is not known, or not all the job's."""
+    """Yield what of one type of nodes is not known, or not the job's."""
     if topology is None:
         yield f"node type {name} has no topology in the site profile"
         return
@@ -143,9 +143,9 @@ def _of_kind(job: Job, name: str, kind: NodeType, topology: Topology | None) -> 
 
 
 def _form(job: Job, topology: Topology) -> StaticForm:
-    """Return the most readable form that says exactly what the nodes themselves would plan."""
+    """Return the most readable form that equals what the nodes themselves would plan."""
     binding = job.binding
-    made = plan(
+    planned = plan(
         topology,
         job.resources.ranks,
         policy=binding.policy,
@@ -154,24 +154,24 @@ def _form(job: Job, topology: Topology) -> StaticForm:
         smt=binding.hardware_threads,
     )
     if job.launcher == "mpirun":
-        by = static.openmpi_map_by(topology, made)
+        by = static.openmpi_map_by(topology, planned)
         if by.value is not None:
             return StaticForm(by.name, tuple(by.value.split()))
-        file = static.openmpi_rankfile(topology, made, ["localhost"])
+        file = static.openmpi_rankfile(topology, planned, ["localhost"])
         if file.value is None:
             return StaticForm(missing=(file.reason,))
         slots = [line.rpartition("slot=")[2] for line in file.value.splitlines()]
         return StaticForm(file.name, slots=tuple(slots))
-    found = [static.slurm_ldoms(topology, made), static.slurm_masks(made)]
+    forms = [static.slurm_ldoms(topology, planned), static.slurm_masks(planned)]
     # The form `cores` makes the step as large as its tasks, and Slurm chooses which cores those
-    # are: it says the plan where they are all cores of the node.
-    if sum(len(one.cores) for one in made.ranks) == len(topology.cores):
-        found.insert(1, static.slurm_cores(topology, made))
-    best = next((one for one in found if one.value is not None), None)
-    if best is None or best.value is None:
-        return StaticForm(missing=(found[-1].reason,))
-    memory = static.slurm_memory(made).value
-    return StaticForm(best.name, (*best.value.split(), *([memory] if memory else [])))
+    # are: it equals the plan where they are all cores of the node.
+    if sum(len(rank.cores) for rank in planned.ranks) == len(topology.cores):
+        forms.insert(1, static.slurm_cores(topology, planned))
+    memory = static.slurm_memory(planned).value
+    for form in forms:
+        if form.value is not None:
+            return StaticForm(form.name, (*form.value.split(), *([memory] if memory else [])))
+    return StaticForm(missing=(forms[-1].reason,))
 
 
 def _common(forms: Mapping[str, StaticForm]) -> StaticForm:

@@ -10,9 +10,9 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpml_orchestrator.script.user_template import UserEnvironment, own_directory
+from hpml_orchestrator import assets
 
-__all__ = ["Raw", "environment", "word"]
+__all__ = ["OPTIONS", "Raw", "add_filters", "environment", "own_directory", "word"]
 
 _PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.[A-Za-z0-9_]+|array\.index)\}")
 _ARRAY_PLACEHOLDER = re.compile(r"\{((?:stage|run|array)\.[A-Za-z0-9_]+)\}")
@@ -38,10 +38,10 @@ def quote(value: Any) -> Raw:
 
 
 def directive(value: Any) -> Raw:
-    """Pass on text that has no special character at all, as `#SBATCH` lines need it.
+    """Return text that has no special character at all, as `#SBATCH` lines need it.
 
     Raises:
-        ValueError: it has one: the model that made it let something through.
+        ValueError: it has one.
     """
     text = str(value)
     if not _DIRECTIVE.fullmatch(text):
@@ -50,7 +50,7 @@ def directive(value: Any) -> Raw:
 
 
 def word(value: Any) -> Raw:
-    """Return a value as one shell word in which `{stage.NAME}` and its like are variables.
+    """Return a value as one shell word; `{stage.NAME}`, `{run.dir}` become variables.
 
     >>> word("--data={stage.digits}/train it")
     '--data='"$HPML_STAGE_DIGITS"'/train it'
@@ -94,37 +94,38 @@ def placeholders(text: str, *, array: bool = False) -> list[str]:
 
     Args:
         text: the value.
-        array: whether the job is an array: then every `{array.…}` counts, else the one that there
-            is, so that other text of that look stays what it is.
+        array: whether the job is an array; of other jobs only `{array.index}` counts, so that
+            other text in braces stays as it is.
     """
     return (_ARRAY_PLACEHOLDER if array else _PLACEHOLDER).findall(text)
 
 
+OPTIONS: dict[str, Any] = {
+    "undefined": jinja2.StrictUndefined,
+    "finalize": quote,
+    "trim_blocks": True,
+    "lstrip_blocks": True,
+    "keep_trailing_newline": True,
+    "autoescape": False,
+}
+"""Options of every environment that sbatch templates are rendered in."""
+
+
+def own_directory() -> str:
+    """Return the directory of hpml's own templates."""
+    return str(assets.path("templates") / "sbatch")
+
+
+def add_filters(environment: jinja2.Environment) -> None:
+    """Give an environment the filters that sbatch templates use."""
+    environment.filters["directive"] = directive
+    environment.filters["word"] = word
+
+
 @functools.cache
-def environment(directories: tuple[str, ...] = ()) -> jinja2.Environment:
-    """Return the environment that sbatch templates are rendered in: one per process and place.
-
-    Args:
-        directories: of templates of the user's own, looked into before hpml's. Whatever is at fault
-            in these becomes an InputError; `hpml/NAME.sh.j2` is hpml's own for them.
-
-    Raises:
-        InputError: there is no such directory.
-    """
-    options: dict[str, Any] = {
-        "undefined": jinja2.StrictUndefined,
-        "finalize": quote,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "keep_trailing_newline": True,
-        "autoescape": False,
-    }
-    if directories:
-        made: jinja2.Environment = UserEnvironment(directories, Raw, **options)
-    else:
-        made = ImmutableSandboxedEnvironment(
-            loader=jinja2.FileSystemLoader(own_directory()), **options
-        )
-    made.filters["directive"] = directive
-    made.filters["word"] = word
+def environment() -> jinja2.Environment:
+    """Return the environment of hpml's own templates, one per process."""
+    loader = jinja2.FileSystemLoader(own_directory())
+    made = ImmutableSandboxedEnvironment(loader=loader, **OPTIONS)
+    add_filters(made)
     return made

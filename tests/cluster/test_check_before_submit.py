@@ -48,7 +48,7 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
         assert told.stdout == ""
         assert "there is no partition mian" in told.stderr
         assert "did you mean main?" in told.stderr
-        assert "no node has the type of GPU h100; per node there are a100:2" in told.stderr
+        assert "no node has the type of GPU h100; nodes have up to a100:2" in told.stderr
         assert "`--no-check` submits it as it is" in told.stderr
     assert not (desk.records / "submissions").exists()
     good = desk.json("submit", desk.job("good", command=["true"], resources=SHORT))
@@ -65,7 +65,7 @@ def test_check_says_the_same_and_submits_nothing(desk: Desk) -> None:
     assert finding["code"] == "nodes.most"
     assert (finding["field"], finding["value"], finding["limit"]) == ("resources.nodes", 9, 2)
     fits = desk.hpml("check", file, "--set", "resources.nodes=2")
-    assert fits.stdout == "the cluster would take wide: no errors\n"
+    assert fits.stdout == "wide: OK, main would accept this job (can start now, 2 nodes idle)\n"
     assert last_job_id(desk) == before
     assert not desk.records.exists()
 
@@ -83,7 +83,7 @@ def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still
     began = time.monotonic()
     told = desk.hpml("check", file, code=5)
     assert time.monotonic() - began < 60
-    assert "late was not checked against the cluster: scontrol gave no answer in " in told.stdout
+    assert "late: not checked against the cluster: scontrol gave no answer in " in told.stdout
     began = time.monotonic()
     with subprocess.Popen(
         [*HPML, "submit", str(file)],

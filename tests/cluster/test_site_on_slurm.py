@@ -100,7 +100,7 @@ def test_ranks_that_a_template_never_starts_end_the_job_at_once(desk: Desk) -> N
 
 
 def test_a_template_that_takes_the_output_away_is_refused(desk: Desk) -> None:
-    """By check and by submit, with the template's line; nothing is submitted."""
+    """By check and by submit, with the line of the script; nothing is submitted."""
     templates = desk.directory / "templates"
     templates.mkdir()
     (desk.directory / "hpml.toml").write_text(f'templates = "templates"\n{PROFILE}')
@@ -110,5 +110,5 @@ def test_a_template_that_takes_the_output_away_is_refused(desk: Desk) -> None:
     job = desk.job("taken", command=["true"])
     for command in ("check", "render", "submit"):
         done = desk.hpml(command, job, code=2)
-        assert f"{templates}/srun.sh.j2:4: " in done.stderr
+        assert f"{templates}: #SBATCH --error=/tmp/e: " in done.stderr
     assert not (desk.records / "submissions").exists()

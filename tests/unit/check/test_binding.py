@@ -48,7 +48,7 @@ def test_what_fits_is_not_spoken_of() -> None:
             {"gpus": 4, "ranks_per_node": 6, "cpus_per_rank": 2},
             "binding.gpus",
             "6 ranks per node share 4 GPUs, up to 2 on one",
-            "`ranks_per_gpu: 2` says that they shall",
+            "`ranks_per_gpu: 2` where that is intended",
         ),
         (
             {"gpus": 2, "cpus_per_rank": 8, "binding": {"loader_workers": 4}},
@@ -72,21 +72,21 @@ def test_what_fits_is_not_spoken_of() -> None:
             {"gpus": 4, "ranks_per_node": 1, "cpus_per_rank": 16},
             "binding.idle",
             (
-                "1 rank per node for 4 GPUs: a NUMA domain that only GPUs without a rank are next "
-                "to keeps its cores idle"
+                "1 rank per node for 4 GPUs: the cores of NUMA domains that are local only to GPUs "
+                "without a rank stay idle"
             ),
             "`binding: spread` for ranks that drive several GPUs each",
         ),
         (
             {"ranks_per_node": 3, "cpus_per_rank": 4, "binding": "socket"},
             "binding.units",
-            "policy socket gives each rank a socket, and node type cpu has 2 for 3 ranks",
+            "policy socket gives each rank a socket; node type cpu has 2 for 3 ranks",
             "`ranks_per_node: 2`, or `binding: spread`",
         ),
         (
             {"ranks_per_node": 5, "cpus_per_rank": 2, "binding": "numa"},
             "binding.units",
-            "policy numa gives each rank a NUMA domain, and node type cpu has 4 for 5 ranks",
+            "policy numa gives each rank a NUMA domain; node type cpu has 4 for 5 ranks",
             "`ranks_per_node: 4`, or `binding: spread`",
         ),
     ],
@@ -119,7 +119,7 @@ def test_whole_nodes_have_all_their_cores() -> None:
     assert found(INTEL, whole=True, ranks_per_node=2, binding=workers) == []
     (one,) = found(INTEL, whole=True, ranks_per_node=4, binding=workers)
     assert one.code == "binding.cores"
-    assert one.hint == "ask for fewer ranks or loader workers"
+    assert one.hint == "request fewer ranks or loader workers"
 
 
 def test_no_binding_has_no_needs() -> None:

@@ -13,21 +13,16 @@ from hpml_orchestrator.check.finding import Finding
 from hpml_orchestrator.check.monitor import check_monitor, check_port
 from hpml_orchestrator.spec import Job
 
-MOUNTS = "server:/home /shared nfs rw 0 0\nnone /ram tmpfs rw 0 0\n"
 TLS = "tls_server_config: {cert_file: c, key_file: k"
 USERS = f"basic_auth_users: {{a: $2y$10${'x' * 53}}}"
 Found = list[Finding]
 
 
-def told(tmp_path: Path, *, missing: str = "", gpus: int = 0, **monitor: Any) -> Found:
+def told(*, missing: str = "", gpus: int = 0, **monitor: Any) -> Found:
     """What is found of a job that other machines run."""
     fields = {"name": "a", "command": ["true"], "resources": {"gpus": gpus}}
     job = Job.model_validate({**fields, "monitor": {"enabled": True, **monitor}})
-    mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS)
-    return check_monitor(
-        job, on_nodes=True, mounts=str(mounts), installed=lambda name: name not in missing.split()
-    )
+    return check_monitor(job, on_nodes=True, installed=lambda name: name not in missing.split())
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -49,15 +44,15 @@ def codes(found: Found) -> list[str]:
     return [one.code for one in found]
 
 
-def test_without_a_monitor_nothing_is_looked_at(tmp_path: Path) -> None:
+def test_without_a_monitor_nothing_is_looked_at() -> None:
     """Whatever its fields say."""
-    assert told(tmp_path, missing="hpml_exporters", enabled=False, listen="0.0.0.0:1") == []
+    assert told(missing="hpml_exporters", enabled=False, listen="0.0.0.0:1") == []
 
 
-def test_loopback_is_for_the_node_alone(tmp_path: Path) -> None:
+def test_loopback_is_for_the_node_alone() -> None:
     """It is safe, and no Prometheus of a cluster will find it; on one machine that is well."""
-    assert codes(told(tmp_path)) == ["monitor.alone"]
-    assert codes(told(tmp_path, listen="[::1]:0")) == ["monitor.alone"]
+    assert codes(told()) == ["monitor.alone"]
+    assert codes(told(listen="[::1]:0")) == ["monitor.alone"]
     job = Job.model_validate({"name": "a", "command": ["true"], "monitor": {"enabled": True}})
     assert check_monitor(job, on_nodes=False) == []
 
@@ -79,10 +74,10 @@ def test_loopback_is_for_the_node_alone(tmp_path: Path) -> None:
 def test_an_open_door_is_told(tmp_path: Path, text: str | None, code: str) -> None:
     """What counts is whom the file asks for, not that there is one; loopback needs none."""
     config = written(tmp_path, text) if text is not None else None
-    found = told(tmp_path, listen="0.0.0.0:0", web_config=config)
+    found = told(listen="0.0.0.0:0", web_config=config)
     assert codes(found) == [code] * bool(code)
     assert {one.field for one in found} <= {"monitor.web_config" if config else "monitor.listen"}
-    assert codes(told(tmp_path, web_config=config)) == ["monitor.alone"]
+    assert codes(told(web_config=config)) == ["monitor.alone"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ def test_a_file_that_the_exporter_would_refuse(tmp_path: Path, text: str, words:
     """Then nothing at all is monitored, whatever it listens at; secrets are not shown."""
     config = written(tmp_path, text)
     for listen in ("127.0.0.1:0", "0.0.0.0:0"):
-        found = told(tmp_path, listen=listen, web_config=config)
+        found = told(listen=listen, web_config=config)
         (one,) = [each for each in found if each.code != "monitor.alone"]
         assert one.code == "monitor.web_config"
         assert words in one.message
@@ -106,9 +101,9 @@ def test_a_file_that_the_exporter_would_refuse(tmp_path: Path, text: str, words:
         assert "geheim" not in str(found)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read() -> None:
     """It is not there."""
-    found = told(tmp_path, listen="0.0.0.0:0", web_config="/none")
+    found = told(listen="0.0.0.0:0", web_config="/none")
     assert codes(found) == ["monitor.web_config"]
 
 
@@ -119,7 +114,7 @@ def test_without_a_reader_nothing_is_said_of_the_file(
     """That the exporter is missing, and so the job will not be monitored, is told anyway."""
     monkeypatch.setattr(sys, "executable", command)
     config = written(tmp_path, "")
-    found = told(tmp_path, missing="hpml_exporters", listen="0.0.0.0:0", web_config=config)
+    found = told(missing="hpml_exporters", listen="0.0.0.0:0", web_config=config)
     assert codes(found) == ["monitor.missing"]
 
 
@@ -173,16 +168,14 @@ def test_a_port_that_is_for_root(
 )
 def test_what_is_not_installed(tmp_path: Path, missing: str, gpus: int, code: str) -> None:
     """The exporter, or what it needs to see GPUs where the job has some."""
-    found = told(
-        tmp_path, missing=missing, gpus=gpus, listen="10.0.0.1:0", web_config=locked(tmp_path)
-    )
+    found = told(missing=missing, gpus=gpus, listen="10.0.0.1:0", web_config=locked(tmp_path))
     assert codes(found) == [code] * bool(code)
 
 
 def test_targets_where_nobody_finds_them(tmp_path: Path) -> None:
     """A directory of this machine, and one that cannot be written."""
     named: dict[str, Any] = {"listen": "10.0.0.1:0", "web_config": locked(tmp_path)}
-    assert codes(told(tmp_path, targets="/dev/shm/targets", **named)) == ["monitor.targets_local"]
-    wrong = str(tmp_path / "mounts" / "targets")  # below a file nobody can make a directory
-    (found,) = [one for one in told(tmp_path, targets=wrong, **named) if one.code[-1] != "l"]
+    assert codes(told(targets="/dev/shm/targets", **named)) == ["monitor.targets_local"]
+    wrong = str(Path(named["web_config"]) / "targets")  # below a file nobody can make a directory
+    (found,) = [one for one in told(targets=wrong, **named) if one.code[-1] != "l"]
     assert (found.code, found.field, found.value) == ("monitor.targets", "monitor.targets", wrong)

@@ -173,3 +173,42 @@ def test_an_output_on_a_full_disk(shell: Shell, full: Path, words: str) -> None:
     (full / "mine").mkdir()
     assert shell.hpml("render", shell.job(), "-o", str(full / "mine")).code == 2
     assert os.listdir(full / "mine") == []
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["new", "force"])
+def test_an_imported_job_file_on_a_full_disk(
+    shell: Shell, full: Path, force: tuple[str, ...]
+) -> None:
+    """Nothing is left of the file that was begun."""
+    (shell.root / "s.sh").write_text("#!/bin/bash\n#SBATCH --ntasks=1\nsrun python train.py\n")
+    told = shell.hpml("import", "s.sh", "-o", str(full / "o.yaml"), *force)
+    assert told.code == 2
+    assert "No space left on device" in told.err
+    assert os.listdir(full) == ["ballast"]
+
+
+@pytest.mark.parametrize("words", ["render {job}", "template eject srun"])
+def test_an_output_without_a_word(shell: Shell, words: str) -> None:
+    """An unset variable of the shell is not taken for no option."""
+    told = shell.hpml(*words.format(job=shell.job()).split(), "-o", "")
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith("hpml: error: --output: must not be empty")
+
+
+def test_a_check_of_what_lies_behind_a_closed_directory(shell: Shell, closed: Path) -> None:
+    """Nothing is said not to be there that is, and no virtual environment is to be made."""
+    job = shell.job(
+        "behind",
+        command=None,
+        script=f"{closed}/train.py",
+        workdir=f"{closed}/venv",
+        environment={"venv": f"{closed}/venv"},
+    )
+    told = as_anybody(shell, '"$@"', "check", "--local", job)
+    assert told.code == 2
+    for field, path in (("script", "train.py"), ("workdir", "venv"), ("environment.venv", "venv")):
+        said = f"error: {field}: {closed}/{path} cannot be checked: Permission denied\n"
+        assert said in told.out
+    assert f"hint: `ls -ld {closed}`; ask its owner" in told.out
+    assert "does not exist" not in told.out
+    assert "python3 -m venv" not in told.out

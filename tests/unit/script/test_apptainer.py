@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.script.code import SnapshotPaths
+from hpml_orchestrator.script.render import SnapshotPaths
 
 if TYPE_CHECKING:
     from tests.unit.script.conftest import Sandbox

@@ -12,7 +12,7 @@ from hpml_orchestrator.script import render
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
 from tests.unit.placement.machines import milan, two_by_twelve
-from tests.unit.script.test_render import APPTAINER, HERE, LAUNCHERS, job, static_job
+from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, job, static_job
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

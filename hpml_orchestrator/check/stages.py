@@ -1,0 +1,224 @@
+"""Whether a job's data can be staged: options, sources and targets, by a look at this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.check.finding import Finding, error, warning
+from hpml_orchestrator.check.request import Sizes
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.runs.measure import is_compressed
+from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
+from hpml_orchestrator.staging.plan import NO_FILE, link_fault
+from hpml_orchestrator.staging.request import kind_at
+from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.sources import check_archive
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec import Job, Stage
+
+__all__ = ["check_stages", "check_targets"]
+
+_MAX_ENTRIES = 200_000
+_NAMED = 5
+_MEBIBYTE = 1024**2
+
+
+@dataclass
+class _Walk:
+    """What a walk through a source has seen; `refused` is what staging of a tree refuses."""
+
+    stage: Stage
+    ends: float
+    clock: Callable[[], float]
+    kind: str = ""
+    entries: int = 0
+    size_bytes: int = 0
+    cut: bool = False
+    unreadable: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    refused_link: bool = False
+
+
+def check_stages(
+    job: Job, *, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[list[Finding], Sizes]:
+    """Return what of the data cannot be staged, and how much there is to stage.
+
+    Args:
+        job: a complete job.
+        seconds: after which the walk through the data ends.
+        clock: seconds that never go back.
+    """
+    sizes = Sizes()
+    findings: list[Finding] = []
+    ends = clock() + seconds
+    for index, stage in enumerate(job.stage):
+        place = f"stage.{index}"
+        findings += _options(job, stage, place)
+        walk = _Walk(stage, ends, clock)
+        try:
+            findings += _kind(stage, f"{place}.source", walk)
+            _look(walk)
+        except OSError as fault:
+            findings.append(_no_source(stage, f"{place}.source", fault))
+            continue
+        findings += _walk_findings(walk, f"{place}.source")
+        _add(sizes, stage, walk)
+    return findings, sizes
+
+
+def check_targets(job: Job) -> Iterator[Finding]:
+    """Yield which target directories cannot be used on this machine.
+
+    Only for a job that runs here: the nodes' own directories are seen there alone.
+    """
+    for index, stage in enumerate(job.stage):
+        if not stage.target.startswith("/"):
+            continue
+        place = f"stage.{index}.target"
+        root = Root(stage.target)
+        try:
+            root.check_base()
+        except HpmlError as fault:
+            message = fault.message.removeprefix("target: ")
+            yield error("stage.target", place, stage.target, message, None, fault.hint)
+            continue
+        inner = root.path if os.path.isdir(root.path) else root.base
+        if not os.access(inner, os.W_OK | os.X_OK):
+            yield error("stage.target", place, inner, f"{inner} is not writable by you")
+
+
+def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
+    """Yield which options of an entry do not go together, or with its source."""
+    distribution = stage.distribution
+    if stage.keep and stage.target == "shm":
+        message = f"{stage.name} stays in the memory of the nodes after the job, until room is "
+        message += "needed; many sites empty /dev/shm between jobs or charge the next job for it"
+        hint = "`target: local` keeps it on the disk"
+        yield warning("stage.keep_ram", f"{place}.keep", True, message, None, hint)
+    place = f"{place}.distribution"
+    if distribution == "sbcast" and os.path.isdir(stage.source):
+        message = f"sbcast copies one file, and {stage.source} is a directory"
+        hint = "`distribution: chain`, or stage one archive of it"
+        yield error("stage.sbcast", place, distribution, message, None, hint)
+    if distribution == "partition" and os.path.isfile(stage.source):
+        message = f"partition divides the files of a directory, and {stage.source} is one file"
+        hint = "`distribution: auto`, or stage a directory of several files"
+        yield error("stage.partition", place, distribution, message, None, hint)
+    if distribution not in ("auto", "shared") and job.resources.nodes == 1:
+        message = "the job has one node: there is nothing to distribute"
+        yield warning("stage.one_node", place, distribution, message)
+
+
+def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
+    """Yield in which way a source is not of the kind that it is said to be; sets the walk's."""
+    try:
+        walk.kind = kind_at(stage.source, stage.kind)
+        check_archive(stage.source, walk.kind)
+    except PermissionError:
+        pass  # the walk names what is unreadable
+    except HpmlError as fault:
+        message = fault.message.removeprefix("source: ")
+        yield error("stage.kind", place, stage.source, message, None, fault.hint)
+
+
+def _no_source(stage: Stage, place: str, fault: OSError) -> Finding:
+    message = f"{stage.source} cannot be staged: {fault.strerror or fault}"
+    if stage.size is not None:  # then it need not be here: it may be on the nodes alone
+        return warning("stage.missing", place, stage.source, message)
+    hint = "if only the nodes have it, give its `size`"
+    return error("stage.missing", place, stage.source, message, None, hint)
+
+
+def _look(walk: _Walk) -> None:
+    """Walk through a source; a directory that may not be entered is named."""
+    source = walk.stage.source
+    info = os.stat(source)
+    if not stat.S_ISDIR(info.st_mode):
+        walk.entries += 1
+        walk.size_bytes += info.st_size
+        if not os.access(source, os.R_OK):
+            walk.unreadable.append(source)
+        return
+    waiting = [source]
+    while waiting:
+        here = waiting.pop()
+        if not os.access(here, os.R_OK | os.X_OK):
+            walk.unreadable.append(here)
+            continue
+        try:
+            with os.scandir(here) as entries:
+                for entry in entries:
+                    if walk.entries >= _MAX_ENTRIES or walk.clock() > walk.ends:
+                        walk.cut = True
+                        return
+                    walk.entries += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        _look_at(entry, walk)
+        except OSError as fault:
+            walk.unreadable.append(fault.filename or here)
+
+
+def _look_at(entry: os.DirEntry[str], walk: _Walk) -> None:
+    """Note size and readability of a file, and what else staging of a tree refuses."""
+    if entry.is_file(follow_symlinks=False):
+        walk.size_bytes += entry.stat(follow_symlinks=False).st_size
+        if not os.access(entry.path, os.R_OK):
+            walk.unreadable.append(entry.path)
+        return
+    if walk.kind != "tree":
+        return
+
+    path = entry.path.removeprefix(walk.stage.source).lstrip("/")
+    fault = NO_FILE
+    if entry.is_symlink():
+        if walk.stage.outside_links:
+            return
+        top = os.path.realpath(walk.stage.source)
+        fault = link_fault(path, os.readlink(entry.path), top)
+        walk.refused_link = walk.refused_link or bool(fault)
+    if fault:
+        walk.refused.append(f"{shown(path)}: {fault}")
+
+
+def _walk_findings(walk: _Walk, place: str) -> Iterator[Finding]:
+    source = walk.stage.source
+    if walk.unreadable:
+        message = f"not readable by you: {_first(walk.unreadable, ', ')}"
+        hint = f"`ls -l {walk.unreadable[0]}`; ask its owner for permission to read it"
+        yield error("stage.unreadable", place, source, message, None, hint)
+    if walk.refused:
+        message = f"{source} contains what cannot be staged: {_first(walk.refused, '; ')}"
+        hint = OUTSIDE_LINKS if walk.refused_link else ""
+        yield error("stage.refused", place, source, message, None, hint)
+    if walk.cut:
+        message = f"only the first {walk.entries} entries were checked"
+        yield warning("stage.partly", place, source, message)
+
+
+def _first(items: list[str], separator: str) -> str:
+    more = len(items) - _NAMED
+    text = separator.join(itertools.islice(items, _NAMED))
+    return f"{text}{separator}and {more} more" if more > 0 else text
+
+
+def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
+    if stage.size is not None:
+        mebibytes = int(stage.size.removesuffix("M"))
+    elif walk.cut or is_compressed(stage):
+        return
+    else:
+        mebibytes = -(-walk.size_bytes // _MEBIBYTE)
+    if stage.target == "local":
+        sizes.disk_mib += mebibytes
+    elif stage.target == "shm":
+        sizes.shm_mib += mebibytes

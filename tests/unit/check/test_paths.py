@@ -1,0 +1,170 @@
+"""What a job names on this machine is looked at: program, software, modules, records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.check.paths import (
+    check_modules,
+    check_program,
+    check_records,
+    is_one_machine,
+)
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
+from hpml_orchestrator.spec import Job
+from hpml_orchestrator.testing import FakeRunner
+
+PATH = {"PATH": "/usr/bin:/bin"}
+PY = {"environment": {"python": "sh"}}
+
+
+def codes(root: Path, **fields: Any) -> dict[str, str]:
+    """Code and level of what is found of a job that is right but for these fields."""
+    if not {"script", "module", "command"} & set(fields):
+        fields["command"] = ["true"]
+    job = Job.model_validate({"name": "j", "workdir": str(root), **fields})
+    findings = check_program(job, PATH)
+    return {finding.code: finding.level for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"script": "{root}/t.py", "environment": {"venv": "{root}/v"}}, {}),
+        ({"script": "{root}/t.py", "environment": {"conda": "{root}/c"}}, {}),
+        ({"script": "/nope/t.py", **PY}, {"script.missing": "error"}),
+        ({"script": "{root}", **PY}, {"script.kind": "error"}),
+        ({"workdir": "{root}/none"}, {"workdir.missing": "error"}),
+        ({"command": ["no-such-program"]}, {"program.missing": "warning"}),
+        ({"command": ["./t.sh"]}, {"program.missing": "warning"}),
+        ({"command": ["./t.py"]}, {"program.mode": "warning"}),
+        ({"module": "m", "environment": {"python": "py"}}, {"program.missing": "warning"}),
+        ({"environment": {"venv": "{root}"}}, {"venv.missing": "error"}),
+        ({"environment": {"conda": "{root}"}}, {"conda.missing": "error"}),
+    ],
+)
+def test_what_a_job_names_must_exist(
+    tmp_path: Path, fields: dict[str, Any], expected: dict[str, str]
+) -> None:
+    """Programs may come with the nodes, so they are warnings."""
+    (tmp_path / "t.py").touch(0o644)
+    for name in ("v/bin/activate", "v/bin/python", "c/conda-meta/history"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch(0o755)
+
+    def here(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: here(inner) for name, inner in value.items()}
+        return value.replace("{root}", str(tmp_path)) if isinstance(value, str) else value
+
+    assert codes(tmp_path, **here(fields)) == expected
+
+
+def test_a_container_has_its_own_files(tmp_path: Path) -> None:
+    """A script may be inside: a warning. An image has to exist; a reference is not looked up."""
+    container = {"engine": "apptainer", "image": f"{tmp_path}/i.sif", "mounts": ["/none:/x"]}
+    assert codes(tmp_path, script="/inside/t.py", environment={"container": container}) == {
+        "script.missing": "warning",
+        "image.missing": "error",
+        "engine.missing": "warning",
+        "mount.missing": "warning",
+    }
+    container = {"engine": "apptainer", "image": "docker://x/y"}
+    assert codes(tmp_path, environment={"container": container}) == {"engine.missing": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "missing"),
+    [
+        ("mpirun", {}, True),
+        ("mpirun", {"modules": ["x"]}, False),
+        ("mpirun", {"container": {"engine": "apptainer", "image": "docker://x"}}, True),
+        ("horovodrun", {}, True),
+        ("horovodrun", {"container": {"engine": "apptainer", "image": "docker://x"}}, False),
+        ("horovodrun", {"venv": "{root}/v"}, False),
+        ("torchrun", {}, False),
+        ("srun", {}, False),
+    ],
+)
+def test_the_program_that_starts_the_ranks(
+    tmp_path: Path, launcher: str, environment: dict[str, Any], missing: bool
+) -> None:
+    """On the job's PATH: a module may bring it, and a container horovodrun, but not mpirun."""
+    (tmp_path / "v" / "bin").mkdir(parents=True)
+    (tmp_path / "v" / "bin" / "horovodrun").touch(0o755)
+    if "venv" in environment:
+        environment = {"venv": f"{tmp_path}/v"}
+    job = Job.model_validate(
+        {"name": "j", "command": ["true"], "launcher": launcher, "environment": environment}
+    )
+    findings = check_program(job, {"PATH": str(tmp_path / "bin")})
+    assert [f.value for f in findings if f.field == "launcher"] == [launcher] * missing
+
+
+MODULE = """\
+module() {
+  case "$1 $2" in
+    "is-avail gcc/13") return 0;;
+    "is-avail mpi/5") [ -n "$LOADED" ];;
+    "load gcc/13") LOADED=1;;
+    "-t avail") [ -z "$3" ] && printf '/site:\\ngcc/13\\ncuda/12.4\\n' >&2; return 0;;
+    *) return 1;;
+  esac
+}
+"""
+
+
+def test_modules_that_do_not_exist(tmp_path: Path) -> None:
+    """The nearest one is named; one that shows only after another one is loaded is found."""
+    start = tmp_path / "modules.sh"
+    start.write_text(MODULE)
+    environment = {**PATH, "BASH_ENV": str(start)}
+    names = ["gcc/13", "mpi/5", "cuda/12.5"]
+    (finding,) = check_modules(names, SubprocessRunner(), environment, timeout=120)
+    assert (finding.field, finding.level) == ("environment.modules.2", "warning")
+    assert finding.hint == "did you mean cuda/12.4?"
+
+
+@pytest.mark.parametrize("answer", [Completed(77), SchedulerUnavailable("bash gave no answer")])
+def test_without_a_module_system_nothing_is_known(answer: Completed | Exception) -> None:
+    """Nor where it hangs."""
+    assert check_modules(["x"], FakeRunner({"bash": [answer]}), PATH, timeout=1) == []
+
+
+@pytest.mark.parametrize(
+    ("root", "on_nodes", "code"),
+    [
+        ("/dev/shm/records", True, "records.local"),
+        ("/tmp/records", True, "records.local"),
+        ("/tmp/records", False, ""),
+        ("/usr/records", True, ""),
+    ],
+)
+def test_the_nodes_have_to_see_records(root: str, on_nodes: bool, code: str) -> None:
+    """A directory of this machine alone is a warning where the job runs on others."""
+    findings = check_records(Path(root), on_nodes=on_nodes)
+    assert [f.code for f in findings if f.code != "records.unwritable"] == [code] * bool(code)
+
+
+def test_records_have_to_be_written(tmp_path: Path) -> None:
+    """The directory may be new, but not below a file."""
+    (tmp_path / "file").touch()
+    findings = check_records(tmp_path / "file" / "records", on_nodes=False)
+    assert [finding.code for finding in findings] == ["records.unwritable"]
+    assert list(check_records(tmp_path / "new" / "records", on_nodes=False)) == []
+
+
+def test_a_cluster_of_one_machine(tmp_path: Path) -> None:
+    """Its controller is on loopback; without slurm.conf nothing is assumed."""
+    conf = tmp_path / "slurm.conf"
+    environment = {"SLURM_CONF": str(conf)}
+    assert not is_one_machine(environment)
+    conf.write_text("ClusterName=x\nSlurmctldHost=head(127.0.0.1)\n")
+    assert is_one_machine(environment)
+    conf.write_text("ClusterName=x\nSlurmctldHost=head(10.0.0.1)\n")
+    assert not is_one_machine(environment)

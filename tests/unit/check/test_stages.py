@@ -1,0 +1,181 @@
+"""Whether data can be staged, and how much there is, by a look at this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.check.stages import check_stages, check_targets
+from hpml_orchestrator.packing.claim import Claim
+from hpml_orchestrator.spec import Job
+
+
+def job(*stage: dict[str, Any], **resources: Any) -> Job:
+    """A job of two nodes that stages these entries."""
+    entries = [{"name": "d", "source": "/none", **entry} for entry in stage]
+    resources = {"nodes": 2, **resources}
+    return Job.model_validate(
+        {"name": "a", "command": ["x"], "resources": resources, "stage": entries}
+    )
+
+
+def found(entry: dict[str, Any], **more: Any) -> list[tuple[str, str, str]]:
+    """Code, level and message of what is found of one entry."""
+    findings, _ = check_stages(job(entry, **more), seconds=9)
+    assert all(finding.field.startswith("stage.0.") for finding in findings)
+    return [(finding.code, finding.level, finding.message) for finding in findings]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A directory of 3 MiB."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "x").write_bytes(b"x" * (3 * 1024**2))
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize(
+    ("entry", "disk_mib", "shm_mib"),
+    [
+        ({}, 3, 0),
+        ({"target": "shm"}, 0, 3),
+        ({"target": "/scratch"}, 0, 0),  # a directory whose size Slurm does not know
+        ({"size": "7M"}, 7, 0),
+    ],
+)
+def test_data_are_measured(tree: Path, entry: dict[str, Any], disk_mib: int, shm_mib: int) -> None:
+    """Sizes add up by target."""
+    findings, sizes = check_stages(job({"source": str(tree), **entry}), seconds=9)
+    assert (findings, sizes.disk_mib, sizes.shm_mib) == ([], disk_mib, shm_mib)
+
+
+@pytest.mark.parametrize(
+    ("entry", "nodes", "code", "level", "message"),
+    [
+        ({"keep": True, "target": "shm"}, 2, "stage.keep_ram", "warning", "stays in the memory"),
+        ({"distribution": "sbcast"}, 2, "stage.sbcast", "error", "is a directory"),
+        (
+            {"distribution": "partition", "source": "{tree}/x"},
+            2,
+            "stage.partition",
+            "error",
+            "is one file",
+        ),
+        ({"distribution": "partition"}, 2, "", "", ""),
+        ({"distribution": "chain"}, 1, "stage.one_node", "warning", "nothing to distribute"),
+        ({"distribution": "auto"}, 1, "", "", ""),
+        ({"keep": True}, 2, "", "", ""),
+        ({"distribution": "sbcast", "source": "{tree}/x"}, 2, "", "", ""),
+        ({"distribution": "chain"}, 2, "", "", ""),
+    ],
+)
+def test_options_that_do_not_go_together(
+    tree: Path, entry: dict[str, Any], nodes: int, code: str, level: str, message: str
+) -> None:
+    """Errors where staging would fail, warnings where it may not be intended."""
+    source = entry.get("source", "{tree}").replace("{tree}", str(tree))
+    findings = found({**entry, "source": source}, nodes=nodes)
+    assert [finding[:2] for finding in findings] == [(code, level)] * bool(code)
+    assert all(message in finding[2] for finding in findings)
+
+
+def test_data_that_do_not_exist() -> None:
+    """An error; a warning where the user gave a size: then only the nodes need them."""
+    (finding,), _ = check_stages(job({}), seconds=9)
+    assert (finding.code, finding.level) == ("stage.missing", "error")
+    assert "give its `size`" in finding.hint
+    ((code, level, _),) = found({"size": "1M"})
+    assert (code, level) == ("stage.missing", "warning")
+
+
+def test_a_pack_that_is_not_finished_is_an_error(tmp_path: Path) -> None:
+    """As staging says it; a job that stages it as a tree has said what it wants."""
+    pack = tmp_path / "phuge"
+    pack.mkdir()
+    Claim(str(pack), "phuge").take("/data", None)
+    for kind in ("auto", "pack"):
+        ((code, _, message),) = found({"source": str(pack), "kind": kind})
+        assert (code, message[:19]) == ("stage.kind", "is no finished pack")
+    assert found({"source": str(pack), "kind": "tree"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("tree", "pack", "no finished pack"),
+        ("tree", "tar", "kind tar but a directory"),
+        ("no.tar", "auto", "no.tar"),
+        ("no.zip", "auto", "no.zip"),
+        ("no.sqfs", "auto", "no.sqfs"),
+    ],
+)
+def test_sources_of_another_kind_are_errors(tree: Path, name: str, kind: str, message: str) -> None:
+    """A tree that is no pack, a directory for a tar, and archives that are none."""
+    source = tree.parent / name
+    if name != "tree":
+        source.write_bytes(b"x" * 2000)
+    ((code, level, text),) = found({"source": str(source), "kind": kind})
+    assert (code, level) == ("stage.kind", "error")
+    assert message in text
+
+
+@pytest.mark.parametrize("form", ["v7", "ustar", "pax", "gnu", "gz", "zip", "empty"])
+def test_archives_that_are_archives_pass(tmp_path: Path, form: str) -> None:
+    """Also old ones without a magic number, empty and compressed ones."""
+    (tmp_path / "a").write_text("a")
+    path = tmp_path / ("x.zip" if form == "zip" else "x.tar")
+    if form == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.write(tmp_path / "a", "a")
+    elif form == "empty":
+        tarfile.open(path, "w").close()
+    else:
+        option = "-z" if form == "gz" else f"--format={form}"
+        subprocess.run(["tar", "-C", str(tmp_path), option, "-cf", str(path), "a"], check=True)
+    assert found({"source": str(path)}) == []
+
+
+def test_what_staging_refuses_of_a_tree(tmp_path: Path) -> None:
+    """Links that lead out, and fifos."""
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "sub" / "in").symlink_to("..")
+    (tree / "sub" / "up").symlink_to("../..")
+    (tree / "etc").symlink_to("/etc")
+    (finding,), _ = check_stages(job({"source": f"{tree}/"}), seconds=9)
+    assert finding.code == "stage.refused"
+    assert "etc: symbolic link to an absolute path (/etc)" in finding.message
+    assert "sub/up: symbolic link that leaves the tree (../..)" in finding.message
+    assert "sub/in" not in finding.message
+    assert "outside_links: true" in finding.hint
+    assert found({"source": str(tree), "outside_links": True}) == []
+    os.mkfifo(tree / "sub" / "pipe")
+    ((code, _, message),) = found({"source": str(tree), "outside_links": True})
+    assert code == "stage.refused"
+    assert "sub/pipe: is a device, fifo or socket" in message
+
+
+def test_the_walk_through_data_ends(tmp_path: Path) -> None:
+    """After its time it says how far it came, and claims to know no size."""
+    for index in range(5):
+        (tmp_path / f"{index}").write_bytes(b"x" * 1024**2)
+    ticks = iter(range(100))
+    asked = job({"source": str(tmp_path)})
+    (finding,), sizes = check_stages(asked, seconds=3, clock=lambda: float(next(ticks)))
+    assert (finding.code, finding.level) == ("stage.partly", "warning")
+    assert "only the first 3 entries" in finding.message
+    assert sizes.disk_mib == 0
+
+
+def test_targets_of_this_machine() -> None:
+    """Only those given by path: hpml chooses the others itself."""
+    (finding,) = check_targets(job({"target": "/nosuch/dir"}))
+    assert (finding.code, finding.field) == ("stage.target", "stage.0.target")
+    assert finding.message.startswith("no such directory on this node")
+    assert list(check_targets(job({"target": "/dev/shm"}, {"name": "e", "target": "local"}))) == []
