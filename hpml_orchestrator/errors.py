@@ -9,7 +9,7 @@
     ├── JobFailedError            exit 6   the job ended, and not well
     ├── RecordError               exit 7   a record cannot be read or written
     ├── StagingError              exit 8   data could not be brought to the node
-    └── BindingError              exit 79  ranks do not run where they should
+    └── BindingError              exit 79  ranks are not bound as planned
 
 Each class carries an exit code with its meaning, and may carry a hint: what the user can do next.
 Standard library only: it travels to the nodes in `hpml-node.pyz`.
@@ -141,10 +141,10 @@ class StagingError(HpmlError):
 
 
 class BindingError(HpmlError):
-    """Ranks do not run where they should, or cannot be put there, and the job wants proof."""
+    """Ranks are not, or cannot be, bound as planned, and the job has `verify: strict`."""
 
     exit_code = 79
-    meaning = "ranks do not run where they should"
+    meaning = "ranks are not bound as planned"
 
 
 def counted(number: int, noun: str) -> str:

@@ -137,13 +137,14 @@ def ending(
         launcher: the job's.
         reason: why, where the script knows better than its status.
     """
-    if status == 0:
-        return Ending(0, "COMPLETED", "completed")
     cancelled = re.finditer(_CANCELLED.format(re.escape(job_id)), output)
     causes = [(match[1], match[2] or "") for match in cancelled]
+    # srun exits with 0 when a node fails, at least up to 22.05
+    if status == 0 and not any(cause.startswith("NODE FAILURE") for _, cause in causes):
+        return Ending(0, "COMPLETED", "completed")
     for known, (state, words) in _CAUSES.items():
         if any(cause.startswith(known) for _, cause in causes):
-            return Ending(status, state, words)
+            return Ending(status or 1, state, words)
     if any(whole == "JOB" for whole, _ in causes):
         return Ending(status, "CANCELLED", "cancelled")
     return (not reason and _failed_rank(status, output, launcher)) or Ending(

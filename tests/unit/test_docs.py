@@ -446,13 +446,13 @@ def test_the_map_names_files_that_exist() -> None:
 
 def test_the_map_has_every_event() -> None:
     """The vocabulary of events stands there complete and in order."""
-    rows = table("docs/architecture.md", "event", "written by", "when")
+    rows = table("docs/records.md", "event", "written by", "when")
     assert [row[0].strip("`") for row in rows] == list(VOCABULARY)
 
 
 def test_the_map_has_every_exit_status() -> None:
     """Each error's exit status is told."""
-    rows = table("docs/architecture.md", "status", "meaning")
+    rows = table("docs/records.md", "status", "meaning")
     pending, statuses = [HpmlError], set()
     while pending:
         error = pending.pop()
@@ -467,7 +467,7 @@ def test_the_map_has_every_file_of_a_record(reader: Reader) -> None:
     job.write_text("name: record\nlauncher: srun\ncommand: ['true']\n")
     done = reader.call("hpml run record.yaml --json 2>errors.txt")
     assert done.returncode == 0, done.stdout + (reader.directory / "errors.txt").read_text()
-    told = set(re.findall(r"`([^`\n]+)`", prose("docs/architecture.md")))
+    told = set(re.findall(r"`([^`\n]+)`", prose("docs/records.md")))
     state = json.loads(done.stdout)
     run = Path(state["directory"])
     attempt = run / "attempts" / "0"

@@ -51,7 +51,7 @@ def test_an_error_is_what_the_documentation_says(name: str, above: str, code: in
     assert line, f"{name} is not in the tree"
     assert int(line[1]) == code
     assert error.meaning
-    rows = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = (ROOT / "docs" / "records.md").read_text("utf-8")
     assert re.search(rf"^\| {code} \| \w", rows, re.MULTILINE)
 
 
@@ -65,7 +65,7 @@ def test_a_status_has_one_meaning() -> None:
 
 def test_every_status_of_hpml_is_told() -> None:
     """The manual's statuses and those of the map are the same, word for word."""
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    text = (ROOT / "docs" / "records.md").read_text("utf-8")
     table = text.partition("Of `hpml`:")[2].partition("Of the script")[0]
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE))
     told = {str(code): meaning for code, meaning in exit_statuses().items()}

@@ -59,6 +59,7 @@ HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
             "srun",
             (143, "NODE_FAIL", "a node failed"),
         ),
+        (0, STEP.format(" DUE TO NODE FAILURE, SEE"), "srun", (1, "NODE_FAIL", "a node failed")),
         (
             143,  # the others get SIGTERM from srun, whose status is the highest
             SRUN.format(3, "Exited with exit code 7") + SRUN.format(0, "Terminated"),

@@ -11,7 +11,7 @@ from hpml_orchestrator.records.events import VOCABULARY, Event, append, read, re
 
 
 def test_the_vocabulary_is_the_house_s() -> None:
-    """The names stand in architecture.md, in the same order."""
+    """The names stand in records.md, in the same order."""
     names = "queued started staging ready rendezvous warm-up step evaluation checkpoint signal"
     assert list(VOCABULARY) == [*names.split(), "stopping", "ended"]
 
