@@ -27,6 +27,7 @@ from hpml_orchestrator.check.paths import (
 )
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.check.rules import Verdict, check
+from hpml_orchestrator.check.topology import check_topologies
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import outstanding
@@ -180,6 +181,8 @@ def check_job(
         try:
             verdict = _compare(job, cluster, sizes, profile)
             findings += verdict.findings
+            if site is not None:
+                findings += check_topologies(job, cluster, site, topologies or {})
         except InputError as fault:
             findings.append(_as_finding(fault))
         not_asked = _hidden(cluster)

@@ -17,7 +17,7 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
 
-__all__ = ["Placement", "Request", "Sizes", "request_of"]
+__all__ = ["Placement", "Request", "Sizes", "nodes_of_option", "request_of"]
 
 
 @dataclass
@@ -152,14 +152,14 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
         minutes=-(-seconds // 60),
         partitions=tuple(filter(None, (resources.partition or "").split(","))),
         options=options,
-        required=_nodes_of(job, "--nodelist="),
-        excluded=_nodes_of(job, "--exclude="),
+        required=nodes_of_option(job, "--nodelist="),
+        excluded=nodes_of_option(job, "--exclude="),
         disk_mib=disk_mib,
         shm_mib=shm_mib,
     )
 
 
-def _nodes_of(job: Job, option: str) -> frozenset[str]:
+def nodes_of_option(job: Job, option: str) -> frozenset[str]:
     """Return the nodes that an option of `resources.extra` names.
 
     Raises:

@@ -347,8 +347,8 @@ class ChannelReader:
 
     def _write(self, steps: dict[int, Event], excess: dict[tuple[int, str, bool], Event]) -> None:
         """Append events and these with one write; what cannot be written is kept for the next."""
-        batch = [(event, self._step_allowance) for event in steps.values()]
-        batch += [(event, self._event_allowance) for event in (*self._events, *excess.values())]
+        batch = [(event, self._event_allowance) for event in (*self._events, *excess.values())]
+        batch += [(event, self._step_allowance) for event in steps.values()]
         if not batch:
             return
         batch.sort(key=lambda one: one[0].time)

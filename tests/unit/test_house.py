@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import hpml_exporters
@@ -69,6 +70,12 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def module_name(path: Path) -> str:
+    """The full name of a module of the package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def room_of(name: str) -> str:
     """The room of one of our modules; empty for the top."""
     parts = name.split(".")
@@ -107,6 +114,25 @@ def test_there_is_no_circle() -> None:
         assert built, f"a circle among {sorted(left)}"
         for room in built:
             del left[room]
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Not in a circle either, also not inside functions; imports for types alone do not count."""
+    names = {module_name(path): path for path in SOURCES}
+    graph = {}
+    for name, path in names.items():
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                node.body = []
+        known = {
+            f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in names else node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        graph[name] = {one for one in known if one in names and one != name}
+    TopologicalSorter(graph).prepare()
 
 
 def test_what_travels_is_standard_library_only() -> None:

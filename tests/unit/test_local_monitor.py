@@ -250,7 +250,7 @@ def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Desk) -> None:
     """A web config that is none: told at submission and by the job, which completes."""
     desk.submit(web_config="none.yml")
     output = desk.run / "output.log"
-    words = "the job's monitor was refused"
+    words = "the job's monitor ended (status 2: "
     eventually(lambda: output.exists() and words in output.read_text())
     (desk.run / "go").touch()
     desk.hpml("wait", desk.job["id"])

@@ -31,7 +31,7 @@ from hpml_orchestrator.scheduler.cluster import (
 )
 from hpml_orchestrator.scheduler.nodelist import expand
 from hpml_orchestrator.scheduler.slurm.parse import parse_time, parse_version
-from hpml_orchestrator.spec.values import parse_time_limit
+from hpml_orchestrator.spec.values import MIB, parse_time_limit, read_bytes, read_count, read_gres
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,7 +44,6 @@ __all__ = [
     "node_states",
     "parse_associations",
     "parse_config",
-    "parse_count",
     "parse_gres",
     "parse_memory",
     "parse_qos",
@@ -72,10 +71,6 @@ _NOTHING = frozenset(
     "(null) null none n/a n/s unknown unlimited infinite infinity invalid not_set partition_limit "
     "-1 notset".split()
 )
-_UNSET = 2**63  # NO_VAL64 and INFINITE64 lie just below 2**64; NO_VAL and INFINITE below 2**32
-_UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
-_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([KMGTPE]?)(?:i?B)?[cn?]?", re.ASCII | re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 _MARKS = {
     "*": "NOT_RESPONDING",
     "~": "POWERED_DOWN",
@@ -147,9 +142,9 @@ def limits_from(config: Fields) -> Limits:
     return Limits(
         version=parse_version(config["SLURM_VERSION"]),
         cluster=_plain(config["ClusterName"]),
-        max_array_size=parse_count(config["MaxArraySize"]) or _DEFAULTS.max_array_size,
+        max_array_size=read_count(config["MaxArraySize"]) or _DEFAULTS.max_array_size,
         max_script_bytes=int(script[1]) if script else _DEFAULTS.max_script_bytes,
-        max_tasks_per_node=parse_count(config["MaxTasksPerNode"]) or _DEFAULTS.max_tasks_per_node,
+        max_tasks_per_node=read_count(config["MaxTasksPerNode"]) or _DEFAULTS.max_tasks_per_node,
         enforce_partition_limits={"YES": "ALL", "": "NO"}.get(enforce, enforce),
         accounting=config["AccountingStorageType"].endswith("slurmdbd"),
         accounting_enforce=frozenset(_names(config["AccountingStorageEnforce"].lower())),
@@ -172,13 +167,13 @@ def partition_from(record: Fields) -> Partition:
         state=record["State"].upper() or "UP",
         default=_yes(record["Default"]),
         nodes=_nodes(record["Nodes"]),
-        total_nodes=parse_count(record["TotalNodes"]) or 0,
-        total_cpus=parse_count(record["TotalCPUs"]) or 0,
+        total_nodes=read_count(record["TotalNodes"]) or 0,
+        total_cpus=read_count(record["TotalCPUs"]) or 0,
         max_seconds=_seconds(record["MaxTime"]),
         default_seconds=_seconds(record["DefaultTime"]),
-        min_nodes=parse_count(record["MinNodes"]) or 0,
-        max_nodes=parse_count(record["MaxNodes"]),
-        max_cpus_per_node=parse_count(record["MaxCPUsPerNode"]),
+        min_nodes=read_count(record["MinNodes"]) or 0,
+        max_nodes=read_count(record["MaxNodes"]),
+        max_cpus_per_node=read_count(record["MaxCPUsPerNode"]),
         max_memory_per_node_mib=_limit(record["MaxMemPerNode"]),
         max_memory_per_cpu_mib=_limit(record["MaxMemPerCPU"]),
         default_memory_per_node_mib=_limit(record["DefMemPerNode"]),
@@ -202,11 +197,11 @@ def node_from(record: Fields) -> Node:
         name=record["NodeName"],
         states=node_states(record["State"]),
         partitions=_names(record["Partitions"]),
-        sockets=parse_count(record["Sockets"]) or 1,
-        cores_per_socket=parse_count(record["CoresPerSocket"]) or 1,
-        threads_per_core=parse_count(record["ThreadsPerCore"]) or 1,
+        sockets=read_count(record["Sockets"]) or 1,
+        cores_per_socket=read_count(record["CoresPerSocket"]) or 1,
+        threads_per_core=read_count(record["ThreadsPerCore"]) or 1,
         # Versions before 21.08 do not show how many CPUs are left beside specialised ones.
-        cpus=parse_count(record["CPUEfctv"]) or parse_count(record["CPUTot"]) or 1,
+        cpus=read_count(record["CPUEfctv"]) or read_count(record["CPUTot"]) or 1,
         memory_mib=max(memory, 1),
         tmp_disk_mib=parse_memory(record["TmpDisk"]) or 0,
         gres=parse_gres(record["Gres"]),
@@ -240,7 +235,7 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             qos=tuple(name.lstrip("+") for name in _names(row["qos"]) if name[0] != "-"),
             default_qos=row["defaultqos"],
             max_seconds=_seconds(row["maxwall"]),
-            max_submit_jobs=parse_count(row["maxsubmit"]),
+            max_submit_jobs=read_count(row["maxsubmit"]),
             max_tres_per_job=parse_tres(row["maxtres"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
             group_tres=parse_tres(row["grptres"]),
@@ -257,7 +252,7 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
             name=row["name"],
             flags=frozenset(_names(row["flags"])),
             max_seconds=_seconds(row["maxwall"]),
-            max_submit_jobs_per_user=parse_count(row["maxsubmitjobsperuser"]),
+            max_submit_jobs_per_user=read_count(row["maxsubmitjobsperuser"]),
             min_tres_per_job=parse_tres(row["mintres"]),
             max_tres_per_job=parse_tres(row["maxtres"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
@@ -277,30 +272,14 @@ def _rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
             yield dict(zip(wanted, (value.strip() for value in values), strict=True))
 
 
-def parse_count(text: str) -> int | None:
-    """Return a number, None for no limit and for what is no number; K is 1024.
-
-    >>> parse_count("4K"), parse_count("UNLIMITED"), parse_count("4294967295")
-    (4096, None, None)
-    """
-    return _number(text, "")
-
-
 def parse_memory(text: str) -> int | None:
     """Return MiB of a size; None for no limit and for what is no size.
 
     >>> parse_memory("62.50G"), parse_memory("1000Mc"), parse_memory("16000")
     (64000, 1000, 16000)
     """
-    size = _number(text, "M")
-    return None if size is None else size // 1024**2
-
-
-def _number(text: str, unit: str) -> int | None:
-    match = _SIZE.fullmatch(text.strip())
-    if not match or float(match[1]) >= _UNSET or int(float(match[1])) in _UNSET_32:
-        return None
-    return int(float(match[1]) * 1024 ** _POWERS[(match[2] or unit).upper()])
+    size = read_bytes(text)
+    return None if size is None else size // MIB
 
 
 def parse_tres(text: str) -> dict[str, int]:
@@ -312,7 +291,7 @@ def parse_tres(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for part in text.split(","):
         kind, _, value = part.strip().rpartition("=")
-        count = parse_memory(value) if kind == "mem" else parse_count(value)
+        count = parse_memory(value) if kind == "mem" else read_count(value)
         if kind and count is not None:
             counts[kind] = count
     return counts
@@ -324,16 +303,7 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
     >>> parse_gres("gpu:a100:4(S:0-1),gpu:2")
     (Gres(name='gpu', kind='a100', count=4), Gres(name='gpu', kind='', count=2))
     """
-    counts: dict[tuple[str, str], int] = {}
-    for part in re.sub(r"\([^)]*\)?", "", text).split(","):
-        name, *rest = part.strip().removeprefix("gres/").split(":")
-        if not _plain(name):
-            continue
-        rest = [word for word in rest if word != "no_consume"]
-        count = parse_count(rest[-1]) if rest else None
-        kind = ":".join(rest if count is None else rest[:-1])
-        counts[name, kind] = counts.get((name, kind), 0) + (1 if count is None else count)
-    return tuple(Gres(name, kind, count) for (name, kind), count in counts.items())
+    return tuple(Gres(*resource) for resource in read_gres(text))
 
 
 def node_states(text: str) -> frozenset[str]:

@@ -101,8 +101,8 @@ def loaded_by(shell: Shell, *words: str) -> set[str]:
     ("words", "absent"),
     [
         ("--help", "pydantic jinja2 ruamel hpml_orchestrator.records hpml_orchestrator.spec"),
-        ("list", "jinja2 ruamel hpml_orchestrator.spec hpml_orchestrator.staging"),
-        ("status", "jinja2 ruamel hpml_orchestrator.spec hpml_orchestrator.staging"),
+        ("list", "jinja2 ruamel hpml_orchestrator.spec.job hpml_orchestrator.staging"),
+        ("status", "jinja2 ruamel hpml_orchestrator.spec.job hpml_orchestrator.staging"),
         ("schema", "hpml_orchestrator.staging"),
         ("render {job}", "hpml_orchestrator.node.agent"),
     ],

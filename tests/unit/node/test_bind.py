@@ -310,7 +310,7 @@ def test_a_plan_that_is_not_there(node: Node, attempt: str, verify: str) -> None
         ("hpml-plan", "{}", "not a plan file of hpml", 0),
         ("ranks=2", "ranks=x", "the plan file's first line is damaged", 0),
         ("rank 1 ", "rank 7 ", "the plan has no rank 1", 79),
-        (f"cpus={MINE[1 % len(MINE)]}", "cpus=5-1", "a range that runs backwards: '5-1'", 79),
+        (f"cpus={MINE[1 % len(MINE)]}", "cpus=5-1", "not a range of CPUs: '5-1'", 79),
         ("nic=-", "nic=%zz", "a damaged value: '%zz'", 79),
         ("threads=4", "threads=\xe9", "'ascii' codec can't decode", 0),
     ],

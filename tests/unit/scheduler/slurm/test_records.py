@@ -13,13 +13,13 @@ from hpml_orchestrator.scheduler.slurm.records import (
     node_from,
     node_states,
     parse_config,
-    parse_count,
     parse_gres,
     parse_memory,
     parse_records,
     parse_tres,
     partition_from,
 )
+from hpml_orchestrator.spec.values import read_count
 
 DATA = Path(__file__).parent / "data"
 NODE = """\
@@ -94,13 +94,6 @@ def test_memory(text: str, mib: int | None) -> None:
     assert parse_memory(text) == mib
 
 
-def test_counts() -> None:
-    """Slurm's numbers for "not set" and "no limit" are no counts."""
-    assert [parse_count(text) for text in ("7", "4K", "2M")] == [7, 4096, 2_097_152]
-    for text in ("UNLIMITED", "4294967294", "4294967295", "18446744073709551614", "-1", "x", ""):
-        assert parse_count(text) is None
-
-
 def test_tres() -> None:
     """Types of GPUs keep their names, memory is in MiB, what is not set is left out."""
     assert parse_tres("cpu=16,mem=62.50G,billing=16,gres/gpu=4,gres/gpu:a100=4") == {
@@ -170,7 +163,7 @@ def test_states_of_nodes(text: str, states: set[str]) -> None:
 @given(st.text(alphabet="0123456789:-.KMGcn?(),=+*~ gpua/UNL\n", max_size=40))
 def test_any_text_is_read_or_passed_over(text: str) -> None:
     """What nobody knows stops no reader."""
-    for read in (parse_count, parse_memory):
+    for read in (read_count, parse_memory):
         value = read(text)
         assert value is None or value >= 0
     assert all(count >= 0 for count in parse_tres(text).values())
