@@ -240,9 +240,11 @@ class _Import:
         value = self.body.staging.replaced(value)
         option, equals, path = value.rpartition("=")
         parts = path.split("/")
-        jobs = [i for i, part in enumerate(parts) if "job" in [kind for kind, _ in holes(part)]]
-        if jobs and (len(parts) > 1 or _OUTPUT_OPTION.search(option or before.lstrip("-"))):
-            made = "/".join(["{run.dir}", *parts[jobs[-1] + 1 :]])
+        job = next((part for part in parts if any(kind == "job" for kind, _ in holes(part))), "")
+        # Only a directory named after the job is the run's: not a file, a label or an input path.
+        named = re.fullmatch(r"\0[^\0]*\0", job) is not None and not path.startswith("/")
+        if named and (len(parts) > 1 or _OUTPUT_OPTION.search(option or before.lstrip("-"))):
+            made = "/".join(["{run.dir}", *parts[parts.index(job) + 1 :]])
             why = f"each run has a directory of its own: {made}"
             self.report.changed(self.launch.line, shown(value), why)
             value = f"{option}{equals}{made}"

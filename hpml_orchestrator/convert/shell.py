@@ -24,30 +24,35 @@ _CLOSERS |= dict.fromkeys(("for", "while", "until", "select"), "done")
 _BEFORE_COMMAND = frozenset("do then else elif if while until ! time {".split())
 _MAX_NESTING = 4  # of $( … ) in each other
 
+# No two alternatives of the patterns below begin alike, so that text with an open quote is refused
+# in linear time; possessive quantifiers, which would do the same, loop for ever in Python 3.11.2.
+_BARE = r"\$(?![({{\w@*#?$!{}-])"
+_DOLLAR, _DOLLAR_IN_QUOTES = _BARE.format("'"), _BARE.format("")
+
 
 def _expansion(depth: int) -> str:
     """Return the pattern of `$NAME`, `${…}`, `$(…)` and backquotes."""
-    parentheses = rf"|\((?:{_parentheses(depth - 1)})*+\)" if depth else ""
+    parentheses = rf"|\((?:{_parentheses(depth - 1)})*\)" if depth else ""
     return (
-        r"`(?:[^`\\]|\\.)*+`|\$(?:\w+|[@*#?$!-]|'(?:[^'\\]|\\.)*+'"
-        rf"|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}}{parentheses})"
+        r"`(?:[^`\\]|\\.)*`|\$(?:\w+(?!\w)|[@*#?$!-]|'(?:[^'\\]|\\.)*'"
+        rf"|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}{parentheses})"
     )
 
 
 def _double(depth: int) -> str:
-    return rf'"(?:[^"\\$`]|\\.|(?!\$\'){_expansion(depth)}|\$(?![({{]))*+"'
+    return rf'"(?:[^"\\$`]|\\.|(?!\$\'){_expansion(depth)}|{_DOLLAR_IN_QUOTES})*"'
 
 
 def _parentheses(depth: int) -> str:
     inner = rf"|{_expansion(depth)}|{_double(depth)}" if depth > 0 else ""
-    nested = rf"|\((?:{_parentheses(depth - 1)})*+\)" if depth > 0 else ""
-    return rf"[^()'\"\\$`]|\\.|'[^']*+'{inner}{nested}|\$(?![({{])"
+    nested = rf"|\((?:{_parentheses(depth - 1)})*\)" if depth > 0 else ""
+    return rf"[^()'\"\\$`]|\\.|'[^']*'{inner}{nested}|{_DOLLAR}"
 
 
-_PARENTHESES = rf"\((?:{_parentheses(_MAX_NESTING)})*+\)"
+_PARENTHESES = rf"\((?:{_parentheses(_MAX_NESTING)})*\)"
 _WORD = (
-    rf"(?:[^ \t\r\n;&|<>()'\"\\$`]|\\.|'[^']*+'|{_double(_MAX_NESTING)}|{_expansion(_MAX_NESTING)}"
-    rf"|\$(?![({{'])|(?<==){_PARENTHESES}|[<>]{_PARENTHESES})++"
+    rf"(?:[^ \t\r\n;&|<>()'\"\\$`]|\\.|'[^']*'|{_double(_MAX_NESTING)}|{_expansion(_MAX_NESTING)}"
+    rf"|{_DOLLAR}|(?<==){_PARENTHESES}|[<>]{_PARENTHESES})+"
 )
 TOKEN = re.compile(
     rf"""(?P<blank>[ \t\r]+|\\\n)|(?P<comment>\#[^\n]*)|(?P<newline>\n)
