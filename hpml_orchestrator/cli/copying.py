@@ -12,8 +12,8 @@ import typer
 
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.spec.values import parse_bytes
-from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,7 +15,7 @@ from hpml_orchestrator.errors import InputError, StagingError, counted
 from hpml_orchestrator.packing import KINDS, PackRequest, read_index
 from hpml_orchestrator.packing import pack as make_pack
 from hpml_orchestrator.packing import verify as verify_pack
-from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
+from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging.faults import shown
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.errors import InputError, counted
-from hpml_orchestrator.records.texts import clock_text
+from hpml_orchestrator.records.texts import clock_text, human_bytes
 from hpml_orchestrator.runs.prune import OVER
 from hpml_orchestrator.runs.prune import prune as prune_runs
-from hpml_orchestrator.staging.capacity import human_bytes
 
 if TYPE_CHECKING:
     from hpml_orchestrator.runs.prune import Pruned

@@ -23,9 +23,9 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.copying import Meter, count_option, outside_links_option, stoppable
 from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, counted
+from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.caller import calling_process
-from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
 from hpml_orchestrator.staging.choose import IN_PLACE
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.errands import requests_for, run_errand

@@ -12,7 +12,7 @@ from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, pr
 from hpml_orchestrator.cli.copying import parse_size, stoppable
 from hpml_orchestrator.cli.stageheld import bases_of, paths_here
 from hpml_orchestrator.packing.bench import Sizes, run_bench
-from hpml_orchestrator.staging import human_bytes
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.faults import shown
 
 if TYPE_CHECKING:

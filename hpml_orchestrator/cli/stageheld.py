@@ -20,10 +20,10 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.copying import count_option, stoppable
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
+from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.staging import Bases, StagingArea
 from hpml_orchestrator.staging.caller import calling_process
-from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.held import clean as clean_bases
 from hpml_orchestrator.staging.held import list_staged, shell_key

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.node.options import job_key, node_index, node_names
 from hpml_orchestrator.records import events
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging import (
     CopyStager,
     EngineOptions,
     StageResult,
     StagingStopped,
-    human_bytes,
 )
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.manners import array_delay, open_rate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.area import MARKER, StagingArea
-from hpml_orchestrator.staging.capacity import Need, Room, check_room, human_bytes, room_at
+from hpml_orchestrator.staging.capacity import Need, Room, check_room, room_at
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.manifest import Manifest
 from hpml_orchestrator.staging.progress import OnProgress
@@ -40,7 +40,6 @@ __all__ = [
     "StagingStopped",
     "Supply",
     "check_room",
-    "human_bytes",
     "owner_is_alive",
     "room_at",
     "target_path",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.cgroup import memory_headroom
 from hpml_orchestrator.staging.fstypes import MEMORY_TYPES
 from hpml_orchestrator.staging.mounts import read_mounts
@@ -19,15 +20,12 @@ __all__ = [
     "Need",
     "Room",
     "check_room",
-    "exact_bytes",
     "file_system_type",
     "fits",
-    "human_bytes",
     "room_at",
     "round_up",
 ]
 
-_KIBI = 1024
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
 INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
@@ -150,31 +148,6 @@ def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
         hints.append("pack the files into one archive and stage it with kind: file")
     if faults:
         raise CapacityError("; ".join(faults), field=name, hint="; ".join(hints))
-
-
-def human_bytes(count: float) -> str:
-    """Return a size, or what comes per second, in the unit that fits it.
-
-    >>> human_bytes(1536), human_bytes(99.6)
-    ('1.5 KiB', '100 bytes')
-    """
-    if count < _KIBI:
-        return f"{count:.0f} bytes"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= _KIBI
-        if size < _KIBI:
-            return f"{size:.1f} {unit}"
-    return f"{size / _KIBI:.1f} PiB"
-
-
-def exact_bytes(count: int) -> str:
-    """Return a size in the unit that fits it, and in bytes.
-
-    >>> exact_bytes(1536), exact_bytes(12)
-    ('1.5 KiB (1536 bytes)', '12 bytes')
-    """
-    return f"{human_bytes(count)} ({count} bytes)" if count >= _KIBI else human_bytes(count)
 
 
 def round_up(count: int, block_bytes: int) -> int:

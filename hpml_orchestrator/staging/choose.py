@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError, InputError, counted
-from hpml_orchestrator.staging.capacity import human_bytes
+from hpml_orchestrator.records.texts import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

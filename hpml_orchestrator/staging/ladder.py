@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
-from hpml_orchestrator.staging.capacity import Need, check_room, human_bytes, room_at
+from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.staging.capacity import Need, check_room, room_at
 from hpml_orchestrator.staging.choose import room_for_data
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.files import remove_tree

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.capacity import exact_bytes, human_bytes
+from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown
 from hpml_orchestrator.staging.plan import DEEPEST, Entry, HardLink, Plan, Symlink, link_fault
 

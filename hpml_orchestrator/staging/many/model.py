@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging.capacity import human_bytes
+from hpml_orchestrator.records.texts import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

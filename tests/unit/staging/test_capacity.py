@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, Need, Room, StageRequest
 from hpml_orchestrator.staging.capacity import (
     check_room,
     file_system_type,
-    human_bytes,
     room_at,
     round_up,
 )
@@ -259,6 +259,7 @@ def test_a_full_target_is_final_and_leaves_nothing(
 IN_A_CGROUP = """
 import os, sys
 from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, room_at
 group, base, *sources = sys.argv[1:]
 with open(f"{group}/cgroup.procs", "w") as stream:
