@@ -18,6 +18,7 @@ from tests.conftest import skip_or_fail
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
 
+PYTHON = sys.executable
 pytestmark = pytest.mark.alone
 
 FILES = (
@@ -42,12 +43,10 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     """A desk with the training, its job file, and the digits."""
     for name in FILES:
         shutil.copy(ROOT / "training_jobs" / name, tmp_path)
-    subprocess.run(
-        [sys.executable, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120
-    )
+    subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # As root: for an ordinary user Horovod's ranks on Open MPI did not end; not understood yet.
-    own = [sys.executable, *HPML[-2:]]
+    own = [PYTHON, *HPML[-2:]]
     return Desk(slurm_cluster, tmp_path, allowed if os.geteuid() == 0 else {}, words=own)
 
 
@@ -96,7 +95,7 @@ def test_four_ranks_on_two_nodes_reach_the_accuracy(desk: Desk, patient: Path, h
         "mpi": "pmix" if how == "srun" else "none",
         "resources.nodes": 2,
         "resources.memory": "4G",
-        "environment.python": sys.executable,
+        "environment.python": PYTHON,
         "args.1": "--epochs=6",
         "environment.variables.OMPI_MCA_mpi_yield_when_idle": "1",
         "environment.variables.LD_PRELOAD": str(patient),
@@ -112,9 +111,7 @@ def test_four_ranks_on_two_nodes_reach_the_accuracy(desk: Desk, patient: Path, h
 
 def test_two_ranks_by_horovodrun(desk: Desk) -> None:
     """The job file as it is, on the local backend."""
-    ran = desk.json(
-        "run", "--local", f"--set=environment.python={sys.executable}", "digits_horovod.yaml"
-    )
+    ran = desk.json("run", "--local", f"--set=environment.python={PYTHON}", "digits_horovod.yaml")
     assert ran["state"] == "COMPLETED"
     result = ran["summary"]["result"]
     assert result["test_accuracy"] >= 0.95
