@@ -68,8 +68,7 @@ def prune(
     """
     if not runs and older_than is None and state is None and keep is None:
         raise InputError(
-            "must be given: RUN, --older-than, --state or --keep",
-            field="selection",
+            "say which runs: RUN, --older-than, --state or --keep",
             hint="hpml prune --older-than 30d",
         )
     store = store_of(context)

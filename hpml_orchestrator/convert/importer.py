@@ -227,7 +227,7 @@ class _Import:
         self.report.lost(
             self.launch.line,
             ", ".join(dict.fromkeys(source.strip('"') for source in sources)),
-            "is known in the job only: the program gets this text letter by letter",
+            "is known in the job only: the program gets this text literally",
             "write its value into the job file",
         )
         return True
@@ -434,6 +434,10 @@ class _Import:
 
 
 def _check_interpreter(text: str, report: Report) -> None:
+    if match := re.search("[\x85\u2028\u2029]", text):  # line ends for YAML, not for a shell
+        line = text.count("\n", 0, match.start()) + 1
+        message = f"line {line}: holds the Unicode line separator {match[0]!a}"
+        raise InputError(message, hint="remove it")
     first = text.split("\n", 1)[0]
     if not first.startswith("#!"):
         raise InputError(

@@ -67,7 +67,7 @@ LINES = [
     ("--records nowhere show last", 3, "no runs under ", "hpml run"),
     ("--records good.yaml list", 7, "cannot read ", ""),
     ("--records sealed submit --no-check good.yaml", 7, "cannot write records under ", "HPML_HOME"),
-    ("prune --yes", 2, "selection: must be given: RUN, --older-than, --state or --keep", ""),
+    ("prune --yes", 2, "say which runs: RUN, --older-than, --state or --keep", ""),
     ("prune --state running", 2, "--state: must be final states (got 'running')", "COMPLETED"),
     ("prune --older-than 3", 2, "--older-than: must be a number with a unit", ""),
     ("prune probe-20240101-000000-aaaaaa.0", 2, "RUN: names a task, but the run is no ", ""),
