@@ -44,8 +44,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the digests where a run of all tools' tests has passed."""
-    worker = hasattr(session.config, "workerinput")
-    if exitstatus == 0 and ALL and not worker:
+    """Write the digests where a whole run, all tools' tests included, has passed."""
+    config = session.config
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    if exitstatus == 0 and ALL and whole and not hasattr(config, "workerinput"):
         for tests in DEPLOY.glob("*/tests"):
             tested(tests.parent).write_text(digest(tests.parent) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,11 +23,6 @@ settings.register_profile(
     database=None if os.environ.get("CI") == "true" else settings().database,
 )
 settings.load_profile("patient")
-
-
-def skip_or_fail(reason: str) -> NoReturn:
-    """Skip a test; on CI that is a failure."""
-    pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)

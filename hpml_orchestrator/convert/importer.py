@@ -434,10 +434,6 @@ class _Import:
 
 
 def _check_interpreter(text: str, report: Report) -> None:
-    if match := re.search("[\x85\u2028\u2029]", text):  # line ends for YAML, not for a shell
-        line = text.count("\n", 0, match.start()) + 1
-        message = f"line {line}: holds the Unicode line separator {match[0]!a}"
-        raise InputError(message, hint="remove it")
     first = text.split("\n", 1)[0]
     if not first.startswith("#!"):
         raise InputError(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
-from ruamel.yaml.scalarstring import LiteralScalarString
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Job
@@ -167,7 +167,10 @@ def _styled(value: Any) -> Any:
         if not any(isinstance(item, dict) for item in value):
             styled.fa.set_flow_style()
         return styled
-    printable = isinstance(value, str) and all(row.isprintable() for row in value.split("\n"))
-    if printable and "\n" in value and value[0] not in " \n":
+    if not isinstance(value, str):
+        return value
+    if not all(row.isprintable() for row in value.split("\n")):
+        return DoubleQuotedScalarString(value)  # escaped: YAML folds some of them as line ends
+    if "\n" in value and value[0] not in " \n":
         return LiteralScalarString(value)
     return value

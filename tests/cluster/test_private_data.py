@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import HPML, Desk
+from tests.cluster.hpml_on_slurm import AS_ROOT, Desk
 
 Hide = Callable[[str], None]
 
@@ -71,7 +70,7 @@ def test_another_users_job_cannot_be_cancelled(
     """The hint says who can, whether or not the cluster shows other users' jobs."""
     hide(kinds)
     (tmp_path / "root").mkdir()
-    root = Desk(desk.cluster, tmp_path / "root", words=[sys.executable, *HPML[-2:]])
+    root = Desk(desk.cluster, tmp_path / "root", words=AS_ROOT)
     file = root.job("theirs", command=["sleep", "600"], resources={"time": "00:05:00"})
     job = root.json("submit", file)
     # a reader of somebody else's records needs to be let in

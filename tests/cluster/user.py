@@ -16,9 +16,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tests.conftest import skip_or_fail
+import pytest
 
 __all__ = [
+    "AS_ROOT",
     "AS_USER",
     "HOME",
     "HPML",
@@ -44,6 +45,7 @@ AS_USER = (
     else []
 )
 HPML = [*AS_USER, PYTHON, "-m", "hpml_orchestrator.cli"]
+AS_ROOT = [sys.executable, "-m", "hpml_orchestrator.cli"]
 _SOURCES = ("hpml_orchestrator", "exporters", "templates", "dashboards", "training_jobs")
 
 
@@ -114,7 +116,7 @@ def _python() -> str:
         )
         if started.returncode == 0:
             return path
-    return skip_or_fail(f"NO CLUSTER TESTS: user {_USER.pw_name} can start no {version}")
+    return pytest.skip(f"NO CLUSTER TESTS: user {_USER.pw_name} can start no {version}")
 
 
 def _link(source: str | Path, target: Path) -> None:

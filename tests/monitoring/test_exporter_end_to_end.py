@@ -11,7 +11,6 @@ import getpass
 import os
 import re
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
-from tests.cluster.hpml_on_slurm import HPML, ROOT, Desk
+from tests.cluster.hpml_on_slurm import AS_ROOT, ROOT, Desk
 from tests.cluster.prolog import install_prolog
 from tests.monitoring.gpusim_support import Gpusim
 from tests.monitoring.prometheus_support import files, static
@@ -261,7 +260,7 @@ def test_two_jobs_share_a_node(
 @contextlib.contextmanager
 def training(node: Node, **fields: Any) -> Iterator[tuple[Job, Desk, str]]:
     """Run the trainer through hpml for as long as the block lasts; gives the run's id too."""
-    desk = Desk(node.cluster, node.disk, words=[sys.executable, *HPML[-2:]])
+    desk = Desk(node.cluster, node.disk, words=AS_ROOT)
     (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
     shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
     command = ["python3", "trainer.py", str(node.disk)]

@@ -19,7 +19,6 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from tests.conftest import skip_or_fail
 from tests.unit.training_runs import JOBS, finish, launch, result_of, run
 
 TRAIN = JOBS / "horovod_images.py"
@@ -32,7 +31,7 @@ def _horovod() -> None:
     for module in ("torch", "sklearn", "PIL"):
         pytest.importorskip(module, reason="the training jobs need the extra 'train'")
     if importlib.util.find_spec("horovod") is None:
-        skip_or_fail("NO HOROVOD TESTS: horovod is not installed (make horovod)")
+        pytest.skip("NO HOROVOD TESTS: horovod is not installed (make horovod)")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def horovodrun(
 
 def mpirun(ranks: int, command: Sequence[object], **more: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("mpirun") is None:
-        skip_or_fail("NOT TESTED: no mpirun (apt-get install openmpi-bin)")
+        pytest.skip("NOT TESTED: no mpirun (apt-get install openmpi-bin)")
     launcher = ["mpirun", "-np", ranks, "--oversubscribe", "--bind-to", "none", sys.executable]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return finish(launch([*launcher, *command], **root, **more))

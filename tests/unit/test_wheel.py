@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import skip_or_fail
-
 ROOT = Path(__file__).parents[2]
 NEEDED = ("hatchling", "build")
 
@@ -101,7 +99,7 @@ def test_the_wheel_installs_manual_pages(installed: Path, tmp_path: Path) -> Non
     assert there == {path.name for path in (ROOT / "docs" / "man" / "man1").iterdir()}
     assert {"hpml.1", "hpml-submit.1", "hpml-run.1"} <= there
     if shutil.which("man") is None:
-        skip_or_fail("NOT TESTED: man is not installed (apt-get install man-db)")
+        pytest.skip("NOT TESTED: man is not installed (apt-get install man-db)")
     path = f"{installed}:{os.environ['PATH']}"
     found = run(["man", "-w", "hpml-submit"], tmp_path, PATH=path, MANPATH="").stdout.strip()
     assert Path(found) == installed.parent / "share" / "man" / "man1" / "hpml-submit.1"

@@ -17,7 +17,6 @@ import pytest
 
 from hpml_orchestrator.topology.sysfs import read_sysfs
 from tests.cluster.conftest import DEVCLUSTER, SlurmCluster, booted
-from tests.conftest import skip_or_fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +60,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def preloaded(modules: Any, tmp_path: Path) -> dict[str, str]:
     """An environment whose processes have the CPUs and domains of a DGX A100, without a cluster."""
     if shutil.which("gcc") is None:
-        skip_or_fail("not installed: gcc (deploy/devcluster/devcluster install)")
+        pytest.skip("not installed: gcc (deploy/devcluster/devcluster install)")
     records, library = tmp_path / "records", tmp_path / "vmachine.so"
     records.mkdir()
     modules("_virtual").compile_library(modules("_machines").MACHINES["dgx-a100"], library, records)
@@ -245,7 +244,7 @@ def test_a_mask_set_inside_a_task_is_seen_from_outside(dgx: SlurmCluster, tmp_pa
 def test_mpirun_binds_to_the_virtual_cores_of_two_nodes(dgx: SlurmCluster, tmp_path: Path) -> None:
     """Open MPI inside a job finds the machine, binds its ranks and reports what they then have."""
     if shutil.which("mpirun") is None:
-        skip_or_fail("not installed: mpirun (Debian: openmpi-bin)")
+        pytest.skip("not installed: mpirun (Debian: openmpi-bin)")
     script = (
         "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\n"
         "mpirun -np 4 --map-by ppr:1:socket --bind-to core --report-bindings "

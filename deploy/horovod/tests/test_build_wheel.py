@@ -13,8 +13,6 @@ from types import ModuleType
 
 import pytest
 
-from tests.conftest import skip_or_fail
-
 SCRIPT = Path(__file__).parents[2] / "horovod" / "build_wheel.py"
 
 
@@ -48,7 +46,7 @@ def test_a_wheel_that_is_there_is_not_built_again(builder: ModuleType, tmp_path:
     try:
         target = builder.look_at(sys.executable)
     except builder.BuildError as error:
-        skip_or_fail(f"NOT TESTED: {error}")
+        pytest.skip(f"NOT TESTED: {error}")
     wheel = tmp_path / target.key / "horovod-0.28.1-kept.whl"
     wheel.parent.mkdir()
     wheel.touch()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import skip_or_fail
 from tests.unit.cli.support import Shell
 
 
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("local runs")
 def mpirun() -> None:
     """Without it there is nothing to test here."""
     if not _open_mpi():
-        skip_or_fail("not installed: mpirun of Open MPI (Debian: openmpi-bin)")
+        pytest.skip("not installed: mpirun of Open MPI (Debian: openmpi-bin)")
 
 
 @pytest.fixture(autouse=True)

