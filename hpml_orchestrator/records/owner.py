@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
@@ -42,14 +42,8 @@ class Owner:
         """Read a record; None if there is none or it cannot be understood."""
         try:
             record = read_json(path)
-            return cls(
-                job_key=str(record["job_key"]),
-                pid=int(record["pid"]),
-                start_ticks=int(record["start_ticks"]),
-                boot_id=str(record["boot_id"]),
-                hostname=str(record["hostname"]),
-                pid_namespace=str(record["pid_namespace"]),
-            )
+            kinds = {"str": str, "int": int}
+            return cls(**{part.name: kinds[part.type](record[part.name]) for part in fields(cls)})
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
             return None
 

@@ -62,23 +62,6 @@ def test_a_start_is_never_taken_back(tmp_path: Path) -> None:
     assert (tenth.number, tenth.time) == (10, 10.0)
 
 
-def test_without_hard_links_one_gets_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fake for a file system without hard links, such as FAT: the file is created in place."""
-
-    def link(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", link)
-    assert begin(tmp_path, 1, now=5.0)
-    assert not begin(tmp_path, 1, now=6.0)
-    newest = newest_start(tmp_path)
-    assert newest is not None
-    assert newest.time == 5.0
-    assert [path.name for path in tmp_path.iterdir()] == [STARTED_MARKER]
-
-
 def test_a_link_whose_answer_was_lost_is_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

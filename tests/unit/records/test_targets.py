@@ -99,24 +99,6 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "nodes.json").stat().st_mtime == 1, "links are not followed"
 
 
-def test_a_directory_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
-    """No error, and it is not made."""
-    assert sweep(tmp_path / "none") == []
-    withdraw_run(tmp_path / "none", "r")
-    assert not (tmp_path / "none").exists()
-
-
-def test_the_clock_of_the_file_server_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node whose clock is an hour ahead takes no living job for dead (a fake clock)."""
-    published(tmp_path)
-    now = time.time()
-    monkeypatch.setattr("hpml_orchestrator.records.targets.time.time", lambda: now + 3600)
-    assert sweep(tmp_path) == []
-    assert len(os.listdir(tmp_path)) == 1
-
-
 def test_a_run_that_is_over_loses_its_targets(tmp_path: Path) -> None:
     """Those of all of its nodes, and of no other run; an array's name means all of its tasks."""
     for name in ("a.c-1@n1.json", "a.c-1@n2.json", "a.7.c-2@n1.json", "ab.c-3@n1.json"):
