@@ -22,7 +22,7 @@ from hpml_orchestrator.topology.recognise import (
     read_topology,
     topology_of_text,
 )
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology.model import topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:
