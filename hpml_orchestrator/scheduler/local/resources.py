@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import SchedulerError
+from hpml_orchestrator.errors import SchedulerError, counted
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
@@ -19,7 +19,7 @@ from hpml_orchestrator.scheduler.slurm.options import (
     read_options,
 )
 from hpml_orchestrator.spec.array import parse_array
-from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit
+from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit, read_gres
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -176,13 +176,8 @@ def _gpus(text: str) -> int:
 
 def _gres(text: str) -> int | None:
     """Return the GPUs of `gpu[:type][:number][,...]`; None where it asks for other things only."""
-    entries = re.sub(r"\(.*?\)", "", text).replace("=", ":").split(",")
-    gpus = [
-        rest or "1"
-        for name, _, rest in (entry.removeprefix("gres:").partition(":") for entry in entries)
-        if name == "gpu"
-    ]
-    return sum(_gpus(entry) for entry in gpus) if gpus else None
+    gpus = [count for name, _, count in read_gres(text) if name == "gpu"]
+    return sum(gpus) if gpus else None
 
 
 def _stop_signal(text: str) -> StopSignal:
@@ -276,11 +271,11 @@ def needs_of(asked: Directives, machine: Machine) -> Needs:
     gpus = max(asked.gpus or 0, (asked.gpus_per_task or 0) * tasks)
     if gpus > len(machine.gpus):
         name = "gpus" if gpus == asked.gpus else "gpus_per_task"
-        _refuse(asked, [name], _plural(gpus, "GPU"), _plural(len(machine.gpus), "GPU"))
+        _refuse(asked, [name], counted(gpus, "GPU"), counted(len(machine.gpus), "GPU"))
     cpus = max(tasks * (asked.cpus_per_task or 1), gpus * (asked.cpus_per_gpu or 0))
     if cpus > len(machine.cpus):
         names = ["ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_gpu"]
-        _refuse(asked, names, _plural(cpus, "CPU"), _plural(len(machine.cpus), "CPU"))
+        _refuse(asked, names, counted(cpus, "CPU"), counted(len(machine.cpus), "CPU"))
     if asked.exclusive:
         cpus = len(machine.cpus)
     for name, memory in (
@@ -300,10 +295,6 @@ def _refuse(asked: Directives, names: list[str], wanted: str, available: str) ->
         f"{directives} asks for {wanted}; this machine ({short_hostname()}) has {available}",
         hint="ask for less, or submit it to a Slurm cluster",
     )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def slurm_variables(job: Job, cluster: str) -> dict[str, str]:

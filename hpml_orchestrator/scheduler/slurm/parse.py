@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.scheduler.model import JobStatus, representative
-from hpml_orchestrator.scheduler.slurm.states import parse_state
+from hpml_orchestrator.scheduler.model import JobStatus, parse_state, representative
 from hpml_orchestrator.spec.array import covers
 
 if TYPE_CHECKING:

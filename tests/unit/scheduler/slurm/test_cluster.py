@@ -21,12 +21,9 @@ from hpml_orchestrator.scheduler.cluster import (
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed
 from hpml_orchestrator.scheduler.slurm.ask import slurm_version
 from hpml_orchestrator.scheduler.slurm.cluster import (
-    groups_of,
     read_cluster,
-    user_name,
     with_group_limits,
 )
-from hpml_orchestrator.scheduler.slurm.parse import parse_version
 from hpml_orchestrator.scheduler.slurm.records import (
     limits_from,
     node_from,
@@ -233,12 +230,6 @@ def test_accounting_that_does_not_answer_is_no_error(answer: Completed | BaseExc
     assert len(cluster.nodes) == 2
 
 
-def test_a_user_without_associations_has_none() -> None:
-    """Accounting answered: the user is not in it."""
-    cluster = read_cluster(runner(user=Completed(0, "")), user="ada", groups=[])
-    assert cluster.associations == ()
-
-
 def test_a_cluster_without_accounting_is_not_asked_for_it() -> None:
     """It would only complain."""
     config = (DATA / "22.05.8" / "config.txt").read_text()
@@ -261,12 +252,6 @@ def test_a_controller_that_does_not_answer() -> None:
         "scontrol: Unable to contact slurm controller (connect failure)"
     )
     assert "scontrol ping" in caught.value.hint
-
-
-def test_no_slurm_here() -> None:
-    """The missing command is named."""
-    with pytest.raises(CommandMissing, match="scontrol"):
-        read_cluster(FakeRunner({}), user="ada", groups=[])
 
 
 def test_what_a_site_hides_is_empty() -> None:
@@ -325,13 +310,6 @@ def test_limits_of_another_site() -> None:
     )
 
 
-def test_who_runs_this() -> None:
-    """A user whom nobody knows has no groups."""
-    assert user_name()
-    assert groups_of("nobody-has-this-name") == ()
-    assert groups_of(user_name())
-
-
 def test_the_config_of_a_newer_slurm() -> None:
     """25.11.7 prints the same names."""
     text = (DATA / "25.11.7" / "config.txt").read_text()
@@ -371,15 +349,6 @@ def test_the_version_is_asked_once() -> None:
         slurm_version(FakeRunner({"sbatch": [Completed(0, "hello\n")]}))
     with pytest.raises(SchedulerUnavailable, match="sbatch: broken"):
         slurm_version(FakeRunner({"sbatch": [Completed(1, "", "sbatch: error: broken\n")]}))
-
-
-def test_versions() -> None:
-    """As sbatch of Debian, of a distribution's package and of a release candidate say it."""
-    assert parse_version("slurm-wlm 22.05.8") == (22, 5, 8)
-    assert parse_version("slurm 24.11.5-1.el9") == (24, 11, 5)
-    assert parse_version("slurm 26.05.0-0rc1") == (26, 5, 0)
-    assert parse_version("25.11.7") == (25, 11, 7)
-    assert parse_version("what?") == ()
 
 
 # As 22.05.8 printed it, with one more level.
