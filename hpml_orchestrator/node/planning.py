@@ -25,8 +25,8 @@ from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import Circumstances
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
-from hpml_orchestrator.topology.pci import full_address
 from hpml_orchestrator.topology.model import topology_json
+from hpml_orchestrator.topology.pci import full_address
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:

@@ -314,17 +314,12 @@ def _common_name(attempt: Path) -> str:
     for name in names:
         if all(name in resolved for resolved in known.values()):
             return name
-    lost = [node for node, resolved in known.items() if not resolved & set(names)]
-    if lost:
-        message = (
-            f"node{'s' * (len(lost) > 1)} {', '.join(lost)} cannot resolve the head node "
-            f"({', '.join(names)})"
-        )
-    else:
-        partly = "; ".join(
-            f"{node} resolves only {', '.join(sorted(resolved))}"
-            for node, resolved in known.items()
-            if resolved != set(names)
-        )
-        message = f"no one name of the head node is known to all nodes: {partly}"
-    raise HpmlError(message, hint="the nodes' /etc/hosts or DNS must know each other's names")
+    missing = "; ".join(
+        f"{node} resolves {', '.join(sorted(resolved)) or 'none'}"
+        for node, resolved in known.items()
+        if resolved != set(names)
+    )
+    raise HpmlError(
+        f"no name of the head node ({', '.join(names)}) is known to all nodes: {missing}",
+        hint="the nodes' /etc/hosts or DNS must know each other's names",
+    )

@@ -304,22 +304,15 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
     tasks = asked["ntasks"] or asked["ntasks_per_node"]
     host = short_hostname()
     values: dict[str, object] = {
-        "SLURM_JOB_ID": job.number,
-        "SLURM_JOBID": job.number,
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), job.number),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1),
+        **dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURMD_NODENAME"), host),
+        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"), 0),
+        **dict.fromkeys(("SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"), len(cpus)),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
         "SLURM_JOB_NAME": request["name"],
         "SLURM_CLUSTER_NAME": cluster,
-        "SLURM_NNODES": 1,
-        "SLURM_JOB_NUM_NODES": 1,
-        "SLURM_NODELIST": host,
-        "SLURM_JOB_NODELIST": host,
-        "SLURMD_NODENAME": host,
-        "SLURM_NODEID": 0,
-        "SLURM_PROCID": 0,
-        "SLURM_LOCALID": 0,
-        "SLURM_GTIDS": 0,
         "SLURM_TASKS_PER_NODE": tasks or 1,
-        "SLURM_CPUS_ON_NODE": len(cpus),
-        "SLURM_JOB_CPUS_PER_NODE": len(cpus),
         "SLURM_SUBMIT_DIR": request["directory"],
         "SLURM_SUBMIT_HOST": request["host"],
         "SLURM_JOB_PARTITION": "local",
@@ -327,15 +320,13 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
         "SLURM_JOB_GID": os.getgid(),
         "SLURM_JOB_USER": _user(),
         "SLURM_JOB_START_TIME": int(started),
-        "SLURM_NTASKS": tasks,
-        "SLURM_NPROCS": tasks,
-        "SLURM_NTASKS_PER_NODE": asked["ntasks_per_node"],
-        "SLURM_CPUS_PER_TASK": asked["cpus_per_task"],
-        "SLURM_CPUS_PER_GPU": asked["cpus_per_gpu"],
-        "SLURM_GPUS_PER_TASK": asked["gpus_per_task"],
         "SLURM_MEM_PER_NODE": asked["memory_mb"],
         "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
         "SLURM_MEM_PER_GPU": asked["memory_per_gpu_mb"],
+        **{
+            f"SLURM_{name.upper()}": asked[name]
+            for name in ("ntasks_per_node", "cpus_per_task", "cpus_per_gpu", "gpus_per_task")
+        },
     }
     if gpus:
         values["SLURM_GPUS_ON_NODE"] = values["SLURM_GPUS_PER_NODE"] = len(gpus)

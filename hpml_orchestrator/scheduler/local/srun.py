@@ -27,35 +27,22 @@ _VALUES = frozenset(
 )
 _KILL = "kill-on-bad-exit"  # its value is optional: -K, -K1, --kill-on-bad-exit=0
 _FLAGS = frozenset({"exact", "label", "overlap", "quiet", "unbuffered", _KILL})
-_SHORT = {
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "G": "gpus",
-    "J": "job-name",
-    "K": _KILL,
-    "l": "label",
-    "m": "distribution",
-    "N": "nodes",
-    "n": "ntasks",
-    "Q": "quiet",
-    "t": "time",
-    "u": "unbuffered",
-    "W": "wait",
-}
+_SHORT = dict(
+    pair.split("=")
+    for pair in (
+        "c=cpus-per-task D=chdir G=gpus J=job-name K=kill-on-bad-exit l=label m=distribution "
+        "N=nodes n=ntasks Q=quiet t=time u=unbuffered W=wait"
+    ).split()
+)
 _NUMBERS = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "cpus-per-task": 1, "wait": 0}
+_SIZES = (
+    "SLURM_NTASKS SLURM_NPROCS SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE"
+).split()
 
 _USAGE_ERROR = 2
 _FAILED_TO_START = 126
 _SIGNALLED = 128
-_FORWARDED = {
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-}
+_FORWARDED = {getattr(signal, f"SIG{name}") for name in "TERM INT HUP QUIT USR1 USR2 CONT".split()}
 _WATCHED = {signal.SIGCHLD, *_FORWARDED}
 _NEVER = float("inf")
 _POLL_SECONDS = 1.0
@@ -238,21 +225,16 @@ class _Step:
             os._exit(_FAILED_TO_START)
 
     def _environment(self, rank: int) -> dict[str, str]:
+        ranks = ",".join(str(number) for number in range(self.ntasks))
         values: dict[str, object] = {
-            "SLURM_PROCID": rank,
-            "SLURM_LOCALID": rank,
+            **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), rank),
+            **dict.fromkeys(("SLURM_STEP_ID", "SLURM_STEPID"), self.step_id),
+            **dict.fromkeys(_SIZES, self.ntasks),
             "SLURM_NODEID": 0,
-            "SLURM_NTASKS": self.ntasks,
-            "SLURM_NPROCS": self.ntasks,
             "SLURM_NNODES": 1,
-            "SLURM_STEP_ID": self.step_id,
-            "SLURM_STEPID": self.step_id,
-            "SLURM_STEP_NUM_TASKS": self.ntasks,
             "SLURM_STEP_NUM_NODES": 1,
             "SLURM_STEP_NODELIST": self.host,
-            "SLURM_STEP_TASKS_PER_NODE": self.ntasks,
-            "SLURM_TASKS_PER_NODE": self.ntasks,
-            "SLURM_GTIDS": ",".join(str(number) for number in range(self.ntasks)),
+            "SLURM_GTIDS": ranks,
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
             "SLURM_TASK_PID": os.getpid(),
         }

@@ -53,19 +53,9 @@ RECORD = "\x1e"
 
 # Size 0 is "as long as it is" (the default cuts at 20 bytes); what follows the size is a suffix.
 _SQUEUE_FIELDS = (
-    "JobID",
-    "JobArrayID",
-    "State",
-    "exit_code",
-    "RestartCnt",
-    "SubmitTime",
-    "StartTime",
-    "EndTime",
-    "NodeList",
-    "Reason",
-    "Name",
-    "WorkDir",
-)
+    "JobID JobArrayID State exit_code RestartCnt SubmitTime StartTime EndTime NodeList Reason "
+    "Name WorkDir"
+).split()
 SQUEUE_FORMAT = f":0{UNIT},".join(_SQUEUE_FIELDS) + f":0{RECORD}"
 """For `squeue --Format`."""
 
