@@ -19,7 +19,7 @@ from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.gpus import chosen_names, visible_devices
+from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import Circumstances
@@ -30,10 +30,10 @@ from hpml_orchestrator.topology.pci import full_address
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.topology.model import Topology
+    from hpml_orchestrator.topology.model import Gpu, Topology
 
 __all__ = [
     "Prepared",
@@ -129,19 +129,25 @@ def prepare(
     # UUIDs name one device whatever is hidden, and opening a device may wake it.
     if visible is None or re.search(r"(^|,)\s*[0-9]+\s*(,|$)", visible):
         hidden = _hidden_gpus(topology, minors, roots)
+    unknown: list[str] = []
+    devices = visible_devices(topology, visible, hidden, unknown)
     made = plan(
         topology,
         options.ranks,
         policy=options.policy,
         ranks_per_gpu=options.ranks_per_gpu,
         allowed_cpus=allowed,
-        visible_gpus=chosen_names(topology, visible, hidden),
+        visible_gpus=devices,
         loader_workers=options.loader_workers,
         smt=not options.one_thread,
     )
+    warnings = (
+        *unknown,
+        *made.warnings,
+        *_warnings(devices, visible, minors, environment, options.ranks),
+    )
     around = _circumstances(options, node, allowed, visible, hidden)
-    warnings = _warnings(topology, around, minors, environment, options.ranks)
-    return Prepared(replace(made, warnings=(*made.warnings, *warnings)), topology, around)
+    return Prepared(replace(made, warnings=warnings), topology, around)
 
 
 def unbound(
@@ -373,14 +379,13 @@ def _is_refused(path: str, roots: Roots) -> bool:
 
 
 def _warnings(
-    topology: Topology,
-    around: Circumstances,
+    devices: Sequence[Gpu | None],
+    visible: str | None,
     minors: Mapping[str, int],
     environment: Mapping[str, str],
     ranks: int,
 ) -> list[str]:
     """Return what may be otherwise than it was understood."""
-    devices = visible_devices(topology, around.visible, around.hidden)
     warnings = []
     if ranks > 1 and sum(bool(gpu and gpu.parent) for gpu in devices) > 1:
         warnings.append(
@@ -398,6 +403,6 @@ def _warnings(
         meant = f"/dev/nvidia{format_list(known - {-1})}" if known - {-1} else "none of them"
         warnings.append(
             f"Slurm gave this step the GPUs {step}; its list of visible devices "
-            f"{around.visible or '(not set)'} means {meant} here"
+            f"{visible or '(not set)'} means {meant} here"
         )
     return warnings

@@ -38,7 +38,7 @@ class Case:
             policy=self.policy,
             ranks_per_gpu=self.ranks_per_gpu,
             allowed_cpus=self.allowed,
-            visible_gpus=self.visible,
+            visible_gpus=self.gpus(),
             loader_workers=self.workers,
             smt=self.smt,
         )

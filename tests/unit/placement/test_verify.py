@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json, proof_of_json
 from hpml_orchestrator.placement.verify import Circumstances, judge
@@ -24,7 +25,7 @@ class Place:
         self.visible: str | None = options.pop("visible", shown)
         self.topology = topology
         allowed = options.pop("allowed", sorted(topology.cpus))
-        chosen = None if self.visible is None else self.visible.split(",")
+        chosen = visible_devices(topology, self.visible)
         self.plan = plan(topology, ranks, allowed_cpus=allowed, visible_gpus=chosen, **options)
         self.around = Circumstances(
             node="node1",
