@@ -43,7 +43,7 @@ class Owner:
         try:
             record = read_json(path)
             kinds = {"str": str, "int": int}
-            return cls(**{part.name: kinds[part.type](record[part.name]) for part in fields(cls)})
+            return cls(**{part.name: kinds[str(part.type)](record[part.name]) for part in fields(cls)})
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
             return None
 

@@ -66,19 +66,18 @@ def _working_directory() -> str:
 
 
 def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
-    commit = _run_git(directory, "rev-parse", "HEAD")
-    top = _run_git(directory, "rev-parse", "--show-toplevel")
-    if commit is None or top is None:
+    place = _run_git(directory, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
+    if place is None:
         return None, b""
+    commit, *top, branch = place.decode(errors="replace").rstrip("\n").split("\n")
     status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal")
-    branch = _run_git(directory, "rev-parse", "--abbrev-ref", "HEAD") or b""
     # the user's own settings of colours and of other diff programs make no patch
     diff = _run_git(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
     lines = (status or b"").decode(errors="replace").splitlines()
     record: dict[str, Any] = {
-        "commit": commit.decode().strip(),
-        "branch": branch.decode(errors="replace").strip(),
-        "top": top.decode(errors="replace").strip(),
+        "commit": commit,
+        "branch": branch,
+        "top": "\n".join(top),
         "dirty": None if status is None else bool(status.strip()),
         "untracked": [line[3:] for line in lines if line.startswith("??")][:100],
     }

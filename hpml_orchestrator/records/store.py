@@ -235,15 +235,14 @@ def _named(submissions: list[Submission], word: str) -> Submission | None:
     """
     if word == "last":
         return submissions[0] if submissions else None
-    matches = [submission for submission in submissions if submission.sid == word]
-    if not matches and word.isdecimal():  # before parts of ids: many of those end in a digit
-        matches = [submission for submission in submissions if submission.has_job(word)]
-    if not matches:
-        matches = [
-            submission
-            for submission in submissions
-            if submission.sid.startswith(word) or submission.sid.endswith(word)
-        ]
+    matches: list[Submission] = []
+    for fits in (
+        lambda submission: submission.sid == word,
+        # before parts of ids: many of those end in a digit
+        lambda submission: word.isdecimal() and submission.has_job(word),
+        lambda submission: submission.sid.startswith(word) or submission.sid.endswith(word),
+    ):
+        matches = matches or list(filter(fits, submissions))
     if len(matches) > 1:
         raise InputError(
             f"names {len(matches)} runs: {_first(5, [match.sid for match in matches])}",
