@@ -125,8 +125,8 @@ def _clean(value: Any, depth: int = 0) -> Any:
     if depth >= MAX_DEPTH:
         raise ValueError("nested too deep")
     if isinstance(value, list):
-        return [_clean(one, depth + 1) for one in value]
-    return {key: _clean(one, depth + 1) for key, one in value.items()}
+        return [_clean(item, depth + 1) for item in value]
+    return {key: _clean(item, depth + 1) for key, item in value.items()}
 
 
 class _Allowance:
@@ -346,7 +346,7 @@ class ChannelReader:
         batch += [(event, self._step_allowance) for event in steps.values()]
         if not batch:
             return
-        batch.sort(key=lambda one: one[0].time)
+        batch.sort(key=lambda pair: pair[0].time)
         lines = [event.to_json() for event, _ in batch]
         now = self._monotonic()
         try:

@@ -148,8 +148,10 @@ def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, 
         return with_cpus
     candidates = [gpu]
     if gpu.parent:
-        candidates += [one for one in topology.gpus if gpu.parent in (one.uuid, one.address)]
-        candidates += [one for one in topology.gpus if one.parent == gpu.parent]
+        candidates += [
+            other for other in topology.gpus if gpu.parent in (other.uuid, other.address)
+        ]
+        candidates += [other for other in topology.gpus if other.parent == gpu.parent]
     for candidate in candidates:
         if candidate.domain in with_cpus:
             return (candidate.domain,)

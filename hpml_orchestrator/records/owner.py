@@ -42,8 +42,8 @@ class Owner:
         """Read a record; None if there is none or it cannot be understood."""
         try:
             record = read_json(path)
-            kinds = {"str": str, "int": int}
-            return cls(**{part.name: kinds[str(part.type)](record[part.name]) for part in fields(cls)})
+            kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
+            return cls(**{name: kind(record[name]) for name, kind in kinds.items()})
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
             return None
 

@@ -204,7 +204,7 @@ class _Reader:
         domain = domain_of_cpus(cpus, domains)
         if domain is None and home.get("type") == "NUMANode":
             domain = nearest_with_cpus(_number(home), domains)
-        if len(cpus) == len(everything) and sum(bool(one.cpus) for one in domains) > 1:
+        if len(cpus) == len(everything) and sum(bool(home.cpus) for home in domains) > 1:
             cpus = ()
         address = full_address(device.get("pci_busid", ""))
         return Place(address, domain, cpus, PciPath(bridges))

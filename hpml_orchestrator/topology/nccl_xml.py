@@ -139,7 +139,7 @@ def _place(
     domain, cpus = _domain_number(part), _cpus(part)
     if domain is not None:
         domain = domain if cpus else None
-    elif set(cpus) == {cpu for one in domains for cpu in one.cpus}:
+    elif set(cpus) == {cpu for home in domains for cpu in home.cpus}:
         cpus = ()
     else:
         domain = domain_of_cpus(cpus, domains)

@@ -117,14 +117,14 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
     return 2 if fabric or name.startswith("ib") else 3
 
 
-def level(one: PciPath, other: PciPath, *, same_domain: bool) -> str:
+def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
     """Return how far apart two devices are: PIX, PXB, PHB, NODE or SYS, as `nvidia-smi` has it.
 
     PIX is one switch between them, PXB several, PHB the host bridge, NODE two host bridges of one
     NUMA domain, SYS two domains.
     """
     shared = 0
-    for mine, theirs in zip(one.bridges, other.bridges):
+    for mine, theirs in zip(path.bridges, other.bridges):
         if mine != theirs:
             break
         shared += 1
@@ -132,7 +132,5 @@ def level(one: PciPath, other: PciPath, *, same_domain: bool) -> str:
         return "NODE" if same_domain else "SYS"
     if shared == 1:
         return "PHB"
-    below = [
-        sum(bridge not in path.own for bridge in path.bridges[shared:]) for path in (one, other)
-    ]
-    return "PIX" if max(below) <= one.hops else "PXB"
+    below = [sum(bridge not in way.own for bridge in way.bridges[shared:]) for way in (path, other)]
+    return "PIX" if max(below) <= path.hops else "PXB"

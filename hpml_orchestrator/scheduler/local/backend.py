@@ -110,12 +110,12 @@ class LocalScheduler:
         """
         active = {job.number: job for job in self._schedule()}
         queue = Queue(self._home, list(active.values()))
-        found: dict[str, JobStatus] = {}
+        statuses: dict[str, JobStatus] = {}
         for job_id in job_ids:
             jobs = [active.get(job.number, job) for job in self._home.find(job_id)]
             if jobs:
-                found[job_id] = representative(job_id, [_status(job, queue) for job in jobs])
-        return found
+                statuses[job_id] = representative(job_id, [_status(job, queue) for job in jobs])
+        return statuses
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
         """Return the ids of the jobs of a submission's directory, oldest first."""

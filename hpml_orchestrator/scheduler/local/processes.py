@@ -76,15 +76,15 @@ def descendants(root: int) -> set[Identity]:
     children: dict[int, list[ProcessStat]] = {}
     for process in _processes():
         children.setdefault(process.parent, []).append(process)
-    found: set[Identity] = set()
+    members: set[Identity] = set()
     parents = [root]
     while parents:
         for process in children.get(parents.pop(), ()):
             mark = f"{SUPERVISOR_MARK}=".encode()
             if not any(entry.startswith(mark) for entry in environment_of(process.pid)):
-                found.add(Identity(process.pid, process.start_ticks))
+                members.add(Identity(process.pid, process.start_ticks))
                 parents.append(process.pid)
-    return found
+    return members
 
 
 def marked(variables: Iterable[str]) -> set[Identity]:
@@ -118,5 +118,5 @@ def kill_until_gone(
 
 def _processes() -> list[ProcessStat]:
     """Return every process of this machine that is no zombie."""
-    found = (read_stat(name) for name in os.listdir("/proc") if name.isdecimal())
-    return [process for process in found if process is not None and not process.ended]
+    processes = (read_stat(name) for name in os.listdir("/proc") if name.isdecimal())
+    return [process for process in processes if process is not None and not process.ended]

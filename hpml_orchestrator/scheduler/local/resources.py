@@ -187,7 +187,7 @@ def _stop_signal(text: str) -> StopSignal:
         raise ValueError(f"{flags!r} is neither B nor R")
     if at and not re.fullmatch(r"\d+", seconds, re.ASCII):
         raise ValueError(f"{seconds!r} is not a number of seconds")
-    numbers = {one.name.removeprefix("SIG"): int(one) for one in signal.Signals}
+    numbers = {number.name.removeprefix("SIG"): int(number) for number in signal.Signals}
     number = numbers.get(name.removeprefix("SIG"), 0)
     if re.fullmatch(r"\d{1,2}", name, re.ASCII):
         number = int(name)

@@ -228,14 +228,14 @@ class SlurmScheduler:
         rows: list[Row] = []
         for chunk in _chunks(_whole(asked)):
             rows += self._squeue_jobs(chunk)
-        found = match(rows, asked)
+        statuses = match(rows, asked)
         for job_id in asked:
-            if job_id not in found and job_id in self._over:
-                found[job_id] = self._over[job_id]
-        found |= self._vanished([job_id for job_id in asked if job_id not in found])
-        self._over |= {key: status for key, status in found.items() if status.state.over}
-        self._last = _Answer(frozenset(asked), self._clock.monotonic(), found)
-        return {key: found[key] for key in asked if key in found}
+            if job_id not in statuses and job_id in self._over:
+                statuses[job_id] = self._over[job_id]
+        statuses |= self._vanished([job_id for job_id in asked if job_id not in statuses])
+        self._over |= {key: status for key, status in statuses.items() if status.state.over}
+        self._last = _Answer(frozenset(asked), self._clock.monotonic(), statuses)
+        return {key: statuses[key] for key in asked if key in statuses}
 
     def find(
         self,
@@ -253,14 +253,14 @@ class SlurmScheduler:
         Raises:
             SchedulerUnavailable: no usable answer, which is not the same as no job.
         """
-        found = _ids_in(self._squeue(["--me"]), directory)
-        if not found:
+        job_ids = _ids_in(self._squeue(["--me"]), directory)
+        if not job_ids:
             # A job that was cancelled before its begin time lies in the future of accounting, and
             # without an end there sacct does not show it. It takes no start in the 1970s.
             start = max(int(min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS), _EARLIEST)
             window = [f"--starttime=uts{start}", "--endtime=now+365days"]
-            found = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
-        return sorted(found, key=int)
+            job_ids = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
+        return sorted(job_ids, key=int)
 
     def submitting(self, directory: Path) -> bool:
         """Return whether an sbatch of this machine and user still runs in that directory."""
@@ -313,12 +313,12 @@ class SlurmScheduler:
             for row in rows
             if row.status.state.over or asked & {row.shown_id, row.shown_id.partition("_")[0]}
         ]
-        found = match(rows, job_ids)
-        for job_id, status in found.items():
+        statuses = match(rows, job_ids)
+        for job_id, status in statuses.items():
             if not status.state.over:
                 reason = f"not seen in the queue; accounting still says {status.raw_state}"
-                found[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
-        return found
+                statuses[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
+        return statuses
 
     def _squeue_jobs(self, job_ids: Sequence[str]) -> list[Row]:
         # squeue reads "28+1" as 28. One unknown id on its own is an error, among others it is not;

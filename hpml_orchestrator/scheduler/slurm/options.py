@@ -141,22 +141,22 @@ def read_options(
     """
     rest = list(words)
     rest.reverse()  # taken from the end: a long command line is read once
-    found: list[Option] = []
+    options: list[Option] = []
     others: list[Word] = []
     while rest:
         word = rest.pop()
         if word.text == "--":
             break
         if word.text.startswith("--"):
-            found.append(_long(word, rest, table))
+            options.append(_long(word, rest, table))
         elif word.text.startswith("-") and word.text != "-":
-            found += _short(word, rest, table)
+            options += _short(word, rest, table)
         elif stop:
             rest.append(word)
             break
         else:
             others.append(word)
-    return found, [*others, *reversed(rest)]
+    return options, [*others, *reversed(rest)]
 
 
 def _long(word: Word, rest: list[Word], table: OptionTable) -> Option:
