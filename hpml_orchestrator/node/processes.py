@@ -184,7 +184,7 @@ class ProcessTable:
                 if text:
                     cpus.add(text)
                     first = text if thread == stat.pid else first
-            if len(cpus) < 2:  # noqa: PLR2004 - all alike
+            if len(cpus) <= 1:  # all alike
                 break
         if not cpus:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
@@ -43,7 +44,8 @@ class Owner:
         try:
             record = read_json(path)
             kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
-            return cls(**{name: kind(record[name]) for name, kind in kinds.items()})
+            values: dict[str, Any] = {name: kind(record[name]) for name, kind in kinds.items()}
+            return cls(**values)
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
             return None
 

@@ -82,7 +82,7 @@ def _sibling_step(cpus: Sequence[int]) -> int:
     """Return the distance of the two equal runs that some CPUs are; 0 where they are not."""
     half = len(cpus) // 2
     first, second = cpus[:half], cpus[half:]
-    if half < 2 or len(second) != half or first[-1] - first[0] != half - 1:  # noqa: PLR2004
+    if not first[1:] or len(second) != half or first[-1] - first[0] != half - 1:
         return 0
     step = second[0] - first[0]
     same = all(other - cpu == step for cpu, other in zip(first, second))

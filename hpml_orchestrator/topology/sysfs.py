@@ -302,7 +302,7 @@ def _add_nics(devices: Devices, pci: _PciDevices) -> None:
         root = os.path.join(pci.root, "class", group)
         for name in _list_directory(root):
             chain = _chain(os.path.join(root, name, "device"))
-            if len(chain) < 2:  # noqa: PLR2004 - no PCI device: lo, bridges, virtual ones
+            if not chain[1:]:  # no PCI device: lo, bridges, virtual ones
                 continue
             vendor, kind = pci.kind(chain[-1])
             if not kind or is_nic(kind):

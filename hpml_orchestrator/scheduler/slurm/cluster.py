@@ -28,6 +28,7 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_config,
     parse_qos,
     parse_records,
+    parse_rows,
     parse_tres,
     partition_from,
     reservation_from,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["groups_of", "read_cluster", "user_name", "with_group_limits"]
 
+_GROUP_FIELDS = "account,parentname,grptres"
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
 _GROUP_LIMITS_SECONDS = 10.0
 
@@ -118,11 +120,11 @@ def with_group_limits(
     if not cluster.associations or not {"limits", "safe"} & cluster.limits.accounting_enforce:
         return cluster
     which = ["associations", "where", f"cluster={cluster.limits.cluster}", "user="]
-    arguments = [*which, "format=account,parentname,grptres"]
+    arguments = [*which, f"format={_GROUP_FIELDS}"]
     text = _account(run or SubprocessRunner(), arguments, env, _GROUP_LIMITS_SECONDS)
-    rows = [line.split("|") for line in (text or "").splitlines() if line.count("|") == 2]  # noqa: PLR2004
     parents = {
-        account.strip(): (parent.strip(), parse_tres(tres)) for account, parent, tres in rows
+        row["account"]: (row["parentname"], parse_tres(row["grptres"]))
+        for row in parse_rows(text or "", _GROUP_FIELDS)
     }
 
     def smallest(account: str, own: Mapping[str, int]) -> dict[str, int]:

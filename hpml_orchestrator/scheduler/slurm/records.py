@@ -48,6 +48,7 @@ __all__ = [
     "parse_memory",
     "parse_qos",
     "parse_records",
+    "parse_rows",
     "parse_tres",
     "partition_from",
     "reservation_from",
@@ -240,7 +241,7 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
             group_tres=parse_tres(row["grptres"]),
         )
-        for row in _rows(text, ASSOCIATION_FIELDS)
+        for row in parse_rows(text, ASSOCIATION_FIELDS)
         if row["account"] and row["cluster"] in ("", cluster)
     )
 
@@ -259,12 +260,13 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
             max_tres_per_user=parse_tres(row["maxtresperuser"]),
             group_tres=parse_tres(row["grptres"]),
         )
-        for row in _rows(text, QOS_FIELDS)
+        for row in parse_rows(text, QOS_FIELDS)
         if row["name"]
     )
 
 
-def _rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
+def parse_rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
+    """Yield the rows of `sacctmgr -nP show … format=FIELDS` by field; other lines are left out."""
     wanted = fields.split(",")
     for line in text.splitlines():
         values = line.split("|")
