@@ -41,7 +41,6 @@ __all__ = [
     "bind_alone",
     "is_bound",
     "list_instances",
-    "plan_alone",
     "prepare",
     "publish",
     "unbound",
@@ -82,16 +81,16 @@ class Prepared:
     around: Circumstances
 
 
-def list_instances(command: str = "nvidia-smi", seconds: float = _LISTING_SECONDS) -> str:
+def list_instances() -> str:
     """Return what `nvidia-smi -L` prints of MIG instances; empty where it does not work."""
     try:
         done = subprocess.run(
-            [command, "-L"],
+            ["nvidia-smi", "-L"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=seconds,
+            timeout=_LISTING_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -248,26 +247,13 @@ def is_bound(
     return not step_cpus or len(cpus) < step_cpus
 
 
-def plan_alone(
-    environment: Mapping[str, str],
-    cpus: frozenset[int],
-    roots: Roots = Roots(),
-) -> Prepared:
-    """Plan all ranks of this node as its agent would, for a rank that may use these CPUs.
-
-    Raises:
-        InputError: the variables ask for what cannot be.
-    """
-    policy = environment.get("HPML_BINDING") or "gpu-local"
-    options = BindOptions(_number(environment, "LOCAL_WORLD_SIZE", 1), policy=policy)
-    return prepare(options, environment, node=os.uname().nodename, allowed=cpus, roots=roots)
-
-
 def _bind_alone() -> str:
     """Bind this rank; returns where it runs now."""
     cpus = frozenset(os.sched_getaffinity(0))
     local_rank = _number(os.environ, "LOCAL_RANK", 0)
-    made = plan_alone(os.environ, cpus)
+    policy = os.environ.get("HPML_BINDING") or "gpu-local"
+    options = BindOptions(_number(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
+    made = prepare(options, os.environ, node=os.uname().nodename, allowed=cpus)
     if local_rank >= len(made.plan.ranks):
         ranks = len(made.plan.ranks)
         raise ValueError(f"local rank {local_rank} of {ranks}: LOCAL_WORLD_SIZE is wrong")

@@ -46,6 +46,7 @@ _CLAIM_SECONDS = 30.0
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 1.0
 _NOTICE_SECONDS = 30.0
 _LOW_PORT, _HIGH_PORT = 10_000, 32_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def claim(submission: str) -> int:
@@ -282,10 +283,10 @@ def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     yield from sorted(ports, key=lambda port: ephemeral[0] <= port <= ephemeral[1])
 
 
-def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
+def ephemeral_range() -> tuple[int, int]:
     """Return the first and last port that the kernel gives to outgoing connections."""
     try:
-        low, high = Path(path).read_text("ascii").split()
+        low, high = _PORT_RANGE.read_text("ascii").split()
         return int(low), int(high)
     except (OSError, ValueError):
         return 32_768, 60_999

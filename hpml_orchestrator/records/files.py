@@ -23,6 +23,7 @@ __all__ = [
     "read_json_lines",
     "read_lines",
     "read_text",
+    "read_text_or_nothing",
     "write_json",
     "write_text",
 ]
@@ -114,6 +115,14 @@ def read_text(path: PathLike) -> str:
         raise NotFoundError(f"no such file: {path}") from error
     except OSError as error:
         raise _cannot("read", path, error) from error
+
+
+def read_text_or_nothing(path: PathLike) -> str:
+    """Read a UTF-8 file; empty where that is impossible."""
+    try:
+        return read_text(path)
+    except (NotFoundError, RecordError):
+        return ""
 
 
 def read_json(path: PathLike) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["ProcessStat", "read_stat"]
+__all__ = ["ProcessStat", "live_processes", "read_stat"]
 
 
 # No dataclass: hpml-bind imports this once per rank, and `dataclasses` takes half of its start.
@@ -48,3 +48,9 @@ def read_stat(pid: int | str, proc_root: str = "/proc") -> ProcessStat | None:
             return ProcessStat(stream.read().decode("utf-8", "replace"))
     except (OSError, ValueError, IndexError):
         return None
+
+
+def live_processes(proc_root: str = "/proc") -> list[ProcessStat]:
+    """Return every process that is no zombie, as it was at one moment."""
+    stats = (read_stat(name, proc_root) for name in os.listdir(proc_root) if name.isdecimal())
+    return [stat for stat in stats if stat is not None and not stat.ended]

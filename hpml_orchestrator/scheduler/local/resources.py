@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import pwd
 import re
 import signal
 import socket
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import SchedulerError, counted
+from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
@@ -318,7 +318,7 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
         "SLURM_JOB_PARTITION": "local",
         "SLURM_JOB_UID": os.getuid(),
         "SLURM_JOB_GID": os.getgid(),
-        "SLURM_JOB_USER": _user(),
+        "SLURM_JOB_USER": user_name(os.getuid()),
         "SLURM_JOB_START_TIME": int(started),
         "SLURM_MEM_PER_NODE": asked["memory_mb"],
         "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
@@ -351,10 +351,3 @@ def without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT or not name.startswith(("SLURM_", "SLURMD_", "HPML_LOCAL_"))
     }
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Runner
 
-__all__ = ["groups_of", "read_cluster", "user_name", "with_group_limits"]
+__all__ = ["groups_of", "read_cluster", "with_group_limits"]
 
 _GROUP_FIELDS = "account,parentname,grptres"
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
@@ -69,7 +70,9 @@ def read_cluster(
         SchedulerUnavailable: the controller gave no usable answer.
     """
     runner = run or SubprocessRunner()
-    user = user_name() if user is None else user
+    if user is None:
+        user = user_name(os.getuid())
+        user = os.environ.get("USER", user) if user.isdecimal() else user  # of a container
 
     def show(kind: str) -> str:
         # --all: a partition that is hidden, or closed to the user, is one to report.
@@ -152,14 +155,6 @@ def _account(
     except SchedulerUnavailable:
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def user_name() -> str:
-    """Return the name of who runs this; the number where no name is known."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return os.environ.get("USER", str(os.getuid()))
 
 
 def groups_of(user: str) -> tuple[str, ...]:
