@@ -16,8 +16,6 @@ class ProcessStat:
         name: the command's name, at most 15 bytes; it may hold spaces and parentheses.
         state: one letter, such as R, S, D, Z or X.
         parent: the parent's pid.
-        group: the process group.
-        session: the session.
         cpu_ticks: user and system time of the process itself, in clock ticks.
         start_ticks: clock ticks from boot to its start; with the pid it names one process.
     """
@@ -30,8 +28,6 @@ class ProcessStat:
         self.pid = int(number)
         self.state = fields[0]
         self.parent = int(fields[1])
-        self.group = int(fields[2])
-        self.session = int(fields[3])
         self.cpu_ticks = int(fields[11]) + int(fields[12])
         self.start_ticks = int(fields[19])
 

@@ -32,7 +32,6 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_rows,
     parse_tres,
     partition_from,
-    reservation_from,
 )
 
 if TYPE_CHECKING:
@@ -87,9 +86,7 @@ def read_cluster(
         return _account(runner, arguments, env, _ACCOUNTING_SECONDS)
 
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="hpml-slurm") as pool:
-        texts = {
-            kind: pool.submit(show, kind) for kind in ("config", "partition", "node", "reservation")
-        }
+        texts = {kind: pool.submit(show, kind) for kind in ("config", "partition", "node")}
         limits = limits_from(parse_config(texts["config"].result()))
         associations, qos = None, None
         if limits.accounting:
@@ -101,7 +98,6 @@ def read_cluster(
             limits=limits,
             partitions=tuple(map(partition_from, parse_records(texts["partition"].result()))),
             nodes=tuple(map(node_from, parse_records(texts["node"].result()))),
-            reservations=tuple(map(reservation_from, parse_records(texts["reservation"].result()))),
             user=user,
             groups=groups_of(user) if groups is None else tuple(groups),
             associations=(

@@ -131,7 +131,6 @@ def compared(
         "scontrol --all show node": "\n".join(
             NODE.format(name, cpus, cpus, gres, threads) for name, cpus, threads, gres in nodes
         ),
-        "scontrol --all show reservation": "No reservations in the system\n",
         "sacctmgr": "",
     }
     report = check_job(

@@ -16,7 +16,6 @@ from hpml_orchestrator.scheduler.cluster import (
     Node,
     Partition,
     Qos,
-    Reservation,
 )
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed
 from hpml_orchestrator.scheduler.slurm.ask import slurm_version
@@ -46,7 +45,6 @@ def runner(**changed: Completed | BaseException) -> FakeRunner:
         "scontrol --all show config": said("config.txt"),
         "scontrol --all show partition": said("show-partition.txt"),
         "scontrol --all show node": said("show-node.txt"),
-        "scontrol --all show reservation": said("show-reservation.txt"),
         "sacctmgr -nP show user": said("sacctmgr-user.txt"),
         "sacctmgr -nP show qos": said("sacctmgr-qos.txt"),
     }
@@ -71,13 +69,12 @@ def test_limits_partitions_and_nodes() -> None:
     )
     nodes = ("node1", "node2")
     main, low, long, staff, empty = cluster.partitions
-    assert main == Partition("main", default=True, nodes=nodes, total_nodes=2, total_cpus=8)
-    assert low == Partition("low", nodes=nodes, total_nodes=2, total_cpus=8)
+    assert main == Partition("main", default=True, nodes=nodes, total_nodes=2)
+    assert low == Partition("low", nodes=nodes, total_nodes=2)
     assert long == Partition(
         "long",
         nodes=nodes,
         total_nodes=2,
-        total_cpus=8,
         max_seconds=216_000,
         default_seconds=1800,
         min_nodes=1,
@@ -94,7 +91,6 @@ def test_limits_partitions_and_nodes() -> None:
         state="DRAIN",
         nodes=("node2",),
         total_nodes=1,
-        total_cpus=4,
         max_seconds=5400,
         min_nodes=1,
         max_memory_per_node_mib=8000,
@@ -132,29 +128,6 @@ def test_limits_partitions_and_nodes() -> None:
     assert [node.up for node in cluster.nodes] == [True, False]
 
 
-def test_reservations() -> None:
-    """One for users, one for an account."""
-    cluster = read_cluster(runner(), user="ada", groups=[])
-    assert cluster.reservations == (
-        Reservation(
-            "course",
-            users=("root", "nobody"),
-            partition="main",
-            nodes=("node1",),
-            started=1798859045.0,
-            ended=1798862645.0,
-        ),
-        Reservation(
-            "lab",
-            accounts=("dev",),
-            partition="main",  # nobody named one: Slurm took the default
-            nodes=("node2",),
-            started=1798945445.0,
-            ended=1798949045.0,
-        ),
-    )
-
-
 def test_associations_and_qos() -> None:
     """With their limits, memory in MiB, and the default account."""
     cluster = read_cluster(runner(), user="ada", groups=[])
@@ -167,7 +140,6 @@ def test_associations_and_qos() -> None:
             qos=("high", "normal"),
             default_qos="high",
             max_seconds=1800,
-            max_submit_jobs=3,
             max_tres_per_job={"gres/gpu": 2, "mem": 10_240},
             max_tres_per_node={"cpu": 2},
             group_tres={"cpu": 50},
@@ -179,7 +151,6 @@ def test_associations_and_qos() -> None:
             "high",
             flags=frozenset({"DenyOnLimit", "NoDecay"}),
             max_seconds=172_800,
-            max_submit_jobs_per_user=5,
             min_tres_per_job={"cpu": 2, "gres/gpu": 1},
             max_tres_per_job={"cpu": 100, "mem": 65_536},
             max_tres_per_node={"cpu": 3},
@@ -202,7 +173,6 @@ def test_one_call_per_kind_in_a_clean_environment() -> None:
         "scontrol --all show config",
         "scontrol --all show node",
         "scontrol --all show partition",
-        "scontrol --all show reservation",
     ]
     for call in run.calls:
         assert call.env == {
@@ -245,9 +215,7 @@ def test_a_controller_that_does_not_answer() -> None:
     """The words are Slurm's, and a hint says what to do."""
     down = Completed(1, "", SILENT)
     with pytest.raises(SchedulerUnavailable, match="Unable to contact") as caught:
-        read_cluster(
-            runner(config=down, partition=down, node=down, reservation=down), user="a", groups=[]
-        )
+        read_cluster(runner(config=down, partition=down, node=down), user="a", groups=[])
     assert caught.value.message == (
         "scontrol: Unable to contact slurm controller (connect failure)"
     )
@@ -257,9 +225,8 @@ def test_a_controller_that_does_not_answer() -> None:
 def test_what_a_site_hides_is_empty() -> None:
     """PrivateData: the controller answers, but not this user."""
     denied = Completed(1, "", "slurm_load_node error: Access/permission denied\n")
-    cluster = read_cluster(runner(node=denied, reservation=denied), user="ada", groups=[])
+    cluster = read_cluster(runner(node=denied), user="ada", groups=[])
     assert cluster.nodes == ()
-    assert cluster.reservations == ()
     assert len(cluster.partitions) == 5
 
 
