@@ -73,7 +73,6 @@ class Directives:
         gpus: GPUs of the whole job from `--gpus`, `--gpus-per-node` or `--gres=gpu:`.
         memory_mb: memory of the node in MiB, from `--mem`; 0 is all of it.
         array: the tasks of a job array, as written; empty for a single job.
-        ignored: the options that mean nothing here, as written.
         written: option name -> value as written, for messages.
     """
 
@@ -92,7 +91,6 @@ class Directives:
     exclusive: bool = False
     job_name: str = ""
     array: str = ""
-    ignored: tuple[str, ...] = ()
     written: tuple[tuple[str, str], ...] = ()
 
 
@@ -129,7 +127,6 @@ def read_directives(script: str) -> Directives:
         )
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
-    ignored: list[str] = []
     try:
         options, _ = read_options(list(header_words(script)), SBATCH)
     except HeaderError as error:
@@ -148,12 +145,11 @@ def read_directives(script: str) -> Directives:
                 f"{option.shown}: {error}",
                 hint=f"correct the #SBATCH line with --{option.name} in job.sh",
             ) from error
-        if not field or (option.name == "gres" and value is None):
-            ignored.append(option.shown)
-        elif option.name != "output":  # the submission names the file
+        # other options mean nothing here; the submission names the output file
+        if field and not (option.name == "gres" and value is None):
             values[field] = value
             written[field] = option.shown
-    return Directives(**values, ignored=tuple(ignored), written=tuple(written.items()))
+    return Directives(**values, written=tuple(written.items()))
 
 
 def _count(text: str) -> int:
@@ -212,7 +208,6 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "time": ("time_limit_seconds", parse_time_limit),
     "signal": ("stop_signal", _stop_signal),
     "job-name": ("job_name", str),
-    "output": ("output", str),
     "exclusive": ("exclusive", lambda _: True),
     "array": ("array", lambda text: str(parse_array(text))),
 }
