@@ -107,20 +107,6 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert [line["n"] for line in read_json_lines(path)] == [1, 2, 3]
 
 
-def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
-    """Each line is one write."""
-    path = tmp_path / "a.jsonl"
-    code = (
-        "import sys; from hpml_orchestrator.records.files import append_line\n"
-        "for n in range(200): append_line(sys.argv[1], '\"' + sys.argv[2] * 3000 + '\"')"
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), w]) for w in "abc"]
-    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
-    lines = list(read_json_lines(path))
-    assert len(lines) == 600
-    assert set(lines) == {letter * 3000 for letter in "abc"}
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

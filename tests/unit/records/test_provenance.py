@@ -77,15 +77,6 @@ def test_a_dirty_tree_can_be_made_again(repository: Path, tmp_path: Path) -> Non
     assert (tmp_path / "clone" / "code" / "blob").read_bytes() == b"\0\xff\n"
 
 
-def test_a_huge_diff_is_left_out_and_said_so(repository: Path) -> None:
-    """Over 4 MiB the record says how large it was."""
-    (repository / "code" / "train.py").write_text("x" * 80 + "\n" * 1, "utf-8")
-    (repository / "code" / "train.py").write_text(("x" * 80 + "\n") * 60_000)
-    record, diff = collect(repository)
-    assert diff == b""
-    assert record["git"]["diff"].startswith("left out: ")
-
-
 def test_a_working_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,12 +45,11 @@ def check(topology: Topology) -> None:
     [
         hwloc_xml(MACHINE, 3),
         hwloc_xml(MACHINE, 2),
-        hwloc_xml(MACHINE, 1),
         nccl_xml(MACHINE),
         nvidia_smi(MACHINE, LINKS),
         nvidia_smi(MACHINE, LINKS, tabs=False),
     ],
-    ids=["hwloc-3", "hwloc-2", "hwloc-1", "nccl", "nvidia-smi", "nvidia-smi-spaces"],
+    ids=["hwloc-3", "hwloc-2", "nccl", "nvidia-smi", "nvidia-smi-spaces"],
 )
 def test_all_formats_agree(text: str, tmp_path: Path) -> None:
     """With one another and with sysfs, which has sockets, memory, distances and UUIDs as well."""

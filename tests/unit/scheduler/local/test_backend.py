@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -500,26 +499,3 @@ def test_too_many_tasks_are_refused(bench: Bench) -> None:
     with pytest.raises(SchedulerError, match="the local backend takes 1000 at once") as caught:
         bench.scheduler().submit(bench.array("0-1000", "true"))
     assert "Slurm" in caught.value.hint
-
-
-def test_status_and_cancel_from_another_process(bench: Bench) -> None:
-    """Any process of the user sees the job and can end it."""
-    job_id = bench.submit("echo > up; sleep 600")
-    bench.file("up")
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from hpml_orchestrator.scheduler.local.backend import LocalScheduler\n"
-        "s = LocalScheduler(Path(sys.argv[1]), lock_root=Path(sys.argv[2]))\n"
-        "print(s.query(['1'])['1'].state); s.cancel(['1'])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(bench.path / "home"), str(bench.path / "locks")],
-        env={**os.environ, "PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("RUNNING\n", "")
-    status = bench.over(job_id)
-    assert (status.state, status.signal) == (JobState.CANCELLED, signal.SIGTERM)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.scheduler.command import CommandMissing, Completed, SubprocessRunner
+from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.model import Dependency, JobState, Scheduler, SubmitRequest
 from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler
 from hpml_orchestrator.testing import FakeClock, FakeRunner
@@ -148,14 +148,6 @@ def test_no_usable_answer(tmp_path: Path, answer: Completed | BaseException) -> 
         slurm(runner).submit(request_in(tmp_path))
     assert "hpml submit --resume ID" in caught.value.hint
     assert runner.count("sbatch") == 1
-
-
-def test_no_sbatch(tmp_path: Path) -> None:
-    """Without Slurm the user is pointed to --local."""
-    request = SubmitRequest(tmp_path, tmp_path / "o", "n", "c", {"PATH": str(tmp_path)})
-    with pytest.raises(CommandMissing) as caught:
-        SlurmScheduler().submit(request)
-    assert "--local" in caught.value.hint
 
 
 def test_query() -> None:
@@ -344,21 +336,6 @@ def test_long_lists_are_cut() -> None:
         assert len(jobs) < 100_000
         ids += jobs.removeprefix("--jobs=").split(",")
     assert len(set(ids)) == 5000
-
-
-def test_environment_of_reading_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the user's environment may hide a job or change the format."""
-    monkeypatch.setenv("SQUEUE_PARTITION", "none")
-    monkeypatch.setenv("SACCT_FORMAT", "jobid")
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/x.conf")
-    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    runner = FakeRunner({"squeue": [SQUEUE]})
-    slurm(runner).query(["3"])
-    env = runner.calls[0].env
-    assert "SQUEUE_PARTITION" not in env
-    assert "SACCT_FORMAT" not in env
-    assert (env["LC_ALL"], env["SLURM_TIME_FORMAT"]) == ("C", "%s")
-    assert env["SLURM_CONF"] == "/etc/slurm/x.conf"
 
 
 def test_find_in_the_queue() -> None:
