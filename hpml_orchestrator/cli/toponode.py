@@ -16,13 +16,13 @@ from hpml_orchestrator.errors import HpmlError, InputError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.topology.model import topology_json
 from hpml_orchestrator.topology.recognise import (
     BYTES_MAX,
     decode,
     read_topology,
     topology_of_text,
 )
-from hpml_orchestrator.topology.record import topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:

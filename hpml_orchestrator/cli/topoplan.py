@@ -143,7 +143,7 @@ def show_plan(
         policy=request.policy,
         ranks_per_gpu=request.ranks_per_gpu,
         allowed_cpus=beside or allowed,
-        visible_gpus=[gpu.index for gpu in devices[: request.gpus]] if few else None,
+        visible_gpus=devices[: request.gpus] if few else None,
         loader_workers=request.loader_workers,
         smt=request.hardware_threads,
     )

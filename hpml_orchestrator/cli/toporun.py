@@ -18,7 +18,7 @@ from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.runs.bound import bound_of, node_topology
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.topology.cpulist import parse_list
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology.model import topology_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -62,8 +62,6 @@ MAX_DEPTH = 4
 MAX_INTEGER = 1 << 63
 
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
-# Other readers of these files may split lines there too.
-_LINE_ENDS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
 
 
 def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
@@ -115,13 +113,10 @@ def decode(datagram: bytes, *, node: str, now: float) -> tuple[Event, Any]:
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
-    """Return a parsed value as one line of strict JSON and UTF-8 can hold it."""
-    if isinstance(value, str):
-        text = value.encode("utf-8", "replace").decode("utf-8")
-        return text.translate(_LINE_ENDS)
+    """Return a parsed value as strict JSON can hold it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, bool) or value is None:
+    if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
         if abs(value) >= MAX_INTEGER:
@@ -130,8 +125,8 @@ def _clean(value: Any, depth: int = 0) -> Any:
     if depth >= MAX_DEPTH:
         raise ValueError("nested too deep")
     if isinstance(value, list):
-        return [_clean(one, depth + 1) for one in value]
-    return {_clean(key): _clean(one, depth + 1) for key, one in value.items()}
+        return [_clean(item, depth + 1) for item in value]
+    return {key: _clean(item, depth + 1) for key, item in value.items()}
 
 
 class _Allowance:
@@ -351,7 +346,7 @@ class ChannelReader:
         batch += [(event, self._step_allowance) for event in steps.values()]
         if not batch:
             return
-        batch.sort(key=lambda one: one[0].time)
+        batch.sort(key=lambda pair: pair[0].time)
         lines = [event.to_json() for event, _ in batch]
         now = self._monotonic()
         try:

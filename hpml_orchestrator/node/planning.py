@@ -19,21 +19,21 @@ from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.gpus import chosen_names, visible_devices
+from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import Circumstances
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import topology_json
 from hpml_orchestrator.topology.pci import full_address
-from hpml_orchestrator.topology.record import topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.topology.model import Topology
+    from hpml_orchestrator.topology.model import Gpu, Topology
 
 __all__ = [
     "Prepared",
@@ -41,7 +41,6 @@ __all__ = [
     "bind_alone",
     "is_bound",
     "list_instances",
-    "plan_alone",
     "prepare",
     "publish",
     "unbound",
@@ -82,16 +81,16 @@ class Prepared:
     around: Circumstances
 
 
-def list_instances(command: str = "nvidia-smi", seconds: float = _LISTING_SECONDS) -> str:
+def list_instances() -> str:
     """Return what `nvidia-smi -L` prints of MIG instances; empty where it does not work."""
     try:
         done = subprocess.run(
-            [command, "-L"],
+            ["nvidia-smi", "-L"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=seconds,
+            timeout=_LISTING_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -129,19 +128,25 @@ def prepare(
     # UUIDs name one device whatever is hidden, and opening a device may wake it.
     if visible is None or re.search(r"(^|,)\s*[0-9]+\s*(,|$)", visible):
         hidden = _hidden_gpus(topology, minors, roots)
+    unknown: list[str] = []
+    devices = visible_devices(topology, visible, hidden, unknown)
     made = plan(
         topology,
         options.ranks,
         policy=options.policy,
         ranks_per_gpu=options.ranks_per_gpu,
         allowed_cpus=allowed,
-        visible_gpus=chosen_names(topology, visible, hidden),
+        visible_gpus=devices,
         loader_workers=options.loader_workers,
         smt=not options.one_thread,
     )
+    warnings = (
+        *unknown,
+        *made.warnings,
+        *_warnings(devices, visible, minors, environment, options.ranks),
+    )
     around = _circumstances(options, node, allowed, visible, hidden)
-    warnings = _warnings(topology, around, minors, environment, options.ranks)
-    return Prepared(replace(made, warnings=(*made.warnings, *warnings)), topology, around)
+    return Prepared(replace(made, warnings=warnings), topology, around)
 
 
 def unbound(
@@ -242,26 +247,13 @@ def is_bound(
     return not step_cpus or len(cpus) < step_cpus
 
 
-def plan_alone(
-    environment: Mapping[str, str],
-    cpus: frozenset[int],
-    roots: Roots = Roots(),
-) -> Prepared:
-    """Plan all ranks of this node as its agent would, for a rank that may use these CPUs.
-
-    Raises:
-        InputError: the variables ask for what cannot be.
-    """
-    policy = environment.get("HPML_BINDING") or "gpu-local"
-    options = BindOptions(_number(environment, "LOCAL_WORLD_SIZE", 1), policy=policy)
-    return prepare(options, environment, node=os.uname().nodename, allowed=cpus, roots=roots)
-
-
 def _bind_alone() -> str:
     """Bind this rank; returns where it runs now."""
     cpus = frozenset(os.sched_getaffinity(0))
     local_rank = _number(os.environ, "LOCAL_RANK", 0)
-    made = plan_alone(os.environ, cpus)
+    policy = os.environ.get("HPML_BINDING") or "gpu-local"
+    options = BindOptions(_number(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
+    made = prepare(options, os.environ, node=os.uname().nodename, allowed=cpus)
     if local_rank >= len(made.plan.ranks):
         ranks = len(made.plan.ranks)
         raise ValueError(f"local rank {local_rank} of {ranks}: LOCAL_WORLD_SIZE is wrong")
@@ -373,14 +365,13 @@ def _is_refused(path: str, roots: Roots) -> bool:
 
 
 def _warnings(
-    topology: Topology,
-    around: Circumstances,
+    devices: Sequence[Gpu | None],
+    visible: str | None,
     minors: Mapping[str, int],
     environment: Mapping[str, str],
     ranks: int,
 ) -> list[str]:
     """Return what may be otherwise than it was understood."""
-    devices = visible_devices(topology, around.visible, around.hidden)
     warnings = []
     if ranks > 1 and sum(bool(gpu and gpu.parent) for gpu in devices) > 1:
         warnings.append(
@@ -398,6 +389,6 @@ def _warnings(
         meant = f"/dev/nvidia{format_list(known - {-1})}" if known - {-1} else "none of them"
         warnings.append(
             f"Slurm gave this step the GPUs {step}; its list of visible devices "
-            f"{around.visible or '(not set)'} means {meant} here"
+            f"{visible or '(not set)'} means {meant} here"
         )
     return warnings

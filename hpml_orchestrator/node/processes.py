@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.placement.proof import Process, Seen
-from hpml_orchestrator.records.process import ProcessStat, read_stat
+from hpml_orchestrator.records.process import ProcessStat, live_processes, read_stat
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
@@ -122,11 +122,9 @@ class ProcessTable:
         self._user = os.getuid()
         self.stats: dict[int, ProcessStat] = {}
         self._children: dict[int, list[int]] = {}
-        for name in os.listdir(proc_root):
-            stat = read_stat(name, proc_root) if name.isdecimal() else None
-            if stat is not None and not stat.ended:
-                self.stats[stat.pid] = stat
-                self._children.setdefault(stat.parent, []).append(stat.pid)
+        for stat in live_processes(proc_root):
+            self.stats[stat.pid] = stat
+            self._children.setdefault(stat.parent, []).append(stat.pid)
 
     def lives(self, pid: int, start_ticks: int) -> bool:
         """Whether the process of that pid and start runs; not another that reuses the pid."""
@@ -184,7 +182,7 @@ class ProcessTable:
                 if text:
                     cpus.add(text)
                     first = text if thread == stat.pid else first
-            if len(cpus) < 2:  # noqa: PLR2004 - all alike
+            if len(cpus) <= 1:  # all alike
                 break
         if not cpus:
             return None

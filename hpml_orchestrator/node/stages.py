@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.node.options import job_key, node_index, node_names
 from hpml_orchestrator.records import events
-from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.staging import (
     CopyStager,
     EngineOptions,
@@ -87,7 +87,7 @@ class Progress:
         )
         if self.say is not None:
             share = f"{done / all_bytes:.0%}, " if all_bytes else ""
-            rest = "" if left is None else f", {_clock_text(left)} left"
+            rest = "" if left is None else f", {seconds_text(round(left))} left"
             self.say(
                 f"staging {self.name}: {share}{human_bytes(done)} of {human_bytes(all_bytes)}, "
                 f"{files} of {all_files} files, {human_bytes(round(rate))}/s{rest}"
@@ -252,11 +252,3 @@ def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0)
         "epochs": epochs,
     }
     return {**figures, **{name: value for name, value in optional.items() if value}}
-
-
-def _clock_text(seconds: float) -> str:
-    """Return a remaining time, such as `1:02:03`, `2:03` or `3 s`."""
-    hours, rest = divmod(round(seconds), 3600)
-    if hours:
-        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    return f"{rest // 60}:{rest % 60:02d}" if rest >= 60 else f"{rest} s"  # noqa: PLR2004

@@ -46,6 +46,7 @@ _CLAIM_SECONDS = 30.0
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 1.0
 _NOTICE_SECONDS = 30.0
 _LOW_PORT, _HIGH_PORT = 10_000, 32_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def claim(submission: str) -> int:
@@ -282,10 +283,10 @@ def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     yield from sorted(ports, key=lambda port: ephemeral[0] <= port <= ephemeral[1])
 
 
-def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
+def ephemeral_range() -> tuple[int, int]:
     """Return the first and last port that the kernel gives to outgoing connections."""
     try:
-        low, high = Path(path).read_text("ascii").split()
+        low, high = _PORT_RANGE.read_text("ascii").split()
         return int(low), int(high)
     except (OSError, ValueError):
         return 32_768, 60_999
@@ -314,17 +315,12 @@ def _common_name(attempt: Path) -> str:
     for name in names:
         if all(name in resolved for resolved in known.values()):
             return name
-    lost = [node for node, resolved in known.items() if not resolved & set(names)]
-    if lost:
-        message = (
-            f"node{'s' * (len(lost) > 1)} {', '.join(lost)} cannot resolve the head node "
-            f"({', '.join(names)})"
-        )
-    else:
-        partly = "; ".join(
-            f"{node} resolves only {', '.join(sorted(resolved))}"
-            for node, resolved in known.items()
-            if resolved != set(names)
-        )
-        message = f"no one name of the head node is known to all nodes: {partly}"
-    raise HpmlError(message, hint="the nodes' /etc/hosts or DNS must know each other's names")
+    missing = "; ".join(
+        f"{node} resolves {', '.join(sorted(resolved)) or 'none'}"
+        for node, resolved in known.items()
+        if resolved != set(names)
+    )
+    raise HpmlError(
+        f"no name of the head node ({', '.join(names)}) is known to all nodes: {missing}",
+        hint="the nodes' /etc/hosts or DNS must know each other's names",
+    )

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.topology.pci import full_address
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from hpml_orchestrator.placement.machine import Machine
     from hpml_orchestrator.topology.model import Gpu, Topology
@@ -22,12 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "VISIBLE_VARIABLES",
     "RankGpu",
-    "chosen_names",
     "domains_of_idle",
     "gpu_name",
     "gpus_of_ranks",
     "local_domains",
-    "visible",
     "visible_devices",
 ]
 
@@ -55,14 +52,13 @@ def gpus_of_ranks(
     machine: Machine,
     ranks: int,
     ranks_per_gpu: int,
-    chosen: Iterable[object] | None,
+    devices: Sequence[Gpu | None],
     warnings: list[str],
 ) -> list[RankGpu]:
     """Return the GPU of each rank: the visible device of its number, beginning anew after the last.
 
     That is what `torch.device("cuda", local_rank % device_count)` does in the rank itself.
     """
-    devices = visible(topology, chosen, warnings)
     if not devices:
         return [RankGpu(rank) for rank in range(ranks)]
     if ranks > len(devices) * ranks_per_gpu:
@@ -76,7 +72,7 @@ def gpus_of_ranks(
 
 
 def domains_of_idle(
-    topology: Topology, machine: Machine, ranks: int, chosen: Iterable[object] | None
+    topology: Topology, machine: Machine, ranks: int, devices: Sequence[Gpu | None]
 ) -> set[int]:
     """Return the domains next to visible GPUs that no rank has, and next to none that one has.
 
@@ -86,12 +82,9 @@ def domains_of_idle(
         topology: the node.
         machine: the same, for its distances.
         ranks: how many ranks there are.
-        chosen: the visible GPUs, as in `visible`.
+        devices: the visible GPUs.
     """
-    near = [
-        () if gpu is None else local_domains(topology, machine, gpu)
-        for gpu in visible(topology, chosen, [])
-    ]
+    near = [() if gpu is None else local_domains(topology, machine, gpu) for gpu in devices]
     ranked = {domain for domains in near[:ranks] for domain in domains}
     idle = {domain for domains in near[ranks:] for domain in domains} - ranked
     beside = [
@@ -102,77 +95,46 @@ def domains_of_idle(
     return idle.union(beside)
 
 
-def visible(
-    topology: Topology, chosen: Iterable[object] | None, warnings: list[str]
-) -> list[Gpu | None]:
-    """Return the visible devices in order; None stands for one that the topology does not know.
-
-    Args:
-        topology: the node.
-        chosen: indices, PCI addresses, UUIDs or names; None for all devices.
-        warnings: gets a sentence about what is unknown.
-    """
-    if chosen is None:
-        return list(topology.devices)
-    devices: list[Gpu | None] = []
-    for entry in chosen:
-        devices.append(_find(topology.gpus, str(entry).strip().lower()))
-        if devices[-1] is None:
-            warnings.append(f"visible GPU {str(entry).strip()!r} is not in the topology")
-    return devices
-
-
-def _find(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
-    """Return the GPU that an entry means: index, UUID (or its beginning), PCI address or name."""
-    if entry.isdecimal():
-        return next((gpu for gpu in gpus if gpu.index == int(entry)), None)
-    address = full_address(entry)
-    exact = [
-        *(gpu for gpu in gpus if entry and gpu.uuid.lower() == entry),
-        *(gpu for gpu in gpus if entry and gpu.name.lower() == entry),
-        *(gpu for gpu in gpus if address and gpu.address == address),
-    ]
-    if exact:
-        return exact[0]
-    begun = [gpu for gpu in gpus if "-" in entry and gpu.uuid.lower().startswith(entry)]
-    return begun[0] if len(begun) == 1 else None
-
-
 def visible_devices(
-    topology: Topology, text: str | None, hidden: Collection[str] = ()
+    topology: Topology,
+    text: str | None,
+    hidden: Collection[str] = (),
+    warnings: list[str] | None = None,
 ) -> list[Gpu | None]:
     """Return the devices of a visible list in its order; None stands for an unknown one.
+
+    As for the driver, the list ends before an entry that can be no device, such as `-1` or
+    Slurm's `NoDevFiles`.
 
     Args:
         topology: the node.
         text: the variable's value; None where it is not set: then all that are not hidden.
         hidden: PCI addresses of GPUs that a cgroup hides.
-    """
-    return visible(topology, chosen_names(topology, text, hidden), [])
-
-
-def chosen_names(
-    topology: Topology, text: str | None, hidden: Collection[str] = ()
-) -> list[str] | None:
-    """Return the names of visible devices in order, as the planner takes them; None for all.
-
-    As for the driver, the list ends before an entry that can be no device, such as `-1` or
-    Slurm's `NoDevFiles`. A device that the topology does not know stays in the list.
+        warnings: gets a sentence about each unknown device.
     """
     if text is None:
-        admitted = [gpu.name for gpu in topology.devices if gpu.address not in hidden]
-        return admitted if hidden else None
-    admitted = [gpu.name for gpu in topology.gpus if not gpu.parent and gpu.address not in hidden]
-    names: list[str] = []
+        return [gpu for gpu in topology.devices if gpu.address not in hidden]
+    admitted = [gpu for gpu in topology.gpus if not gpu.parent and gpu.address not in hidden]
+    devices: list[Gpu | None] = []
     for entry in (part.strip() for part in text.split(",")):
         if entry.isdecimal():
-            index = int(entry)
-            names.append(admitted[index] if index < len(admitted) else f"index {index}")
+            name = f"index {int(entry)}"
+            device = admitted[int(entry)] if int(entry) < len(admitted) else None
         elif entry.upper().startswith(("GPU-", "MIG-")):
-            names.append(entry)
+            name, device = entry, _by_uuid(topology.gpus, entry.lower())
         else:
             break
-    return names
+        if device is None and warnings is not None:
+            warnings.append(f"visible GPU {name!r} is not in the topology")
+        devices.append(device)
+    return devices
+
+
+def _by_uuid(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
+    """Return the GPU of a UUID; of the beginning of one, as in CUDA, where it is the only one."""
+    begun = [gpu for gpu in gpus if gpu.uuid.lower().startswith(uuid)]
+    exact = [gpu for gpu in begun if gpu.uuid.lower() == uuid]
+    return exact[0] if exact else begun[0] if len(begun) == 1 else None
 
 
 def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, ...]:
@@ -186,8 +148,10 @@ def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, 
         return with_cpus
     candidates = [gpu]
     if gpu.parent:
-        candidates += [one for one in topology.gpus if gpu.parent in (one.uuid, one.address)]
-        candidates += [one for one in topology.gpus if one.parent == gpu.parent]
+        candidates += [
+            other for other in topology.gpus if gpu.parent in (other.uuid, other.address)
+        ]
+        candidates += [other for other in topology.gpus if other.parent == gpu.parent]
     for candidate in candidates:
         if candidate.domain in with_cpus:
             return (candidate.domain,)

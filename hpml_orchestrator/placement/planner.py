@@ -49,7 +49,7 @@ def plan(
     policy: str = "gpu-local",
     ranks_per_gpu: int = 1,
     allowed_cpus: Iterable[int] | None = None,
-    visible_gpus: Iterable[object] | None = None,
+    visible_gpus: Sequence[Gpu | None] | None = None,
     loader_workers: int = 0,
     smt: bool = True,
 ) -> Plan:
@@ -66,8 +66,8 @@ def plan(
         policy: one of `POLICIES`.
         ranks_per_gpu: how many ranks are meant to share one GPU.
         allowed_cpus: CPUs that the job may use (cgroup or affinity mask); None for all.
-        visible_gpus: in the order of CUDA_VISIBLE_DEVICES: indices, UUIDs, PCI addresses or names;
-            None for all GPUs.
+        visible_gpus: in the order of CUDA_VISIBLE_DEVICES, None for one that the topology does not
+            know; None for all GPUs.
         loader_workers: processes per rank that load data and need a core each.
         smt: use all hardware threads of a core, or its first allowed one alone.
 
@@ -86,9 +86,9 @@ def plan(
             hint=f"The node has {format_list(topology.cpus)}.",
         )
     warnings: list[str] = []
-    chosen = None if visible_gpus is None else tuple(visible_gpus)
-    gpus = gpus_of_ranks(topology, machine, ranks, ranks_per_gpu, chosen, warnings)
-    idle = domains_of_idle(topology, machine, ranks, chosen) if policy == "gpu-local" else ()
+    devices = topology.devices if visible_gpus is None else visible_gpus
+    gpus = gpus_of_ranks(topology, machine, ranks, ranks_per_gpu, devices, warnings)
+    idle = domains_of_idle(topology, machine, ranks, devices) if policy == "gpu-local" else ()
     cores = _share(machine, gpus, policy, warnings, idle)
     if policy == "none":
         plans = [

@@ -142,7 +142,7 @@ class NodeProof:
     @property
     def right(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.wrong and not any(one.wrong for one in self.ranks)
+        return not self.wrong and not any(rank.wrong for rank in self.ranks)
 
 
 def proof_json(proof: NodeProof) -> dict[str, Any]:

@@ -31,8 +31,6 @@ VOCABULARY = (
 )
 """The only names that an event may have, in the order of a job's life."""
 
-_BRACES = 2  # that a line of counters opens: the event, and its data
-
 
 @dataclass(frozen=True)
 class Event:
@@ -68,7 +66,7 @@ class Event:
             body["rank"] = self.rank
         if self.data:
             body["data"] = dict(self.data)
-        return json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str)
+        return json.dumps(body, separators=(",", ":"), default=str)
 
 
 def append(
@@ -101,35 +99,23 @@ def read_all(directory: Path) -> Iterator[Event]:
 def read_milestones(directory: Path) -> Iterator[Event]:
     """Yield an attempt's events, but of each rank's `step` only the first and last of a file.
 
-    Nearly all lines of a long training are steps: of those between no more is looked at than whose
-    they are, and no more is held than a line per rank.
+    Nearly all lines of a long training are steps: no more is held than one event per rank.
     """
     for path in _files(directory):
-        last: dict[bytes, bytes] = {}
-        for line in read_lines(path):
-            rank = _rank_of_step(line)
-            if rank in last:
-                last[rank] = line
+        first: set[int | None] = set()
+        last: dict[int | None, Event] = {}
+        for event in read(path):
+            if event.event == "step" and event.rank in first:
+                last[event.rank] = event
                 continue
-            event = _event_of(line)
-            if event is not None:
-                if rank:
-                    last[rank] = line
-                yield event
-        yield from filter(None, map(_event_of, last.values()))
+            if event.event == "step":
+                first.add(event.rank)
+            yield event
+        yield from last.values()
 
 
 def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.jsonl"), key=lambda path: (path.stem != "batch", path.name))
-
-
-def _rank_of_step(line: bytes) -> bytes:
-    """Return the rank of a line of plain counters, unparsed; empty for any other line."""
-    head, step, rest = line.partition(b',"event":"step","node":"')
-    # One more brace is nested data, or a line that was cut off and ran into the next.
-    if step and line.count(b"{") == _BRACES and head.startswith(b"{") and line.endswith(b"}}\n"):
-        return rest.partition(b'","rank":')[2].partition(b",")[0]
-    return b""
 
 
 def _event_of(line: bytes) -> Event | None:

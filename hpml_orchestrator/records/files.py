@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import tempfile
@@ -24,17 +23,13 @@ __all__ = [
     "read_json_lines",
     "read_lines",
     "read_text",
+    "read_text_or_nothing",
     "write_json",
     "write_text",
 ]
 
 SCHEMA_VERSION = 1
 """Version of every record that this hpml writes; a reader refuses what is newer."""
-
-_NO_LINKS = frozenset(
-    {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-)
-"""What `link` says where a file system knows no hard links."""
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -54,16 +49,8 @@ def write_text(path: PathLike, text: Union[str, bytes], *, mode: int = 0o644) ->
     Raises:
         RecordError: the directory cannot be written (full, read-only, quota, permission).
     """
-    target = Path(path)
-    data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-    temporary = _temporary(target, data, mode)
-    try:
-        os.replace(temporary, target)
-        fsync_dir(target.parent)
-    except OSError as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise _cannot("write", target, error) from error
+    with _written_sibling(Path(path), text, mode) as temporary:
+        os.replace(temporary, path)
 
 
 def write_json(path: PathLike, record: Any) -> None:
@@ -78,62 +65,36 @@ def create_json(path: PathLike, record: Any) -> bool:
         False when the file is there already; it stays as it is.
 
     Raises:
-        RecordError: the directory cannot be written.
+        RecordError: the directory cannot be written, or its file system has no hard links.
     """
-    target = Path(path)
-    data = _json_text(record).encode("utf-8", "surrogateescape")
-    temporary = _temporary(target, data, 0o644)
-    try:
+    with _written_sibling(Path(path), _json_text(record), 0o644) as temporary:
         try:
-            os.link(temporary, target)
+            os.link(temporary, path)
         except FileExistsError:
             # NFS may repeat a request whose answer was lost, and then finds our own link.
-            if not os.path.samefile(temporary, target):
-                return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            if not _create_in_place(target, data):
-                return False
+            return os.path.samefile(temporary, path)
+    return True
+
+
+@contextlib.contextmanager
+def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterator[str]:
+    """Yield a durable temporary file beside a target, and make what is done with it durable."""
+    temporary = ""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
+            stream.flush()
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+        yield temporary
         fsync_dir(target.parent)
     except OSError as error:
         raise _cannot("write", target, error) from error
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-    return True
-
-
-def _create_in_place(target: Path, data: bytes) -> bool:
-    """Create a file exclusively where hard links cannot be had; a reader may see half of it."""
-    try:
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return False
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return True
-
-
-def _temporary(target: Path, data: bytes, mode: int) -> str:
-    """Write a temporary sibling of a file durably, and return its path."""
-    try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise _cannot("write", target, error) from error
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
-    except OSError as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise _cannot("write", target, error) from error
-    return temporary
+        if temporary:
+            with contextlib.suppress(OSError):  # it was renamed
+                os.unlink(temporary)
 
 
 def _json_text(record: Any) -> str:
@@ -154,6 +115,14 @@ def read_text(path: PathLike) -> str:
         raise NotFoundError(f"no such file: {path}") from error
     except OSError as error:
         raise _cannot("read", path, error) from error
+
+
+def read_text_or_nothing(path: PathLike) -> str:
+    """Read a UTF-8 file; empty where that is impossible."""
+    try:
+        return read_text(path)
+    except (NotFoundError, RecordError):
+        return ""
 
 
 def read_json(path: PathLike) -> Any:
@@ -181,15 +150,8 @@ def read_json(path: PathLike) -> Any:
 
 def append_line(path: PathLike, line: str) -> None:
     """Append one line with a single write, so that lines of several writers never mix."""
-    try:
-        data = (line + "\n").encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
-        data = (line + "\n").encode("utf-8", "backslashreplace")
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, data)
-    finally:
-        os.close(fd)
+    with open(path, "ab", buffering=0) as stream:
+        stream.write(f"{line}\n".encode("utf-8", "surrogateescape"))
 
 
 def read_lines(path: PathLike) -> Iterator[bytes]:

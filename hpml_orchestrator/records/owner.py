@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
@@ -42,14 +43,9 @@ class Owner:
         """Read a record; None if there is none or it cannot be understood."""
         try:
             record = read_json(path)
-            return cls(
-                job_key=str(record["job_key"]),
-                pid=int(record["pid"]),
-                start_ticks=int(record["start_ticks"]),
-                boot_id=str(record["boot_id"]),
-                hostname=str(record["hostname"]),
-                pid_namespace=str(record["pid_namespace"]),
-            )
+            kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
+            values: dict[str, Any] = {name: kind(record[name]) for name, kind in kinds.items()}
+            return cls(**values)
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
             return None
 

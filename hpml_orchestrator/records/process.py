@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["ProcessStat", "read_stat"]
+__all__ = ["ProcessStat", "live_processes", "read_stat"]
 
 
 # No dataclass: hpml-bind imports this once per rank, and `dataclasses` takes half of its start.
@@ -16,8 +16,6 @@ class ProcessStat:
         name: the command's name, at most 15 bytes; it may hold spaces and parentheses.
         state: one letter, such as R, S, D, Z or X.
         parent: the parent's pid.
-        group: the process group.
-        session: the session.
         cpu_ticks: user and system time of the process itself, in clock ticks.
         start_ticks: clock ticks from boot to its start; with the pid it names one process.
     """
@@ -30,8 +28,6 @@ class ProcessStat:
         self.pid = int(number)
         self.state = fields[0]
         self.parent = int(fields[1])
-        self.group = int(fields[2])
-        self.session = int(fields[3])
         self.cpu_ticks = int(fields[11]) + int(fields[12])
         self.start_ticks = int(fields[19])
 
@@ -48,3 +44,9 @@ def read_stat(pid: int | str, proc_root: str = "/proc") -> ProcessStat | None:
             return ProcessStat(stream.read().decode("utf-8", "replace"))
     except (OSError, ValueError, IndexError):
         return None
+
+
+def live_processes(proc_root: str = "/proc") -> list[ProcessStat]:
+    """Return every process that is no zombie, as it was at one moment."""
+    stats = (read_stat(name, proc_root) for name in os.listdir(proc_root) if name.isdecimal())
+    return [stat for stat in stats if stat is not None and not stat.ended]

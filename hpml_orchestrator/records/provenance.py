@@ -19,8 +19,7 @@ __all__ = ["collect"]
 _GIT_TIMEOUT_SECONDS = 20
 # Filters are run, as by everybody's git: without Git LFS's, its files would count as changed.
 # `git diff` would write the index anew where only times differ, for which it asks no other option.
-_SETTINGS = ("core.hooksPath=/dev/null", "core.fsmonitor=", "diff.autoRefreshIndex=false")
-_QUIET = ("--no-optional-locks", *(word for one in _SETTINGS for word in ("-c", one)))
+_QUIET = "--no-optional-locks -c core.fsmonitor= -c diff.autoRefreshIndex=false".split()
 _PLAIN_DIFF = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
 # Set inside git's hooks: they would name another repository than the job's.
 _GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
@@ -67,21 +66,20 @@ def _working_directory() -> str:
 
 
 def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
-    commit = _run_git(directory, "rev-parse", "HEAD")
-    top = _run_git(directory, "rev-parse", "--show-toplevel")
-    if commit is None or top is None:
+    place = _run_git(directory, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
+    if place is None:
         return None, b""
+    commit, *top, branch = place.decode(errors="replace").rstrip("\n").split("\n")
     status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal")
-    branch = _run_git(directory, "rev-parse", "--abbrev-ref", "HEAD") or b""
     # the user's own settings of colours and of other diff programs make no patch
     diff = _run_git(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
-    untracked = [line[3:] for line in _lines(status or b"") if line.startswith("??")]
+    lines = (status or b"").decode(errors="replace").splitlines()
     record: dict[str, Any] = {
-        "commit": commit.decode().strip(),
-        "branch": branch.decode(errors="replace").strip(),
-        "top": top.decode(errors="replace").strip(),
+        "commit": commit,
+        "branch": branch,
+        "top": "\n".join(top),
         "dirty": None if status is None else bool(status.strip()),
-        "untracked": untracked[:100],
+        "untracked": [line[3:] for line in lines if line.startswith("??")][:100],
     }
     if len(diff) > _DIFF_LIMIT_BYTES:
         record["diff"] = f"left out: {len(diff)} bytes, over {_DIFF_LIMIT_BYTES}"
@@ -89,10 +87,6 @@ def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
     elif diff:
         record["diff"] = "dirty.diff"
     return record, diff
-
-
-def _lines(output: bytes) -> list[str]:
-    return output.decode(errors="replace").splitlines()
 
 
 def _run_git(directory: str, *arguments: str) -> bytes | None:

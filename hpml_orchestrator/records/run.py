@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Attempt", "Run", "owner_name", "task_output"]
+__all__ = ["Attempt", "Run", "owner_name", "task_output", "user_name"]
 
 
-def owner_name(path: Path) -> str:
-    """Return the user that a file belongs to, by number where there is no name."""
-    try:
-        uid = path.stat().st_uid
-    except OSError:
-        return "unknown"
+def user_name(uid: int) -> str:
+    """Return the name of a user, the number where there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def owner_name(path: Path) -> str:
+    """Return the name of the user that a file belongs to."""
+    try:
+        return user_name(path.stat().st_uid)
+    except OSError:
+        return "unknown"
 
 
 def _unreadable(what: str, path: Path, error: OSError) -> RecordError:

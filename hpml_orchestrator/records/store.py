@@ -135,15 +135,15 @@ class Store:
             made[0] = target
             fsync_dir(self.submissions_dir)
             fsync_dir(self.runs_dir)
-        except OSError as error:
-            _remove(made)
+        except BaseException as error:
+            for directory in reversed(made):
+                shutil.rmtree(directory, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise RecordError(
                 f"cannot write records under {self.root}: {error.strerror or error}",
                 hint="set HPML_HOME (or --records DIR) to a directory that the nodes see too",
             ) from error
-        except BaseException:
-            _remove(made)
-            raise
         return Submission(target)
 
     def _place_archive(self, archive: bytes, path: Path) -> None:
@@ -235,15 +235,14 @@ def _named(submissions: list[Submission], word: str) -> Submission | None:
     """
     if word == "last":
         return submissions[0] if submissions else None
-    matches = [submission for submission in submissions if submission.sid == word]
-    if not matches and word.isdecimal():  # before parts of ids: many of those end in a digit
-        matches = [submission for submission in submissions if submission.has_job(word)]
-    if not matches:
-        matches = [
-            submission
-            for submission in submissions
-            if submission.sid.startswith(word) or submission.sid.endswith(word)
-        ]
+    matches: list[Submission] = []
+    for fits in (
+        lambda submission: submission.sid == word,
+        # before parts of ids: many of those end in a digit
+        lambda submission: word.isdecimal() and submission.has_job(word),
+        lambda submission: submission.sid.startswith(word) or submission.sid.endswith(word),
+    ):
+        matches = matches or list(filter(fits, submissions))
     if len(matches) > 1:
         raise InputError(
             f"names {len(matches)} runs: {_first(5, [match.sid for match in matches])}",
@@ -285,8 +284,3 @@ def _suggestion(word: str, submissions: list[Submission]) -> str:
         known.setdefault(submission.sid.rsplit("-", 3)[0], submission.sid)
     match = nearest(word, known)
     return f"did you mean {known[match]}? `hpml list` shows all runs" if match else ""
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in reversed(paths):
-        shutil.rmtree(path, ignore_errors=True)

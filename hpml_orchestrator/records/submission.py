@@ -19,7 +19,7 @@ from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import create_json, read_json, read_text, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 
-__all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Start", "Submission", "begin", "newest_start"]
+__all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Start", "Submission"]
 
 RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
@@ -40,54 +40,6 @@ class Start:
     number: int
     time: float
     owner: Owner | None
-
-
-def newest_start(directory: Path) -> Start | None:
-    """Return the last start of the submission in that directory; None if there was none.
-
-    Raises:
-        RecordError: the directory cannot be read.
-    """
-    # Listed, not probed one by one: NFS caches "no such file" for a while.
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RecordError(f"cannot read {directory}: {error.strerror or error}") from error
-    matches = [_START_NAME.fullmatch(name) for name in names]
-    number = max((int(match[1] or 1) for match in matches if match), default=0)
-    if not number:
-        return None
-    path = _start_path(directory, number)
-    try:
-        time = float(read_json(path)["time"])
-    except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
-        # killed while writing, on a file system without hard links
-        time = path.stat().st_mtime if path.exists() else 0.0
-    return Start(number, time, Owner.read(str(path)))
-
-
-def begin(directory: Path, number: int, *, now: float) -> bool:
-    """Record durably that this process is about to call sbatch, if nobody has that number.
-
-    Args:
-        directory: the submission's.
-        number: of the start: one more than there were before the job was looked for.
-        now: seconds since the epoch.
-
-    Returns:
-        False if another process has it.
-
-    Raises:
-        RecordError: the directory cannot be written.
-    """
-    record = {"time": now, **asdict(this_owner(directory.name))}
-    return create_json(_start_path(directory, number), record)
-
-
-def _start_path(directory: Path, number: int) -> Path:
-    return directory / (STARTED_MARKER if number == 1 else f"{STARTED_MARKER}.{number}")
 
 
 @dataclass(frozen=True)
@@ -168,29 +120,63 @@ class Submission:
         """Record that the scheduler refused."""
         write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
 
-    def starts(self) -> int:
-        """How often a process was about to call sbatch."""
-        newest = newest_start(self.directory)
-        return newest.number if newest else 0
-
     def mark_started(self, *, now: float, number: int | None = None) -> bool:
-        """Record that this process is about to call sbatch: from here a job may exist.
+        """Record durably that this process is about to call sbatch: from here a job may exist.
 
         Args:
             now: seconds since the epoch.
-            number: of this start; by default the next one.
+            number: of this start: one more than there were before the job was looked for; by
+                default the next one.
 
         Returns:
             False if another process has made that start: sbatch must not be called.
-        """
-        return begin(self.directory, number or self.starts() + 1, now=now)
 
-    def submitter_is_gone(self) -> bool:
-        """Whether the process that was last about to call sbatch is known to be dead."""
-        newest = newest_start(self.directory)
-        return bool(newest and newest.owner and not owner_is_alive(newest.owner))
+        Raises:
+            RecordError: the directory cannot be written.
+        """
+        number = number or self.starts() + 1
+        record = {"time": now, **asdict(this_owner(self.sid))}
+        return create_json(self._start_path(number), record)
+
+    def newest_start(self) -> Start | None:
+        """The last start; None if there was none.
+
+        Raises:
+            RecordError: the directory cannot be read.
+        """
+        # Listed, not probed one by one: NFS caches "no such file" for a while.
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            reason = error.strerror or error
+            raise RecordError(f"cannot read {self.directory}: {reason}") from error
+        matches = [_START_NAME.fullmatch(name) for name in names]
+        number = max((int(match[1] or 1) for match in matches if match), default=0)
+        if not number:
+            return None
+        path = self._start_path(number)
+        try:
+            time = float(read_json(path)["time"])
+        except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
+            time = path.stat().st_mtime if path.exists() else 0.0  # damaged
+        return Start(number, time, Owner.read(str(path)))
+
+    def _start_path(self, number: int) -> Path:
+        return self.directory / (STARTED_MARKER if number == 1 else f"{STARTED_MARKER}.{number}")
+
+    def starts(self) -> int:
+        """How often a process was about to call sbatch."""
+        newest = self.newest_start()
+        return newest.number if newest else 0
 
     def started_at(self) -> float | None:
         """When sbatch was last about to be called, seconds since the epoch; None: never."""
-        newest = newest_start(self.directory)
+        newest = self.newest_start()
         return newest.time if newest else None
+
+    def submitter_is_gone(self) -> bool:
+        """Whether the process that was last about to call sbatch is known to be dead."""
+        newest = self.newest_start()
+        return bool(newest and newest.owner and not owner_is_alive(newest.owner))

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,8 +42,7 @@ STALE_SECONDS = 600.0
 """Age of a file whose agent is gone: ten renewals are missing."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
-_OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json")
-_TEMPORARY = re.compile(r"\.[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json\.\w+")
+_OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json(\.\w+)?")
 
 
 def default_directory(root: Path) -> Path:
@@ -112,41 +110,25 @@ def withdraw_run(directory: Path, run: str) -> None:
 def sweep(directory: Path) -> list[str]:
     """Remove this user's targets whose agents died; returns their names.
 
-    Ages are by the file server's clock, as that of this node may be wrong.
+    A file removed because of a wrong clock comes back: its agent writes it again.
     """
-    own = _own_files(directory, temporary=True)
-    if not any(modified < time.time() - STALE_SECONDS for modified in own.values()):
-        return []
-    now = _server_time(directory)
-    stale = [path for path, modified in own.items() if now and modified < now - STALE_SECONDS]
+    stale_before = time.time() - STALE_SECONDS
+    stale = [path for path, modified in _own_files(directory).items() if modified < stale_before]
     for path in stale:
         withdraw(path)
     return [path.name for path in stale]
 
 
-def _own_files(directory: Path, *, temporary: bool = False) -> dict[Path, float]:
+def _own_files(directory: Path) -> dict[Path, float]:
     """Return this user's target files, and those that a killed writer left, with their mtimes.
 
     Links and pipes are left out: several users may write to the directory.
     """
-    try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except OSError:
-        return {}
     files = {}
-    for entry in entries:
-        if _OURS.fullmatch(entry.name) or (temporary and _TEMPORARY.fullmatch(entry.name)):
-            with contextlib.suppress(OSError):
-                info = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
-                    files[directory / entry.name] = info.st_mtime
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            info = entry.stat(follow_symlinks=False)
+            own = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
+            if own and _OURS.fullmatch(entry.name):
+                files[directory / entry.name] = info.st_mtime
     return files
-
-
-def _server_time(directory: Path) -> float | None:
-    """Return the file server's time; None if the directory cannot be written."""
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".hpml-time.", dir=directory) as probe:
-            return os.fstat(probe.fileno()).st_mtime
-    except OSError:
-        return None

@@ -144,7 +144,7 @@ def _had_ranks(attempt: Attempt, ended: Mapping[str, Any] | None) -> bool:
 
 def node_topology(attempt: Attempt, node: str) -> Topology | None:
     """Return the topology that a node's agent recorded; None where it is missing or damaged."""
-    from hpml_orchestrator.topology.record import topology_of_json  # noqa: PLC0415
+    from hpml_orchestrator.topology.model import topology_of_json  # noqa: PLC0415
 
     try:
         return topology_of_json(read_json(attempt.directory / "nodes" / f"{node}.topology.json"))

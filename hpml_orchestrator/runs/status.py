@@ -19,10 +19,9 @@ from hpml_orchestrator.runs.state import (
     run_of,
 )
 from hpml_orchestrator.runs.submit import settle
-from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.model import JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
-from hpml_orchestrator.scheduler.slurm.states import parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -17,7 +17,6 @@ __all__ = [
     "Node",
     "Partition",
     "Qos",
-    "Reservation",
 ]
 
 
@@ -74,7 +73,6 @@ class Partition:
     default: bool = False
     nodes: tuple[str, ...] = ()
     total_nodes: int = 0
-    total_cpus: int = 0
     max_seconds: int | None = None
     default_seconds: int | None = None  # None: max_seconds
     min_nodes: int = 0  # per job
@@ -128,7 +126,6 @@ class Association:
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     max_seconds: int | None = None
-    max_submit_jobs: int | None = None
     max_tres_per_job: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_node: Mapping[str, int] = field(default_factory=dict)
     group_tres: Mapping[str, int] = field(default_factory=dict)
@@ -141,25 +138,11 @@ class Qos:
     name: str
     flags: frozenset[str] = frozenset()  # such as DenyOnLimit: a job over a limit is refused
     max_seconds: int | None = None
-    max_submit_jobs_per_user: int | None = None
     min_tres_per_job: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_job: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_node: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_user: Mapping[str, int] = field(default_factory=dict)
     group_tres: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """One reservation: who may use it, and when (seconds since the epoch)."""
-
-    name: str
-    users: tuple[str, ...] | None = None
-    accounts: tuple[str, ...] | None = None
-    partition: str = ""
-    nodes: tuple[str, ...] = ()
-    started: float | None = None
-    ended: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +152,6 @@ class Cluster:
     limits: Limits = Limits()
     partitions: tuple[Partition, ...] = ()
     nodes: tuple[Node, ...] = ()
-    reservations: tuple[Reservation, ...] = ()
     user: str = ""  # whose associations these are
     groups: tuple[str, ...] = ()
     associations: tuple[Association, ...] | None = None

@@ -9,28 +9,9 @@ if TYPE_CHECKING:
 
 __all__ = ["travelling"]
 
-_DROPPED_PREFIXES = (
-    "SLURM_",
-    "SLURMD_",
-    "SBATCH_",
-    "SRUN_",
-    "SALLOC_",
-    "SQUEUE_",
-    "SACCT_",
-    "SINFO_",
-    "SCANCEL_",
-    "PMI_",
-    "PMI2_",
-    "PMIX_",
-    "OMPI_",
-    "PRTE_",
-    "HPML_",
-    "PET_",
-    "TORCHELASTIC_",
-    "HOROVOD_",
-    "SSH_",
-    "XDG_SESSION_",
-    "TMUX",
+_DROPPED_PREFIXES = tuple(
+    "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ PMI_ PMI2_ PMIX_ OMPI_ "
+    "PRTE_ HPML_ PET_ TORCHELASTIC_ HOROVOD_ SSH_ XDG_SESSION_ TMUX".split()
 )
 _DROPPED = frozenset(
     # a launcher sets these; values of the submitting host mean nothing on the node

@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Dependency", "JobState", "JobStatus", "Scheduler", "SubmitRequest", "representative"]
+__all__ = [
+    "STATE_FLAGS",
+    "Dependency",
+    "JobState",
+    "JobStatus",
+    "Scheduler",
+    "SubmitRequest",
+    "parse_state",
+    "representative",
+]
 
 
 class JobState(enum.StrEnum):
@@ -50,6 +59,37 @@ class JobState(enum.StrEnum):
 _UNFINISHED = frozenset(
     "PENDING CONFIGURING RUNNING SUSPENDED STOPPED COMPLETING REQUEUED UNKNOWN".split()
 )
+
+
+STATE_FLAGS = {
+    "EXPEDITING": JobState.PENDING,  # 25.11: requeued with the highest priority
+    "LAUNCH_FAILED": JobState.FAILED,
+    "POWER_UP_NODE": JobState.CONFIGURING,
+    "RECONFIG_FAIL": JobState.FAILED,
+    "REQUEUE_FED": JobState.REQUEUED,
+    "REQUEUE_HOLD": JobState.REQUEUED,
+    "RESIZING": JobState.RUNNING,
+    "RESV_DEL_HOLD": JobState.PENDING,
+    "REVOKED": JobState.CANCELLED,  # another cluster of the federation runs it
+    "SIGNALING": JobState.RUNNING,
+    "SPECIAL_EXIT": JobState.REQUEUED,  # requeued and held
+    "STAGE_OUT": JobState.COMPLETING,
+    "UPDATE_DB": JobState.UNKNOWN,  # says nothing of the job
+}
+"""Flags that squeue shows in place of a base state and that have no state of their own here."""
+
+
+def parse_state(text: str) -> JobState:
+    """Return the state that Slurm's name stands for; UNKNOWN for a name that is not known.
+
+    >>> [parse_state(text).value for text in ("CANCELLED by 1000", "COMPLETED+", "BRAND_NEW")]
+    ['CANCELLED', 'COMPLETED', 'UNKNOWN']
+    """
+    name = (text.upper().split() or [""])[0].rstrip("+*")
+    try:
+        return STATE_FLAGS.get(name) or JobState(name)
+    except ValueError:
+        return JobState.UNKNOWN
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
-from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.scheduler.slurm.messages import (
     final_refusal,
     hint_for,
@@ -118,7 +118,7 @@ def recover(
     try:
         job_ids = scheduler.find(directory, name=name, since=prepared_at)
     except SchedulerUnavailable as error:
-        stderr = _read(directory, "sbatch.err")
+        stderr = read_text_or_nothing(directory / "sbatch.err")
         if sbatch_started_at is not None and not_configured(stderr):
             # The queue cannot be read for the same reason: nothing was sent to any controller.
             refused = final_refusal(stderr)
@@ -135,7 +135,7 @@ def recover(
 
 def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
     """Decide for an sbatch that was started, is not seen any more, and left no job in sight."""
-    stderr = _read(directory, "sbatch.err")
+    stderr = read_text_or_nothing(directory / "sbatch.err")
     refused = final_refusal(stderr)
     if refused:
         return Absent("sbatch refused it", refused, hint_for(refused))
@@ -152,12 +152,5 @@ def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> O
 
 
 def _answered(directory: Path) -> Found | None:
-    job_id = parse_job_id(_read(directory, "sbatch.out"))
+    job_id = parse_job_id(read_text_or_nothing(directory / "sbatch.out"))
     return Found(job_id, "sbatch.out") if job_id else None
-
-
-def _read(directory: Path, name: str) -> str:
-    try:
-        return read_text(directory / name)
-    except (NotFoundError, RecordError):
-        return ""

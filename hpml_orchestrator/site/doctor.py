@@ -169,7 +169,7 @@ def _slurm_problem() -> tuple[str, str] | None:
         hint = "`scontrol ping` says more; is SLURM_CONF right?"
         return f"{version}, and its controller does not answer", hint
     try:
-        numbers = slurm_version(SubprocessRunner(), fresh=True)
+        numbers = slurm_version(SubprocessRunner())
     except SchedulerUnavailable:
         numbers = ()
     if numbers and numbers[:2] < _OLDEST_SLURM:

@@ -9,16 +9,22 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hpml_orchestrator.topology.cpulist import format_list, parse_list, parse_mask
-    from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
+    from hpml_orchestrator.topology.model import (
+        Core,
+        Domain,
+        Gpu,
+        Nic,
+        Topology,
+        topology_json,
+        topology_of_json,
+    )
     from hpml_orchestrator.topology.recognise import read_topology, topology_of_text
-    from hpml_orchestrator.topology.record import topology_json, topology_of_json
     from hpml_orchestrator.topology.sysfs import read_sysfs
 
 _MODULES = {
     "cpulist": ("format_list", "parse_list", "parse_mask"),
-    "model": ("Core", "Domain", "Gpu", "Nic", "Topology"),
+    "model": ("Core", "Domain", "Gpu", "Nic", "Topology", "topology_json", "topology_of_json"),
     "recognise": ("read_topology", "topology_of_text"),
-    "record": ("topology_json", "topology_of_json"),
     "sysfs": ("read_sysfs",),
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list
-from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 from hpml_orchestrator.topology.pci import (
     NVIDIA,
     VGA,
@@ -32,7 +32,6 @@ __all__ = [
     "cores_without_siblings",
     "domain_of_cpus",
     "free_number",
-    "links",
     "name_key",
     "nearest_with_cpus",
     "walk",
@@ -83,7 +82,7 @@ def _sibling_step(cpus: Sequence[int]) -> int:
     """Return the distance of the two equal runs that some CPUs are; 0 where they are not."""
     half = len(cpus) // 2
     first, second = cpus[:half], cpus[half:]
-    if half < 2 or len(second) != half or first[-1] - first[0] != half - 1:  # noqa: PLR2004
+    if not first[1:] or len(second) != half or first[-1] - first[0] != half - 1:
         return 0
     step = second[0] - first[0]
     same = all(other - cpu == step for cpu, other in zip(first, second))
@@ -179,7 +178,7 @@ class Place:
 class Devices:
     """The GPUs and network cards of a node, collected in any order."""
 
-    paths: dict[str, PciPath] = field(default_factory=dict)
+    _paths: dict[str, PciPath] = field(default_factory=dict)
     _gpus: list[tuple[int, Gpu, bool]] = field(default_factory=list)
     _nics: dict[str, tuple[tuple[int, bool], Nic]] = field(default_factory=dict)
 
@@ -208,7 +207,7 @@ class Devices:
             named: whether a compute library or driver knows it.
         """
         address = partition_address(place.address, partition)
-        self.paths[address] = place.path
+        self._paths[address] = place.path
         gpu = Gpu(0, name, address, uuid, domain=place.domain, cpus=place.cpus)
         # A VGA device beside other GPUs only draws the screen, but for NVIDIA's cards.
         self._gpus.append((number, gpu, named or kind != VGA or vendor == NVIDIA))
@@ -225,19 +224,43 @@ class Devices:
     ) -> None:
         """Add a network device; `virtual` for a virtual function (SR-IOV) of another."""
         if place.address:
-            self.paths.setdefault(place.address, place.path)
+            self._paths.setdefault(place.address, place.path)
         rank = (nic_rank(name, kind, vendor, rdma=rdma), virtual)
         nic = Nic(name or place.address, place.address, place.domain, place.cpus)
         if nic.name not in self._nics or rank < self._nics[nic.name][0]:
             self._nics[nic.name] = (rank, nic)
 
-    def gpus(self) -> list[Gpu]:
+    def topology(
+        self,
+        source: str,
+        cores: tuple[Core, ...],
+        domains: tuple[Domain, ...],
+        warnings: list[str],
+        *,
+        sockets_told: bool = True,
+    ) -> Topology:
+        """Return the node with these devices, and a warning for each GPU of unknown domain."""
+        gpus, nics = self._computing_gpus(), self._offered_nics()
+        warnings += [
+            f"The NUMA domain of {gpu.name} {gpu.address}".rstrip() + " is unknown."
+            for gpu in gpus
+            if gpu.domain is None
+        ]
+        links = tuple(
+            (gpu.name, nic.name, distance)
+            for gpu in gpus
+            for nic in nics
+            if (distance := self._level(gpu, nic))
+        )
+        return Topology(source, cores, domains, gpus, nics, links, tuple(warnings), sockets_told)
+
+    def _computing_gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs that compute, by number, then PCI address."""
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
         ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
         # A UUID that several partitions share says nothing about any of them.
         count = Counter(gpu.uuid for _, gpu, _ in ordered)
-        return [
+        return tuple(
             replace(
                 gpu,
                 index=index,
@@ -245,38 +268,20 @@ class Devices:
                 uuid=gpu.uuid if count[gpu.uuid] == 1 else "",
             )
             for index, (_, gpu, _) in enumerate(ordered)
-        ]
+        )
 
-    def nics(self) -> tuple[Nic, ...]:
+    def _offered_nics(self) -> tuple[Nic, ...]:
         """Return the network cards that ranks communicate through: those of the best rank."""
         best = min((rank for rank, _ in self._nics.values()), default=None)
         names = sorted(self._nics, key=name_key)
         return tuple(self._nics[name][1] for name in names if self._nics[name][0] == best)
 
-
-def links(
-    gpus: Iterable[Gpu], nics: Sequence[Nic], paths: Mapping[str, PciPath]
-) -> tuple[tuple[str, str, str], ...]:
-    """Return how far each GPU is from each card, as far as that is known.
-
-    Args:
-        gpus: the GPUs.
-        nics: the network cards.
-        paths: PCI address -> the bridges above that device.
-    """
-    found = []
-    for gpu in gpus:
-        for nic in nics:
-            one, other = paths.get(gpu.address), paths.get(nic.address)
-            known = gpu.domain is not None and nic.domain is not None
-            same = gpu.domain == nic.domain
-            if one and other and one.bridges and other.bridges:
-                distance = level(one, other, same_domain=same)
-                if distance in {"NODE", "SYS"} and not known:
-                    continue
-            elif known and not same:
-                distance = "SYS"
-            else:
-                continue
-            found.append((gpu.name, nic.name, distance))
-    return tuple(found)
+    def _level(self, gpu: Gpu, nic: Nic) -> str:
+        """Return how far a GPU is from a card; empty where that is unknown."""
+        path, other = self._paths.get(gpu.address), self._paths.get(nic.address)
+        known = gpu.domain is not None and nic.domain is not None
+        same = gpu.domain == nic.domain
+        if path and other and path.bridges and other.bridges:
+            distance = level(path, other, same_domain=same)
+            return distance if known or distance not in {"NODE", "SYS"} else ""
+        return "SYS" if known and not same else ""

@@ -12,7 +12,6 @@ from hpml_orchestrator.topology.build import (
     adopt_strays,
     cores_of_groups,
     domain_of_cpus,
-    links,
     nearest_with_cpus,
     walk,
 )
@@ -32,7 +31,7 @@ _NAME_CHARS = 20
 _IO = frozenset({"Bridge", "PCIDev", "OSDev"})
 # What libraries call GPUs; the first that a device has a name of counts.
 _GPU_NAMES = [re.compile(rf"{library}([0-9]+)") for library in ("nvml", "rsmi", "cuda", "ze")]
-_PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):[0-9a-f]{4}\]", re.IGNORECASE)
 _INTEGER = re.compile(r"[0-9]{1,20}")
 _NOT_MAIN_MEMORY = ("GPUMemory", "MCDRAM", "HBM", "SPM", "NVM", "CXL", "DAX")
 
@@ -77,22 +76,7 @@ class _Reader:
                 f"There are {sockets} sockets and one NUMA domain: the file may come from hwloc's "
                 "x86 backend, which does not know domains."
             )
-        devices = self._devices(domains)
-        gpus, nics = devices.gpus(), devices.nics()
-        self.warnings += [
-            f"The NUMA domain of {gpu.name} {gpu.address}".rstrip() + " is unknown."
-            for gpu in gpus
-            if gpu.domain is None
-        ]
-        return Topology(
-            source=_SOURCE,
-            cores=cores,
-            domains=domains,
-            gpus=tuple(gpus),
-            nics=nics,
-            links=links(gpus, nics, devices.paths),
-            warnings=tuple(self.warnings),
-        )
+        return self._devices(domains).topology(_SOURCE, cores, domains, self.warnings)
 
     def _of_type(self, *types: str) -> list[ET.Element]:
         return [element for element in self.above if element.get("type") in types]
@@ -170,7 +154,7 @@ class _Reader:
         for device in self._of_type("PCIDev"):
             place = self._place(device, domains)
             match = _PCI_TYPE.match(device.get("pci_type", ""))
-            kind, vendor, model = (int(part, 16) for part in match.groups()) if match else (0, 0, 0)
+            kind, vendor = (int(part, 16) for part in match.groups()) if match else (0, 0)
             inside = [part for part in device.iter("object") if part.get("type") == "OSDev"]
             named = _named_gpus(inside)
             # Several are partitions of one GPU, as of an MI300A in CPX mode.
@@ -185,7 +169,7 @@ class _Reader:
                     kind=kind,
                     named=True,
                 )
-            if named or is_gpu(vendor, kind, model):
+            if named or is_gpu(vendor, kind):
                 if not named:
                     uuid = _uuid([device, *inside])
                     devices.add_gpu(place, uuid=uuid, vendor=vendor, kind=kind)
@@ -220,7 +204,7 @@ class _Reader:
         domain = domain_of_cpus(cpus, domains)
         if domain is None and home.get("type") == "NUMANode":
             domain = nearest_with_cpus(_number(home), domains)
-        if len(cpus) == len(everything) and sum(bool(one.cpus) for one in domains) > 1:
+        if len(cpus) == len(everything) and sum(bool(home.cpus) for home in domains) > 1:
             cpus = ()
         address = full_address(device.get("pci_busid", ""))
         return Place(address, domain, cpus, PciPath(bridges))

@@ -6,9 +6,18 @@ PCI addresses are complete and lower case (`0000:c7:00.0`), sizes are in bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Core", "Domain", "Gpu", "Nic", "Topology"]
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Core", "Domain", "Gpu", "Nic", "Topology", "topology_json", "topology_of_json"]
+
+_TEXTS = ("name", "address", "uuid", "parent")
 
 
 @dataclass(frozen=True)
@@ -128,3 +137,107 @@ class Topology:
     def domain(self, number: int) -> Domain | None:
         """The domain of that number."""
         return next((domain for domain in self.domains if domain.number == number), None)
+
+
+def topology_json(topology: Topology) -> dict[str, Any]:
+    """Return a topology ready for `json.dumps`; sets of CPUs are lists in the kernel's format."""
+    return {
+        "source": topology.source,
+        "domains": _rows(topology.domains),
+        "cores": _rows(topology.cores),
+        "sockets_told": topology.sockets_told,
+        "gpus": _rows(topology.gpus),
+        "nics": _rows(topology.nics),
+        "links": [{"gpu": gpu, "nic": nic, "level": level} for gpu, nic, level in topology.links],
+        "warnings": list(topology.warnings),
+    }
+
+
+def _rows(parts: Iterable[Core | Domain | Gpu | Nic]) -> list[dict[str, Any]]:
+    rows = []
+    for part in parts:
+        row = {field.name: getattr(part, field.name) for field in fields(part)}
+        row["cpus"] = format_list(part.cpus)
+        if isinstance(part, Domain):
+            row["distances"] = {str(other): distance for other, distance in part.distances}
+        rows.append(row)
+    return rows
+
+
+def topology_of_json(data: Any) -> Topology:
+    """Return the topology that such data hold.
+
+    Raises:
+        InputError: they are not what `topology_json` makes.
+    """
+    try:
+        return _checked(_parsed(data))
+    except KeyError as error:
+        reason = f"the field {error.args[0]!r} is missing"
+    except ValueError as error:
+        reason = str(error)
+    except (TypeError, AttributeError) as error:
+        reason = f"a value is of the wrong type: {error}"
+    raise InputError(
+        f"is no topology as `hpml topo --json` writes it: {reason}",
+        hint="hpml topo --json > node.json",
+    )
+
+
+def _parsed(data: Any) -> Topology:
+    if not isinstance(data["sockets_told"], bool) or not isinstance(data["warnings"], list):
+        raise TypeError("sockets_told must be true or false, warnings a list")
+    return Topology(
+        source=str(data["source"]),
+        cores=tuple(Core(**_values(Core, row)) for row in data["cores"]),
+        domains=tuple(Domain(**_values(Domain, row)) for row in data["domains"]),
+        gpus=tuple(Gpu(**_values(Gpu, row)) for row in data["gpus"]),
+        nics=tuple(Nic(**_values(Nic, row)) for row in data["nics"]),
+        links=tuple((str(row["gpu"]), str(row["nic"]), str(row["level"])) for row in data["links"]),
+        warnings=tuple(str(warning) for warning in data["warnings"]),
+        sockets_told=data["sockets_told"],
+    )
+
+
+def _values(kind: Any, row: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: _value(field.name, row[field.name]) for field in fields(kind)}
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "cpus":
+        return parse_list(value)
+    if name == "distances":
+        return tuple((int(other), _value(name[:-1], away)) for other, away in value.items())
+    if value is None and name == "domain":
+        return None
+    if not isinstance(value, str if name in _TEXTS else int):
+        raise TypeError(f"{name}={value!r:.40}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is negative: {value}")
+    return value
+
+
+def _checked(topology: Topology) -> Topology:
+    """Return a topology whose parts fit together, as all readers make it.
+
+    Raises:
+        ValueError: they do not.
+    """
+    domains = {domain.number: set(domain.cpus) for domain in topology.domains}
+    seen: set[int] = set()
+    for core in topology.cores:
+        cpus = set(core.cpus)
+        if not cpus or cpus & seen or not cpus <= domains.get(core.domain, set()):
+            raise ValueError(f"core {core.number} does not fit its domain and the other cores")
+        seen |= cpus
+    for what, numbers in (
+        ("domain", [domain.number for domain in topology.domains]),
+        ("core", [core.number for core in topology.cores]),
+        ("GPU", [gpu.index for gpu in topology.gpus]),
+    ):
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"two {what}s have the same number")
+    homes = {device.domain for device in topology.gpus} | {nic.domain for nic in topology.nics}
+    for home in homes - {None, *domains}:
+        raise ValueError(f"a device is next to domain {home}, which is missing")
+    return topology

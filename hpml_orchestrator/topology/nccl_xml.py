@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
@@ -12,7 +13,6 @@ from hpml_orchestrator.topology.build import (
     cores_without_siblings,
     domain_of_cpus,
     free_number,
-    links,
     walk,
 )
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
@@ -93,44 +93,35 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
         name = net.get("name", "")
         devices.add_nic(Place(), name, rdma=not _INTERFACE.match(name))
         warnings.append(f"The place of the network card {name} is unknown.")
-    gpus_found, nics = devices.gpus(), devices.nics()
+    topology = devices.topology(_SOURCE, cores, domains, warnings, sockets_told=False)
     # Behind one <cpu> there may be several host bridges: NODE is what is certain.
-    levels = tuple(
-        (gpu, nic, "NODE" if level == "PHB" else level)
-        for gpu, nic, level in links(gpus_found, nics, devices.paths)
-    )
-    return Topology(
-        source=_SOURCE,
-        cores=cores,
-        domains=domains,
-        gpus=tuple(gpus_found),
-        nics=nics,
-        links=levels,
-        warnings=tuple(warnings),
-        sockets_told=False,
-    )
+    links = ((gpu, nic, level.replace("PHB", "NODE")) for gpu, nic, level in topology.links)
+    return replace(topology, links=tuple(links))
 
 
 def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, ...]:
-    """Return the domains, each CPU in one of them."""
+    """Return the domains, each CPU in one of them; those with a numaid of -1 come last."""
     cpus_of: dict[int, set[int]] = {}
-    unnumbered: list[tuple[int, ...]] = []
-    for part in parts:
-        number, cpus = _domain_number(part), _cpus(part)
-        if number is None:
-            unnumbered.append(cpus)
-            continue
-        taken = set(cpus) & {cpu for held in cpus_of.values() for cpu in held}
+    for part in sorted(parts, key=lambda part: _domain_number(part) is None):
+        number, cpus = _domain_number(part), set(_cpus(part))
+        taken = cpus & set().union(*cpus_of.values())
         if number in cpus_of:
             raise ValueError(f"domain {number} is listed twice")
-        if taken:
+        if number is None:
+            if cpus == taken and cpus_of:
+                continue
+            number = free_number(cpus_of)
+            warnings.append(
+                "NCCL knew no NUMA domain (numaid -1): "
+                f"the CPUs {format_list(cpus - taken)} count as domain {number}."
+            )
+        elif taken:
             warnings.append(
                 f"The CPUs {format_list(taken)} are listed for two domains: the first has them."
             )
         if not cpus:
             warnings.append(f"The file has no CPUs of domain {number}: its ranks run elsewhere.")
-        cpus_of[number] = set(cpus) - taken
-    _add_unnumbered(cpus_of, unnumbered, warnings)
+        cpus_of[number] = cpus - taken
     if not any(cpus_of.values()):
         warnings.append("The file has no CPUs.")
     missing = set(range(max(cpus_of, default=0))) - set(cpus_of)
@@ -141,19 +132,6 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
     return tuple(Domain(number, tuple(sorted(cpus_of[number]))) for number in sorted(cpus_of))
 
 
-def _add_unnumbered(
-    cpus_of: dict[int, set[int]], unnumbered: Sequence[tuple[int, ...]], warnings: list[str]
-) -> None:
-    """Make domains of the CPUs of each numaid of -1, less those that another domain has."""
-    for cpus in sorted(unnumbered):
-        rest = set(cpus).difference(*cpus_of.values())
-        number = free_number(cpus_of)
-        if rest or not cpus_of:
-            cpus_of[number] = rest
-        note = f"the CPUs {format_list(rest)} count as domain {number}" if rest else "no new CPUs"
-        warnings.append(f"NCCL knew no NUMA domain (numaid -1): {note}.")
-
-
 def _place(
     part: ET.Element, device: ET.Element, above: tuple[ET.Element, ...], domains: Sequence[Domain]
 ) -> Place:
@@ -161,7 +139,7 @@ def _place(
     domain, cpus = _domain_number(part), _cpus(part)
     if domain is not None:
         domain = domain if cpus else None
-    elif set(cpus) == {cpu for one in domains for cpu in one.cpus}:
+    elif set(cpus) == {cpu for home in domains for cpu in home.cpus}:
         cpus = ()
     else:
         domain = domain_of_cpus(cpus, domains)
@@ -198,11 +176,7 @@ def _is_bare_gpu(device: ET.Element) -> bool:
     Old files have no vendors: a display or an accelerator is one.
     """
     vendor, kind = _hex(device, "vendor"), _hex(device, "class") >> 8
-    gpu = (
-        is_gpu(vendor, kind, _hex(device, "device"))
-        if vendor
-        else (kind >> 8 in {_DISPLAY, _ACCELERATOR})
-    )
+    gpu = is_gpu(vendor, kind) if vendor else kind >> 8 in {_DISPLAY, _ACCELERATOR}
     return gpu and device.find("gpu") is None and _is_end(device)
 
 

@@ -23,9 +23,8 @@ _TAILS = (_CPUS, _DOMAINS, _MEMORIES)
 _DEVICE = re.compile(r"(?:GPU|NIC|mlx|hfi|qib|bnxt|irdma|efa|rdmap|roce|ibp)\w*")
 _ANY_CARD = re.compile(r"[A-Za-z][\w.-]*")  # a card's driver names it: ionic_0, erdma_0, ibs785
 _LEGEND = re.compile(r"\s*(NIC[0-9]+):\s*(\S+)\s*")
-_CELL = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|C2C|N/?A|OK|SOC|(?:NV|XGMI)[0-9]*")
+_CELL = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|C2C|N/?A|OK|(?:NV|XGMI)[0-9]*")
 _LEVELS = frozenset({"PIX", "PXB", "PHB", "NODE", "SYS"})
-_OLD_LEVELS = {"SOC": "SYS"}  # in drivers before 387
 _CUT = re.compile(r"[0-9]+(?:,[0-9]+){5}")  # on 2-socket servers that number CPUs in turns
 
 
@@ -123,11 +122,7 @@ def _row(line: str, header: _Header, number: int) -> _Row:
             f"line {number}: {cells[0]} must have {count} cells such as PIX, NV4 or SYS"
             + (f", not {wrong[0][:40]!r}" if wrong else f", not {len(matrix)}: is it cut off?")
         )
-    levels = {
-        device: _OLD_LEVELS.get(cell, cell)
-        for device, cell in zip(header.devices, matrix)
-        if device != cells[0]
-    }
+    levels = dict(zip(header.devices, matrix))
     tails = cells[count + 1 :]
     if len([cell for cell in tails if cell]) == len(header.tails):
         # The columns are one or two tabs wide: where all are filled, empty cells are padding;

@@ -27,7 +27,6 @@ _GPU_CLASSES = {
     _AMD: {VGA, 0x0302, 0x0380, 0x1200},
     _INTEL: {0x0380},
 }
-_OLD_ATI = range(0x4000, 0x6000)  # Rage XL, ES1000 and others of before 2008, on server boards
 _NETWORK, _SERIAL_INFINIBAND = 0x02, 0x0C06
 _FABRIC_CLASSES = {0x0207, 0x0208, _SERIAL_INFINIBAND}  # InfiniBand, Omni-Path, old InfiniBand
 _FABRIC_NAMES = re.compile(r"(hfi1|opa|efa|rdmap|cxi|hsn|bxi)\w*")
@@ -83,13 +82,11 @@ def partition_address(address: str, number: int) -> str:
     return f"{address[:-1]}{min(int(address[-1]) + number, _LAST_FUNCTION)}"
 
 
-def is_gpu(vendor: int, device_class: int, device: int = 0) -> bool:
-    """Return whether a PCI device of that vendor, class (16 bits) and id is a GPU for computing.
+def is_gpu(vendor: int, device_class: int) -> bool:
+    """Return whether a PCI device of that vendor and class (16 bits) is a GPU for computing.
 
-    A server's graphics chip (ASPEED, Matrox, ATI) and an NVSwitch are not.
+    A server's graphics chip (ASPEED, Matrox) and an NVSwitch are not.
     """
-    if vendor == _AMD and device_class == VGA and device in _OLD_ATI:
-        return False
     return device_class in _GPU_CLASSES.get(vendor, ())
 
 
@@ -120,14 +117,14 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
     return 2 if fabric or name.startswith("ib") else 3
 
 
-def level(one: PciPath, other: PciPath, *, same_domain: bool) -> str:
+def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
     """Return how far apart two devices are: PIX, PXB, PHB, NODE or SYS, as `nvidia-smi` has it.
 
     PIX is one switch between them, PXB several, PHB the host bridge, NODE two host bridges of one
     NUMA domain, SYS two domains.
     """
     shared = 0
-    for mine, theirs in zip(one.bridges, other.bridges):
+    for mine, theirs in zip(path.bridges, other.bridges):
         if mine != theirs:
             break
         shared += 1
@@ -135,7 +132,5 @@ def level(one: PciPath, other: PciPath, *, same_domain: bool) -> str:
         return "NODE" if same_domain else "SYS"
     if shared == 1:
         return "PHB"
-    below = [
-        sum(bridge not in path.own for bridge in path.bridges[shared:]) for path in (one, other)
-    ]
-    return "PIX" if max(below) <= one.hops else "PXB"
+    below = [sum(bridge not in way.own for bridge in way.bridges[shared:]) for way in (path, other)]
+    return "PIX" if max(below) <= path.hops else "PXB"

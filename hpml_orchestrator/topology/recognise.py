@@ -8,10 +8,9 @@ import xml.etree.ElementTree as ET
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.topology.hwloc_xml import hwloc_topology
-from hpml_orchestrator.topology.model import Topology
+from hpml_orchestrator.topology.model import Topology, topology_of_json
 from hpml_orchestrator.topology.nccl_xml import nccl_topology
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
-from hpml_orchestrator.topology.record import topology_of_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 __all__ = ["BYTES_MAX", "decode", "parse_xml", "read_topology", "topology_of_text"]

@@ -14,11 +14,10 @@ from hpml_orchestrator.topology.build import (
     adopt_strays,
     cores_of_groups,
     domain_of_cpus,
-    links,
     nearest_with_cpus,
 )
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list
-from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Topology
 from hpml_orchestrator.topology.pci import NVIDIA, PciPath, full_address, is_gpu, is_nic
 
 if TYPE_CHECKING:
@@ -62,11 +61,11 @@ def read_sysfs(
     domains = _domains(sys_root, proc_root, online, warnings)
     cores = _cores(cpu_root, domains, warnings)
     pci = _PciDevices(sys_root, domains)
-    gpus = _read_gpus(pci, proc_root, gpu_listing, warnings)
-    nics = _read_nics(pci)
-    addresses = [gpu.address for gpu in gpus] + [nic.address for nic in nics]
-    paths = {address: pci.path(address) for address in addresses}
-    return Topology(_SOURCE, cores, domains, gpus, nics, links(gpus, nics, paths), tuple(warnings))
+    devices = Devices()
+    _add_gpus(devices, pci, proc_root)
+    _add_nics(devices, pci)
+    topology = devices.topology(_SOURCE, cores, domains, warnings)
+    return _with_mig_instances(topology, gpu_listing)
 
 
 def _numbered(directory: str, word: str) -> list[int]:
@@ -139,13 +138,10 @@ def _cores(cpu_root: str, domains: Sequence[Domain], warnings: list[str]) -> tup
 
 
 def _read_text(*parts: str) -> str:
-    """Return a small file's text; empty where it is missing or cannot be read.
-
-    Linux 5.15-rc1 ends lists of CPUs with a NUL byte.
-    """
+    """Return a small file's text; empty where it is missing or cannot be read."""
     try:
         with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
-            return stream.read(1_000_000).strip("\0 \t\r\n")
+            return stream.read(1_000_000).strip()
     except OSError:
         return ""
 
@@ -195,12 +191,9 @@ class _PciDevices:
         """Return vendor and class (16 bits) of a device."""
         return self.number(address, "vendor"), self.number(address, "class") >> 8
 
-    def path(self, address: str) -> PciPath:
-        """Return the bridges above a device.
-
-        A partition of a GPU, which the kernel does not list, is where function 0 is.
-        """
-        bridges = (self.chains.get(address) or self.chains.get(f"{address[:-1]}0", ()))[:-1]
+    def _path(self, address: str) -> PciPath:
+        """Return the bridges above a device."""
+        bridges = self.chains.get(address, ())[:-1]
         own = frozenset(
             bridge
             for bridge in bridges[1:]
@@ -228,7 +221,7 @@ class _PciDevices:
             domain, local = None, ()
         else:
             domain = domain_of_cpus(local, self.domains)
-        return Place(full_address(address), domain, local)
+        return Place(full_address(address), domain, local, self._path(address))
 
 
 def _chain(path: str) -> tuple[str, ...]:
@@ -240,20 +233,9 @@ def _chain(path: str) -> tuple[str, ...]:
     return (parts[start], *(part for part in parts[start + 1 :] if full_address(part)))
 
 
-def _read_gpus(
-    pci: _PciDevices, proc_root: str, gpu_listing: str, warnings: list[str]
-) -> tuple[Gpu, ...]:
-    """Return the GPUs by PCI address, as drivers count them, and then the MIG instances.
-
-    Args:
-        pci: the devices of the node.
-        proc_root: where /proc is.
-        gpu_listing: output of `nvidia-smi -L`.
-        warnings: what is unknown is added here.
-    """
+def _add_gpus(devices: Devices, pci: _PciDevices, proc_root: str) -> None:
     driver = os.path.join(proc_root, "driver", "nvidia", "gpus")
     driven = {full_address(name): name for name in _list_directory(driver) if full_address(name)}
-    devices = Devices()
     for address, name in driven.items():
         match = _UUID.search(_read_text(driver, name, "information"))
         uuid = match[1] if match else ""
@@ -262,24 +244,13 @@ def _read_gpus(
     for address in pci.addresses:
         vendor, kind = pci.kind(address)
         # NVIDIA's driver lists the cards that it drives; others are given to virtual machines.
-        if (
-            not is_gpu(vendor, kind, pci.number(address, "device"))
-            or pci.is_virtual(address)
-            or (driven and vendor == NVIDIA)
-        ):
+        if not is_gpu(vendor, kind) or pci.is_virtual(address) or (driven and vendor == NVIDIA):
             continue
         serial = _read_text(pci.bus, address, "unique_id")  # AMD's, as its tools print it
         uuid = f"GPU-{serial}" if re.fullmatch("[0-9a-f]{1,32}", serial) else ""
         place = pci.place(address)
         for partition, own in partitions.get(place.address, {0: uuid}).items():
             devices.add_gpu(place, partition=partition, uuid=own, vendor=vendor, kind=kind)
-    gpus = devices.gpus()
-    warnings += [
-        f"The NUMA domain of {gpu.name} {gpu.address} is unknown."
-        for gpu in gpus
-        if gpu.domain is None
-    ]
-    return _with_mig_instances(gpus, gpu_listing, warnings)
 
 
 def _partitions(pci: _PciDevices) -> dict[str, dict[int, str]]:
@@ -306,33 +277,32 @@ def _partitions(pci: _PciDevices) -> dict[str, dict[int, str]]:
     return {address: numbers for address, numbers in partitions.items() if list(numbers) != [0]}
 
 
-def _with_mig_instances(gpus: list[Gpu], gpu_listing: str, warnings: list[str]) -> tuple[Gpu, ...]:
-    """Return GPUs and behind them their MIG instances."""
-    instances: list[Gpu] = []
+def _with_mig_instances(topology: Topology, listing: str) -> Topology:
+    """Return a node with the MIG instances that `nvidia-smi -L` lists, behind its GPUs."""
+    gpus, links, warnings = list(topology.gpus), list(topology.links), list(topology.warnings)
     parent: Gpu | None = None
-    for line in gpu_listing.splitlines():
+    for line in listing.splitlines():
         listed, instance = _LISTED_GPU.match(line), _LISTED_MIG.match(line)
         if listed:
-            parent = next((gpu for gpu in gpus if gpu.uuid == listed[1]), None)
+            parent = next((gpu for gpu in topology.gpus if gpu.uuid == listed[1]), None)
             if parent is None:
                 warnings.append(f"GPU {listed[1]} of `nvidia-smi -L` is not in /proc.")
         elif instance and parent is not None:
-            name = f"{parent.name} MIG {instance[1]} {instance[2]}"
-            index = len(gpus) + len(instances)
-            instances.append(
-                replace(parent, index=index, name=name, uuid=instance[3], parent=parent.uuid)
-            )
-    return (*gpus, *instances)
+            name, uuid = f"{parent.name} MIG {instance[1]} {instance[2]}", instance[3]
+            gpus.append(replace(parent, index=len(gpus), name=name, uuid=uuid, parent=parent.uuid))
+            links += [
+                (name, nic, level) for gpu, nic, level in topology.links if gpu == parent.name
+            ]
+    return replace(topology, gpus=tuple(gpus), links=tuple(links), warnings=tuple(warnings))
 
 
-def _read_nics(pci: _PciDevices) -> tuple[Nic, ...]:
-    """Return the RDMA devices and network interfaces on PCI that ranks communicate through."""
-    devices = Devices()
+def _add_nics(devices: Devices, pci: _PciDevices) -> None:
+    """Add the RDMA devices and network interfaces on PCI."""
     for group in ("infiniband", "net"):
         root = os.path.join(pci.root, "class", group)
         for name in _list_directory(root):
             chain = _chain(os.path.join(root, name, "device"))
-            if len(chain) < 2:  # noqa: PLR2004 - no PCI device: lo, bridges, virtual ones
+            if not chain[1:]:  # no PCI device: lo, bridges, virtual ones
                 continue
             vendor, kind = pci.kind(chain[-1])
             if not kind or is_nic(kind):
@@ -344,4 +314,3 @@ def _read_nics(pci: _PciDevices) -> tuple[Nic, ...]:
                     vendor=vendor,
                     virtual=pci.is_virtual(chain[-1]),
                 )
-    return devices.nics()

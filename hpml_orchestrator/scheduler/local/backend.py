@@ -110,12 +110,12 @@ class LocalScheduler:
         """
         active = {job.number: job for job in self._schedule()}
         queue = Queue(self._home, list(active.values()))
-        found: dict[str, JobStatus] = {}
+        statuses: dict[str, JobStatus] = {}
         for job_id in job_ids:
             jobs = [active.get(job.number, job) for job in self._home.find(job_id)]
             if jobs:
-                found[job_id] = representative(job_id, [_status(job, queue) for job in jobs])
-        return found
+                statuses[job_id] = representative(job_id, [_status(job, queue) for job in jobs])
+        return statuses
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
         """Return the ids of the jobs of a submission's directory, oldest first."""
@@ -183,6 +183,7 @@ class LocalScheduler:
         machine = resources.Machine(
             tuple(self._cpu_ids()), tuple(self._gpu_ids()), self._memory_mb()
         )
+        os.umask(umask := os.umask(0o022))
         array = parse_array(asked.array) if asked.array else ArraySpec(())
         if len(array.indices) > resources.MAX_TASKS:
             raise SchedulerError(
@@ -202,7 +203,7 @@ class LocalScheduler:
             "needs": asdict(resources.needs_of(asked, machine)),
             "machine": asdict(machine),
             "kill_wait_seconds": self._kill_wait(),
-            "umask": _umask(),
+            "umask": umask,
             "after": [[dependency.job_id, dependency.end] for dependency in request.after],
             "submitted": time.time(),
         }
@@ -230,12 +231,3 @@ def _status(job: Job, queue: Queue) -> JobStatus:
         name=job.request["name"],
         directory=job.request["directory"],
     )
-
-
-def _umask() -> int:
-    """Return the umask without changing it for an instant, as other threads may write files."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as stream:
-        for line in stream:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.records.process import read_stat
+from hpml_orchestrator.records.process import live_processes, read_stat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -74,17 +74,17 @@ def environment_of(pid: int) -> list[bytes]:
 def descendants(root: int) -> set[Identity]:
     """Return all processes below `root`, except other supervisors and what is below those."""
     children: dict[int, list[ProcessStat]] = {}
-    for process in _processes():
+    for process in live_processes():
         children.setdefault(process.parent, []).append(process)
-    found: set[Identity] = set()
+    members: set[Identity] = set()
     parents = [root]
     while parents:
         for process in children.get(parents.pop(), ()):
             mark = f"{SUPERVISOR_MARK}=".encode()
             if not any(entry.startswith(mark) for entry in environment_of(process.pid)):
-                found.add(Identity(process.pid, process.start_ticks))
+                members.add(Identity(process.pid, process.start_ticks))
                 parents.append(process.pid)
-    return found
+    return members
 
 
 def marked(variables: Iterable[str]) -> set[Identity]:
@@ -92,7 +92,7 @@ def marked(variables: Iterable[str]) -> set[Identity]:
     wanted = {os.fsencode(variable) for variable in variables}
     return {
         Identity(process.pid, process.start_ticks)
-        for process in _processes()
+        for process in live_processes()
         if wanted <= set(environment_of(process.pid)) and process.pid != os.getpid()
     }
 
@@ -114,9 +114,3 @@ def kill_until_gone(
         if not left or late:
             return sorted(who.pid for who in left)
         time.sleep(_PAUSE_SECONDS)
-
-
-def _processes() -> list[ProcessStat]:
-    """Return every process of this machine that is no zombie."""
-    found = (read_stat(name) for name in os.listdir("/proc") if name.isdecimal())
-    return [process for process in found if process is not None and not process.ended]

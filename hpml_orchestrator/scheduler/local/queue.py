@@ -95,8 +95,8 @@ class Queue:
         machine, needs = job.request["machine"], job.request["needs"]
         free: dict[str, list[Any]] = {}
         for kind in ("cpus", "gpus"):
-            taken = {one for holder in self._holders for one in holder.status[kind]}
-            free[kind] = [one for one in machine[kind] if one not in taken]
+            taken = {number for holder in self._holders for number in holder.status[kind]}
+            free[kind] = [number for number in machine[kind] if number not in taken]
         short = [
             f"{needs[kind]} {kind.upper()[:-1]}s wanted, {len(free[kind])} of "
             f"{len(machine[kind])} free"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-import pwd
 import re
 import signal
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import SchedulerError
+from hpml_orchestrator.errors import SchedulerError, counted
+from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
@@ -19,7 +19,7 @@ from hpml_orchestrator.scheduler.slurm.options import (
     read_options,
 )
 from hpml_orchestrator.spec.array import parse_array
-from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit
+from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit, read_gres
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -73,7 +73,6 @@ class Directives:
         gpus: GPUs of the whole job from `--gpus`, `--gpus-per-node` or `--gres=gpu:`.
         memory_mb: memory of the node in MiB, from `--mem`; 0 is all of it.
         array: the tasks of a job array, as written; empty for a single job.
-        ignored: the options that mean nothing here, as written.
         written: option name -> value as written, for messages.
     """
 
@@ -92,7 +91,6 @@ class Directives:
     exclusive: bool = False
     job_name: str = ""
     array: str = ""
-    ignored: tuple[str, ...] = ()
     written: tuple[tuple[str, str], ...] = ()
 
 
@@ -129,7 +127,6 @@ def read_directives(script: str) -> Directives:
         )
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
-    ignored: list[str] = []
     try:
         options, _ = read_options(list(header_words(script)), SBATCH)
     except HeaderError as error:
@@ -148,12 +145,11 @@ def read_directives(script: str) -> Directives:
                 f"{option.shown}: {error}",
                 hint=f"correct the #SBATCH line with --{option.name} in job.sh",
             ) from error
-        if not field or (option.name == "gres" and value is None):
-            ignored.append(option.shown)
-        elif option.name != "output":  # the submission names the file
+        # other options mean nothing here; the submission names the output file
+        if field and not (option.name == "gres" and value is None):
             values[field] = value
             written[field] = option.shown
-    return Directives(**values, ignored=tuple(ignored), written=tuple(written.items()))
+    return Directives(**values, written=tuple(written.items()))
 
 
 def _count(text: str) -> int:
@@ -176,13 +172,8 @@ def _gpus(text: str) -> int:
 
 def _gres(text: str) -> int | None:
     """Return the GPUs of `gpu[:type][:number][,...]`; None where it asks for other things only."""
-    entries = re.sub(r"\(.*?\)", "", text).replace("=", ":").split(",")
-    gpus = [
-        rest or "1"
-        for name, _, rest in (entry.removeprefix("gres:").partition(":") for entry in entries)
-        if name == "gpu"
-    ]
-    return sum(_gpus(entry) for entry in gpus) if gpus else None
+    gpus = [count for name, _, count in read_gres(text) if name == "gpu"]
+    return sum(gpus) if gpus else None
 
 
 def _stop_signal(text: str) -> StopSignal:
@@ -192,7 +183,7 @@ def _stop_signal(text: str) -> StopSignal:
         raise ValueError(f"{flags!r} is neither B nor R")
     if at and not re.fullmatch(r"\d+", seconds, re.ASCII):
         raise ValueError(f"{seconds!r} is not a number of seconds")
-    numbers = {one.name.removeprefix("SIG"): int(one) for one in signal.Signals}
+    numbers = {number.name.removeprefix("SIG"): int(number) for number in signal.Signals}
     number = numbers.get(name.removeprefix("SIG"), 0)
     if re.fullmatch(r"\d{1,2}", name, re.ASCII):
         number = int(name)
@@ -217,7 +208,6 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "time": ("time_limit_seconds", parse_time_limit),
     "signal": ("stop_signal", _stop_signal),
     "job-name": ("job_name", str),
-    "output": ("output", str),
     "exclusive": ("exclusive", lambda _: True),
     "array": ("array", lambda text: str(parse_array(text))),
 }
@@ -276,11 +266,11 @@ def needs_of(asked: Directives, machine: Machine) -> Needs:
     gpus = max(asked.gpus or 0, (asked.gpus_per_task or 0) * tasks)
     if gpus > len(machine.gpus):
         name = "gpus" if gpus == asked.gpus else "gpus_per_task"
-        _refuse(asked, [name], _plural(gpus, "GPU"), _plural(len(machine.gpus), "GPU"))
+        _refuse(asked, [name], counted(gpus, "GPU"), counted(len(machine.gpus), "GPU"))
     cpus = max(tasks * (asked.cpus_per_task or 1), gpus * (asked.cpus_per_gpu or 0))
     if cpus > len(machine.cpus):
         names = ["ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_gpu"]
-        _refuse(asked, names, _plural(cpus, "CPU"), _plural(len(machine.cpus), "CPU"))
+        _refuse(asked, names, counted(cpus, "CPU"), counted(len(machine.cpus), "CPU"))
     if asked.exclusive:
         cpus = len(machine.cpus)
     for name, memory in (
@@ -302,10 +292,6 @@ def _refuse(asked: Directives, names: list[str], wanted: str, available: str) ->
     )
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
-
-
 def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
     """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
     request, cpus, gpus = job.request, job.status["cpus"], job.status["gpus"]
@@ -313,38 +299,29 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
     tasks = asked["ntasks"] or asked["ntasks_per_node"]
     host = short_hostname()
     values: dict[str, object] = {
-        "SLURM_JOB_ID": job.number,
-        "SLURM_JOBID": job.number,
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), job.number),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1),
+        **dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURMD_NODENAME"), host),
+        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"), 0),
+        **dict.fromkeys(("SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"), len(cpus)),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
         "SLURM_JOB_NAME": request["name"],
         "SLURM_CLUSTER_NAME": cluster,
-        "SLURM_NNODES": 1,
-        "SLURM_JOB_NUM_NODES": 1,
-        "SLURM_NODELIST": host,
-        "SLURM_JOB_NODELIST": host,
-        "SLURMD_NODENAME": host,
-        "SLURM_NODEID": 0,
-        "SLURM_PROCID": 0,
-        "SLURM_LOCALID": 0,
-        "SLURM_GTIDS": 0,
         "SLURM_TASKS_PER_NODE": tasks or 1,
-        "SLURM_CPUS_ON_NODE": len(cpus),
-        "SLURM_JOB_CPUS_PER_NODE": len(cpus),
         "SLURM_SUBMIT_DIR": request["directory"],
         "SLURM_SUBMIT_HOST": request["host"],
         "SLURM_JOB_PARTITION": "local",
         "SLURM_JOB_UID": os.getuid(),
         "SLURM_JOB_GID": os.getgid(),
-        "SLURM_JOB_USER": _user(),
+        "SLURM_JOB_USER": user_name(os.getuid()),
         "SLURM_JOB_START_TIME": int(started),
-        "SLURM_NTASKS": tasks,
-        "SLURM_NPROCS": tasks,
-        "SLURM_NTASKS_PER_NODE": asked["ntasks_per_node"],
-        "SLURM_CPUS_PER_TASK": asked["cpus_per_task"],
-        "SLURM_CPUS_PER_GPU": asked["cpus_per_gpu"],
-        "SLURM_GPUS_PER_TASK": asked["gpus_per_task"],
         "SLURM_MEM_PER_NODE": asked["memory_mb"],
         "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
         "SLURM_MEM_PER_GPU": asked["memory_per_gpu_mb"],
+        **{
+            f"SLURM_{name.upper()}": asked[name]
+            for name in ("ntasks_per_node", "cpus_per_task", "cpus_per_gpu", "gpus_per_task")
+        },
     }
     if gpus:
         values["SLURM_GPUS_ON_NODE"] = values["SLURM_GPUS_PER_NODE"] = len(gpus)
@@ -369,10 +346,3 @@ def without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT or not name.startswith(("SLURM_", "SLURMD_", "HPML_LOCAL_"))
     }
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

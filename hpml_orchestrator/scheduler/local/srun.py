@@ -1,7 +1,7 @@
 """`srun` of the local backend: runs the tasks of a step on this machine.
 
 It accepts the options that hpml's scripts use and refuses all others. Options that only matter on a
-cluster (binding, memory, GRES, MPI plugin, a step's own time limit) are accepted and ignored.
+cluster (binding, memory, GRES, MPI plugin, a step's own time limit), and labels, are ignored.
 Standard library only and few imports, copied into each job's directory: it starts in about 30 ms.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import sys
 import time
@@ -22,50 +21,32 @@ if TYPE_CHECKING:
 __all__ = ["OptionError", "main", "parse"]
 
 _VALUES = frozenset(
-    "chdir cpu-bind cpus-per-task distribution error export gpu-bind gpus gpus-per-node "
+    "chdir cpu-bind cpus-per-task distribution export gpu-bind gpus gpus-per-node "
     "gpus-per-socket gpus-per-task gres job-name mem mem-bind mem-per-cpu mpi nodes ntasks "
-    "ntasks-per-node output signal time wait".split()
+    "ntasks-per-node signal time wait".split()
 )
 _KILL = "kill-on-bad-exit"  # its value is optional: -K, -K1, --kill-on-bad-exit=0
 _FLAGS = frozenset({"exact", "label", "overlap", "quiet", "unbuffered", _KILL})
-_SHORT = {
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "e": "error",
-    "G": "gpus",
-    "J": "job-name",
-    "K": _KILL,
-    "l": "label",
-    "m": "distribution",
-    "N": "nodes",
-    "n": "ntasks",
-    "o": "output",
-    "Q": "quiet",
-    "t": "time",
-    "u": "unbuffered",
-    "W": "wait",
-}
+_SHORT = dict(
+    pair.split("=")
+    for pair in (
+        "c=cpus-per-task D=chdir G=gpus J=job-name K=kill-on-bad-exit l=label m=distribution "
+        "N=nodes n=ntasks Q=quiet t=time u=unbuffered W=wait"
+    ).split()
+)
 _NUMBERS = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "cpus-per-task": 1, "wait": 0}
+_SIZES = (
+    "SLURM_NTASKS SLURM_NPROCS SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE"
+).split()
 
 _USAGE_ERROR = 2
 _FAILED_TO_START = 126
 _SIGNALLED = 128
-_FORWARDED = {
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-}
+_FORWARDED = {getattr(signal, f"SIG{name}") for name in "TERM INT HUP QUIT USR1 USR2 CONT".split()}
 _WATCHED = {signal.SIGCHLD, *_FORWARDED}
 _NEVER = float("inf")
 _POLL_SECONDS = 1.0
-_LABEL_POLL_SECONDS = 0.02
-_DRAIN_SECONDS = 1.0
 _MAX_KILL_WAIT_SECONDS = 5.0
-_CHUNK_BYTES = 65536
 
 
 class OptionError(ValueError):
@@ -190,8 +171,6 @@ class _Step:
         self.host = os.environ.get("SLURMD_NODENAME", "localhost")
         self.step_id = _claim_step()
         self.tasks: list[_Task] = []
-        self.pipes: dict[int, tuple[int, bytes, bytearray]] = {}  # to stream, label, partial line
-        self.poll = select.poll()
         self.kill_at = self.term_at = _NEVER
         asked = float(os.environ.get("HPML_LOCAL_KILL_WAIT", _MAX_KILL_WAIT_SECONDS))
         self.kill_wait = min(asked, _MAX_KILL_WAIT_SECONDS)
@@ -217,28 +196,23 @@ class _Step:
         for task in self.tasks:
             task.send(signal.SIGKILL)  # what it left behind; a step ends with its tasks
             os.waitpid(task.pid, 0)
-        self._drain()
         return max(task.status or 0 for task in self.tasks)
 
     def _fork(self, rank: int) -> int:
-        pipes = [os.pipe() for _ in range(2)] if "label" in self.options else []
         pid = os.fork()
         if pid == 0:
-            self._become_task(rank, [write for _, write in pipes])
-        for stream, (read, write) in enumerate(pipes, start=1):
-            os.close(write)
-            self.pipes[read] = (stream, b"%d: " % rank, bytearray())
-            self.poll.register(read, select.POLLIN)
+            self._become_task(rank)
         try:  # noqa: SIM105 - as above
             os.setpgid(pid, pid)  # both sides do it: neither waits for the other
         except OSError:
             pass
         return pid
 
-    def _become_task(self, rank: int, pipes: list[int]) -> NoReturn:
+    def _become_task(self, rank: int) -> NoReturn:
         try:
             os.setpgid(0, 0)
-            self._redirect(rank, pipes)
+            if rank:  # standard input is task 0's
+                os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
             os.chdir(self.options.get("chdir") or ".")
             for number in (*_WATCHED, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
@@ -250,50 +224,17 @@ class _Step:
         finally:
             os._exit(_FAILED_TO_START)
 
-    def _redirect(self, rank: int, pipes: list[int]) -> None:
-        if rank:
-            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        for stream, write in enumerate(pipes, start=1):
-            os.dup2(write, stream)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        for stream, name in ((1, "output"), (2, "error")):
-            if name in self.options:
-                path = self._file_name(self.options[name], rank)
-                os.dup2(os.open(path, flags, 0o666), stream)
-            elif stream == 2 and "output" in self.options:  # noqa: PLR2004 - standard error
-                os.dup2(1, 2)
-
-    def _file_name(self, pattern: str, rank: int) -> str:
-        if pattern == "none":
-            return "/dev/null"
-        values = {
-            "t": str(rank),
-            "n": "0",
-            "s": str(self.step_id),
-            "j": os.environ.get("SLURM_JOB_ID", "0"),
-            "x": os.environ.get("SLURM_JOB_NAME", ""),
-            "N": self.host,
-        }
-        first, *rest = pattern.replace("%%", "\0").split("%")
-        name = first + "".join(values.get(part[:1], "%" + part[:1]) + part[1:] for part in rest)
-        return name.replace("\0", "%")
-
     def _environment(self, rank: int) -> dict[str, str]:
+        ranks = ",".join(str(number) for number in range(self.ntasks))
         values: dict[str, object] = {
-            "SLURM_PROCID": rank,
-            "SLURM_LOCALID": rank,
+            **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), rank),
+            **dict.fromkeys(("SLURM_STEP_ID", "SLURM_STEPID"), self.step_id),
+            **dict.fromkeys(_SIZES, self.ntasks),
             "SLURM_NODEID": 0,
-            "SLURM_NTASKS": self.ntasks,
-            "SLURM_NPROCS": self.ntasks,
             "SLURM_NNODES": 1,
-            "SLURM_STEP_ID": self.step_id,
-            "SLURM_STEPID": self.step_id,
-            "SLURM_STEP_NUM_TASKS": self.ntasks,
             "SLURM_STEP_NUM_NODES": 1,
             "SLURM_STEP_NODELIST": self.host,
-            "SLURM_STEP_TASKS_PER_NODE": self.ntasks,
-            "SLURM_TASKS_PER_NODE": self.ntasks,
-            "SLURM_GTIDS": ",".join(str(number) for number in range(self.ntasks)),
+            "SLURM_GTIDS": ranks,
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
             "SLURM_TASK_PID": os.getpid(),
         }
@@ -303,13 +244,9 @@ class _Step:
         return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
     def _wait(self) -> None:
-        """Wait for the end of a task, a signal, output to label, or a deadline."""
+        """Wait for the end of a task, a signal or a deadline."""
         pause = min(self.term_at, self.kill_at) - time.monotonic()
-        pause = max(0.0, min(pause, _POLL_SECONDS))
-        if self.pipes:  # nothing in Python waits for both: look for signals in between
-            self._copy_output(min(pause, _LABEL_POLL_SECONDS))
-            pause = 0.0
-        received = signal.sigtimedwait(_WATCHED, pause)
+        received = signal.sigtimedwait(_WATCHED, max(0.0, min(pause, _POLL_SECONDS)))
         while received is not None:
             # The supervisor of the job signals the tasks itself. And when this process was stopped
             # for a while, Python returns signals that were never sent, with any number.
@@ -345,30 +282,6 @@ class _Step:
         for task in self.tasks:
             if task.status is None:
                 task.send(number)
-
-    def _copy_output(self, seconds: float) -> None:
-        """Copy what the tasks wrote, in whole lines, each with the label of its task."""
-        for read, _ in self.poll.poll(seconds * 1000):
-            stream, label, partial = self.pipes[read]
-            data = os.read(read, _CHUNK_BYTES)
-            if not data:
-                self.poll.unregister(read)
-                os.close(read)
-                del self.pipes[read]
-                data = b"\n" if partial else b""
-            *lines, rest = (bytes(partial) + data).split(b"\n")
-            partial[:] = rest
-            text = b"".join(label + line + b"\n" for line in lines)
-            while text:
-                text = text[os.write(stream, text) :]
-
-    def _drain(self) -> None:
-        """Copy what is left; a process that escaped its group cannot hold the step open."""
-        until = time.monotonic() + _DRAIN_SECONDS
-        late = False
-        while self.pipes and not late:
-            late = time.monotonic() > until  # before the copy: what is there by now is not lost
-            self._copy_output(_LABEL_POLL_SECONDS)
 
 
 def _claim_step() -> int:

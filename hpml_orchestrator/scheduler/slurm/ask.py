@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from hpml_orchestrator.errors import SchedulerUnavailable
-from hpml_orchestrator.scheduler.command import CommandMissing, SubprocessRunner
+from hpml_orchestrator.scheduler.command import CommandMissing
 from hpml_orchestrator.scheduler.slurm.messages import (
     NOT_CONFIGURED,
     NOT_CONFIGURED_HINT,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "slurm_version", "unusable"]
 
-_VERSIONS: WeakKeyDictionary[object, tuple[int, ...]] = WeakKeyDictionary()
 _VERSION_TIMEOUT_SECONDS = 15.0
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
 SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
@@ -87,28 +85,17 @@ def unusable(command: str, done: Completed) -> SchedulerUnavailable:
     return SchedulerUnavailable(f"{command}: {message}", hint=hint)
 
 
-def slurm_version(
-    run: Runner, *, env: Mapping[str, str] | None = None, fresh: bool = False
-) -> tuple[int, ...]:
-    """Return the version, such as `(22, 5, 8)`; sbatch is asked once per process.
-
-    Args:
-        run: starts commands; all that start real processes share one answer.
-        env: environment of the command; the process's own when none is given.
-        fresh: ask again.
+def slurm_version(run: Runner) -> tuple[int, ...]:
+    """Return the version that sbatch prints, such as `(22, 5, 8)`.
 
     Raises:
         CommandMissing: there is no sbatch.
         SchedulerUnavailable: it says no version.
     """
-    key: object = SubprocessRunner if isinstance(run, SubprocessRunner) else run
-    if not fresh and key in _VERSIONS:
-        return _VERSIONS[key]
-    done = ask(run, ["sbatch", "--version"], env=env, timeout=_VERSION_TIMEOUT_SECONDS)
+    done = ask(run, ["sbatch", "--version"], timeout=_VERSION_TIMEOUT_SECONDS)
     if done.returncode != 0:
         raise unusable("sbatch", done)
     version = parse_version(done.stdout)
     if not version:
         raise SchedulerUnavailable(f"sbatch says no version: {done.stdout.strip()[:60] or '?'}")
-    _VERSIONS[key] = version
     return version

@@ -8,13 +8,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import (
-    NotFoundError,
-    RecordError,
-    SchedulerError,
-    SchedulerUnavailable,
-)
-from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.slurm.ask import (
@@ -58,6 +53,7 @@ __all__ = ["PollSchedule", "SlurmScheduler"]
 
 QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
 SUBMIT_TIMEOUT_SECONDS = 300.0
+_MIN_INTERVAL_SECONDS = 1.0  # in which a repeated query is answered from the last answer
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
 _CLOCK_SKEW_SECONDS = 600.0
@@ -80,18 +76,14 @@ class PollSchedule:
 
     DELAYS_SECONDS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 30.0)
 
-    def __init__(self, *, jitter: float = _JITTER, rng: random.Random | None = None) -> None:
+    def __init__(self, *, jitter: float = _JITTER) -> None:
         self._jitter = jitter
-        self._rng = rng or random.Random()
         self._index = 0
-
-    def __iter__(self) -> Iterator[float]:
-        return self
 
     def __next__(self) -> float:
         delay = self.DELAYS_SECONDS[min(self._index, len(self.DELAYS_SECONDS) - 1)]
         self._index += 1
-        return delay * (1 + self._rng.uniform(-self._jitter, self._jitter))
+        return delay * (1 + random.uniform(-self._jitter, self._jitter))
 
     def reset(self) -> None:
         """Begin again with short delays, for example when a state has changed."""
@@ -111,10 +103,8 @@ class SlurmScheduler:
     Args:
         run: starts commands.
         clock: for the rate limit and for waiting between tries.
-        min_interval: seconds in which a repeated query is answered from the last answer.
         proc_root: where to look for a live sbatch.
         rng: for jitter.
-        submit_timeout: seconds after which a hanging sbatch is left to itself.
     """
 
     name = "slurm"
@@ -124,17 +114,13 @@ class SlurmScheduler:
         run: Runner | None = None,
         *,
         clock: Clock = time,
-        min_interval: float = 1.0,
         proc_root: str = "/proc",
         rng: random.Random | None = None,
-        submit_timeout: float = SUBMIT_TIMEOUT_SECONDS,
     ) -> None:
         self._runner = run or SubprocessRunner()
         self._clock = clock
-        self._min_interval = min_interval
         self._proc_root = proc_root
         self._rng = rng or random.Random()
-        self._submit_timeout = submit_timeout
         self._last: _Answer | None = None
         self._over: dict[str, JobStatus] = {}
         self._accounting = True  # until sacct says otherwise
@@ -183,7 +169,7 @@ class SlurmScheduler:
             returncode = self._runner.run_detached(
                 self.arguments(request),
                 env=request.environment,
-                timeout=self._submit_timeout,
+                timeout=SUBMIT_TIMEOUT_SECONDS,
                 cwd=request.directory,
                 stdout=out,
                 stderr=err,
@@ -192,10 +178,10 @@ class SlurmScheduler:
             raise
         except SchedulerUnavailable as error:
             raise SchedulerUnavailable(error.message, hint=_RESUME_HINT) from error
-        job_id = parse_job_id(_read(out))
+        job_id = parse_job_id(read_text_or_nothing(out))
         if job_id is not None:
             return job_id
-        stderr = _read(err)
+        stderr = read_text_or_nothing(err)
         message = clean(stderr) or "no message"
         if returncode < 0:
             raise SchedulerUnavailable(
@@ -223,19 +209,19 @@ class SlurmScheduler:
         if not asked:
             return {}
         last, now = self._last, self._clock.monotonic()
-        if last and now - last.at < self._min_interval and last.job_ids.issuperset(asked):
+        if last and now - last.at < _MIN_INTERVAL_SECONDS and last.job_ids.issuperset(asked):
             return {key: last.statuses[key] for key in asked if key in last.statuses}
         rows: list[Row] = []
         for chunk in _chunks(_whole(asked)):
             rows += self._squeue_jobs(chunk)
-        found = match(rows, asked)
+        statuses = match(rows, asked)
         for job_id in asked:
-            if job_id not in found and job_id in self._over:
-                found[job_id] = self._over[job_id]
-        found |= self._vanished([job_id for job_id in asked if job_id not in found])
-        self._over |= {key: status for key, status in found.items() if status.state.over}
-        self._last = _Answer(frozenset(asked), self._clock.monotonic(), found)
-        return {key: found[key] for key in asked if key in found}
+            if job_id not in statuses and job_id in self._over:
+                statuses[job_id] = self._over[job_id]
+        statuses |= self._vanished([job_id for job_id in asked if job_id not in statuses])
+        self._over |= {key: status for key, status in statuses.items() if status.state.over}
+        self._last = _Answer(frozenset(asked), self._clock.monotonic(), statuses)
+        return {key: statuses[key] for key in asked if key in statuses}
 
     def find(
         self,
@@ -253,14 +239,14 @@ class SlurmScheduler:
         Raises:
             SchedulerUnavailable: no usable answer, which is not the same as no job.
         """
-        found = _ids_in(self._squeue(["--me"]), directory)
-        if not found:
+        job_ids = _ids_in(self._squeue(["--me"]), directory)
+        if not job_ids:
             # A job that was cancelled before its begin time lies in the future of accounting, and
             # without an end there sacct does not show it. It takes no start in the 1970s.
             start = max(int(min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS), _EARLIEST)
             window = [f"--starttime=uts{start}", "--endtime=now+365days"]
-            found = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
-        return sorted(found, key=int)
+            job_ids = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
+        return sorted(job_ids, key=int)
 
     def submitting(self, directory: Path) -> bool:
         """Return whether an sbatch of this machine and user still runs in that directory."""
@@ -313,12 +299,12 @@ class SlurmScheduler:
             for row in rows
             if row.status.state.over or asked & {row.shown_id, row.shown_id.partition("_")[0]}
         ]
-        found = match(rows, job_ids)
-        for job_id, status in found.items():
+        statuses = match(rows, job_ids)
+        for job_id, status in statuses.items():
             if not status.state.over:
                 reason = f"not seen in the queue; accounting still says {status.raw_state}"
-                found[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
-        return found
+                statuses[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
+        return statuses
 
     def _squeue_jobs(self, job_ids: Sequence[str]) -> list[Row]:
         # squeue reads "28+1" as 28. One unknown id on its own is an error, among others it is not;
@@ -430,10 +416,3 @@ def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:
         length += len(job_id) + 1
     if chunk:
         yield chunk
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path)
-    except (NotFoundError, RecordError):
-        return ""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
@@ -28,9 +29,9 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_config,
     parse_qos,
     parse_records,
+    parse_rows,
     parse_tres,
     partition_from,
-    reservation_from,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Runner
 
-__all__ = ["groups_of", "read_cluster", "user_name", "with_group_limits"]
+__all__ = ["groups_of", "read_cluster", "with_group_limits"]
 
+_GROUP_FIELDS = "account,parentname,grptres"
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
 _GROUP_LIMITS_SECONDS = 10.0
 
@@ -67,7 +69,9 @@ def read_cluster(
         SchedulerUnavailable: the controller gave no usable answer.
     """
     runner = run or SubprocessRunner()
-    user = user_name() if user is None else user
+    if user is None:
+        user = user_name(os.getuid())
+        user = os.environ.get("USER", user) if user.isdecimal() else user  # of a container
 
     def show(kind: str) -> str:
         # --all: a partition that is hidden, or closed to the user, is one to report.
@@ -82,9 +86,7 @@ def read_cluster(
         return _account(runner, arguments, env, _ACCOUNTING_SECONDS)
 
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="hpml-slurm") as pool:
-        texts = {
-            kind: pool.submit(show, kind) for kind in ("config", "partition", "node", "reservation")
-        }
+        texts = {kind: pool.submit(show, kind) for kind in ("config", "partition", "node")}
         limits = limits_from(parse_config(texts["config"].result()))
         associations, qos = None, None
         if limits.accounting:
@@ -96,7 +98,6 @@ def read_cluster(
             limits=limits,
             partitions=tuple(map(partition_from, parse_records(texts["partition"].result()))),
             nodes=tuple(map(node_from, parse_records(texts["node"].result()))),
-            reservations=tuple(map(reservation_from, parse_records(texts["reservation"].result()))),
             user=user,
             groups=groups_of(user) if groups is None else tuple(groups),
             associations=(
@@ -118,11 +119,11 @@ def with_group_limits(
     if not cluster.associations or not {"limits", "safe"} & cluster.limits.accounting_enforce:
         return cluster
     which = ["associations", "where", f"cluster={cluster.limits.cluster}", "user="]
-    arguments = [*which, "format=account,parentname,grptres"]
+    arguments = [*which, f"format={_GROUP_FIELDS}"]
     text = _account(run or SubprocessRunner(), arguments, env, _GROUP_LIMITS_SECONDS)
-    rows = [line.split("|") for line in (text or "").splitlines() if line.count("|") == 2]  # noqa: PLR2004
     parents = {
-        account.strip(): (parent.strip(), parse_tres(tres)) for account, parent, tres in rows
+        row["account"]: (row["parentname"], parse_tres(row["grptres"]))
+        for row in parse_rows(text or "", _GROUP_FIELDS)
     }
 
     def smallest(account: str, own: Mapping[str, int]) -> dict[str, int]:
@@ -150,14 +151,6 @@ def _account(
     except SchedulerUnavailable:
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def user_name() -> str:
-    """Return the name of who runs this; the number where no name is known."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return os.environ.get("USER", str(os.getuid()))
 
 
 def groups_of(user: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ fits every option, and to each option with and without a value.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,11 @@ __all__ = [
 
 _MAGIC = "#SBATCH"
 _BLANKS = " \t\r\f\v"
+_ESCAPED = re.compile(r"\\(.)")
+_PIECE = re.compile(  # of a word: quoted text, a backslash and what it keeps, or plain letters
+    rf"""(?P<quote>['"])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\])*)(?P=quote)"""
+    rf"""|\\(?P<kept>[^{_BLANKS}]?)|(?P<plain>[^{_BLANKS}\\'"#]+)"""
+)
 
 
 class HeaderError(ValueError):
@@ -135,22 +141,22 @@ def read_options(
     """
     rest = list(words)
     rest.reverse()  # taken from the end: a long command line is read once
-    found: list[Option] = []
+    options: list[Option] = []
     others: list[Word] = []
     while rest:
         word = rest.pop()
         if word.text == "--":
             break
         if word.text.startswith("--"):
-            found.append(_long(word, rest, table))
+            options.append(_long(word, rest, table))
         elif word.text.startswith("-") and word.text != "-":
-            found += _short(word, rest, table)
+            options += _short(word, rest, table)
         elif stop:
             rest.append(word)
             break
         else:
             others.append(word)
-    return found, [*others, *reversed(rest)]
+    return options, [*others, *reversed(rest)]
 
 
 def _long(word: Word, rest: list[Word], table: OptionTable) -> Option:
@@ -190,51 +196,28 @@ def _take(rest: list[Word], shown: str, line: int, *, known: bool) -> tuple[str,
 def _split(text: str, number: int) -> Iterator[Word]:
     position = 0
     while True:
-        while position < len(text) and text[position] in _BLANKS:
-            position += 1
+        position += len(text[position:]) - len(text[position:].lstrip(_BLANKS))
         if text.startswith(":", position):
             raise HeaderError(
                 number,
                 f"unexpected ':' in {text.strip()!r}",
                 "an #SBATCH option starts with - or --",
             )
-        word, position = _word(text, position, number)
+        word = ""
+        while piece := _PIECE.match(text, position):
+            quoted = piece["quoted"] and _ESCAPED.sub(r"\1", piece["quoted"])
+            word += quoted or piece["kept"] or piece["plain"] or ""
+            position = piece.end()
+        quote = text[position : position + 1]
+        if quote in ("'", '"'):
+            raise HeaderError(
+                number,
+                f"unmatched {quote} in {text.strip()!r}",
+                "close the quote on the same #SBATCH line",
+            )
         if not word:
             return  # sbatch stops at an empty word as it does at the end of the line
         yield Word(word, number)
-
-
-def _word(text: str, position: int, number: int) -> tuple[str, int]:
-    word: list[str] = []
-    quote = ""
-    escaped = False
-    while position < len(text) and (quote or text[position] not in _BLANKS):
-        character = text[position]
-        if not escaped:
-            if character == "\\":
-                escaped = True
-                position += 1
-                continue
-            if character == quote:
-                quote = ""
-                position += 1
-                continue
-            if not quote and character in "'\"":
-                quote = character
-                position += 1
-                continue
-            if not quote and character == "#":
-                return "".join(word), len(text)
-        escaped = False
-        word.append(character)
-        position += 1
-    if quote:
-        raise HeaderError(
-            number,
-            f"unmatched {quote} in {text.strip()!r}",
-            "close the quote on the same #SBATCH line",
-        )
-    return "".join(word), position
 
 
 _COMMON_VALUES = """

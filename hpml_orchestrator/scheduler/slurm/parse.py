@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.scheduler.model import JobStatus, representative
-from hpml_orchestrator.scheduler.slurm.states import parse_state
+from hpml_orchestrator.scheduler.model import JobStatus, parse_state, representative
 from hpml_orchestrator.spec.array import covers
 
 if TYPE_CHECKING:
@@ -54,19 +53,9 @@ RECORD = "\x1e"
 
 # Size 0 is "as long as it is" (the default cuts at 20 bytes); what follows the size is a suffix.
 _SQUEUE_FIELDS = (
-    "JobID",
-    "JobArrayID",
-    "State",
-    "exit_code",
-    "RestartCnt",
-    "SubmitTime",
-    "StartTime",
-    "EndTime",
-    "NodeList",
-    "Reason",
-    "Name",
-    "WorkDir",
-)
+    "JobID JobArrayID State exit_code RestartCnt SubmitTime StartTime EndTime NodeList Reason "
+    "Name WorkDir"
+).split()
 SQUEUE_FORMAT = f":0{UNIT},".join(_SQUEUE_FIELDS) + f":0{RECORD}"
 """For `squeue --Format`."""
 
@@ -143,9 +132,9 @@ def parse_job_id(text: str) -> str | None:
     True
     """
     for line in text.splitlines(keepends=True):
-        found = _JOB_ID.fullmatch(line.strip())
-        if found and line.endswith("\n") and valid_id(found[1]):
-            return found[1]
+        answer = _JOB_ID.fullmatch(line.strip())
+        if answer and line.endswith("\n") and valid_id(answer[1]):
+            return answer[1]
     return None
 
 
@@ -223,14 +212,14 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
             by_id.setdefault(key, []).append(row)
         if not task or task.startswith("["):
             several.setdefault(base, []).append(row)
-    found = {}
+    statuses = {}
     for job_id in job_ids:
         known = by_id.get(job_id) or [
             row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
         ]
         if known:
-            found[job_id] = representative(job_id, [row.status for row in known])
-    return found
+            statuses[job_id] = representative(job_id, [row.status for row in known])
+    return statuses
 
 
 def _base(job_id: str) -> str:

@@ -27,10 +27,9 @@ from hpml_orchestrator.scheduler.cluster import (
     Node,
     Partition,
     Qos,
-    Reservation,
 )
 from hpml_orchestrator.scheduler.nodelist import expand
-from hpml_orchestrator.scheduler.slurm.parse import parse_time, parse_version
+from hpml_orchestrator.scheduler.slurm.parse import parse_version
 from hpml_orchestrator.spec.values import MIB, parse_time_limit, read_bytes, read_count, read_gres
 
 if TYPE_CHECKING:
@@ -48,9 +47,9 @@ __all__ = [
     "parse_memory",
     "parse_qos",
     "parse_records",
+    "parse_rows",
     "parse_tres",
     "partition_from",
-    "reservation_from",
 ]
 
 ASSOCIATION_FIELDS = (
@@ -168,7 +167,6 @@ def partition_from(record: Fields) -> Partition:
         default=_yes(record["Default"]),
         nodes=_nodes(record["Nodes"]),
         total_nodes=read_count(record["TotalNodes"]) or 0,
-        total_cpus=read_count(record["TotalCPUs"]) or 0,
         max_seconds=_seconds(record["MaxTime"]),
         default_seconds=_seconds(record["DefaultTime"]),
         min_nodes=read_count(record["MinNodes"]) or 0,
@@ -211,19 +209,6 @@ def node_from(record: Fields) -> Node:
     )
 
 
-def reservation_from(record: Fields) -> Reservation:
-    """Return one reservation of `scontrol show reservation`."""
-    return Reservation(
-        name=record["ReservationName"],
-        users=_names(record["Users"]) or None,
-        accounts=_names(record["Accounts"]) or None,
-        partition=_plain(record["PartitionName"]),
-        nodes=_nodes(record["Nodes"]),
-        started=parse_time(record["StartTime"]),
-        ended=parse_time(record["EndTime"]),
-    )
-
-
 def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
     """Return a user's associations on one cluster; see `ASSOCIATION_FIELDS`."""
     return tuple(
@@ -235,12 +220,11 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             qos=tuple(name.lstrip("+") for name in _names(row["qos"]) if name[0] != "-"),
             default_qos=row["defaultqos"],
             max_seconds=_seconds(row["maxwall"]),
-            max_submit_jobs=read_count(row["maxsubmit"]),
             max_tres_per_job=parse_tres(row["maxtres"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
             group_tres=parse_tres(row["grptres"]),
         )
-        for row in _rows(text, ASSOCIATION_FIELDS)
+        for row in parse_rows(text, ASSOCIATION_FIELDS)
         if row["account"] and row["cluster"] in ("", cluster)
     )
 
@@ -252,19 +236,19 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
             name=row["name"],
             flags=frozenset(_names(row["flags"])),
             max_seconds=_seconds(row["maxwall"]),
-            max_submit_jobs_per_user=read_count(row["maxsubmitjobsperuser"]),
             min_tres_per_job=parse_tres(row["mintres"]),
             max_tres_per_job=parse_tres(row["maxtres"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
             max_tres_per_user=parse_tres(row["maxtresperuser"]),
             group_tres=parse_tres(row["grptres"]),
         )
-        for row in _rows(text, QOS_FIELDS)
+        for row in parse_rows(text, QOS_FIELDS)
         if row["name"]
     )
 
 
-def _rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
+def parse_rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
+    """Yield the rows of `sacctmgr -nP show … format=FIELDS` by field; other lines are left out."""
     wanted = fields.split(",")
     for line in text.splitlines():
         values = line.split("|")

@@ -54,7 +54,6 @@ def reported(
         "scontrol --all show config": (DATA / "config.txt").read_text("utf-8"),
         "scontrol --all show partition": partition,
         "scontrol --all show node": node,
-        "scontrol --all show reservation": "No reservations in the system\n",
         "sacctmgr": "",
     }
     runner = FakeRunner(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.topology.cpulist import format_list
-from hpml_orchestrator.topology.recognise import read_topology
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import Node, stage
 
@@ -197,25 +196,6 @@ def test_told_to_end_while_it_stages(
     assert not running.marker.exists()
     assert not (running.attempt / "nodes" / "n1.failed.json").exists()
     assert list(target.iterdir()) == []
-
-
-def test_it_plans_before_the_node_is_ready(start: Callable[..., Running], until: Until) -> None:
-    """Where hpml-bind looks lies the plan, with what the agent tells it; and the topology."""
-    cpus = format_list(os.sched_getaffinity(0))
-    running = start("--bind", '{"ranks": 2, "verify": "off", "keep_threads": true}')
-    until(running.marker.exists)
-    text = (running.attempt / "plan/n1.txt").read_text("utf-8")
-    head = planfile.header(text)
-    assert (head["ranks"], head["policy"], head["verify"]) == ("2", "gpu-local", "off")
-    assert (head["allowed"], head["omp"], "visible" in head) == (cpus, "keep", False)
-    assert planfile.find(text, 0)["bind"] == "yes"
-    listening = Path("/proc/net/unix").read_text()
-    assert f"@{head['channel']}" in listening
-    topology = read_topology(running.attempt / "nodes/n1.topology.json")
-    assert topology.cpus >= os.sched_getaffinity(0)
-    running.over()
-    assert running.end() == (0, "")
-    assert list((running.attempt / "binding").iterdir()) == [], "off: nobody looks"
 
 
 def record(attempt: Path, rank: int, pid: int, cpus: str) -> None:

@@ -173,20 +173,6 @@ def test_the_binding_goes_out_without_any_channel(clocked: Clocked) -> None:
     assert messages(end) == [{"pid": os.getpid(), "binding": [7, 1], "ranks": []}]
 
 
-def test_what_is_no_number_counts_as_none(clocked: Clocked) -> None:
-    """The rest of a report counts."""
-    end = clocked.exporter()
-    odd: list[Any] = [None, True, "1", [], float("nan"), float("inf"), -1, 1e300, {}]
-    for value in odd:
-        data = dict.fromkeys([*(f"{name}_total" for name in COUNTERS), "loss", "mfu"], value)
-        clocked.feed.take(0, 11, data, {"1": value})
-    clocked.feed.take(0, 11, counters(5, 1, loss=-3, comm_method=7), {"x": 1, "99": 1, "2": 1})
-    clocked.act()
-    rank = ranks(end)[0]
-    assert rank["t"][:2] == [5, 1]
-    assert (rank["g"], rank["m"], rank["b"][2], sum(rank["b"])) == ({"loss": -3}, None, 1, 1)
-
-
 def test_a_nodes_exporter_is_found_when_it_comes() -> None:
     """It is looked for every ten seconds, and again after it went."""
     directory = Path("/tmp") / f"hpml-{uuid.uuid4().hex[:12]}"  # short enough for a socket

@@ -14,7 +14,6 @@ from hpml_orchestrator.node.finish import ending, verify_binding
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
-from hpml_orchestrator.records.files import write_json, write_text
 from tests.unit.node.conftest import CODE, ROOT
 
 if TYPE_CHECKING:
@@ -142,57 +141,6 @@ def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) 
     state = "FAILED" if int(code) else "COMPLETED"
     expected = {"exit_code": int(code), "state": state, "reason": told}
     assert (ended.event, dict(ended.data)) == ("ended", expected)
-
-
-def planned(node: Node, verify: str, wrong: tuple[str, ...]) -> None:
-    """A node with two ranks, of which the second has faults."""
-    plans = tuple(RankPlan(rank, cpus=(rank,)) for rank in range(2))
-    write_text(node.attempt / "plan/n1.txt", planfile.write(Plan(plans), {"verify": verify}))
-    ranks = (RankProof(0, 0, cpus="0"), RankProof(1, 1, cpus="0", wrong=wrong))
-    proof = NodeProof("n1", "gpu-local", verify, 2, ranks)
-    write_json(node.attempt / "binding/n1.proof.json", proof_json(proof))
-
-
-@pytest.mark.parametrize(
-    ("verify", "wrong", "code", "reason", "ends"),
-    [
-        ("warn", (), "0", "", (0, "completed")),
-        ("strict", ("is elsewhere",), "0", "", (79, "binding")),
-        ("strict", ("is elsewhere",), "143", "", (79, "binding")),
-        ("strict", ("is elsewhere",), "143", "got SIGTERM", (143, "got SIGTERM")),
-        ("strict", (), "3", "", (3, "failed")),
-        ("strict", (), "79", "", (79, "binding")),
-    ],
-)
-def test_the_end_says_where_the_ranks_ran(
-    node: Node, verify: str, wrong: tuple[str, ...], code: str, reason: str, ends: tuple[int, str]
-) -> None:
-    """A job that wants proof and has none fails with 79, unless somebody told it to end."""
-    node.claim("17")
-    planned(node, verify, wrong)
-    _, status, err = node.call("finish", str(node.attempt), code, reason)
-    (attempt,) = node.store.run(node.run_directory.name).attempts()
-    assert attempt.ended is not None
-    assert (attempt.ended["exit_code"], attempt.ended["reason"]) == ends
-    assert status == f"{ends[0]}\n"
-    lines = err.splitlines()
-    judged = "1 of 2 ranks WRONG" if wrong else "2 of 2 ranks bound as planned"
-    if not wrong:
-        assert lines == []
-        return
-    assert lines[0] == f"hpml: binding: {judged}"
-    told = [["is", "elsewhere"]] * len(wrong) if verify == "strict" else []
-    assert [line.split()[-2:] for line in lines[2:]] == told
-
-
-def test_a_fault_of_the_records_does_not_hide_the_end(node: Node) -> None:
-    """Whatever stands in plan/ and binding/, the end is written down."""
-    node.claim("17")
-    write_text(node.attempt / "plan/n1.txt", "x")
-    (node.attempt / "plan/n2.txt").mkdir()
-    write_text(node.attempt / "binding/n1.proof.json", "[")
-    assert node.call("finish", str(node.attempt), "0", "") == (0, "0\n", "")
-    assert json.loads((node.attempt / "ended.json").read_text())["reason"] == "completed"
 
 
 ELSEWHERE = "runs on CPUs 0-15 (NUMA 0), its GPU 0000:b7:00.0 is next to NUMA 7"

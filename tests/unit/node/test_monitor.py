@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,6 @@ from hpml_orchestrator.node.monitor import (
     Monitor,
     Timing,
     allocated_gpus,
-    job_facts,
     target_address,
 )
 from hpml_orchestrator.node.options import MonitorOptions
@@ -29,7 +26,6 @@ from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.verify import Circumstances
 from hpml_orchestrator.records import targets
 from hpml_orchestrator.topology.model import Topology
-from tests.patience import PATIENCE_SECONDS
 from tests.unit.placement.machines import dgx_a100
 
 Until = Callable[[Callable[[], object]], object]
@@ -66,16 +62,6 @@ if behaviour == "twice" and count <= 2:
 while True:
     time.sleep(60)
 """
-SLURM = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOB_UID": "4242",
-    "SLURM_JOB_USER": "ada",
-    "SLURM_JOB_ACCOUNT": "proj",
-    "SLURM_JOB_PARTITION": "gpu",
-    "SLURM_JOB_NAME": "digits",
-    "HPML_SWEEP": "lr",
-    "HPML_POINT": "3",
-}
 LOCAL = MonitorOptions("127.0.0.1:0")
 QUICK = Timing(first_pause=0.1, longest_pause=0.2, until_address=600.0, restarts=3, look=0.05)
 ENVIRONMENT = {
@@ -189,18 +175,6 @@ def test_a_target_that_was_swept_in_error_comes_back(
     until(watched.found)
 
 
-def test_targets_that_cannot_be_written_hurt_nobody(
-    watch: Watch, until: Until, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line; the exporter goes on."""
-    (tmp_path / "file").write_text("")
-    watched = watch("good", options=MonitorOptions("127.0.0.1:0", targets=str(tmp_path / "file")))
-    watched.monitor.start(None)
-    until(watched.starts)
-    until(lambda: "cannot be found by Prometheus" in capsys.readouterr().err)
-    assert alive(watched.starts()[0]["pid"])
-
-
 def prepared(
     *cpus: Sequence[int], topology: Topology | None = None, visible: str | None = None
 ) -> Prepared:
@@ -208,17 +182,6 @@ def prepared(
     ranks = tuple(RankPlan(rank, cpus=tuple(own)) for rank, own in enumerate(cpus))
     around = Circumstances("n1", "warn", (), visible, frozenset(), 1)
     return Prepared(Plan(ranks), topology, around)
-
-
-def test_it_keeps_off_the_ranks_cpus(watch: Watch, until: Until) -> None:
-    """Where the job has others, from its first moment."""
-    allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) == 1:
-        pytest.skip("one CPU cannot be divided")
-    watched = watch("good")
-    watched.monitor.start(prepared(allowed[:1]))
-    until(watched.starts)
-    assert watched.starts()[0]["cpus"] == allowed[1:]
 
 
 def test_one_that_dies_is_started_again(
@@ -270,59 +233,6 @@ def test_one_that_does_not_end_is_killed_in_time(watch: Watch, until: Until) -> 
     watched.monitor.stop()
     until(lambda: not alive(watched.starts()[0]["pid"]))
     until(lambda: not watched.found())
-
-
-def test_two_real_exporters_at_one_port(
-    tmp_path: Path, until: Until, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The second takes a free port and says so; Prometheus finds both; summaries are left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    monitors = []
-    for number in (17, 18):
-        attempt = tmp_path / "runs" / f"r-{number}" / "attempts" / "0"
-        (attempt / "nodes").mkdir(parents=True)
-        job = {**ENVIRONMENT, "SLURM_JOB_ID": str(number)}
-        patient = Timing(terminate=PATIENCE_SECONDS)
-        monitor = Monitor(MonitorOptions(f"127.0.0.1:{port}"), attempt, "n1", job, patient)
-        monitor.start(None, no_gpus=True)
-        monitors.append(monitor)
-        until(monitor.target.exists)
-    try:
-        groups = [json.loads(monitor.target.read_text())[0] for monitor in monitors]
-        ports = [int(group["targets"][0].rpartition(":")[2]) for group in groups]
-        assert ports[0] == port != ports[1]
-        assert [group["labels"]["jobid"] for group in groups] == ["17", "18"]
-        for group in groups:
-            url = f"http://{group['targets'][0]}/metrics"
-            with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
-                assert b"hpml_exporter_" in answer.read()
-    finally:
-        for monitor in monitors:
-            monitor.stop()
-    message = f"listens at 127.0.0.1:{ports[1]}: port {port} is another's on this node\n"
-    assert capsys.readouterr().err == f"hpml: n1: the job's monitor {message}"
-    summary = json.loads((monitors[0].attempt / "nodes" / "n1.monitor.json").read_text())
-    assert (summary["jobid"], summary["run"], summary["starts"]) == ("17", "r-17", 1)
-
-
-def test_the_facts_of_a_job() -> None:
-    """By Slurm's variables; the user is at least the one who runs."""
-    assert job_facts(SLURM, "digits-1", ["GPU-1"]) == {
-        "jobid": "17",
-        "uid": 4242,
-        "user": "ada",
-        "account": "proj",
-        "partition": "gpu",
-        "name": "digits",
-        "gpus": ["GPU-1"],
-        "run": "digits-1",
-        "sweep": "lr",
-        "point": "3",
-    }
-    facts = job_facts({"SLURM_JOB_ID": "1", "USER": "me"}, "r", None)
-    assert (facts["uid"], facts["user"], facts["account"]) == (os.getuid(), "me", "")
 
 
 def test_gpus_by_the_nodes_own_topology() -> None:

@@ -19,7 +19,6 @@ from hpml_orchestrator.node.planning import (
     Prepared,
     Roots,
     is_bound,
-    list_instances,
     prepare,
     publish,
     unbound,
@@ -125,16 +124,6 @@ def test_gpus_that_a_cgroup_hides(make: Callable[..., Machine]) -> None:
     assert gpus(without) == [ALL[1], ALL[3]], "no list: all that are admitted"
 
 
-def test_the_device_file_has_the_driver_s_number(make: Callable[..., Machine]) -> None:
-    """The number in its name is none of the PCI order: /proc has it."""
-    node = make()
-    for number, address in enumerate(reversed(ALL)):
-        path = Path(node.roots.proc, "driver/nvidia/gpus", address, "information")
-        path.write_text(f"GPU UUID: \t {UUID.format(3 - number)}\nDevice Minor: \t {number}\n")
-    node.refused = {"nvidia0"}
-    assert node.prepare(BindOptions(1)).around.hidden == {ALL[3]}
-
-
 def test_uuids_need_no_device_to_be_opened(make: Callable[..., Machine]) -> None:
     """They mean one device, whatever is hidden; opening may wake a GPU."""
     node = make()
@@ -175,19 +164,6 @@ def test_mig_instances_by_uuid(make: Callable[..., Machine]) -> None:
     assert "CUDA shows a process the first of its list alone" in made.plan.warnings[-1]
 
 
-def test_options_reach_the_planner(make: Callable[..., Machine]) -> None:
-    """Policy, ranks per GPU, loader workers and hardware threads."""
-    node = make()
-    made = node.prepare(
-        BindOptions(8, "numa", "strict", ranks_per_gpu=2, loader_workers=1),
-        CUDA_VISIBLE_DEVICES="0,1,2,3",
-    )
-    assert cpus(made)[:2] == ["12-13", "8-9"]
-    assert {one.threads for one in made.plan.ranks} == {1}
-    assert made.around.ranks_per_gpu == 2
-    assert made.around.verify == "strict"
-
-
 def test_what_is_written(make: Callable[..., Machine], tmp_path: Path) -> None:
     """The plan that hpml-bind reads, with what the agent tells it; and the topology."""
     made = make().prepare(BindOptions(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
@@ -201,22 +177,6 @@ def test_what_is_written(make: Callable[..., Machine], tmp_path: Path) -> None:
     assert parse_list(planfile.find(text, 0)["cpus"]) == made.plan.ranks[0].cpus
     assert read_topology(tmp_path / "a/nodes/n1.topology.json") == made.topology
     assert json.loads((tmp_path / "a/nodes/n1.topology.json").read_text())["schema_version"] == 1
-
-
-def script(path: Path, text: str) -> str:
-    path.write_text(f"#!{sys.executable}\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_the_listing_of_a_real_program(tmp_path: Path) -> None:
-    """What it prints counts where it names instances and exits with 0."""
-    works = script(tmp_path / "works", f"print({LISTING!r}, end='')")
-    assert list_instances(works) == LISTING
-    assert list_instances(script(tmp_path / "x", "print('GPU 0')")) == ""
-    fails = script(tmp_path / "fails", f"print({LISTING!r}); raise SystemExit(9)")
-    assert list_instances(fails) == ""
-    assert list_instances(str(tmp_path / "none")) == ""
 
 
 @pytest.mark.parametrize(
@@ -266,11 +226,6 @@ def test_a_node_that_cannot_be_read(tmp_path: Path) -> None:
     assert planfile.find(text, 1)["bind"] == "no"
     assert planfile.find(text, 1)["threads"] == "4"
     assert made.plan.warnings == ("no CPUs found",)
-
-
-def test_a_listing_that_hangs_is_given_up(tmp_path: Path) -> None:
-    """A driver that is stuck costs the job seconds."""
-    assert list_instances(script(tmp_path / "hangs", "import time; time.sleep(600)"), 0.2) == ""
 
 
 CPUS = "import os; print(*sorted(os.sched_getaffinity(0)), os.environ.get('OMP_NUM_THREADS'))"

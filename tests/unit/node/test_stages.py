@@ -13,11 +13,10 @@ import pytest
 
 from hpml_orchestrator.node import stages
 from hpml_orchestrator.node.options import parse_options
-from hpml_orchestrator.node.stages import NodeStaging, Progress, figures_of, parts_of
+from hpml_orchestrator.node.stages import NodeStaging, Progress, parts_of
 from hpml_orchestrator.records import events
 from hpml_orchestrator.staging import StageResult, StagingStopped
 from hpml_orchestrator.staging.manners import array_delay
-from hpml_orchestrator.staging.payback import Payback
 from tests.unit.node.conftest import stage
 
 MIB = 1 << 20
@@ -117,15 +116,6 @@ def test_how_long_nodes_wait_for_one_another(
     monkeypatch.setattr(node.stager, "stage", lambda *_: result)
     node.stage_all()
     assert waits == [300.0, math.inf]
-
-
-def test_figures_leave_out_what_is_empty() -> None:
-    """A record has only what there is."""
-    bare = StageResult("a", "/a", 10, 1, 2.0, "copy", reused=False)
-    full = StageResult("a", "/a", 10, 1, 2.0, "chain", True, "xxh3_128:0", True, "why")
-    assert set(figures_of(full, None)) - set(figures_of(bare, None)) == {"digest", "private"}
-    assert figures_of(bare, None)["bytes_per_second"] == 5
-    assert figures_of(bare, Payback(2.0, 3.0, 1.0, 2))["payback"]["epochs"] == 2
 
 
 def test_tasks_of_an_array_wait_each_its_own_time(

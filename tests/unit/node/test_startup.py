@@ -137,14 +137,6 @@ def test_an_array_task_claims_its_own_run(node: Node) -> None:
     assert (status, "has no run of index 3" in err) == (3, True)
 
 
-def test_outside_a_job_there_is_nothing_to_claim(node: Node) -> None:
-    """The script says that it belongs into a job."""
-    status, _, err = node.claim("")
-    assert status == 2
-    assert "not inside a job" in err
-    assert "hint: give the script to sbatch" in err
-
-
 def test_by_hand_there_is_no_table(node: Node, tmp_path: Path) -> None:
     """A script given to sbatch by hand keeps its records below its own directory, by job."""
     task = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "8"}
@@ -180,34 +172,6 @@ def test_all_nodes_are_ready(attempt: Path, capsys: pytest.CaptureFixture[str]) 
     assert err == "hpml: 2 nodes ready, staged 5 files, 30 bytes, slowest 1.25 s\n"
     mark(attempt, "n3", "ready")
     assert wait(attempt, 1, os.getpid()) == 0
-
-
-def placed(cores: list[int], *warnings: str, policy: str = "gpu-local") -> dict[str, object]:
-    """What an agent tells of its node's plan."""
-    return {
-        "policy": policy,
-        "ranks": 8,
-        "cores": cores,
-        "threads": [4],
-        "warnings": list(warnings),
-    }
-
-
-def test_how_ranks_are_bound_is_told_once_for_all_nodes(
-    attempt: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line, and each warning once, however many nodes have it."""
-    mark(attempt, "n1", "ready", placed=placed([16], "GPU0 is far", "odd"))
-    mark(attempt, "n2", "ready", placed=placed([15, 16], "GPU0 is far"))
-    mark(attempt, "n3", "ready", placed=placed([0], "nothing is bound", policy="none"))
-    assert wait(attempt, 3, os.getpid()) == 0
-    assert capsys.readouterr().err == (
-        "hpml: 3 nodes ready\n"
-        "hpml: 16 ranks bound (gpu-local), 15-16 cores and 4 threads each\n"
-        "hpml: warning: n1 and 1 more: GPU0 is far\n"
-        "hpml: warning: n1: odd\n"
-        "hpml: warning: n3: nothing is bound\n"
-    )
 
 
 def test_it_waits_ever_more_rarely_and_says_so(
@@ -297,18 +261,6 @@ def test_candidates_lie_outside_the_ephemeral_range() -> None:
     assert min(ports[5000:]) >= 15_000
 
 
-@pytest.mark.usefixtures("_job")
-def test_one_node_meets_on_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job of one node needs no name; the port can be bound right afterwards."""
-    assert rendezvous(str(tmp_path)) == 0
-    address, port = capsys.readouterr().out.split()
-    assert address == "127.0.0.1"
-    low, high = ephemeral_range()
-    assert not low <= int(port) <= high
-    with taken(int(port), socket.AF_INET, "0.0.0.0"):  # noqa: S104
-        pass
-
-
 @pytest.mark.parametrize(
     ("family", "address"),
     [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::1")],  # noqa: S104
@@ -345,31 +297,13 @@ def nodes(attempt: Path, resolves: dict[str, list[str]]) -> None:
 def test_nodes_meet_at_a_name_that_all_of_them_know(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's name of the head node where all resolve it, else its full name."""
+    """Slurm's name of the head node where all resolve it, else its full name; else an error."""
     monkeypatch.setenv("SLURM_NNODES", "2")
     nodes(tmp_path, {"n1": ["n1", "n1.cluster"], "n2": ["n1.cluster"]})
     rendezvous(str(tmp_path))
     assert capsys.readouterr().out.startswith("n1.cluster ")
-
-
-@pytest.mark.parametrize(
-    ("known", "message"),
-    [
-        (
-            {"n1": ["n1"], "n2": [], "n3": []},
-            r"^nodes n2, n3 cannot resolve .* \(n1, n1.cluster\)$",
-        ),
-        (
-            {"n1": ["n1", "n1.cluster"], "n2": ["n1"], "n3": ["n1.cluster"]},
-            "no one name .*: n2 resolves only n1; n3 resolves only n1.cluster$",
-        ),
-    ],
-)
-def test_nodes_that_cannot_find_the_head_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: dict[str, list[str]], message: str
-) -> None:
-    """The message says which node knows none, or which, of its names."""
-    monkeypatch.setenv("SLURM_NNODES", "3")
-    nodes(tmp_path, known)
+    record = {"node": "n3", "resolves": {"n1": "10.0.0.1"}}
+    write_json(tmp_path / "nodes" / "n3.ready.json", record)
+    message = "known to all nodes: n2 resolves n1.cluster; n3 resolves n1$"
     with pytest.raises(HpmlError, match=message):
         rendezvous(str(tmp_path))

@@ -187,19 +187,6 @@ def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
     assert watching.proof().ranks[0].cpus == FIRST
 
 
-def test_a_process_that_ended_at_once(attempt: Path, ranks: Ranks) -> None:
-    """It is judged by its own record, which may be right or wrong."""
-    watching = Watching(attempt, 1)
-    process = ranks.process(BOTH, "true")
-    process.wait()
-    ranks.record(0, process.pid, inherited="7", cpus=BOTH)
-    watching.turn(1)
-    (rank,) = watching.proof().ranks
-    assert (rank.live, rank.cpus) == (False, BOTH)
-    assert "was bound twice" in rank.wrong[0]
-    assert "was bound twice" in watching.said, "nobody lives: there is no second look"
-
-
 def test_a_number_that_is_another_s_by_now(attempt: Path, ranks: Ranks) -> None:
     """A fake record of a process that began before this one: that is not the rank."""
     watching = Watching(attempt, 1, "strict")
@@ -288,17 +275,6 @@ def gone(pid: int) -> None:
     eventually(lambda: not lives(pid))
 
 
-def test_a_rank_that_starts_again(attempt: Path, ranks: Ranks) -> None:
-    """Torchrun's restart makes new processes: the last record of a local rank counts."""
-    watching = Watching(attempt, 1)
-    ranks.start(0, BOTH).communicate()
-    watching.turn(50)
-    again = ranks.start(0, BOTH)
-    watching.turn(50)
-    (rank,) = watching.proof().ranks
-    assert (rank.pid, rank.live) == (again.pid, True)
-
-
 def test_the_end_takes_in_what_came_last(attempt: Path, ranks: Ranks) -> None:
     """A rank that recorded between two looks, and a line that was torn, which does not count."""
     watching = Watching(attempt, 2)
@@ -313,28 +289,6 @@ def test_the_end_takes_in_what_came_last(attempt: Path, ranks: Ranks) -> None:
     assert "1 of 2 ranks bound" in watching.said
 
 
-def test_records_that_are_none_are_passed_over(attempt: Path, ranks: Ranks) -> None:
-    """Whoever writes there: a line that names no rank is not one."""
-    watching = Watching(attempt, 1)
-    ranks.file.write_text('[]\n{"rank": "0"}\n{"rank": 0, "local_rank": true, "pid": 1}\nnull\n\n')
-    ranks.record(0, os.getpid(), cpus=BOTH, inherited={}, threads="many", start_ticks=None)
-    watching.turn(2)
-    (rank,) = watching.proof().ranks
-    assert (rank.cpus, rank.threads) == (BOTH, None)
-
-
-def test_a_proof_that_cannot_be_written_is_told_once(attempt: Path, ranks: Ranks) -> None:
-    """The ranks go on, and so does the watch."""
-    watching = Watching(attempt, 1)
-    ranks.start(0, BOTH)
-    watching.file.mkdir()
-    watching.turn(20)
-    assert watching.said.count("cannot write") == 1
-    watching.file.rmdir()
-    watching.turn(20)
-    assert watching.proof().right
-
-
 def kernel_s_table(root: Path, pid: int, parent: int, ticks: int, *cpus: int) -> None:
     """A fake process in the kernel's words, with a thread on each CPU."""
     name = f"program{pid}"
@@ -347,15 +301,6 @@ def kernel_s_table(root: Path, pid: int, parent: int, ticks: int, *cpus: int) ->
         (place / "task" / str(pid + number)).mkdir(parents=True)
         status = f"Name:\t{name}\nCpus_allowed_list:\t{cpu}\nMems_allowed:\t1\n"
         (place / "task" / str(pid + number) / "status").write_text(status)
-
-
-def test_threads_that_are_bound_one_by_one_are_all_read(tmp_path: Path) -> None:
-    """A part of 256 threads, each on a CPU of its own, is on a part of the CPUs."""
-    kernel_s_table(tmp_path, 1000, 1, 5, *range(256))
-    table = ProcessTable(str(tmp_path))
-    process = table.process(table.stats[1000])
-    assert process is not None
-    assert (process.cpus, process.first) == (tuple(range(256)), (0,))
 
 
 @pytest.mark.parametrize(

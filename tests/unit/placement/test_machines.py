@@ -21,7 +21,6 @@ from tests.unit.placement.machines import (
     mi250x,
     milan,
     node,
-    threads,
     two_by_twelve,
 )
 from tests.unit.topology.real_machines import DATA
@@ -134,17 +133,6 @@ def test_one_worker_per_socket(policy: str) -> None:
     assert by.value == "--map-by ppr:1:socket --bind-to socket"
 
 
-def test_cpu_only_ranks_on_sockets_of_several_domains() -> None:
-    """One rank per socket has all of the socket's domains; one per domain stays within it."""
-    four = node([(number // 2, threads(4 * number, 4)) for number in range(4)])
-    assert lists(plan(four, 2, policy="socket")) == ["0-7", "8-15"]
-    assert lists(plan(four, 2)) == ["0-7", "8-15"]
-    assert lists(plan(four, 2, policy="numa")) == ["0-3", "8-11"]
-    assert lists(plan(four, 4, policy="numa")) == ["0-3", "4-7", "8-11", "12-15"]
-    by = openmpi_map_by(four, plan(four, 4, policy="numa"))
-    assert by.value == "--map-by ppr:1:numa --bind-to numa"
-
-
 BY_HAND = {
     # GPUs on domains 2, 3, 0, 1, one each
     "nccl/topo_4p_940.xml": [
@@ -165,19 +153,8 @@ BY_HAND = {
         "40-47,104-111",
     ],
     # 1, 1, 0, 0, 3, 3, 2, 2, each CPU a core
-    "nccl/azure-ndv4-topo.xml": [
-        "24-35",
-        "36-47",
-        "0-11",
-        "12-23",
-        "72-83",
-        "84-95",
-        "48-59",
-        "60-71",
-    ],
     # one GPU on domain 0, two on domain 1
     "nccl/topo_3p_pcie.xml": ["0-15,32-47", "16-23,48-55", "24-31,56-63"],
-    "nvidia-smi/titanx-4gpu-2socket.txt": ["0-2", "3-5", "6-8", "9-11"],
     # two cores of two threads for each
     "hwloc/power8gpudistances.xml": [
         "0-1,8-9",
@@ -185,7 +162,6 @@ BY_HAND = {
         "80-81,88-89",
         "96-97,104-105",
     ],
-    "nvidia-smi/1gpu-numa1.txt": ["32-63,96-127"],
 }
 
 

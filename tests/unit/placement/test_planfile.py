@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planfile import find, read, write
-from hpml_orchestrator.topology import parse_list
 
 PLAN = Plan(
     ranks=(
@@ -66,13 +65,6 @@ def test_one_rank_is_found_alone() -> None:
     assert read(newer) == PLAN
 
 
-def test_rank_1_is_not_rank_11() -> None:
-    """A rank is found by its whole number."""
-    twelve = Plan(tuple(RankPlan(rank, cpus=(rank,), cores=(rank,)) for rank in range(12)))
-    assert find(write(twelve), 1)["cpus"] == "1"
-    assert find(write(twelve), 11)["cpus"] == "11"
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -94,13 +86,6 @@ def test_a_damaged_file_is_refused(text: str, words: str) -> None:
         read(text)
 
 
-def test_policy_none_tells_not_to_bind() -> None:
-    """hpml-bind needs the rank's own line only."""
-    made = Plan((RankPlan(0, cpus=(0, 1), cores=(0, 1)),), policy="none")
-    assert find(write(made), 0)["bind"] == "no"
-    assert find(write(Plan((RankPlan(0),))), 0)["bind"] == "no"  # no CPUs to bind to
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(), st.none() | st.text(), st.text(), st.lists(st.text(), max_size=3))
 def test_any_text_comes_back(gpu: str, nic: str | None, uuid: str, warnings: list[str]) -> None:
@@ -112,13 +97,6 @@ def test_any_text_comes_back(gpu: str, nic: str | None, uuid: str, warnings: lis
     text = write(made)
     assert text.isascii()
     assert read(text) == made
-
-
-@pytest.mark.parametrize("text", ["x", "1-", "-1", "1,,2", "1 2", "3-1", "0x3", "1-2-3", "²"])
-def test_what_is_no_cpu_list(text: str) -> None:
-    """Anything but numbers and ranges that ascend is refused."""
-    with pytest.raises(ValueError):
-        parse_list(text)
 
 
 def test_reading_a_line_imports_next_to_nothing() -> None:

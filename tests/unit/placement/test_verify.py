@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json, proof_of_json
 from hpml_orchestrator.placement.verify import Circumstances, judge
 from hpml_orchestrator.topology import Gpu, Topology, parse_list
-from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, node, two_by_twelve
+from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 
 
 class Place:
@@ -24,7 +25,7 @@ class Place:
         self.visible: str | None = options.pop("visible", shown)
         self.topology = topology
         allowed = options.pop("allowed", sorted(topology.cpus))
-        chosen = None if self.visible is None else self.visible.split(",")
+        chosen = visible_devices(topology, self.visible)
         self.plan = plan(topology, ranks, allowed_cpus=allowed, visible_gpus=chosen, **options)
         self.around = Circumstances(
             node="node1",
@@ -121,30 +122,11 @@ def far() -> Place:
 CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
     # where it runs
     "another domain": (Place(milan(), 4).runs(0, "0-15,64-79"), {0: FAR_SOME}),
-    "no distances": (Place(untold(), 4).runs(0, "0-15,64-79"), {0: FAR_SOME}),
     "other cores of its domain": (
         four().runs(0, "4-7,20-23"),
         {
             0: (
                 "runs on CPUs 4-7,20-23 (NUMA 0), not on its own 0-3,16-19",
-                "shares physical cores with rank 9",
-            )
-        },
-    ),
-    "the other hardware thread is the same core": (
-        Place(intel((0, 0, 1, 1)), 4, smt=False).runs(1, "16-19"),
-        {
-            1: (
-                "runs on CPUs 16-19 (NUMA 0), not on its own 4-7",
-                "shares physical cores with rank 8",
-            )
-        },
-    ),
-    "unknown domain": (
-        Place(node([(0, [(0,), (1,)]), (1, [(2,), (3,)])], (None, None)), 2).runs(0, "2-3"),
-        {
-            0: (
-                "runs on CPUs 2-3 (NUMA 1), not on its own 0-1",
                 "shares physical cores with rank 9",
             )
         },
@@ -163,10 +145,6 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
         pair().change(0, main=SOLVER, others=(SHELL, replace(SOLVER, cpus=(1, 17)))),
         {},
     ),
-    "a wrapper whose programs overlap": (
-        pair().change(0, main=SOLVER, others=(SHELL, replace(SOLVER, cpus=(0, 1, 16, 17)))),
-        {0: ("its process 555 (solver) runs on CPUs 0,16 alone, not on its own 0-7,16-23",)},
-    ),
     "a process outside": (
         pair().change(0, others=(Process(7, "dataloader", (0, 8), (0,), 0.0),)),
         {
@@ -176,12 +154,7 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
             )
         },
     ),
-    "more ranks than cores": (
-        Place(intel((0, 1)), 4, allowed=[0, 8], ranks_per_gpu=2),
-        {},
-    ),
     # what hpml-bind found
-    "a static form": (four().change(1, inherited=four().plan.ranks[1].cpus), {}),
     "bound twice": (
         four().change(2, inherited=(0, 1, 16, 17)),
         {
@@ -205,10 +178,6 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
     "loader workers that share a core": (
         pair(loader_workers=4).change(0, others=BUSY),
         {0: ("4 of its processes, such as its process 200 (worker), share CPUs 3,19",)},
-    ),
-    "idle loader workers": (
-        pair().change(0, others=tuple(replace(one, load=0.2) for one in BUSY)),
-        {},
     ),
     "too few cores for the loader workers": (
         pair(loader_workers=8),
@@ -254,7 +223,6 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
             ),
         },
     ),
-    "the same GPUs by UUID": (Place(milan(), 4).change(2, visible="GPU-0,GPU-1,GPU-2,GPU-3"), {}),
     "somebody else's GPUs": (
         Place(milan(), 2, visible="2,3").change(0, visible=None),
         {
@@ -264,23 +232,7 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
             )
         },
     ),
-    "a job without GPUs": (Place(milan(), 2, visible="").change(0, visible=None), {}),
-    "nobody gave the job GPUs": (Place(milan(), 8, visible=None), {}),
-    "GPUs that are shared on purpose": (Place(milan(), 8, ranks_per_gpu=2), {}),
     "MIG instances": (Place(mig(), 3, visible="MIG-0,MIG-1,MIG-2").change(2, visible="MIG-2"), {}),
-    "one MIG instance for two": (
-        Place(mig(), 2, visible="MIG-0,MIG-1").change(1, visible="MIG-0"),
-        {
-            0: ("shares GPU 0000:01:00.0 with rank 9",),
-            1: (
-                (
-                    "has GPU 0000:01:00.0, its own is 0000:01:00.0 "
-                    "(its list of visible devices is 'MIG-0')"
-                ),
-                "shares GPU 0000:01:00.0 with rank 8",
-            ),
-        },
-    ),
     "GPUs that a cgroup hides": (
         Place(milan(), 2, visible="2,3")
         .around_is(visible="0,1", hidden=frozenset({"0000:01:00.0", "0000:02:00.0"}))
@@ -338,19 +290,6 @@ def test_a_rank_that_is_not_bound(live: bool) -> None:
         "runs on CPUs 0-255 (NUMA 0-7), its GPU 0000:03:00.0 is next to"
     )
     assert (place.proof().ranks[2].cpus, place.proof().ranks[2].distance) == ("0-255", 32)
-
-
-def test_openmp_that_binds_its_own_threads() -> None:
-    """Right for OpenMP: threads on single cores. A warning, since what it forks shares one."""
-    place = pair().change(0, main=replace(HELD, cpus=(0, 16)))
-    assert place.wrong() == {}
-    assert place.proof().warnings == (
-        (
-            "rank 8: OMP_PROC_BIND=close: OpenMP holds its threads on CPUs 0,16 of its own "
-            "0-7,16-23, and what it forks on 0,16"
-        ),
-    )
-    assert pair().change(0, main=HELD).proof().warnings == ()
 
 
 def test_ranks_more_or_fewer_than_planned() -> None:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from hpml_orchestrator.records.events import VOCABULARY, Event, append, read, read_all
+from hpml_orchestrator.records.events import VOCABULARY, append, read, read_all
 
 
 def test_the_vocabulary_is_the_house_s() -> None:
     """The names stand in records.md, in the same order."""
     names = "queued started staging ready rendezvous warm-up step evaluation checkpoint signal"
     assert list(VOCABULARY) == [*names.split(), "stopping", "ended"]
-
-
-def test_there_is_no_other_event() -> None:
-    """An unknown name is refused where it is made, with those that there are."""
-    with pytest.raises(ValueError, match="'begun' is no event; one of queued, started"):
-        Event(0.0, "begun", "n")
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -77,47 +77,6 @@ def test_a_dirty_tree_can_be_made_again(repository: Path, tmp_path: Path) -> Non
     assert (tmp_path / "clone" / "code" / "blob").read_bytes() == b"\0\xff\n"
 
 
-def test_the_users_own_settings_do_not_spoil_the_diff(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Colours, another diff program and a hook's variables change nothing."""
-    (repository / "code" / "train.py").write_text("print(2)\n")
-    _, plain = collect(repository)
-    git(repository, "config", "color.ui", "always")
-    git(repository, "config", "diff.external", "echo")
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    record, diff = collect(repository)
-    assert diff == plain
-    assert b"+print(2)" in plain
-    assert record["git"]["branch"] == "main"
-
-
-def test_a_huge_diff_is_left_out_and_said_so(repository: Path) -> None:
-    """Over 4 MiB the record says how large it was."""
-    (repository / "code" / "train.py").write_text("x" * 80 + "\n" * 1, "utf-8")
-    (repository / "code" / "train.py").write_text(("x" * 80 + "\n") * 60_000)
-    record, diff = collect(repository)
-    assert diff == b""
-    assert record["git"]["diff"].startswith("left out: ")
-
-
-def test_no_repository(tmp_path: Path) -> None:
-    """Outside git, in an empty repository and where there is no such directory: no commit."""
-    assert collect(tmp_path)[0]["git"] is None
-    assert collect(tmp_path / "none")[0]["git"] is None
-    git(tmp_path, "init", "-q", "empty")
-    assert collect(tmp_path / "empty")[0]["git"] is None
-
-
-def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without git the rest of the record is there all the same."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    record, diff = collect(repository)
-    assert (record["git"], diff) == (None, b"")
-    assert record["hpml"] == __version__
-    assert (record["user"], record["command_line"]) == ("me", ["hpml", "run"])
-
-
 def test_a_working_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,3 +116,29 @@ def test_filters_count_and_no_hook_or_monitor_is_run(repository: Path, tmp_path:
     assert record["git"]["dirty"] is False
     assert diff == b""
     assert not (tmp_path / "was-run").exists()
+
+
+def test_settings_and_variables_do_not_spoil_the_diff(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's colours and another diff program, and a hook's variables, change nothing."""
+    (repository / "code" / "train.py").write_text("print(2)\n")
+    _, plain = collect(repository)
+    git(repository, "config", "color.ui", "always")
+    git(repository, "config", "diff.external", "echo")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert collect(repository)[1] == plain
+    assert b"+print(2)" in plain
+
+
+def test_without_a_repository_or_git(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No commit; the rest of the record is there all the same."""
+    git(tmp_path, "init", "-q", "empty")
+    for directory in (tmp_path, tmp_path / "none", tmp_path / "empty"):
+        assert collect(directory)[0]["git"] is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    record, diff = collect(repository)
+    assert (record["git"], diff, record["hpml"]) == (None, b"", __version__)
+    assert (record["user"], record["command_line"]) == ("me", ["hpml", "run"])

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.records.submission import STARTED_MARKER, begin, newest_start
+from hpml_orchestrator.records.submission import STARTED_MARKER, Submission
 
 RACER = """
 import sys, time
 from pathlib import Path
-from hpml_orchestrator.records.submission import begin
-directory, at = Path(sys.argv[1]), float(sys.argv[2])
+from hpml_orchestrator.records.submission import Submission
+submission, at = Submission(Path(sys.argv[1])), float(sys.argv[2])
 won = ""
 for number in range(1, 41):
     time.sleep(max(at + number * 0.02 - time.time(), 0))
-    won += "01"[begin(directory, number, now=time.time())]
+    won += "01"[submission.mark_started(number=number, now=time.time())]
 print(won)
 """
 
@@ -38,7 +38,7 @@ def test_one_of_several_processes_gets_each_start(tmp_path: Path) -> None:
     ]
     won = [racer.communicate(timeout=120)[0].strip() for racer in racers]
     assert [column.count("1") for column in map("".join, zip(*won, strict=True))] == [1] * 40
-    newest = newest_start(tmp_path)
+    newest = Submission(tmp_path).newest_start()
     assert newest is not None
     assert newest.number == 40
     assert newest.owner is not None
@@ -48,35 +48,18 @@ def test_one_of_several_processes_gets_each_start(tmp_path: Path) -> None:
 
 def test_a_start_is_never_taken_back(tmp_path: Path) -> None:
     """Made once it stays as it is; the next number is free; the last one is told."""
-    assert newest_start(tmp_path) is None
-    assert newest_start(tmp_path / "nowhere") is None
-    assert begin(tmp_path, 1, now=5.0)
-    assert not begin(tmp_path, 1, now=6.0)
-    first = newest_start(tmp_path)
+    assert Submission(tmp_path).newest_start() is None
+    assert Submission(tmp_path / "nowhere").newest_start() is None
+    assert Submission(tmp_path).mark_started(number=1, now=5.0)
+    assert not Submission(tmp_path).mark_started(number=1, now=6.0)
+    first = Submission(tmp_path).newest_start()
     assert first is not None
     assert (first.number, first.time) == (1, 5.0)
     for number in range(2, 11):
-        assert begin(tmp_path, number, now=float(number))
-    tenth = newest_start(tmp_path)
+        assert Submission(tmp_path).mark_started(number=number, now=float(number))
+    tenth = Submission(tmp_path).newest_start()
     assert tenth is not None
     assert (tenth.number, tenth.time) == (10, 10.0)
-
-
-def test_without_hard_links_one_gets_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fake for a file system without hard links, such as FAT: the file is created in place."""
-
-    def link(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", link)
-    assert begin(tmp_path, 1, now=5.0)
-    assert not begin(tmp_path, 1, now=6.0)
-    newest = newest_start(tmp_path)
-    assert newest is not None
-    assert newest.time == 5.0
-    assert [path.name for path in tmp_path.iterdir()] == [STARTED_MARKER]
 
 
 def test_a_link_whose_answer_was_lost_is_ones_own(
@@ -90,14 +73,14 @@ def test_a_link_whose_answer_was_lost_is_ones_own(
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     monkeypatch.setattr(os, "link", link)
-    assert begin(tmp_path, 1, now=5.0)
+    assert Submission(tmp_path).mark_started(number=1, now=5.0)
 
 
 def test_a_start_that_is_half_written_counts_from_its_file(tmp_path: Path) -> None:
     """Killed while it wrote in place: there was a start, at the time when the file changed."""
     (tmp_path / STARTED_MARKER).write_text('{"time": 12')
     os.utime(tmp_path / STARTED_MARKER, (77.0, 77.0))
-    newest = newest_start(tmp_path)
+    newest = Submission(tmp_path).newest_start()
     assert newest is not None
     assert (newest.number, newest.time, newest.owner) == (1, 77.0, None)
 
@@ -106,6 +89,6 @@ def test_a_directory_that_cannot_be_written_is_no_lost_race(tmp_path: Path) -> N
     """It is an error, and not taken for a start of somebody else's."""
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError):
-        begin(tmp_path / "nowhere", 1, now=5.0)
+        Submission(tmp_path / "nowhere").mark_started(number=1, now=5.0)
     with pytest.raises(RecordError):
-        newest_start(tmp_path / "file")
+        Submission(tmp_path / "file").newest_start()

@@ -7,15 +7,11 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
-from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.targets import (
     STALE_SECONDS,
     publish,
     renew,
     sweep,
-    target_name,
     withdraw,
     withdraw_run,
 )
@@ -43,18 +39,6 @@ def test_a_target_is_as_prometheus_reads_it(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == [{"targets": ["10.0.0.1:9445"], "labels": wanted}]
     assert path.stat().st_mode & 0o777 == 0o644
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_a_name_has_no_letter_that_leads_elsewhere() -> None:
-    """Whatever a cluster, a run or a node is called."""
-    assert target_name("a/../b", "x y-1", "n\n") == "a_.._b.x_y-1@n_.json"
-
-
-def test_a_directory_that_cannot_be_is_an_error(tmp_path: Path) -> None:
-    """Told with its path; what called goes on."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="cannot make .*/file/t"):
-        publish(tmp_path / "file" / "t" / "x@n.json", "a:1", LABELS)
 
 
 def test_the_dead_are_swept_and_the_living_stay(tmp_path: Path) -> None:
@@ -97,24 +81,6 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == before
     renew(tmp_path / "r-1.link@n1.json")
     assert (tmp_path / "nodes.json").stat().st_mtime == 1, "links are not followed"
-
-
-def test_a_directory_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
-    """No error, and it is not made."""
-    assert sweep(tmp_path / "none") == []
-    withdraw_run(tmp_path / "none", "r")
-    assert not (tmp_path / "none").exists()
-
-
-def test_the_clock_of_the_file_server_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node whose clock is an hour ahead takes no living job for dead (a fake clock)."""
-    published(tmp_path)
-    now = time.time()
-    monkeypatch.setattr("hpml_orchestrator.records.targets.time.time", lambda: now + 3600)
-    assert sweep(tmp_path) == []
-    assert len(os.listdir(tmp_path)) == 1
 
 
 def test_a_run_that_is_over_loses_its_targets(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def slurm_answers() -> dict[str, list[Completed | BaseException]]:
         "scontrol --all show config": "config.txt",
         "scontrol --all show partition": "show-partition.txt",
         "scontrol --all show node": "show-node.txt",
-        "scontrol --all show reservation": "show-reservation.txt",
         "sacctmgr -nP show user": "sacctmgr-user.txt",
         "sacctmgr -nP show qos": "sacctmgr-qos.txt",
     }

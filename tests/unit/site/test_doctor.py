@@ -14,7 +14,7 @@ from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.scheduler.command import ConfigurationMissing, SubprocessRunner
 from hpml_orchestrator.site.doctor import Finding, examine
 from hpml_orchestrator.site.initialise import initialise
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan
 
 ANSWERS = {

@@ -16,7 +16,7 @@ from hpml_orchestrator.site.profile import node_paths, topologies_of
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
 from hpml_orchestrator.testing import FakeRunner
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan
 
 if TYPE_CHECKING:
@@ -131,7 +131,6 @@ def compared(
         "scontrol --all show node": "\n".join(
             NODE.format(name, cpus, cpus, gres, threads) for name, cpus, threads, gres in nodes
         ),
-        "scontrol --all show reservation": "No reservations in the system\n",
         "sacctmgr": "",
     }
     report = check_job(

@@ -114,17 +114,12 @@ def pci(sys_root: Path, place: Path, kind: int, vendor: int) -> None:
 
 
 def hwloc_xml(machine: Machine, version: int = 3) -> str:
-    """What lstopo exports: hwloc 1 nests sockets in domains, 2 and 3 hang domains into sockets."""
+    """What lstopo of hwloc 2 and 3 exports: domains hang from sockets."""
     lines = ['<?xml version="1.0" encoding="UTF-8"?>', '<!DOCTYPE topology SYSTEM "hwloc2.dtd">']
-    lines.append(f'<topology version="{version}.0">' if version > 1 else "<topology>")
+    lines.append(f'<topology version="{version}.0">')
     everything = [cpu for _, _, cpus in machine.cores for cpu in cpus]
     lines.append(f'<object type="Machine" os_index="0" cpuset="{hwloc_mask(everything)}">')
     rows = [str(value) for row in machine.distances.values() for value in row]
-    if version == 1:
-        count = len(machine.distances)
-        lines.append(f'<distances nbobjs="{count}" relative_depth="1" latency_base="10.000000">')
-        lines += [f'<latency value="{int(value) / 10:f}"/>' for value in rows]
-        lines.append("</distances>")
     for number in machine.distances:
         home = [(socket, cpus) for socket, domain, cpus in machine.cores if domain == number]
         cpuset = hwloc_mask(machine.cpus(number))
@@ -136,9 +131,7 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
         if not home:
             lines.append(f'{node} subtype="GPUMemory"/>')
             continue
-        package = "Package" if version > 1 else "Socket"
-        opened = f'<object type="{package}" os_index="{socket}" cpuset="{cpuset}">'
-        lines += [opened, f"{node}/>"] if version > 1 else [f"{node}>", opened]
+        lines += [f'<object type="Package" os_index="{socket}" cpuset="{cpuset}">', f"{node}/>"]
         for index, (_, cpus) in enumerate(home):
             core = f'<object type="Core" os_index="{index}" cpuset="{hwloc_mask(cpus)}">'
             units = [
@@ -148,18 +141,17 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
         for device in machine.devices:
             if device.domain == number:
                 lines += hwloc_device(device, rdma=32 if version > 2 else 3)
-        lines += ["</object>"] * (1 if version > 1 else 2)
-    lines.append("</object>")
-    if version > 1:
-        indexes = " ".join(map(str, machine.distances))
-        count = len(machine.distances)
-        lines += [
-            f'<distances2 type="NUMANode" nbobjs="{count}" kind="5" indexing="os">',
-            f'<indexes length="{len(indexes)}">{indexes} </indexes>',
-            *(f'<u64values length="3">{value} </u64values>' for value in rows),
-            "</distances2>",
-        ]
-    return "\n".join([*lines, "</topology>", ""])
+        lines.append("</object>")
+    indexes = " ".join(map(str, machine.distances))
+    lines += [
+        "</object>",
+        f'<distances2 type="NUMANode" nbobjs="{len(machine.distances)}" kind="5" indexing="os">',
+        f'<indexes length="{len(indexes)}">{indexes} </indexes>',
+        *(f'<u64values length="3">{value} </u64values>' for value in rows),
+        "</distances2>",
+        "</topology>",
+    ]
+    return "\n".join([*lines, ""])
 
 
 def hwloc_mask(cpus: Sequence[int], words: int = 4) -> str:

@@ -72,24 +72,6 @@ MACHINES = {
         {0: ("NODE", "mlx5_0"), 1: ("SYS", "mlx5_0"), 2: ("SYS", "mlx5_0")},
         {"mlx5_0": 0},
     ),
-    "nccl/topo_4p_940.xml": Machine(
-        96,
-        0,
-        {0: "0-23,96-119", 1: "24-47,120-143", 2: "48-71,144-167", 3: "72-95,168-191"},
-        [2, 3, 0, 1],
-        ("GPU0", "0000:82:00.0"),
-        {n: ("NODE", f"cxi{n}") for n in range(4)},
-        {"cxi0": 2, "cxi1": 3, "cxi2": 0, "cxi3": 1},
-    ),
-    "nccl/topo_8p1h_3.xml": Machine(
-        64,
-        0,
-        {0: "0-15,64-79", 1: "16-31,80-95", 2: "32-47,96-111", 3: "48-63,112-127"},
-        [3, 3, 1, 1, 0, 0, 2, 2],
-        ("GPU0", "0000:c1:00.0"),
-        {n: ("NODE", f"net{n // 2}") for n in range(8)},
-        {"net0": 3, "net1": 1, "net2": 0, "net3": 2},
-    ),
     "nccl/topo_8p_90a_1.xml": Machine(
         48,
         0,
@@ -97,15 +79,6 @@ MACHINES = {
         [3, 3, 1, 1, 0, 0, 0, 0],
         ("GPU0", "0000:c1:00.0"),
         nics={"bond0": None},  # no PCI device: NCCL puts it below some CPU
-    ),
-    "nccl/topo_8p_940.xml": Machine(
-        112,
-        0,
-        {0: "0-55,112-167", 1: "56-111,168-223"},
-        [0] * 4 + [1] * 4,
-        ("GPU0", "0000:0c:00.0"),
-        {n: ("PXB", f"mlx5_{n}") for n in range(8)},  # each GPU behind a second switch
-        {f"mlx5_{n}": int(n >= 4) for n in range(8)},
     ),
     "nccl/topo_8p_rome_n4.xml": Machine(
         112,

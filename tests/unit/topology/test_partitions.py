@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.placement.proof import Seen
-from hpml_orchestrator.placement.verify import Circumstances, judge
 from hpml_orchestrator.topology import (
     Topology,
     format_list,
@@ -112,27 +110,3 @@ def test_ranks_are_planned_on_all_partitions(source: str, parts: int, tmp_path: 
     ]
     assert [one.gpu for one in made.ranks] == [gpu.address for gpu in got.gpus]
     assert topology_of_text(json.dumps(topology_json(got))) == got
-
-
-def test_a_rank_on_the_wrong_partition_is_told() -> None:
-    """Of one PCI device two partitions are two GPUs for the proof, too."""
-    got = hwloc(6, "rsmi{}")
-    made = plan(got, 2, visible_gpus=[0, 1])
-    seen = [
-        Seen(rank, rank, rank, cpus=one.cpus, visible=visible)
-        for rank, (one, visible) in enumerate(zip(made.ranks, ["0,1", "1,0"], strict=True))
-    ]
-    allowed = tuple(sorted(got.cpus))
-    proof = judge(got, made, seen, Circumstances("n1", "warn", allowed, visible="0,1"))
-    assert "has GPU 0000:02:00.0, its own is 0000:02:00.1" in " ".join(proof.ranks[1].wrong)
-
-
-def test_partitions_that_a_cgroup_hides(tmp_path: Path) -> None:
-    """KFD does not let a job read their nodes: what is left keeps its address, and is counted."""
-    sysfs(6, tmp_path, 28)
-    nodes = tmp_path / "sys/devices/virtual/kfd/kfd/topology/nodes"
-    for number in (4, 5, 8):
-        (nodes / str(number) / "properties").unlink()
-    got = read_sysfs(str(tmp_path / "sys"), str(tmp_path / "proc"))
-    first = [gpu.address for gpu in got.gpus if gpu.domain == 0]
-    assert first == ["0000:02:00.2", "0000:02:00.3", "0000:02:00.5"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 
 import pytest
@@ -66,13 +65,6 @@ def test_stops_at_the_first_command() -> None:
     comments = ("", "# text", "##SBATCH -n 9", " #SBATCH -n 9", "# SBATCH -n 9")
     found = header(*comments, "#SBATCH -n 2", "set -e", "#SBATCH -n 9")
     assert found.ntasks == 2
-
-
-def test_lists_what_means_nothing_here() -> None:
-    """Options of the cluster are kept as written for the record and change nothing else."""
-    found = header("#SBATCH -p gpu --account=me --qos high --requeue", "#SBATCH --gres=lustre:1")
-    assert found.ignored == ("-p gpu", "--account=me", "--qos high", "--requeue", "--gres=lustre:1")
-    assert dataclasses.replace(found, ignored=()) == header()
 
 
 @pytest.mark.parametrize(

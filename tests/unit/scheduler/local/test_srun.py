@@ -72,34 +72,10 @@ def test_says_what_cannot_be_executed(tmp_path: Path) -> None:
     assert srun(str(tmp_path)).returncode == 13
 
 
-def test_labels_lines() -> None:
-    """Every line carries the rank, the unfinished last one too, on its own stream."""
-    done = srun("-n2", "--label", "sh", "-c", "printf 'a\\nb'; echo c >&2")
-    assert sorted(done.stdout.splitlines()) == ["0: a", "0: b", "1: a", "1: b"]
-    assert sorted(done.stderr.splitlines()) == ["0: c", "1: c"]
-
-
-def test_labels_a_lot_of_output() -> None:
-    """Nothing is lost or mixed at many lines from many tasks, nor by one that leaves its group."""
-    done = srun("-n2", "-l", "bash", "-c", "setsid sleep 9 & seq 1 20000")
-    for rank in "01":
-        lines = [line[3:] for line in done.stdout.splitlines() if line.startswith(f"{rank}: ")]
-        assert lines == [str(number) for number in range(1, 20001)]
-
-
 def test_standard_input_goes_to_task_0() -> None:
     """The others read nothing."""
     done = srun("-n2", "sh", "-c", "echo $SLURM_PROCID:$(cat)", given="hello")
     assert sorted(done.stdout.splitlines()) == ["0:hello", "1:"]
-
-
-def test_output_files(tmp_path: Path) -> None:
-    """--output takes the patterns of a step and none."""
-    assert (
-        srun("-n2", f"--output={tmp_path}/%t-%s.%%", "sh", "-c", "echo $SLURM_PROCID").stdout == ""
-    )
-    assert (tmp_path / "1-0.%").read_text() == "1\n"
-    assert srun("-o", "none", "echo", "x").stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -159,22 +135,6 @@ def test_forwards_signals(tmp_path: Path, name: str) -> None:
         assert process.wait(PATIENCE_SECONDS) == 7
 
 
-@pytest.mark.slow
-def test_being_stopped_for_a_while_ends_no_task(tmp_path: Path) -> None:
-    """As by Ctrl-Z, for longer than it waits at a time: Python tells of a signal that never was."""
-    script = f"echo > {tmp_path}/begun; sleep 4"
-    with subprocess.Popen(
-        command("-n1", "bash", "-c", script), env=environment(), stderr=subprocess.PIPE, text=True
-    ) as process:
-        eventually((tmp_path / "begun").exists)
-        time.sleep(0.2)  # it waits by now
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
-        process.send_signal(signal.SIGCONT)
-        assert process.communicate(timeout=PATIENCE_SECONDS)[1] == ""
-        assert process.returncode == 0
-
-
 def test_accepts_what_only_a_cluster_needs() -> None:
     """Both spellings of a value, options without meaning here, and -- before the command."""
     text = (
@@ -198,6 +158,7 @@ def test_accepts_what_only_a_cluster_needs() -> None:
         (["-n", "0", "x"], "--ntasks"),
         (["--ntasks"], "requires an argument"),
         (["--label=1", "x"], "takes no value"),
+        (["--output=x", "x"], "--output"),
         (["-n2"], "no command"),
         (["--cpu-bind=none,help", "x"], "binds no tasks"),
     ],

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.errors import NotFoundError, SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.scheduler.command import CommandMissing, Completed, SubprocessRunner
+from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.model import Dependency, JobState, Scheduler, SubmitRequest
-from hpml_orchestrator.scheduler.slurm.client import PollSchedule, SlurmScheduler
+from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler
 from hpml_orchestrator.testing import FakeClock, FakeRunner
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -104,20 +104,6 @@ def test_the_tasks_of_an_array_are_one_question() -> None:
     assert queued.env["SLURM_BITSTR_LEN"] == "0"
 
 
-def test_accounting_does_not_bring_a_cancelled_task_back() -> None:
-    """Gone from the queue's list of tasks that wait, it is unknown, though accounting lists it."""
-    rest = "\x1f" * 9 + "\x1e\n"
-    queue = f"9\x1f9_[4-6%2]\x1fPENDING{rest}"
-    tail = "\x1f0:0\x1f1\x1f1\x1fUnknown\x1fUnknown\x1f\x1f\x1fa\x1f/d\n"
-    account = f"9\x1f9_[4-7%2]\x1fPENDING{tail}10\x1f9_3\x1fRUNNING{tail}"
-    runner = FakeRunner({"squeue": [Completed(0, queue)], "sacct": [Completed(0, account)]})
-    found = slurm(runner).query(["9_3", "9_4", "9_7"])
-    assert {key: status.state.value for key, status in found.items()} == {
-        "9_3": "UNKNOWN",
-        "9_4": "PENDING",
-    }
-
-
 def test_submit(tmp_path: Path) -> None:
     """The id is returned, the environment travels unchanged, and the answer is kept on disk."""
     runner = FakeRunner({"sbatch": [Completed(0, "4711;box\n")]})
@@ -162,14 +148,6 @@ def test_no_usable_answer(tmp_path: Path, answer: Completed | BaseException) -> 
         slurm(runner).submit(request_in(tmp_path))
     assert "hpml submit --resume ID" in caught.value.hint
     assert runner.count("sbatch") == 1
-
-
-def test_no_sbatch(tmp_path: Path) -> None:
-    """Without Slurm the user is pointed to --local."""
-    request = SubmitRequest(tmp_path, tmp_path / "o", "n", "c", {"PATH": str(tmp_path)})
-    with pytest.raises(CommandMissing) as caught:
-        SlurmScheduler().submit(request)
-    assert "--local" in caught.value.hint
 
 
 def test_query() -> None:
@@ -360,21 +338,6 @@ def test_long_lists_are_cut() -> None:
     assert len(set(ids)) == 5000
 
 
-def test_environment_of_reading_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the user's environment may hide a job or change the format."""
-    monkeypatch.setenv("SQUEUE_PARTITION", "none")
-    monkeypatch.setenv("SACCT_FORMAT", "jobid")
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/x.conf")
-    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    runner = FakeRunner({"squeue": [SQUEUE]})
-    slurm(runner).query(["3"])
-    env = runner.calls[0].env
-    assert "SQUEUE_PARTITION" not in env
-    assert "SACCT_FORMAT" not in env
-    assert (env["LC_ALL"], env["SLURM_TIME_FORMAT"]) == ("C", "%s")
-    assert env["SLURM_CONF"] == "/etc/slurm/x.conf"
-
-
 def test_find_in_the_queue() -> None:
     """Jobs are found by their exact directory, oldest first, arrays once."""
     runner = FakeRunner({"squeue": [SQUEUE]})
@@ -444,20 +407,6 @@ def test_submitting(tmp_path: Path, proc: Path) -> None:
     assert scheduler.submitting(tmp_path / "link")
 
 
-def test_submitting_sees_a_real_process(tmp_path: Path) -> None:
-    """A running process called sbatch is seen in this machine's /proc, and then no more."""
-    fake = tmp_path / "sbatch"
-    fake.symlink_to("/bin/sleep")
-    child = subprocess.Popen([str(fake), "600"], cwd=tmp_path)
-    try:
-        # The kernel lets the parent go on a moment before the child has its new name.
-        assert eventually(lambda: SlurmScheduler().submitting(tmp_path))
-    finally:
-        child.kill()
-        child.wait()
-    assert not SlurmScheduler().submitting(tmp_path)
-
-
 def test_cancel() -> None:
     """Many jobs take one scancel; those that are over or not known are passed over."""
     runner = FakeRunner({"scancel": [Completed(0)]})
@@ -481,22 +430,6 @@ def test_cancel_fails() -> None:
         slurm(runner).cancel(["9"])
     assert "scontrol ping" in unavailable.value.hint
     assert runner.count("scancel") == 1
-
-
-def test_poll_schedule_jitters() -> None:
-    """Delays grow to 30 s and never leave their margin."""
-    delays = PollSchedule(rng=random.Random(1))
-    for _ in range(3):
-        seen = [delay for delay, _ in zip(delays, range(12), strict=False)]
-        assert all(0.8 <= a / b <= 1.2 for a, b in zip(seen, PollSchedule(jitter=0), strict=False))
-        delays.reset()
-
-
-def test_runner_reads_output() -> None:
-    """Output is captured, also what is no UTF-8; standard input is empty."""
-    code = r"import sys; sys.stdout.buffer.write(b'\xff' + sys.stdin.buffer.read()); sys.exit(3)"
-    done = SubprocessRunner().run([sys.executable, "-c", code], env={}, timeout=PATIENCE_SECONDS)
-    assert done == Completed(3, "\udcff", "")
 
 
 def test_runner_times_out() -> None:
@@ -537,12 +470,6 @@ def test_detached_is_left_alone_past_its_time(tmp_path: Path) -> None:
     assert (tmp_path / "sbatch.out").read_text() == ""
     (tmp_path / "go").touch()
     assert wait_for_text(tmp_path / "sbatch.out") == "7\n"
-
-
-def test_detached_without_directory(tmp_path: Path) -> None:
-    """A missing directory is named, before anything is started."""
-    with pytest.raises(NotFoundError):
-        detached(tmp_path / "none", "echo")
 
 
 def test_answer_outlives_a_killed_hpml(tmp_path: Path) -> None:
