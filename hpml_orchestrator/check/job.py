@@ -40,8 +40,12 @@ from hpml_orchestrator.scheduler.local.resources import (
     memory_mb,
     short_hostname,
 )
-from hpml_orchestrator.script.render import memory_mebibytes
-from hpml_orchestrator.script.site_rules import as_asked, whole_nodes, without_time
+from hpml_orchestrator.script.directives import (
+    as_asked,
+    memory_mebibytes,
+    whole_nodes,
+    without_time,
+)
 from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:

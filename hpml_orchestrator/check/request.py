@@ -11,7 +11,7 @@ from hpml_orchestrator.check.finding import Finding, error
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
 from hpml_orchestrator.scheduler.nodelist import expand
-from hpml_orchestrator.script.render import memory_mebibytes
+from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hpml_orchestrator.check.request import nodes_of_option
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
 from hpml_orchestrator.scheduler.nodelist import expand
-from hpml_orchestrator.script.site_rules import as_asked
+from hpml_orchestrator.script.directives import as_asked
 from hpml_orchestrator.script.static_form import static_form
 
 if TYPE_CHECKING:

@@ -77,7 +77,7 @@ def site_for(
 
 def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
     """Return the node types that a job may land on by the site's own rules, by name."""
-    from hpml_orchestrator.script.site_rules import as_asked  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.script.directives import as_asked  # noqa: PLC0415 - where there is one
 
     return site.site.kinds_of(as_asked(job, site.site.directives).resources.partition)
 

@@ -16,7 +16,8 @@ from ruamel.yaml import YAML
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render, template
-from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths, memory_mebibytes
+from hpml_orchestrator.script.directives import memory_mebibytes
+from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_load import ResolvedSite

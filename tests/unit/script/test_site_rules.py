@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render
-from hpml_orchestrator.script.site_rules import as_asked
+from hpml_orchestrator.script.directives import as_asked
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
 from tests.unit.script.support import HERE

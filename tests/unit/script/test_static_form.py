@@ -144,7 +144,7 @@ EXTRA = ["--hint=nomultithread", "--core-spec=2"]
 @pytest.mark.parametrize(
     ("one", "profile", "missing"),
     [
-        (job(form="static"), None, ["there is no site profile that tells the nodes' topology"]),
+        (job(form="static"), None, ["there is no site profile with the topology of the nodes"]),
         (job("horovodrun", "static"), site(), [f"horovodrun {NOT_ONE_BY_ONE}"]),
         (job(form="static", binding={"policy": "none"}), site(), ["policy none binds nothing"]),
         (job(form="static", exclusive=False), site(), [WHOLE]),
@@ -219,7 +219,7 @@ def test_a_file_that_does_not_tell_of_all_cores_will_not_do() -> None:
     machine = replace(milan(), source="nvidia-smi topo -m")
     form = static_form(job(), site(), {"m": machine})
     assert form.missing == (
-        "the topology of node type m (nvidia-smi topo -m) does not tell of all cores",
+        "the topology of node type m (nvidia-smi topo -m) does not have all cores",
     )
 
 
