@@ -143,7 +143,8 @@ def fault_of(error: Exception, directory: str, name: str) -> InputError:
         if file.startswith(os.path.join(directory, "")):
             place = f"{file}:{frame.tb_lineno}"
         frame = frame.tb_next
-    return _fault(place, f"{type(error).__name__}: {error}")
+    kind = "" if isinstance(error, jinja2.UndefinedError) else f"{type(error).__name__}: "
+    return _fault(place, f"{kind}{error}")
 
 
 def check_script(script: str, own: Sequence[str], directory: str) -> None:
