@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.spec import Job, ResolvedSite, Site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,7 @@ from hpml_orchestrator.node.options import (
     parse_options,
 )
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.spec import Job, ResolvedSite, Site
 from hpml_orchestrator.staging import StageRequest
 
 ODD = 'it\'s $HOME `x` "q" \\ \u2028 ünï\n--'

@@ -71,7 +71,7 @@ def container_job(sandbox: Sandbox, **more: Any) -> dict[str, Any]:
 
 
 def test_ranks_run_in_the_container(sandbox: Sandbox) -> None:
-    """Records, work directory, staged data and the job's mounts are bound; then the rank runs."""
+    """Records, work directory, staged data, mounts and the GPU driver; then the rank runs."""
     called = fake_apptainer(sandbox)
     (sandbox.root / "tar get").mkdir()
     seen = sandbox.run(render(sandbox.load(container_job(sandbox)).job, Capabilities()))
@@ -111,15 +111,6 @@ def test_a_snapshot_comes_with_the_submission(sandbox: Sandbox) -> None:
     assert words[words.index("--pwd") + 1] == f"{sandbox.submission}/code/my dir"
     assert str(sandbox.submission) in words
     assert not [word for word in words if "live" in word]
-
-
-def test_gpus_are_seen_in_the_container(sandbox: Sandbox) -> None:
-    """With GPUs asked for, apptainer is told to bring the driver in."""
-    called = fake_apptainer(sandbox)
-    (sandbox.root / "tar get").mkdir()
-    data = container_job(sandbox, resources={"gpus": 1})
-    sandbox.run(render(sandbox.load(data).job, Capabilities()))
-    assert called.read_text().split("\0")[1] == "--nv"
 
 
 def test_torchrun_runs_in_the_container_too(sandbox: Sandbox) -> None:

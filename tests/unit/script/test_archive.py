@@ -202,12 +202,6 @@ def test_the_sources_keep_to_python_3_9() -> None:
     assert newer == {}
 
 
-def test_vermin_would_notice() -> None:
-    """The check above is no empty one: a match statement is told as 3.10."""
-    visitor = vermin.visit("match x:\n    case 1:\n        pass\n", vermin.Config())
-    assert visitor.minimum_versions()[1] == (3, 10)
-
-
 def test_no_annotation_is_evaluated_early() -> None:
     """Newer spellings such as `int | None` stand where nothing evaluates them on Python 3.9."""
     for room in ROOMS:

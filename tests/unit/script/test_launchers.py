@@ -9,38 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.script import render
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.spec import ResolvedSite, Site
 from tests.unit.placement.machines import milan, two_by_twelve
 from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, job, static_job
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_agents_are_told_what_to_plan(launcher: str) -> None:
-    """Whatever starts the ranks, each node's agent has all that the plan is made of."""
-    plain = render(job(launcher=launcher, resources={"gpus": 4}), HERE)
-    bind = '{"ranks": 4, "policy": "gpu-local", "verify": "warn"}'
-    assert f""" agent "$hpml_attempt" \\\n  --bind '{bind}' &\n""" in plain
-    full = render(
-        job(
-            launcher=launcher,
-            resources={"gpus": 4, "ranks_per_gpu": 2},
-            environment={"variables": {"OMP_NUM_THREADS": "3"}},
-            binding={
-                "policy": "socket",
-                "verify": "strict",
-                "loader_workers": 5,
-                "hardware_threads": False,
-            },
-            stage=[{"name": "d", "source": "/d", "target": "/scratch"}],
-        ),
-        HERE,
-    )
-    bind = (
-        '{"ranks": 8, "policy": "socket", "verify": "strict", "ranks_per_gpu": 2, '
-        '"loader_workers": 5, "one_thread": true, "keep_threads": true}'
-    )
-    assert f"""  --bind '{bind}' \\\n  --stage '""" in full
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -97,8 +68,8 @@ def test_mpirun_uses_the_sites_interfaces() -> None:
 
 
 # What `mpirun --version` says, first lines: Debian 12 and 13, the wheels of PyPI, a later one.
-VERSION_4 = ("4.1.4", "4.1.8")
-VERSION_5 = ("5.0.7", "5.0.11", "10.0.0")
+VERSION_4 = ("4.1.4",)
+VERSION_5 = ("5.0.7", "10.0.0")
 
 
 def mpirun_of(version: str, script: str, directory: Path) -> str:
@@ -156,18 +127,6 @@ def test_mpirun_gets_a_rankfile_in_its_own_words(tmp_path: Path, version: str) -
     )
     lines = file.read_text("utf-8").splitlines()
     assert lines[::4] == ["rank 0=+n0 slot=48-63", "rank 4=+n1 slot=48-63"]
-
-
-def test_mpirun_alone_has_no_number_of_cpus(tmp_path: Path) -> None:
-    """Its srun would take that for its daemons; where Slurm set none, ranks get none."""
-    script = render(job(launcher="mpirun", resources={"ranks_per_node": 2}), HERE)
-    words = "-np 4 --map-by ppr:2:node --bind-to none"
-    for version in (VERSION_4[0], VERSION_5[0]):
-        said = mpirun_of(version, script, tmp_path)
-        assert said == f"unset {words} env SLURM_CPUS_PER_TASK=12 bind true\n"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(CPUS, "SLURM_CPUS_PER_TASK")
-        assert mpirun_of("5.0.7", script, tmp_path) == f"unset {words} bind true\n"
 
 
 def test_horovodrun_starts_in_the_container() -> None:

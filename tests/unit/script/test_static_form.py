@@ -17,8 +17,7 @@ from tests.unit.script.support import HERE, site
 from tests.unit.script.support import whole_job as job
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec import Job, ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
 
@@ -39,12 +38,6 @@ def line(one: Job, machine: Topology) -> str:
         ),
         (
             two_by_twelve(),
-            {"gpus": 0, "ranks_per_node": 2, "cpus_per_rank": 12},
-            "map_ldom",
-            "--cpu-bind=map_ldom:0,1 --mem-bind=prefer,map_mem:0,1",
-        ),
-        (
-            two_by_twelve(),
             {"gpus": 0, "ranks_per_node": 4},
             "cores",
             (
@@ -59,7 +52,7 @@ def line(one: Job, machine: Topology) -> str:
             "--cpu-bind=mask_cpu:f,f0,f00,f000 --mem-bind=prefer,map_mem:0,0,1,1",
         ),
     ],
-    ids=["reversed", "sockets", "blocks", "one-thread"],
+    ids=["reversed", "blocks", "one-thread"],
 )
 def test_srun_binds_in_the_most_readable_words(
     machine: Topology, resources: dict[str, Any], name: str, words: str
@@ -82,26 +75,10 @@ def test_masks_say_what_the_nodes_plan(machine: Topology) -> None:
     assert there == [set(one.cpus) for one in plan(machine, 8).ranks]
 
 
-def test_blocks_that_leave_cores_over_are_masks() -> None:
-    """With a number of CPUs per task Slurm chooses the cores: not where the plan leaves some."""
-    one = job(gpus=0, ranks_per_node=2, binding={"policy": "numa"})
-    machine = milan(gpus=())
-    form = static_form(one, site(), {"m": machine})
-    used = sum(len(rank.cores) for rank in plan(machine, 2, policy="numa").ranks)
-    assert (form.name == "cores") == (used == len(machine.cores))
-    assert form.name
-
-
 @pytest.mark.parametrize(
     ("machine", "resources", "ranks", "words"),
     [
         (milan((0, 1, 2, 3)), {}, 4, "--map-by ppr:1:numa --bind-to numa"),
-        (
-            two_by_twelve(),
-            {"gpus": 0, "ranks_per_node": 2},
-            2,
-            "--map-by ppr:1:socket --bind-to socket",
-        ),
         (
             two_by_twelve(),
             {"gpus": 0, "ranks_per_node": 4},
@@ -110,7 +87,7 @@ def test_blocks_that_leave_cores_over_are_masks() -> None:
         ),
         (milan(), {}, 4, '--rankfile "$hpml_attempt/rankfile"'),
     ],
-    ids=["domains", "sockets", "parts", "reversed"],
+    ids=["domains", "parts", "reversed"],
 )
 def test_mpirun_binds(machine: Topology, resources: dict[str, Any], ranks: int, words: str) -> None:
     """By its options where they say the plan, else by a rankfile; never `--bind-to none` then."""
@@ -150,19 +127,13 @@ EXTRA = ["--hint=nomultithread", "--core-spec=2"]
         (job(form="static", exclusive=False), site(), [WHOLE]),
         (job(form="static", partition=None), site(), [NO_PARTITION]),
         (
-            job(form="static", partition="gpu,fat"),
-            site(),
-            ["the site profile does not know partition fat"],
-        ),
-        (
-            job(form="static", extra=EXTRA),
-            site(),
-            [f"{option} leaves parts of a node out" for option in EXTRA],
-        ),
-        (
-            job(form="static"),
+            job(form="static", partition="gpu,fat", extra=EXTRA),
             site(m={"cpus": 120}),
-            ["jobs can have 120 CPUs of node type m, and its topology has 128"],
+            [
+                "the site profile does not know partition fat",
+                *(f"{option} leaves parts of a node out" for option in EXTRA),
+                "jobs can have 120 CPUs of node type m, and its topology has 128",
+            ],
         ),
         (
             job("torchrun", "static", exclusive=False, gpus=1),
@@ -199,9 +170,7 @@ def test_a_partition_that_gives_whole_nodes_will_do() -> None:
     rules = {"exclusive": {"default": ""}, "partition": {"default": "gpu"}}
     bare = job(form="static", exclusive=False, partition=None)
     assert static_form(bare, site(directives=rules), machines).name == "map_ldom"
-    same = site(directives={"exclusive": {"rename": "--exclusive"}})
-    assert static_form(job(form="static"), same, machines).name == "map_ldom"
-    for rule in ({"omit": True}, {"rename": "--exclusive=user"}, {"rename": "--oversubscribe"}):
+    for rule in ({"omit": True}, {"rename": "--exclusive=user"}):
         with pytest.raises(InputError, match=re.escape(WHOLE)):
             static_form(job(form="static"), site(directives={"exclusive": rule}), machines)
 
@@ -212,19 +181,3 @@ def test_node_types_must_be_alike() -> None:
     assert static_form(job(form="static"), site("m", "n"), alike).name == "map_ldom"
     with pytest.raises(InputError, match="ranks lie differently on nodes of the types m and n"):
         static_form(job(form="static"), site("m", "n"), {**alike, "n": milan((0, 1, 2, 3))})
-
-
-def test_a_file_that_does_not_tell_of_all_cores_will_not_do() -> None:
-    """NCCL's file and nvidia-smi's table know the CPUs next to GPUs alone."""
-    machine = replace(milan(), source="nvidia-smi topo -m")
-    form = static_form(job(), site(), {"m": machine})
-    assert form.missing == (
-        "the topology of node type m (nvidia-smi topo -m) does not have all cores",
-    )
-
-
-def test_mpirun_has_no_word_for_single_hardware_threads() -> None:
-    """The reason is the form's own."""
-    one = job("mpirun", "static", binding={"hardware_threads": False})
-    with pytest.raises(InputError, match="does not have all hardware threads of its cores"):
-        static_form(one, site(), {"m": milan()})
