@@ -51,8 +51,7 @@ from hpml_orchestrator.spec.values import size_text
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site import Site
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["Report", "check_job", "check_local", "refusal"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["Request", "request_of_job", "request_of_options", "show_plan"]

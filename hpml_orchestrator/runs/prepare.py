@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.spec import ResolvedJob
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["Rendered", "explained", "prepare", "render_job"]

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site import NodeType
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import NodeType, ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = [
@@ -70,7 +69,7 @@ def site_for(
     paths = find_profiles(job_file, environment, chosen=chosen)
     if not paths:
         return None
-    from hpml_orchestrator.spec.site_load import load_site  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
 
     return load_site(paths)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -45,12 +46,10 @@ LATER = {
 class Model(BaseModel):
     """Base of all models: unknown fields are refused, and nothing changes after validation.
 
-    The docstring below a field is its description in the JSON Schema and the reference.
+    The docstring below a field is its description in the JSON Schema (`schema.py`).
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def _no_dash(value: str | None) -> str | None:
@@ -447,33 +446,38 @@ class Job(Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
+        problems = [*self._contradictions()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
         given = [name for name in ("script", "module", "command") if getattr(self, name)]
         if len(given) != 1:
             listed = " and ".join(given) or "none of them"
-            raise ValueError(f"give exactly one of script, module and command, not {listed}")
+            yield f"give exactly one of script, module and command, not {listed}"
         if self.mpi != "none" and self.launcher != "srun":
-            raise ValueError(
+            yield (
                 f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "
                 "ranks itself, leave the field out"
             )
         nodes, container = self.resources.nodes, self.environment.container
         if self.launcher == "horovodrun" and nodes > 1:
-            raise ValueError(
+            yield (
                 f"launcher: horovodrun starts ranks on one node only, and resources.nodes is "
                 f"{nodes}: use `launcher: mpirun`, or `launcher: srun` with `mpi: pmix`; both need "
                 "a Horovod that was built with MPI"
             )
-        mpi_launcher = self.launcher in ("mpirun", "horovodrun")
-        if mpi_launcher and container is not None and container.engine == "pyxis":
-            raise ValueError(
+        is_mpi_launcher = self.launcher in ("mpirun", "horovodrun")
+        if is_mpi_launcher and container is not None and container.engine == "pyxis":
+            yield (
                 f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
                 "part of srun: use `launcher: srun`, or `engine: apptainer`"
             )
         names = [stage.name for stage in self.stage]
-        for name in names:
+        for name in dict.fromkeys(names):
             if names.count(name) > 1:
-                raise ValueError(f"stage: the name {name!r} is used twice")
-        return self
+                yield f"stage: the name {name!r} is used twice"
 
     @property
     def tasks(self) -> ArraySpec | None:

@@ -12,8 +12,7 @@ from hpml_orchestrator.check.job import Report, check_job, check_local, refusal
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import Machine
 from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.spec.site import ResolvedSite, Site
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7"
