@@ -31,6 +31,7 @@ from hpml_orchestrator.check.topology import check_topologies
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
     MAX_TASKS,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["Report", "check_job", "check_local", "refusal"]
+__all__ = ["Report", "check_job", "check_local", "invalid_job", "refusal"]
 
 CLUSTER_SECONDS = 8.0
 """How long a controller that does not answer is waited for."""
@@ -164,6 +165,7 @@ def check_job(
         findings += staging
         findings += check_records(records, on_nodes=on_nodes)
         try:
+            check_backend(job, backend)
             outstanding(Store(records), job.after, backend=backend)
         except HpmlError as fault:
             findings.append(_as_finding(fault))
@@ -275,7 +277,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
     """Compare a job, as the site's rules change it, with the cluster.
 
     Raises:
-        InputError: a list of nodes is none.
+        InputError: a node list is not valid.
     """
     disk_mib = sizes.disk_mib
     if site is not None:
@@ -328,7 +330,13 @@ def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
     return [found for name in names if (found := cluster.partition(name)) is not None]
 
 
-def _as_finding(fault: HpmlError) -> Finding:
-    place = getattr(fault, "field", "") or "job"
-    message = fault.message.removeprefix(f"{place}: ")
-    return error("job.wrong", place, None, message, hint=fault.hint)
+def invalid_job(fault: InputError) -> Report:
+    """Return the report on a job that cannot be loaded or rendered: each problem is a finding."""
+    return Report([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
+
+
+def _as_finding(fault: HpmlError, hint: str = "") -> Finding:
+    place, value = getattr(fault, "field", "") or "job", getattr(fault, "value", None)
+    shown = value if isinstance(value, (str, int, float)) else None
+    message = fault.message.removeprefix(f"{place}: ").partition(" (got ")[0]
+    return error("job.wrong", place, shown, message, hint=fault.hint or hint)

@@ -130,7 +130,7 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
     """Return what a complete job requests; the rest as in `Request`.
 
     Raises:
-        InputError: the value of `--nodelist` or `--exclude` is no list of nodes.
+        InputError: the value of `--nodelist` or `--exclude` is not a node list.
     """
     resources = job.resources
     options: dict[str, str | None] = {}
@@ -163,7 +163,7 @@ def nodes_of_option(job: Job, option: str) -> frozenset[str]:
     """Return the nodes that an option of `resources.extra` names.
 
     Raises:
-        InputError: its value is no list of nodes.
+        InputError: its value is not a node list.
     """
     names: list[str] = []
     for index, line in enumerate(job.resources.extra):

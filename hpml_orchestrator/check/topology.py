@@ -26,7 +26,7 @@ def check_topologies(
     """Yield each node type of the profile whose topology is of another machine.
 
     Raises:
-        InputError: a list of nodes is none, or the form of binding that the job wants cannot be.
+        InputError: a node list is not valid, or the form of binding that the job wants cannot be.
     """
     if not static_form(job, profile, topologies).name:
         return

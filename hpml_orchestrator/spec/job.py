@@ -123,12 +123,9 @@ class Resources(Model):
     def _extra(cls, value: list[str]) -> list[str]:
         for option in value:
             name = option.removeprefix("--").partition("=")[0]
-            if name in _FIELD_OF and not _GRES_WITHOUT_GPUS.fullmatch(option):
-                raise ValueError(f"--{name} has a field of its own: {_FIELD_OF[name]}")
-            if name in _SET_BY_HPML:
-                raise ValueError(f"--{name} is set by hpml: leave it out")
-            if name in _UNSUPPORTED:
-                raise ValueError(f"--{name} is not supported: leave it out")
+            reason = _NOT_EXTRA.get(name)
+            if reason and not _GRES_WITHOUT_GPUS.fullmatch(option):
+                raise ValueError(f"--{name} {reason}")
         return value
 
     @property
@@ -146,28 +143,32 @@ class Resources(Model):
 _GRES_WITHOUT_GPUS = re.compile(r"--gres=(?!(gres[:/])?gpu\b)[^,]+(,(?!(gres[:/])?gpu\b)[^,]+)*")
 
 _FIELD_OF = {
-    "job-name": "name",
-    "nodes": "resources.nodes",
-    "ntasks": "resources.ranks_per_node",
-    "ntasks-per-node": "resources.ranks_per_node",
-    "cpus-per-task": "resources.cpus_per_rank",
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gres"), "resources.gpus"),
-    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "resources.memory"),
-    **{name: f"resources.{name}" for name in "time partition account qos".split()},
-    **{name: f"resources.{name}" for name in ("constraint", "exclusive")},
-    "mail-type": "resources.mail.on",
-    "mail-user": "resources.mail.to",
-    "chdir": "workdir",
-    "export": "environment",
+    "name": "job-name",
+    "workdir": "chdir",
+    "environment": "export",
     "array": "array",
-    **dict.fromkeys(("dependency", "kill-on-invalid-dep"), "after"),
-    "wrap": "command",
+    "after": "dependency kill-on-invalid-dep",
+    "command": "wrap",
+    "resources.nodes": "nodes",
+    "resources.ranks_per_node": "ntasks ntasks-per-node",
+    "resources.cpus_per_rank": "cpus-per-task",
+    "resources.gpus": "gpus gpus-per-node gpus-per-task gres",
+    "resources.memory": "mem mem-per-cpu mem-per-gpu",
+    "resources.mail.on": "mail-type",
+    "resources.mail.to": "mail-user",
+    **{
+        f"resources.{name}": name
+        for name in ("time", "partition", "account", "qos", "constraint", "exclusive")
+    },
 }
-_SET_BY_HPML = frozenset("comment open-mode output parsable".split())
-_UNSUPPORTED = frozenset(
-    "error export-file get-user-env help input no-requeue requeue test-only usage version "
-    "wait".split()
-)
+_REASONS = {
+    "is set by hpml: leave it out": "comment open-mode output parsable",
+    "is not supported: leave it out": "error export-file get-user-env help input no-requeue "
+    "requeue test-only usage version wait",
+    **{f"has a field of its own: {field}": names for field, names in _FIELD_OF.items()},
+}
+_NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Options of sbatch that `extra` may not have, and why."""
 
 
 class Container(Model):

@@ -156,7 +156,8 @@ def _unknown_placeholders(data: dict[str, Any]) -> Iterator[InputError]:
     environment = data.get("environment")
     variables = environment.get("variables") if isinstance(environment, dict) else None
     stages = data.get("stage")
-    names = [stage.get("name") for stage in stages or () if isinstance(stage, dict)]
+    entries = stages if isinstance(stages, list) else []
+    names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
     known = {"run.dir", *(f"stage.{name}" for name in names)}
     for whole, values in (
         ("args", data.get("args")),
@@ -200,7 +201,7 @@ def _without_rivals(defaults: dict[str, Any], data: dict[str, Any]) -> dict[str,
 def make_absolute(data: dict[str, Any], base: Path) -> None:
     """Make the paths of a job's fields absolute, in place: the script against the workdir.
 
-    The fields are not validated yet; whatever is no path is left as it is.
+    The fields are not validated yet; what is not a path is left as it is.
     """
 
     def resolve(

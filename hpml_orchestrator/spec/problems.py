@@ -68,6 +68,7 @@ _MESSAGES = {
     "invalid_key": "a field's name must be text",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
     "too_short": "must have {min_length} or more entries",
     "too_long": "must have at most {max_length} entries",
 }
@@ -123,6 +124,7 @@ def combined(problems: Sequence[InputError], hint: str) -> InputError:
     """Return one error for all problems, a line each, with the field and value of the first."""
     result = InputError("\n".join(dict.fromkeys(map(str, problems))), hint=hint)
     result.field, result.value = problems[0].field, problems[0].value
+    result.problems = problems
     return result
 
 
