@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from hpml_orchestrator.errors import InputError, did_you_mean
+from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.problems import combined, problems_of
@@ -170,8 +170,9 @@ def _unknown_placeholders(data: dict[str, Any]) -> Iterator[InputError]:
                 if name == "array.index" and data.get("array") is None:
                     message = "{array.index} needs an array, such as `array: 0-9`"
                 elif name != "array.index" and name not in known:
-                    meant = did_you_mean(name, known) or "stage data under that name"
-                    message = f"{{{name}}} names nothing; {meant}"
+                    meant = nearest(name, known)
+                    advice = f"did you mean {{{meant}}}?" if meant else "stage data under that name"
+                    message = f"{{{name}}} names nothing; {advice}"
                 else:
                     continue
                 yield InputError(message, field=f"{whole}.{key}", value=value)
