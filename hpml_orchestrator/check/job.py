@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.binding import (
     Shape,
     check_binding,
+    check_topologies,
     shape_of_kind,
     shape_of_node,
 )
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
-from hpml_orchestrator.check.monitor import check_monitor, check_port
+from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
     check_modules,
@@ -27,7 +28,6 @@ from hpml_orchestrator.check.paths import (
 )
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.check.rules import Verdict, check
-from hpml_orchestrator.check.topology import check_topologies
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import outstanding
@@ -174,11 +174,7 @@ def check_job(
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
     if not on_slurm:
         machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
-        findings += [
-            *check_local(job, machine),
-            *check_port(job, whole=False),
-            *check_binding(job),
-        ]
+        findings += [*check_local(job, machine), *check_binding(job)]
         return Report(errors_first(findings), notes=notes)
     verdict = Verdict()
     profile = site.site if site else None
@@ -323,7 +319,7 @@ def _binding(
             nodes = [node for one in partitions for node in cluster.nodes_of(one)]
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
-    return check_binding(job, shapes, whole=whole) + check_port(job, whole=whole)
+    return check_binding(job, shapes, whole=whole)
 
 
 def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:

@@ -19,8 +19,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Partition,
     Qos,
 )
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.spec import Job, Site
 
 HOUR = 3600
 CPU = {"features": frozenset({"cpu", "rack1"}), "cpus": 8, "memory_mib": 8000}
