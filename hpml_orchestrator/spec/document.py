@@ -77,6 +77,12 @@ class _WrittenFloat(float):
 
     written: str
 
+    @classmethod
+    def of(cls, text: str, number: float | None = None) -> _WrittenFloat:
+        result = cls(text if number is None else number)
+        result.written = text
+        return result
+
 
 class _Constructor(SafeConstructor):
     """ruamel's safe constructor, with numbers that keep their spelling and bounded merge keys."""
@@ -89,9 +95,7 @@ class _Constructor(SafeConstructor):
         return number
 
     def written_float(self, node: ScalarNode) -> _WrittenFloat:
-        number = _WrittenFloat(self.construct_yaml_float(node))
-        number.written = str(node.value)
-        return number
+        return _WrittenFloat.of(str(node.value), self.construct_yaml_float(node))
 
     def flatten_mapping(self, node: Any) -> None:
         """Copy the pairs of merge keys (`<<`), which multiply where they are nested."""
@@ -137,14 +141,8 @@ def parse_toml(text: str, source: str) -> Any:
     Raises:
         InputError: it is not TOML, or is nested too deep.
     """
-
-    def written_float(digits: str) -> _WrittenFloat:
-        number = _WrittenFloat(digits)
-        number.written = digits
-        return number
-
     try:
-        data = tomllib.loads(text, parse_float=written_float)
+        data = tomllib.loads(text, parse_float=_WrittenFloat.of)
     except RecursionError:
         raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels") from None
     except ValueError as error:
