@@ -68,7 +68,6 @@ _MESSAGES = {
     "invalid_key": "a field's name must be text",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
-    "string_too_short": "must not be empty",
     "too_short": "must have {min_length} or more entries",
     "too_long": "must have at most {max_length} entries",
 }

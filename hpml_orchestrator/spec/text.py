@@ -114,6 +114,12 @@ def _shell_lines(value: str) -> str:
     return value
 
 
+def _not_empty(value: str) -> str:
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
 def _not_reserved(value: str) -> str:
     reserved = value in _RESERVED or value.upper().startswith(_RESERVED_PREFIXES)
     if reserved and not value.startswith(_OPEN_MPI_SETTINGS):
@@ -159,8 +165,8 @@ Argument = Annotated[
 ]
 PathText = Annotated[
     str,
-    Field(min_length=1),
     _at_most(MAX_PATH_BYTES, f"a path has at most {MAX_PATH_BYTES}"),
+    AfterValidator(_not_empty),
 ]
 ShellLines = Annotated[
     str,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.topology import Topology
 
+CANARY = "canary-of-hpml"
 HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "horovodrun")
 APPTAINER = {"engine": "apptainer", "image": "/i m.sif", "mounts": ["/data:/data:ro"]}
