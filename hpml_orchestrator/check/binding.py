@@ -166,7 +166,7 @@ def check_topologies(
         differences = {
             node.name: tuple(_differences(topologies[name], node)) for node in candidates
         }
-        wrong = sorted(node for node, found in differences.items() if found)
+        wrong = sorted(node for node, differing in differences.items() if differing)
         # Without a list of its nodes, others of the partition may be of another kind.
         certain = own is not None or (len(kinds) == 1 and not job.resources.constraint)
         if not wrong or (not certain and len(wrong) < len(candidates)):

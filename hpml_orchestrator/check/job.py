@@ -314,16 +314,16 @@ def _binding(
         default = [cluster.default_partition] if cluster.default_partition else []
         partitions = _existing(cluster, wanted.split(",")) if wanted else default
         whole = whole or cluster.limits.whole_nodes
-        whole = whole or (bool(partitions) and all(one.exclusive for one in partitions))
+        whole = whole or (bool(partitions) and all(part.exclusive for part in partitions))
         if not shapes:
-            nodes = [node for one in partitions for node in cluster.nodes_of(one)]
+            nodes = [node for part in partitions for node in cluster.nodes_of(part)]
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
     return check_binding(job, shapes, whole=whole)
 
 
 def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
-    return [found for name in names if (found := cluster.partition(name)) is not None]
+    return [partition for partition in map(cluster.partition, names) if partition is not None]
 
 
 def invalid_job(fault: InputError) -> Report:

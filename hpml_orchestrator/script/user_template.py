@@ -74,7 +74,8 @@ class UserEnvironment(ScriptEnvironment):
             )
         own = jinja2.FileSystemLoader(own_directory())
         loaders = [jinja2.PrefixLoader({"hpml": own}), _UserLoader(directory), own]
-        super().__init__(jinja2.ChoiceLoader(loaders))
+        self.sources = jinja2.ChoiceLoader(loaders)
+        super().__init__(self.sources)
         self.globals["hpml_line_end"] = Raw("\n")
 
     def check_blocks(self, name: str) -> None:
@@ -100,8 +101,7 @@ class UserEnvironment(ScriptEnvironment):
                 raise _fault(place, "text outside of the blocks", hint)
 
     def _tree(self, name: str) -> tuple[nodes.Template, str]:
-        assert self.loader is not None  # noqa: S101 - given above
-        text, file, _ = self.loader.get_source(self, name)
+        text, file, _ = self.sources.get_source(self, name)
         return self.parse(text, name, file), file or name
 
 
