@@ -13,7 +13,7 @@ from hpml_orchestrator.spec.job import Job
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["combined", "field_for", "problems_of"]
+__all__ = ["combined", "problems_of"]
 
 _PART_CHARS = 60
 
@@ -55,6 +55,7 @@ _SYNONYMS = {
     "environment.container.mounts": "container_mounts mounts",
 }
 _FIELD_OF = {word: field for field, words in _SYNONYMS.items() for word in words.split()}
+# Where words of sbatch, torchrun and the like are tried; other places have words of their own.
 _PLACES = ("", "resources", "environment", "environment.container", "binding")
 
 _MESSAGES = {
@@ -75,19 +76,6 @@ _SHORT_FORMS = {
     "Binding": "must be a policy such as numa, or a mapping of fields such as policy and verify",
     "Monitor": "must be true or false, or a mapping of fields such as listen and targets",
 }
-
-
-def field_for(word: str, place: str) -> str:
-    """Return the field that a word of sbatch, torchrun and the like means; empty if it is none.
-
-    Args:
-        word: the unknown field's own name.
-        place: the field around it; other places, such as `stage`, have words of their own.
-
-    >>> field_for("gpus-per-node", ""), field_for("mem", "resources"), field_for("mem", "stage")
-    ('resources.gpus', 'resources.memory', '')
-    """
-    return _FIELD_OF.get(word.lower().replace("-", "_"), "") if place in _PLACES else ""
 
 
 def problems_of(
@@ -157,8 +145,8 @@ def _is_internal(part: object) -> bool:
 def _nearest_field(place: list[str], model: type[BaseModel]) -> str:
     """Return the dotted name that an unknown field probably means; empty if none is near."""
     *parents, word = place
-    synonym = field_for(word, ".".join(parents)) if model is Job else ""
-    if synonym:
+    synonym = _FIELD_OF.get(word.lower().replace("-", "_"), "")
+    if synonym and model is Job and ".".join(parents) in _PLACES:
         return synonym
     around: type[BaseModel] = model
     for part in parents:  # an index or a user's own name stays in the model that it is of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +94,6 @@ def test_a_file_that_the_exporter_would_refuse(tmp_path: Path, text: str, words:
         assert words in one.message
         assert one.message.endswith("the job will not be monitored")
         assert "geheim" not in str(found)
-
-
-def test_a_file_that_cannot_be_read() -> None:
-    """It is not there."""
-    found = told(listen="0.0.0.0:0", web_config="/none")
-    assert codes(found) == ["monitor.web_config"]
-
-
-@pytest.mark.parametrize("command", ["/no/such/python", "/bin/true"])
-def test_without_a_reader_nothing_is_said_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    """That the exporter is missing, and so the job will not be monitored, is told anyway."""
-    monkeypatch.setattr(sys, "executable", command)
-    config = written(tmp_path, "")
-    found = told(missing="hpml_exporters", listen="0.0.0.0:0", web_config=config)
-    assert codes(found) == ["monitor.missing"]
 
 
 @pytest.mark.parametrize(
