@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "BindingError",
@@ -63,6 +63,7 @@ class InputError(HpmlError):
 
     exit_code = 2
     meaning = "a value that you gave is wrong"
+    problems: Sequence[InputError] = ()  # each problem of an error that names several
 
     def __init__(
         self,

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.binding import (
     Shape,
     check_binding,
+    check_topologies,
     shape_of_kind,
     shape_of_node,
 )
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
-from hpml_orchestrator.check.monitor import check_monitor, check_port
+from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
     check_modules,
@@ -27,10 +28,10 @@ from hpml_orchestrator.check.paths import (
 )
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.check.rules import Verdict, check
-from hpml_orchestrator.check.topology import check_topologies
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
     MAX_TASKS,
@@ -40,18 +41,21 @@ from hpml_orchestrator.scheduler.local.resources import (
     memory_mb,
     short_hostname,
 )
-from hpml_orchestrator.script.render import memory_mebibytes
-from hpml_orchestrator.script.site_rules import as_asked, whole_nodes, without_time
+from hpml_orchestrator.script.directives import (
+    as_asked,
+    memory_mebibytes,
+    whole_nodes,
+    without_time,
+)
 from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site import Site
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["Report", "check_job", "check_local", "refusal"]
+__all__ = ["Report", "check_job", "check_local", "invalid_job", "refusal"]
 
 CLUSTER_SECONDS = 8.0
 """How long a controller that does not answer is waited for."""
@@ -161,6 +165,7 @@ def check_job(
         findings += staging
         findings += check_records(records, on_nodes=on_nodes)
         try:
+            check_backend(job, backend)
             outstanding(Store(records), job.after, backend=backend)
         except HpmlError as fault:
             findings.append(_as_finding(fault))
@@ -169,11 +174,7 @@ def check_job(
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
     if not on_slurm:
         machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
-        findings += [
-            *check_local(job, machine),
-            *check_port(job, whole=False),
-            *check_binding(job),
-        ]
+        findings += [*check_local(job, machine), *check_binding(job)]
         return Report(errors_first(findings), notes=notes)
     verdict = Verdict()
     profile = site.site if site else None
@@ -272,7 +273,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
     """Compare a job, as the site's rules change it, with the cluster.
 
     Raises:
-        InputError: a list of nodes is none.
+        InputError: a node list is not valid.
     """
     disk_mib = sizes.disk_mib
     if site is not None:
@@ -313,19 +314,25 @@ def _binding(
         default = [cluster.default_partition] if cluster.default_partition else []
         partitions = _existing(cluster, wanted.split(",")) if wanted else default
         whole = whole or cluster.limits.whole_nodes
-        whole = whole or (bool(partitions) and all(one.exclusive for one in partitions))
+        whole = whole or (bool(partitions) and all(part.exclusive for part in partitions))
         if not shapes:
-            nodes = [node for one in partitions for node in cluster.nodes_of(one)]
+            nodes = [node for part in partitions for node in cluster.nodes_of(part)]
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
-    return check_binding(job, shapes, whole=whole) + check_port(job, whole=whole)
+    return check_binding(job, shapes, whole=whole)
 
 
 def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
-    return [found for name in names if (found := cluster.partition(name)) is not None]
+    return [partition for partition in map(cluster.partition, names) if partition is not None]
 
 
-def _as_finding(fault: HpmlError) -> Finding:
-    place = getattr(fault, "field", "") or "job"
-    message = fault.message.removeprefix(f"{place}: ")
-    return error("job.wrong", place, None, message, hint=fault.hint)
+def invalid_job(fault: InputError) -> Report:
+    """Return the report on a job that cannot be loaded or rendered: each problem is a finding."""
+    return Report([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
+
+
+def _as_finding(fault: HpmlError, hint: str = "") -> Finding:
+    place, value = getattr(fault, "field", "") or "job", getattr(fault, "value", None)
+    shown = value if isinstance(value, (str, int, float)) else None
+    message = fault.message.removeprefix(f"{place}: ").partition(" (got ")[0]
+    return error("job.wrong", place, shown, message, hint=fault.hint or hint)

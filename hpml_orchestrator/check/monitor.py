@@ -1,4 +1,4 @@
-"""Whether a job's monitor will start, be found by Prometheus, and be closed to others."""
+"""Whether a job's monitor will start, can be scraped by Prometheus, and is closed to others."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from site import ENABLE_USER_SITE, getusersitepackages
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.finding import Finding, warning
-from hpml_orchestrator.check.paths import local_reason, unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.spec import Job, Monitor
 
-__all__ = ["check_monitor", "check_port"]
+__all__ = ["check_monitor"]
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPEN = "everybody who can reach the nodes"
 _READ_SECONDS = 10.0
-_FIRST_PORT = 1024
 _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 
@@ -40,27 +37,7 @@ def check_monitor(
     """
     if not job.monitor.enabled:
         return []
-    findings = [*_software(job, installed or _installed), *_listening(job.monitor, on_nodes)]
-    if job.monitor.targets is not None:  # else they are beside the records, which are checked
-        findings += _targets(job.monitor.targets, on_nodes)
-    return findings
-
-
-def check_port(job: Job, *, whole: bool) -> list[Finding]:
-    """Return a warning where another job on the same node may have the port of this one.
-
-    Args:
-        job: a complete job, as the scheduler will see it.
-        whole: whether it gets its nodes for itself.
-    """
-    listen = job.monitor.listen
-    if not job.monitor.enabled or whole or not int(listen.rpartition(":")[2]):
-        return []
-    message = "only one process per node can have this port; a second monitored job takes any "
-    message += "free one"
-    hint = f"`listen: {listen.rpartition(':')[0]}:0`: Prometheus reads each job's port from its "
-    hint += "target file"
-    return [_warning("port", "listen", listen, message, hint)]
+    return [*_software(job, installed or _installed), *_listening(job.monitor, on_nodes)]
 
 
 def _installed(name: str) -> bool:
@@ -87,10 +64,6 @@ def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
 
 def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[Finding]:
     alone = monitor.listen.startswith(_LOOPBACK)
-    if 0 < int(monitor.listen.rpartition(":")[2]) < _FIRST_PORT and os.geteuid() != 0:
-        message = f"ports below {_FIRST_PORT} are for root: the job will not be monitored"
-        hint = f"a port of {_FIRST_PORT} or more, or 0 for any that is free"
-        yield _warning("port", "listen", monitor.listen, message, hint)
     if alone and on_nodes:
         message = "is reachable from the node itself only: Prometheus elsewhere cannot scrape it"
         hint = "`listen: 0.0.0.0:0` with a `web_config`; the summary in the record needs neither"
@@ -140,15 +113,3 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, subprocess.TimeoutExpired, ValueError):
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _targets(directory: str, on_nodes: bool) -> Iterator[Finding]:
-    hint = "name a directory that you can write, the nodes see and Prometheus reads"
-    place = unwritable(Path(directory))
-    if place:
-        message = f"{place} is not writable by you: Prometheus will not find the job"
-        yield _warning("targets", "targets", directory, message, hint)
-    reason = local_reason(Path(directory)) if on_nodes else ""
-    if reason:
-        message = f"is local to this machine ({reason}): the nodes do not see it"
-        yield _warning("targets_local", "targets", directory, message, hint)

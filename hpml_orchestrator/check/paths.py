@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, Level, error, warning
-from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ if ! type module >/dev/null 2>&1; then
   done
 fi
 type module >/dev/null 2>&1 || exit 77
-missing=0
 has() {
   module is-avail "$1" >/dev/null 2>&1 || module -t avail "$1" 2>&1 | grep -qF "$1"
 }
@@ -164,10 +163,9 @@ for name; do
   if has "$name"; then
     module load "$name" >/dev/null 2>&1
   else
-    printf 'missing %s\\n' "$name"; missing=1
+    printf 'missing %s\\n' "$name"
   fi
 done
-if [ "$missing" = 1 ]; then module -t avail 2>&1 | sed 's/^/there /'; fi
 exit 0
 """
 
@@ -193,8 +191,6 @@ def check_modules(
     except SchedulerUnavailable:
         return []
     missing = {line.removeprefix("missing ") for line in lines if line.startswith("missing ")}
-    there = [line.removeprefix("there ").strip() for line in lines if line.startswith("there ")]
-    available = [name for name in there if not name.endswith(":")]
     return [
         warning(
             "module.unknown",
@@ -202,7 +198,7 @@ def check_modules(
             name,
             f"there is no module {name} on this machine",
             None,
-            did_you_mean(name, available) or "`module avail` lists them",
+            "`module avail` lists them",
         )
         for index, name in enumerate(modules)
         if name in missing
@@ -231,36 +227,17 @@ def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:
 
 def unwritable(path: Path) -> str:
     """Return the existing directory that has to be writable for a path, where it is not."""
-    place = _existing(path)
+    place = Path(os.path.abspath(path))
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
     return "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else str(place)
 
 
 def local_reason(path: Path) -> str:
     """Return why other machines do not see a directory; empty where nothing says so."""
     real = Path(os.path.realpath(path))
-    below = next(
-        (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top), ""
-    )
-    return below or _memory_file_system(real)
-
-
-def _memory_file_system(path: Path) -> str:
-    """Return the type of the file system that a path is on, where it is one in memory."""
-    try:
-        lines = Path("/proc/mounts").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    mounts = [line.split()[1:3] for line in lines]
-    above = [mount for mount in mounts if path.is_relative_to(mount[0].replace("\\040", " "))]
-    _, kind = max(above, key=lambda mount: len(mount[0]), default=("", ""))
-    return kind if kind in ("tmpfs", "ramfs") else ""
-
-
-def _existing(path: Path) -> Path:
-    place = Path(os.path.abspath(path))
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    return place
+    tops = (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top)
+    return next(tops, "")
 
 
 def is_one_machine(environment: Mapping[str, str]) -> bool:

@@ -11,7 +11,7 @@ from hpml_orchestrator.check.finding import Finding, error
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
 from hpml_orchestrator.scheduler.nodelist import expand
-from hpml_orchestrator.script.render import memory_mebibytes
+from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
     """Return what a complete job requests; the rest as in `Request`.
 
     Raises:
-        InputError: the value of `--nodelist` or `--exclude` is no list of nodes.
+        InputError: the value of `--nodelist` or `--exclude` is not a node list.
     """
     resources = job.resources
     options: dict[str, str | None] = {}
@@ -163,7 +163,7 @@ def nodes_of_option(job: Job, option: str) -> frozenset[str]:
     """Return the nodes that an option of `resources.extra` names.
 
     Raises:
-        InputError: its value is no list of nodes.
+        InputError: its value is not a node list.
     """
     names: list[str] = []
     for index, line in enumerate(job.resources.extra):

@@ -90,7 +90,7 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
         shm_mib: what will be staged to each node's RAM, as far as known.
 
     Raises:
-        InputError: a list of nodes is none.
+        InputError: a node list is not valid.
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to

@@ -147,47 +147,39 @@ def _look(walk: _Walk) -> None:
         if not os.access(source, os.R_OK):
             walk.unreadable.append(source)
         return
-    waiting = [source]
-    while waiting:
-        here = waiting.pop()
-        if not os.access(here, os.R_OK | os.X_OK):
-            walk.unreadable.append(here)
-            continue
-        try:
-            with os.scandir(here) as entries:
-                for entry in entries:
-                    if walk.entries >= _MAX_ENTRIES or walk.clock() > walk.ends:
-                        walk.cut = True
-                        return
-                    walk.entries += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    else:
-                        _look_at(entry, walk)
-        except OSError as fault:
-            walk.unreadable.append(fault.filename or here)
+
+    def note(fault: OSError) -> None:
+        walk.unreadable.append(fault.filename or source)
+
+    for directory, directories, files in os.walk(source, onerror=note):
+        for name in [*directories, *files]:
+            if walk.entries >= _MAX_ENTRIES or walk.clock() > walk.ends:
+                walk.cut = True
+                return
+            walk.entries += 1
+            try:
+                _look_at(os.path.join(directory, name), walk)
+            except OSError as fault:
+                note(fault)
 
 
-def _look_at(entry: os.DirEntry[str], walk: _Walk) -> None:
+def _look_at(path: str, walk: _Walk) -> None:
     """Note size and readability of a file, and what else staging of a tree refuses."""
-    if entry.is_file(follow_symlinks=False):
-        walk.size_bytes += entry.stat(follow_symlinks=False).st_size
-        if not os.access(entry.path, os.R_OK):
-            walk.unreadable.append(entry.path)
-        return
-    if walk.kind != "tree":
-        return
-
-    path = entry.path.removeprefix(walk.stage.source).lstrip("/")
-    fault = NO_FILE
-    if entry.is_symlink():
-        if walk.stage.outside_links:
-            return
-        top = os.path.realpath(walk.stage.source)
-        fault = link_fault(path, os.readlink(entry.path), top)
-        walk.refused_link = walk.refused_link or bool(fault)
-    if fault:
-        walk.refused.append(f"{shown(path)}: {fault}")
+    info = os.lstat(path)
+    if stat.S_ISREG(info.st_mode):
+        walk.size_bytes += info.st_size
+        if not os.access(path, os.R_OK):
+            walk.unreadable.append(path)
+    elif walk.kind == "tree" and not stat.S_ISDIR(info.st_mode):
+        inner = path.removeprefix(walk.stage.source).lstrip("/")
+        fault = NO_FILE
+        if stat.S_ISLNK(info.st_mode):
+            top = os.path.realpath(walk.stage.source)
+            links_out = walk.stage.outside_links
+            fault = "" if links_out else link_fault(inner, os.readlink(path), top)
+            walk.refused_link = walk.refused_link or bool(fault)
+        if fault:
+            walk.refused.append(f"{shown(inner)}: {fault}")
 
 
 def _walk_findings(walk: _Walk, place: str) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.loading import backend_name, rendered_of
-from hpml_orchestrator.errors import counted
+from hpml_orchestrator.errors import InputError, counted
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import Report
@@ -50,10 +50,16 @@ def check(
     Exit status: 0 if the cluster would run the job, 2 if not, 5 if the cluster could not be asked
     or hides its nodes or partitions from you.
     """
-    from hpml_orchestrator.check.job import check_job  # noqa: PLC0415
+    from hpml_orchestrator.check.job import check_job, invalid_job  # noqa: PLC0415
 
     name = backend_name(backend, local=local)
-    rendered = rendered_of(context, job_file, settings, name)
+    try:
+        rendered = rendered_of(context, job_file, settings, name)
+    except InputError as fault:
+        if not as_json:
+            raise
+        print_json({"backend": name, **invalid_job(fault).to_json()})
+        raise typer.Exit(_EXIT_WRONG) from fault
     report = check_job(
         rendered.resolved.job,
         backend=name,

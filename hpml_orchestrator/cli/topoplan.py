@@ -14,7 +14,7 @@ from hpml_orchestrator.cli.topopicture import boxes_of_plan
 from hpml_orchestrator.errors import InputError, counted, did_you_mean
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import POLICIES, plan
-from hpml_orchestrator.script.site_rules import as_asked, whole_nodes
+from hpml_orchestrator.script.directives import as_asked, whole_nodes
 from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
 from hpml_orchestrator.spec import load_job, parse_setting
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["Request", "request_of_job", "request_of_options", "show_plan"]

@@ -17,9 +17,9 @@ from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.runs.snapshot import Snapshot, find
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.local.resources import memory_mb
-from hpml_orchestrator.script import Capabilities, archive, render
-from hpml_orchestrator.script.render import CODE_DIRECTORY, directives
-from hpml_orchestrator.script.site_rules import leaves_out
+from hpml_orchestrator.script import Capabilities, archive, directives, render
+from hpml_orchestrator.script.directives import leaves_out
+from hpml_orchestrator.script.render import CODE_DIRECTORY
 from hpml_orchestrator.site.profile import topologies_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.spec import ResolvedJob
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["Rendered", "explained", "prepare", "render_job"]

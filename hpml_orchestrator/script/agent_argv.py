@@ -9,33 +9,62 @@ from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.script import template
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job, Stage
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec import Job, ResolvedSite
 
 __all__ = ["agent_argv"]
 
 _SIZES = ("shared_rate", "link_rate", "disk_rate")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "--bind": {
+        "ranks_per_gpu": 1,
+        "loader_workers": 0,
+        "one_thread": False,
+        "keep_threads": False,
+        "no_gpus": False,
+    },
+    "--monitor": {"interval": 1, "web_config": None, "targets": None},
+    "--stage": {
+        "keep": False,
+        "distribution": "auto",
+        "outside_links": False,
+        "hash": True,
+        "epochs": None,
+    },
+}
+"""Fields that are left out of an option's object while they have this value."""
 
 
 def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
-    """Return option and value of each argument; objects leave out what is as by default.
+    """Return option and value of each argument.
 
     What the site says of its file system is there only as far as this job's staging depends on it.
     """
-    options = {"--bind": _bind(job), "--site": _site(job, site), "--monitor": _monitor(job)}
-    argv = [(option, _json(fields)) for option, fields in options.items() if fields]
+    options = [("--bind", _bind(job)), ("--site", _site(job, site))]
+    monitor = ("listen", "interval", "web_config", "targets")
+    if job.monitor.enabled:
+        options.append(("--monitor", {name: getattr(job.monitor, name) for name in monitor}))
+    argv = [_argument(option, fields) for option, fields in options if fields]
     targets = {stage.target for stage in job.stage}
     argv += [
         (f"--{target}", template.Raw(f'"$hpml_{target}"'))
         for target in ("shm", "local")
         if target in targets
     ]
-    return argv + [("--stage", _json(_stage(stage))) for stage in job.stage]
+    names = ("name", "source", "target", "kind", *_DEFAULTS["--stage"])
+    return argv + [
+        _argument("--stage", {name: getattr(stage, name) for name in names}) for stage in job.stage
+    ]
 
 
-def _json(fields: dict[str, Any]) -> str:
-    # As it is, not escaped to ASCII: a path is bytes, which the node's locale may read differently.
-    return json.dumps(fields, ensure_ascii=False)
+def _argument(option: str, fields: dict[str, Any]) -> tuple[str, str]:
+    default = _DEFAULTS.get(option, {})
+    changed = {
+        name: value
+        for name, value in fields.items()
+        if name not in default or value != default[name]
+    }
+    # Not escaped to ASCII: a path is bytes, which the node's locale may read differently.
+    return option, json.dumps(changed, ensure_ascii=False)
 
 
 def _bind(job: Job) -> dict[str, Any]:
@@ -44,13 +73,11 @@ def _bind(job: Job) -> dict[str, Any]:
         "ranks": resources.ranks,
         "policy": binding.policy,
         "verify": binding.verify,
-        **_changed("ranks_per_gpu", resources.ranks_per_gpu, 1),
-        **_changed("loader_workers", binding.loader_workers, 0),
-        **_changed("one_thread", not binding.hardware_threads, False),
-        **_changed("keep_threads", "OMP_NUM_THREADS" in variables, False),
-        **_changed(
-            "no_gpus", not resources.gpu_count and not set(VISIBLE_VARIABLES) & variables, False
-        ),
+        "ranks_per_gpu": resources.ranks_per_gpu,
+        "loader_workers": binding.loader_workers,
+        "one_thread": not binding.hardware_threads,
+        "keep_threads": "OMP_NUM_THREADS" in variables,
+        "no_gpus": not resources.gpu_count and not set(VISIBLE_VARIABLES) & variables,
     }
 
 
@@ -72,34 +99,3 @@ def _site(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
     if job.tasks is not None and staging.array_jitter:
         fields |= {"array_jitter": staging.array_jitter, "array_tasks": len(job.tasks.indices)}
     return fields
-
-
-def _monitor(job: Job) -> dict[str, Any]:
-    monitor = job.monitor
-    if not monitor.enabled:
-        return {}
-    return {
-        "listen": monitor.listen,
-        **_changed("interval", monitor.interval, type(monitor)().interval),
-        **_changed("web_config", monitor.web_config, None),
-        **_changed("targets", monitor.targets, None),
-    }
-
-
-def _stage(stage: Stage) -> dict[str, Any]:
-    return {
-        "name": stage.name,
-        "source": stage.source,
-        "target": stage.target,
-        "kind": stage.kind,
-        **_changed("keep", stage.keep, False),
-        **_changed("distribution", stage.distribution, "auto"),
-        **_changed("outside_links", stage.outside_links, False),
-        **_changed("hash", stage.hash, True),
-        **_changed("epochs", stage.epochs, None),
-    }
-
-
-def _changed(name: str, value: Any, default: Any) -> dict[str, Any]:
-    """Return a field, unless it has its default."""
-    return {} if value == default else {name: value}

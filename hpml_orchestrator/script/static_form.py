@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.placement import static
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.script.site_rules import as_asked, whole_nodes
+from hpml_orchestrator.script.directives import as_asked, whole_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site import NodeType, Site
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec import Job, NodeType, ResolvedSite, Site
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["StaticForm", "describe", "static_form"]
@@ -66,11 +64,15 @@ def static_form(
     if job.binding.form == "node":
         return StaticForm()
     asked = as_asked(job, site.site.directives) if site else job
-    missing = [*_of_job(job), *_of_site(asked, site.site if site else None, topologies)]
+    kinds = site.site.kinds_of(asked.resources.partition) if site else {}
+    missing = [*_missing(asked, site.site if site else None)]
+    for name, kind in kinds.items():
+        missing += _missing_of_type(name, kind, topologies.get(name), asked.resources.gpu_count)
     form = StaticForm(missing=tuple(missing))
-    if not missing and site is not None:
-        kinds = site.site.kinds_of(asked.resources.partition)
-        form = _common({name: _form(job, topologies[name]) for name in kinds})
+    if not missing:
+        forms = list(dict.fromkeys(_form(job, topologies[name]) for name in kinds))
+        different = f"ranks lie differently on nodes of the types {' and '.join(kinds)}"
+        form = forms[0] if len(forms) == 1 else StaticForm(missing=(different,))
     if form.missing and job.binding.form == "static":
         raise InputError(
             f"cannot be static: {'; '.join(form.missing)}",
@@ -85,61 +87,49 @@ def describe(form: StaticForm) -> str:
     """Return in one line what binds the ranks, and why."""
     if form.name:
         return f"the launcher binds, by {form.name}; each node checks it"
-    if form.missing:
-        return f"each node plans for itself: {'; '.join(form.missing)}"
-    return "each node plans for itself"
+    reasons = f": {'; '.join(form.missing)}" if form.missing else ""
+    return f"each node plans for itself{reasons}"
 
 
-def _of_job(job: Job) -> Iterator[str]:
-    """Yield what of the job alone keeps its launcher from binding."""
+def _missing(job: Job, site: Site | None) -> Iterator[str]:
+    """Yield what keeps the launcher from binding the job that Slurm will see."""
     if job.launcher not in ("srun", "mpirun"):
         yield f"{job.launcher} starts the ranks, and only srun and mpirun can bind them one by one"
     if job.binding.policy == "none":
         yield "policy none binds nothing"
-
-
-def _of_site(job: Job, site: Site | None, topologies: Mapping[str, Topology]) -> Iterator[str]:
-    """Yield what is missing to know a job's nodes beforehand, and to have them whole."""
-    if site is None:
-        yield "there is no site profile that tells the nodes' topology"
-        if not whole_nodes(job, site):
-            yield _NOT_WHOLE
-        return
     wanted = job.resources.partition
-    names = site.partitions_of(wanted)
-    unknown = [name for name in names if name not in site.partitions]
-    if not names:
-        yield "the job names no partition, and the site profile has no default one"
-    elif unknown:
-        yield f"the site profile does not know partition {', '.join(unknown)}"
-    kinds = site.kinds_of(wanted)
-    if names and not unknown and not kinds:
-        yield f"the site profile names no node types of partition {', '.join(names)}"
+    if site is None:
+        yield "there is no site profile with the topology of the nodes"
+    else:
+        names = site.partitions_of(wanted)
+        unknown = [name for name in names if name not in site.partitions]
+        if not names:
+            yield "the job names no partition, and the site profile has no default one"
+        elif unknown:
+            yield f"the site profile does not know partition {', '.join(unknown)}"
+        elif not site.kinds_of(wanted):
+            yield f"the site profile names no node types of partition {', '.join(names)}"
     if not whole_nodes(job, site):
-        yield _NOT_WHOLE
-    for option in job.resources.extra:
+        yield "the job does not get whole nodes (resources.exclusive)"
+    for option in job.resources.extra if site else ():
         if option.removeprefix("--").partition("=")[0] in _REDUCING:
             yield f"{option} leaves parts of a node out"
-    for name, kind in kinds.items():
-        yield from _of_kind(job, name, kind, topologies.get(name))
 
 
-_NOT_WHOLE = "the job does not get whole nodes (resources.exclusive)"
-
-
-def _of_kind(job: Job, name: str, kind: NodeType, topology: Topology | None) -> Iterator[str]:
-    """Yield what of one type of nodes is not known, or not the job's."""
+def _missing_of_type(
+    name: str, kind: NodeType, topology: Topology | None, gpus: int
+) -> Iterator[str]:
+    """Yield what of one type of nodes is not known, or is not the job's, which asks for GPUs."""
     if topology is None:
         yield f"node type {name} has no topology in the site profile"
         return
     if topology.source in static.PARTIAL:
-        yield f"the topology of node type {name} ({topology.source}) does not tell of all cores"
-    cpus = len(topology.cpus)
+        yield f"the topology of node type {name} ({topology.source}) does not have all cores"
+    cpus, devices = len(topology.cpus), len(topology.devices)
     if kind.cpus is not None and kind.cpus != cpus:
         yield f"jobs can have {kind.cpus} CPUs of node type {name}, and its topology has {cpus}"
-    gpus, there = job.resources.gpu_count, len(topology.devices)
-    if gpus != there:
-        yield f"the job asks for {gpus} of the {there} GPUs that nodes of type {name} have"
+    if gpus != devices:
+        yield f"the job asks for {gpus} of the {devices} GPUs that nodes of type {name} have"
 
 
 def _form(job: Job, topology: Topology) -> StaticForm:
@@ -172,12 +162,3 @@ def _form(job: Job, topology: Topology) -> StaticForm:
         if form.value is not None:
             return StaticForm(form.name, (*form.value.split(), *([memory] if memory else [])))
     return StaticForm(missing=(forms[-1].reason,))
-
-
-def _common(forms: Mapping[str, StaticForm]) -> StaticForm:
-    """Return the form that all node types have alike."""
-    different = list(dict.fromkeys(forms.values()))
-    if len(different) == 1:
-        return different[0]
-    named = " and ".join(forms)
-    return StaticForm(missing=(f"ranks lie differently on nodes of the types {named}",))

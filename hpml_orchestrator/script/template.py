@@ -9,21 +9,19 @@ from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import BaseModel
 
 from hpml_orchestrator import assets
+from hpml_orchestrator.spec.text import PLACEHOLDER
 
-__all__ = ["OPTIONS", "Raw", "add_filters", "environment", "own_directory", "word"]
+__all__ = ["Raw", "ScriptEnvironment", "environment", "own_directory", "word"]
 
-_PLACEHOLDER = re.compile(r"\{(stage\.[A-Za-z0-9_]+|run\.[A-Za-z0-9_]+|array\.index)\}")
-_ARRAY_PLACEHOLDER = re.compile(r"\{((?:stage|run|array)\.[A-Za-z0-9_]+)\}")
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
-
-
-_OWN = {"run.dir": "HPML_RUN_DIR", "array.index": "SLURM_ARRAY_TASK_ID"}
+_VARIABLES = {"run.dir": "HPML_RUN_DIR", "array.index": "SLURM_ARRAY_TASK_ID"}
 
 
 class Raw(str):
-    """Text that is shell code already: made by this module, or `environment.setup`."""
+    """Text that is shell code already: made by this room, or `environment.setup`."""
 
     __slots__ = ()
 
@@ -32,9 +30,7 @@ def quote(value: Any) -> Raw:
     """Return a value as one shell word that stands for exactly that text."""
     if isinstance(value, Raw):
         return value
-    if isinstance(value, jinja2.Undefined):
-        str(value)  # raises, naming the variable
-    return Raw(shlex.quote(str(value)))
+    return Raw(shlex.quote(str(value)))  # str() of an undefined variable raises, naming it
 
 
 def directive(value: Any) -> Raw:
@@ -57,16 +53,14 @@ def word(value: Any) -> Raw:
     """
     if isinstance(value, Raw):
         return value
-    text = str(value)
-    parts = []
-    end = 0
-    for match in _PLACEHOLDER.finditer(text):
-        parts.append(shlex.quote(text[end : match.start()]) if match.start() > end else "")
-        parts.append(f'"${variable(match[1])}"')
-        end = match.end()
-    if end < len(text) or not parts:
-        parts.append(shlex.quote(text[end:]))
-    return Raw("".join(parts))
+    # texts and the placeholders between them take turns
+    parts = PLACEHOLDER.split(str(value))
+    shell = [
+        f'"${variable(part)}"' if index % 2 else shlex.quote(part)
+        for index, part in enumerate(parts)
+        if part or len(parts) == 1
+    ]
+    return Raw("".join(shell))
 
 
 def node_path(path: str) -> Raw:
@@ -84,31 +78,34 @@ def node_path(path: str) -> Raw:
 
 def variable(placeholder: str) -> str:
     """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
-    if placeholder in _OWN:
-        return _OWN[placeholder]
-    return "HPML_STAGE_" + placeholder.removeprefix("stage.").upper()
+    stage = f"HPML_STAGE_{placeholder.removeprefix('stage.').upper()}"
+    return _VARIABLES.get(placeholder, stage)
 
 
-def placeholders(text: str, *, array: bool = False) -> list[str]:
-    """Return the placeholders of a value, such as `stage.digits`.
+class ScriptEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox that sbatch templates are rendered in, hpml's own and users'."""
 
-    Args:
-        text: the value.
-        array: whether the job is an array; of other jobs only `{array.index}` counts, so that
-            other text in braces stays as it is.
-    """
-    return (_ARRAY_PLACEHOLDER if array else _PLACEHOLDER).findall(text)
+    # What super(), a macro or a set block returns is shell code: its values are quoted already.
+    concat = staticmethod(lambda parts: Raw("".join(parts)))
 
+    def __init__(self, loader: jinja2.BaseLoader) -> None:
+        super().__init__(
+            loader=loader,
+            undefined=jinja2.StrictUndefined,
+            finalize=quote,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            autoescape=False,
+        )
+        self.filters |= {"directive": directive, "word": word}
 
-OPTIONS: dict[str, Any] = {
-    "undefined": jinja2.StrictUndefined,
-    "finalize": quote,
-    "trim_blocks": True,
-    "lstrip_blocks": True,
-    "keep_trailing_newline": True,
-    "autoescape": False,
-}
-"""Options of every environment that sbatch templates are rendered in."""
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Of a job only fields and properties: a model's methods read files."""
+        if isinstance(obj, BaseModel):
+            is_property = isinstance(getattr(type(obj), attr, None), property)
+            return attr in type(obj).model_fields or (is_property and not attr.startswith("model_"))
+        return super().is_safe_attribute(obj, attr, value)
 
 
 def own_directory() -> str:
@@ -116,16 +113,7 @@ def own_directory() -> str:
     return str(assets.path("templates") / "sbatch")
 
 
-def add_filters(environment: jinja2.Environment) -> None:
-    """Give an environment the filters that sbatch templates use."""
-    environment.filters["directive"] = directive
-    environment.filters["word"] = word
-
-
 @functools.cache
-def environment() -> jinja2.Environment:
+def environment() -> ScriptEnvironment:
     """Return the environment of hpml's own templates, one per process."""
-    loader = jinja2.FileSystemLoader(own_directory())
-    made = ImmutableSandboxedEnvironment(loader=loader, **OPTIONS)
-    add_filters(made)
-    return made
+    return ScriptEnvironment(jinja2.FileSystemLoader(own_directory()))

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site import NodeType
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec.site import NodeType, ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = [
@@ -70,14 +69,14 @@ def site_for(
     paths = find_profiles(job_file, environment, chosen=chosen)
     if not paths:
         return None
-    from hpml_orchestrator.spec.site_load import load_site  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
 
     return load_site(paths)
 
 
 def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
     """Return the node types that a job may land on by the site's own rules, by name."""
-    from hpml_orchestrator.script.site_rules import as_asked  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.script.directives import as_asked  # noqa: PLC0415 - where there is one
 
     return site.site.kinds_of(as_asked(job, site.site.directives).resources.partition)
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     )
     from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
     from hpml_orchestrator.spec.schema import job_schema, site_schema
-    from hpml_orchestrator.spec.site import NodeType, ResolvedSite, Site
+    from hpml_orchestrator.spec.site import NodeType, ResolvedSite, Site, load_site
     from hpml_orchestrator.spec.site_find import find_profiles
-    from hpml_orchestrator.spec.site_load import load_site
 
 __all__ = [
     "ArraySpec",
@@ -54,9 +53,8 @@ _MODULES = {
     "job": "Binding Container Environment Job Mail Monitor Resources Stage",
     "load": "ResolvedJob load_job parse_setting",
     "schema": "job_schema site_schema",
-    "site": "NodeType ResolvedSite Site",
+    "site": "NodeType ResolvedSite Site load_site",
     "site_find": "find_profiles",
-    "site_load": "load_site",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -7,16 +7,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_INDEX", "MAX_TASKS", "ArraySpec", "covers", "parse_array"]
+__all__ = ["ArraySpec", "covers", "parse_array"]
 
-MAX_INDEX = 4_000_000
+_MAX_INDEX = 4_000_000
 """The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
 
-MAX_TASKS = 10_000
+_MAX_TASKS = 10_000
 """Most tasks of one submission: each has a directory of records."""
 
-FORMS = "indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
-
+_FORMS = "indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _PROGRESSION = 3  # two indices with a step between them are shorter as a list
@@ -30,8 +29,8 @@ class ArraySpec:
         indices: each once, sorted.
         limit: how many may run at once, None for as many as fit.
 
-    >>> str(ArraySpec((0, 1, 2, 7), 2))
-    '0-2,7%2'
+    >>> str(ArraySpec((0, 1, 2, 7), 2)), str(ArraySpec((0, 4, 8)))
+    ('0-2,7%2', '0-8:4')
     """
 
     indices: tuple[int, ...]
@@ -44,11 +43,18 @@ class ArraySpec:
 
     def __str__(self) -> str:
         """Return it in Slurm's form, always the same for the same tasks."""
-        body = _progression(self.indices) or ",".join(
-            str(first) if first == last else f"{first}-{last}"
-            for first, last in _spans(self.indices)
-        )
-        return body if self.limit is None else f"{body}%{self.limit}"
+        limit = "" if self.limit is None else f"%{self.limit}"
+        first, last = self.indices[0], self.indices[-1]
+        step = self.indices[1] - first if len(self.indices) >= _PROGRESSION else 1
+        if step > 1 and self.indices == tuple(range(first, last + 1, step)):
+            return f"{first}-{last}:{step}{limit}"
+        spans: list[list[int]] = []
+        for index in self.indices:
+            if spans and index == spans[-1][-1] + 1:
+                spans[-1] = [spans[-1][0], index]
+            else:
+                spans.append([index])
+        return ",".join("-".join(map(str, span)) for span in spans) + limit
 
 
 def parse_array(value: Any) -> ArraySpec:
@@ -62,27 +68,31 @@ def parse_array(value: Any) -> ArraySpec:
     >>> parse_array([7, 1]), str(parse_array("0-2,3"))
     (ArraySpec(indices=(1, 7), limit=None), '0-3')
     """
-    limit: int | None = None
     if isinstance(value, list):
         if not value:
             raise ValueError("must name at least one index; leave the field out for a single job")
-        if any(isinstance(one, bool) or not isinstance(one, int) for one in value) or any(
-            not _NUMBER.fullmatch(_written(one)) for one in value
-        ):
-            raise ValueError(f"must be a list of whole numbers such as [1, 3, 7], or {FORMS}")
-        spans = [range(one, one + 1) for one in value]
+        if any(isinstance(index, bool) or not isinstance(index, int) for index in value):
+            raise ValueError(f"must be a list of whole numbers such as [1, 3, 7], or {_FORMS}")
+        text = ",".join(map(_written, value))
     elif isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"must be {FORMS}")  # noqa: TRY004 - pydantic wants ValueError
+        raise ValueError(f"must be {_FORMS}")  # noqa: TRY004 - pydantic wants ValueError
     else:
-        body, percent, most = _written(value).strip().partition("%")
-        if percent:
-            if not _NUMBER.fullmatch(most) or int(most) < 1:
-                raise ValueError(
-                    "must have a number above zero behind the %: how many tasks run at once"
-                )
-            limit = int(most)
-        spans = [_span(part.strip()) for part in body.split(",")]
-    return ArraySpec(_indices(spans), limit)
+        text = _written(value)
+    body, percent, limit = text.strip().partition("%")
+    if percent and (not _NUMBER.fullmatch(limit) or int(limit) < 1):
+        raise ValueError("must have a number above zero behind the %: how many tasks run at once")
+    indices: set[int] = set()
+    for span in [_span(part.strip()) for part in body.split(",")]:
+        if span[-1] > _MAX_INDEX:
+            raise ValueError(f"must have indices up to {_MAX_INDEX}, which is the most Slurm takes")
+        if len(span) <= _MAX_TASKS:
+            indices.update(span)
+        if max(len(span), len(indices)) > _MAX_TASKS:
+            raise ValueError(
+                f"must have at most {_MAX_TASKS} tasks, since each has a directory of records; "
+                "submit the rest as another job, or let each task do more"
+            )
+    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
 
 
 def covers(shown_id: str, job_id: str) -> bool:
@@ -121,7 +131,7 @@ def _named(tasks: str) -> tuple[frozenset[int], int | None]:
         except ValueError:
             cut = True
         else:
-            indices.update(range(span.start, min(span.stop, MAX_INDEX + 1), span.step))
+            indices.update(range(span.start, min(span.stop, _MAX_INDEX + 1), span.step))
     return frozenset(indices), max(indices, default=-1) if cut else None
 
 
@@ -133,47 +143,10 @@ def _written(value: int | str) -> str:
 def _span(part: str) -> range:
     match = _PART.fullmatch(part)
     if match is None:
-        raise ValueError(f"must be {FORMS}")
+        raise ValueError(f"must be {_FORMS}")
     first, last, step = match.groups()
     if last is not None and int(last) < int(first):
         raise ValueError(f"must have the smaller index first, not {part}")
     if step is not None and int(step) < 1:
         raise ValueError(f"must have a step above zero, not {part}")
     return range(int(first), int(last or first) + 1, int(step or 1))
-
-
-def _indices(spans: list[range]) -> tuple[int, ...]:
-    if any(span[-1] > MAX_INDEX for span in spans):
-        raise ValueError(f"must have indices up to {MAX_INDEX}, which is the most Slurm takes")
-    found: set[int] = set()
-    for span in spans:
-        count = len(span)
-        if count <= MAX_TASKS:
-            found.update(span)
-            count = len(found)
-        if count > MAX_TASKS:
-            raise ValueError(
-                f"must have at most {MAX_TASKS} tasks, since each has a directory of records; "
-                "submit the rest as another job, or let each task do more"
-            )
-    return tuple(sorted(found))
-
-
-def _spans(indices: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return first and last of each stretch without gaps."""
-    spans: list[tuple[int, int]] = []
-    for index in indices:
-        if spans and index == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], index)
-        else:
-            spans.append((index, index))
-    return spans
-
-
-def _progression(indices: tuple[int, ...]) -> str:
-    """Return `first-last:step` where the indices are evenly spaced with gaps, else nothing."""
-    if len(indices) < _PROGRESSION:
-        return ""
-    step = indices[1] - indices[0]
-    even = tuple(range(indices[0], indices[-1] + 1, step)) if step > 1 else ()
-    return f"{indices[0]}-{indices[-1]}:{step}" if even == indices else ""

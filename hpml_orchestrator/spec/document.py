@@ -6,46 +6,36 @@ import io
 import os
 import stat
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 
-__all__ = ["JOB_FILE", "SITE_PROFILE", "FileKind", "parse_toml", "parse_yaml", "read_mapping"]
+__all__ = ["parse_toml", "parse_yaml", "read_mapping"]
 
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 _MAX_VALUES = 200_000
 _MAX_DEPTH = 32
 _MAX_MESSAGE_CHARS = 400
 
-
-@dataclass(frozen=True)
-class FileKind:
-    """What messages say of one kind of file: its name, its shortest example, its schema."""
-
-    name: str
-    example: str
-    schema: str
+_MAPPINGS = {
+    "job file": "`name: …` and `script: train.py`; `hpml schema job` prints every field",
+    "site profile": '`cluster = "name"`; `hpml schema site` prints every field',
+}
 
 
-JOB_FILE = FileKind("job file", "`name: …` and `script: train.py`", "job")
-SITE_PROFILE = FileKind("site profile", '`cluster = "name"`', "site")
-
-
-def read_mapping(source: Path, kind: FileKind) -> dict[str, Any]:
+def read_mapping(source: Path, kind: Literal["job file", "site profile"]) -> dict[str, Any]:
     """Return the fields of a file, not validated yet; `.toml` is read as TOML, all else as YAML.
 
     Raises:
         NotFoundError: there is no such file.
         InputError: it cannot be read, is too large, or holds no mapping.
     """
-    schema = f"`hpml schema {kind.schema}` prints every field"
     try:
         # a pipe or a device may never end, and opening a pipe waits for its writer
         if not stat.S_ISREG(os.stat(source).st_mode):
@@ -53,16 +43,14 @@ def read_mapping(source: Path, kind: FileKind) -> dict[str, Any]:
         with source.open("rb") as stream:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
-        raise NotFoundError(
-            f"no such {kind.name}: {source}",
-            hint=f"a minimal {kind.name} has {kind.example}; {schema}",
-        ) from error
+        hint = f"a minimal {kind} has {_MAPPINGS[kind]}"
+        raise NotFoundError(f"no such {kind}: {source}", hint=hint) from error
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror or error}") from error
     if len(raw) > _MAX_FILE_BYTES:
         raise InputError(
-            f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a {kind.name} may have",
-            hint=f"keep data in files of their own and name them in the {kind.name}",
+            f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a {kind} may have",
+            hint=f"keep data in files of their own and name them in the {kind}",
         )
     try:
         text = raw.decode("utf-8-sig")
@@ -73,10 +61,8 @@ def read_mapping(source: Path, kind: FileKind) -> dict[str, Any]:
     parse = parse_toml if source.suffix.lower() == ".toml" else parse_yaml
     data = parse(text, str(source))
     if not isinstance(data, dict):
-        raise InputError(
-            f"{source} holds no fields",
-            hint=f"a {kind.name} is a mapping: {kind.example}; {schema}",
-        )
+        hint = f"a {kind} is a mapping: {_MAPPINGS[kind]}"
+        raise InputError(f"{source} holds no fields", hint=hint)
     return data
 
 
@@ -91,9 +77,17 @@ class _WrittenFloat(float):
 
     written: str
 
+    @classmethod
+    def of(cls, text: str, number: float | None = None) -> _WrittenFloat:
+        result = cls(text if number is None else number)
+        result.written = text
+        return result
+
 
 class _Constructor(SafeConstructor):
-    """ruamel's safe constructor, with numbers that keep their spelling."""
+    """ruamel's safe constructor, with numbers that keep their spelling and bounded merge keys."""
+
+    pairs = 0
 
     def written_int(self, node: ScalarNode) -> _WrittenInt:
         number = _WrittenInt(self.construct_yaml_int(node))
@@ -101,9 +95,15 @@ class _Constructor(SafeConstructor):
         return number
 
     def written_float(self, node: ScalarNode) -> _WrittenFloat:
-        number = _WrittenFloat(self.construct_yaml_float(node))
-        number.written = str(node.value)
-        return number
+        return _WrittenFloat.of(str(node.value), self.construct_yaml_float(node))
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Copy the pairs of merge keys (`<<`), which multiply where they are nested."""
+        super().flatten_mapping(node)
+        self.pairs += len(node.value)
+        if self.pairs > _MAX_VALUES:
+            message = f"merge keys make more than {_MAX_VALUES} values"
+            raise ConstructorError(None, None, message, node.start_mark)
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.written_int)
@@ -118,7 +118,7 @@ def parse_yaml(text: str, source: str) -> Any:
         source: what it is, for messages.
 
     Raises:
-        InputError: it is no YAML, has a key twice, or is over 200,000 values or 32 levels once
+        InputError: it is not YAML, has a key twice, or is over 200,000 values or 32 levels once
             aliases are followed.
     """
     reader = YAML(typ="safe", pure=True)
@@ -139,10 +139,10 @@ def parse_toml(text: str, source: str) -> Any:
     """Return the data of a TOML document; its floats have an attribute `written`.
 
     Raises:
-        InputError: it is no TOML, or is nested too deep.
+        InputError: it is not TOML, or is nested too deep.
     """
     try:
-        data = tomllib.loads(text, parse_float=_toml_float)
+        data = tomllib.loads(text, parse_float=_WrittenFloat.of)
     except RecursionError:
         raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -152,12 +152,6 @@ def parse_toml(text: str, source: str) -> Any:
         ) from None
     _check_size(data, source)
     return data
-
-
-def _toml_float(text: str) -> _WrittenFloat:
-    number = _WrittenFloat(text)
-    number.written = text
-    return number
 
 
 def _check_size(data: Any, source: str) -> None:
@@ -183,6 +177,7 @@ _YAML_HINTS = (
     ("constructor for the tag", "a text that begins with ! stands in quotes"),
     ("another document", "one file holds one job: leave the line --- out"),
     ("digits", "a number that long stands in quotes, if it is meant as text"),
+    ("merge keys", "write the values out"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -45,12 +46,10 @@ LATER = {
 class Model(BaseModel):
     """Base of all models: unknown fields are refused, and nothing changes after validation.
 
-    The docstring below a field is its description in the JSON Schema and the reference.
+    The docstring below a field is its description in the JSON Schema (`schema.py`).
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def _no_dash(value: str | None) -> str | None:
@@ -124,12 +123,9 @@ class Resources(Model):
     def _extra(cls, value: list[str]) -> list[str]:
         for option in value:
             name = option.removeprefix("--").partition("=")[0]
-            if name in _FIELD_OF and not _GRES_WITHOUT_GPUS.fullmatch(option):
-                raise ValueError(f"--{name} has a field of its own: {_FIELD_OF[name]}")
-            if name in _SET_BY_HPML:
-                raise ValueError(f"--{name} is set by hpml: leave it out")
-            if name in _UNSUPPORTED:
-                raise ValueError(f"--{name} is not supported: leave it out")
+            reason = _NOT_EXTRA.get(name)
+            if reason and not _GRES_WITHOUT_GPUS.fullmatch(option):
+                raise ValueError(f"--{name} {reason}")
         return value
 
     @property
@@ -147,28 +143,32 @@ class Resources(Model):
 _GRES_WITHOUT_GPUS = re.compile(r"--gres=(?!(gres[:/])?gpu\b)[^,]+(,(?!(gres[:/])?gpu\b)[^,]+)*")
 
 _FIELD_OF = {
-    "job-name": "name",
-    "nodes": "resources.nodes",
-    "ntasks": "resources.ranks_per_node",
-    "ntasks-per-node": "resources.ranks_per_node",
-    "cpus-per-task": "resources.cpus_per_rank",
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gres"), "resources.gpus"),
-    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "resources.memory"),
-    **{name: f"resources.{name}" for name in "time partition account qos".split()},
-    **{name: f"resources.{name}" for name in ("constraint", "exclusive")},
-    "mail-type": "resources.mail.on",
-    "mail-user": "resources.mail.to",
-    "chdir": "workdir",
-    "export": "environment",
+    "name": "job-name",
+    "workdir": "chdir",
+    "environment": "export",
     "array": "array",
-    **dict.fromkeys(("dependency", "kill-on-invalid-dep"), "after"),
-    "wrap": "command",
+    "after": "dependency kill-on-invalid-dep",
+    "command": "wrap",
+    "resources.nodes": "nodes",
+    "resources.ranks_per_node": "ntasks ntasks-per-node",
+    "resources.cpus_per_rank": "cpus-per-task",
+    "resources.gpus": "gpus gpus-per-node gpus-per-task gres",
+    "resources.memory": "mem mem-per-cpu mem-per-gpu",
+    "resources.mail.on": "mail-type",
+    "resources.mail.to": "mail-user",
+    **{
+        f"resources.{name}": name
+        for name in ("time", "partition", "account", "qos", "constraint", "exclusive")
+    },
 }
-_SET_BY_HPML = frozenset("comment open-mode output parsable".split())
-_UNSUPPORTED = frozenset(
-    "error export-file get-user-env help input no-requeue requeue test-only usage version "
-    "wait".split()
-)
+_REASONS = {
+    "is set by hpml: leave it out": "comment open-mode output parsable",
+    "is not supported: leave it out": "error export-file get-user-env help input no-requeue "
+    "requeue test-only usage version wait",
+    **{f"has a field of its own: {field}": names for field, names in _FIELD_OF.items()},
+}
+_NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Options of sbatch that `extra` may not have, and why."""
 
 
 class Container(Model):
@@ -447,33 +447,38 @@ class Job(Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
+        problems = [*self._contradictions()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
         given = [name for name in ("script", "module", "command") if getattr(self, name)]
         if len(given) != 1:
             listed = " and ".join(given) or "none of them"
-            raise ValueError(f"give exactly one of script, module and command, not {listed}")
+            yield f"give exactly one of script, module and command, not {listed}"
         if self.mpi != "none" and self.launcher != "srun":
-            raise ValueError(
+            yield (
                 f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "
                 "ranks itself, leave the field out"
             )
         nodes, container = self.resources.nodes, self.environment.container
         if self.launcher == "horovodrun" and nodes > 1:
-            raise ValueError(
+            yield (
                 f"launcher: horovodrun starts ranks on one node only, and resources.nodes is "
                 f"{nodes}: use `launcher: mpirun`, or `launcher: srun` with `mpi: pmix`; both need "
                 "a Horovod that was built with MPI"
             )
-        mpi_launcher = self.launcher in ("mpirun", "horovodrun")
-        if mpi_launcher and container is not None and container.engine == "pyxis":
-            raise ValueError(
+        is_mpi_launcher = self.launcher in ("mpirun", "horovodrun")
+        if is_mpi_launcher and container is not None and container.engine == "pyxis":
+            yield (
                 f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
                 "part of srun: use `launcher: srun`, or `engine: apptainer`"
             )
         names = [stage.name for stage in self.stage]
-        for name in names:
+        for name in dict.fromkeys(names):
             if names.count(name) > 1:
-                raise ValueError(f"stage: the name {name!r} is used twice")
-        return self
+                yield f"stage: the name {name!r} is used twice"
 
     @property
     def tasks(self) -> ArraySpec | None:

@@ -1,25 +1,35 @@
-"""Load a job: the job file below the command line, above the site profile and the defaults."""
+"""Load a job: command line over job file over site profile over defaults."""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.document import JOB_FILE, parse_yaml, read_mapping
+from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
-from hpml_orchestrator.spec.overlay import covers, is_in, leaves, merged
-from hpml_orchestrator.spec.problems import input_error
+from hpml_orchestrator.spec.problems import combined, problems_of
+from hpml_orchestrator.spec.text import PLACEHOLDER
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["ResolvedJob", "load_job", "make_absolute", "parse_setting"]
+__all__ = [
+    "ResolvedJob",
+    "covers",
+    "leaves",
+    "load_job",
+    "make_absolute",
+    "merged",
+    "parse_setting",
+]
 
 _INDEX_DIGITS = 6
 
@@ -57,7 +67,7 @@ def load_job(
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
-    fields = read_mapping(source, JOB_FILE)
+    fields = read_mapping(source, "job file")
     data = {name: spelled_out(name, value) for name, value in fields.items()}
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings or []:
@@ -83,11 +93,14 @@ def load_job(
         } | given
     data.setdefault("workdir", ".")
     make_absolute(data, source.parent)
+    hint = f"in {source}; `hpml schema job` prints every field"
+    problems = [*_unknown_placeholders(data)]
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
-        hint = f"in {source}; `hpml schema job` prints every field"
-        raise input_error(error, hint=hint) from None
+        raise combined([*problems_of(error), *problems], hint) from None
+    if problems:
+        raise combined(problems, hint)
     origins_of = {name: _origin(given, name) for name in leaves(job.model_dump())}
     return ResolvedJob(job, source, origins_of)
 
@@ -96,7 +109,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Return field and value of `resources.nodes=4`; the value is read as YAML.
 
     Raises:
-        InputError: it has no `=`, or the value is no YAML.
+        InputError: it has no `=`, or the value is not YAML.
     """
     field, separator, value = text.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", field):
@@ -138,6 +151,33 @@ def _index(entries: list[Any], part: str, field: str, value: Any) -> int:
     )
 
 
+def _unknown_placeholders(data: dict[str, Any]) -> Iterator[InputError]:
+    """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
+    environment = data.get("environment")
+    variables = environment.get("variables") if isinstance(environment, dict) else None
+    stages = data.get("stage")
+    entries = stages if isinstance(stages, list) else []
+    names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
+    known = {"run.dir", *(f"stage.{name}" for name in names)}
+    for whole, values in (
+        ("args", data.get("args")),
+        ("command", data.get("command")),
+        ("environment.variables", variables),
+    ):
+        items = enumerate(values) if isinstance(values, list) else ()
+        for key, value in values.items() if isinstance(values, dict) else items:
+            for name in PLACEHOLDER.findall(value) if isinstance(value, str) else ():
+                if name == "array.index" and data.get("array") is None:
+                    message = "{array.index} needs an array, such as `array: 0-9`"
+                elif name != "array.index" and name not in known:
+                    meant = nearest(name, known)
+                    advice = f"did you mean {{{meant}}}?" if meant else "stage data under that name"
+                    message = f"{{{name}}} names nothing; {advice}"
+                else:
+                    continue
+                yield InputError(message, field=f"{whole}.{key}", value=value)
+
+
 def _origin(given: dict[str, str], name: str) -> str:
     """Return where a value came from; the strongest origin of its parts."""
     origins = {origin for field, origin in given.items() if covers(field, name)}
@@ -162,7 +202,7 @@ def _without_rivals(defaults: dict[str, Any], data: dict[str, Any]) -> dict[str,
 def make_absolute(data: dict[str, Any], base: Path) -> None:
     """Make the paths of a job's fields absolute, in place: the script against the workdir.
 
-    The fields are not validated yet; whatever is no path is left as it is.
+    The fields are not validated yet; what is not a path is left as it is.
     """
 
     def resolve(
@@ -189,3 +229,64 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
     container = environment.get("container") if isinstance(environment, dict) else None
     if isinstance(container, dict) and container.get("engine") == "apptainer":
         resolve(container, "image")
+
+
+def leaves(data: Any, prefix: str = "", *, empty: bool = True) -> list[str]:
+    """Return the dotted names of all values; a list of plain values counts as one.
+
+    Args:
+        data: nested mappings and lists.
+        prefix: the dotted name of `data` itself.
+        empty: whether an empty mapping counts as a value.
+
+    >>> leaves({"a": {"b": 1, "c": [2, 3]}, "d": {}}), leaves({"d": {}}, empty=False)
+    (['a.b', 'a.c', 'd'], [])
+    """
+    items: Any = ()
+    if isinstance(data, dict):
+        if not data and not empty:
+            return []
+        items = data.items()
+    elif isinstance(data, list) and any(isinstance(item, dict) for item in data):
+        items = enumerate(data)
+    names = [
+        name
+        for key, value in items
+        for name in leaves(value, f"{prefix}.{key}" if prefix else str(key), empty=empty)
+    ]
+    return names or ([prefix] if prefix and not items else [])
+
+
+def is_in(field: str, around: str) -> bool:
+    """Return whether a field is another one, or in it."""
+    return f"{field}.".startswith(f"{around}.")
+
+
+def covers(given: str, name: str) -> bool:
+    """Return whether one field is the other, holds it, or is in it.
+
+    >>> covers("a.b", "a.b.c"), covers("a.b.c", "a.b"), covers("a.b", "a.bc")
+    (True, True, False)
+    """
+    return is_in(name, given) or is_in(given, name)
+
+
+def merged(below: dict[str, Any], above: dict[str, Any], *, whole: str = "") -> dict[str, Any]:
+    """Return a mapping laid over another: mappings are joined key by key, all else is replaced.
+
+    Args:
+        below: what counts where `above` has nothing.
+        above: what counts.
+        whole: a top-level key whose entries replace each other whole.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
+    {'a': {'b': 1, 'c': 3}, 'd': 4}
+    """
+    result = copy.deepcopy(below)
+    for key, value in above.items():
+        lower = result.get(key)
+        if isinstance(lower, dict) and isinstance(value, dict):
+            result[key] = {**lower, **value} if key == whole else merged(lower, value)
+        else:
+            result[key] = value
+    return result

@@ -1,9 +1,9 @@
-"""Say what is wrong with a file: each field, its value, what would be right, and what was meant."""
+"""Turn pydantic's findings into one error: each field, its value, and what would be right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,7 +13,7 @@ from hpml_orchestrator.spec.job import Job
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["field_for", "input_error"]
+__all__ = ["combined", "problems_of"]
 
 _PART_CHARS = 60
 
@@ -55,9 +55,9 @@ _SYNONYMS = {
     "environment.container.mounts": "container_mounts mounts",
 }
 _FIELD_OF = {word: field for field, words in _SYNONYMS.items() for word in words.split()}
+# Where words of sbatch, torchrun and the like are tried; other places have words of their own.
 _PLACES = ("", "resources", "environment", "environment.container", "binding")
 
-_NO_FIELD = "there is no such field"
 _MESSAGES = {
     "missing": "must be given",
     "string_type": "must be text",
@@ -78,46 +78,40 @@ _SHORT_FORMS = {
 }
 
 
-def field_for(word: str, place: str) -> str:
-    """Return the field that a word of sbatch, torchrun and the like means; empty if it is none.
-
-    Args:
-        word: the unknown field's own name.
-        place: the field around it; other places, such as `stage`, have words of their own.
-
-    >>> field_for("gpus-per-node", ""), field_for("mem", "resources"), field_for("mem", "stage")
-    ('resources.gpus', 'resources.memory', '')
-    """
-    return _FIELD_OF.get(word.lower().replace("-", "_"), "") if place in _PLACES else ""
-
-
-def input_error(
-    error: ValidationError, *, hint: str = "", model: type[BaseModel] = Job, prefix: str = ""
-) -> InputError:
-    """Return one error that names each field, its value and what would be right.
+def problems_of(
+    error: ValidationError, model: type[BaseModel] = Job, prefix: str = ""
+) -> list[InputError]:
+    """Return one error per finding, with its field, its value and what would be right.
 
     Args:
         error: pydantic's findings.
-        hint: where to look.
         model: what was validated, for the nearest name of an unknown field.
         prefix: dotted place of the model in the file, with a dot at its end.
     """
-    lines: dict[str, InputError] = {}
+    problems = []
     for finding in error.errors(include_url=False):
-        unknown = finding["type"] == "extra_forbidden"
+        is_unknown = finding["type"] == "extra_forbidden"
         # pydantic puts names of its own between the user's
-        parts = [part for part in finding["loc"] if unknown or not _is_internal(part)]
+        parts = [part for part in finding["loc"] if is_unknown or not _is_internal(part)]
         place = [_printable(str(part)) for part in parts]
         value = finding.get("input")
-        message = _NO_FIELD + _meant(place, model, prefix) if unknown else _message(finding, value)
-        if unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
+        if is_unknown:
+            field = _nearest_field(place, model)
+            message = f"there is no such field{f'; did you mean {prefix}{field}?' * bool(field)}"
+        else:
+            message = _message(finding, value)
+        if is_unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
             value = None
         field = (prefix + ".".join(place)).removesuffix(".")
-        line = InputError(message, field=field, value=value)
-        lines.setdefault(str(line), line)
-    first = next(iter(lines.values()))
-    result = InputError("\n".join(lines), hint=hint)
-    result.field, result.value = first.field, first.value
+        problems.append(InputError(message, field=field, value=value))
+    return problems
+
+
+def combined(problems: Sequence[InputError], hint: str) -> InputError:
+    """Return one error for all problems, a line each, with the field and value of the first."""
+    result = InputError("\n".join(dict.fromkeys(map(str, problems))), hint=hint)
+    result.field, result.value = problems[0].field, problems[0].value
+    result.problems = problems
     return result
 
 
@@ -148,48 +142,34 @@ def _is_internal(part: object) -> bool:
     return isinstance(part, str) and (part.startswith("function-") or part == "[key]")
 
 
-def _meant(place: list[str], model: type[BaseModel], prefix: str) -> str:
-    """Return a question after the field that an unknown one means; empty if none is near."""
-    field = _nearest_field(place, model)
-    return f"; did you mean {prefix}{field}?" if field else ""
-
-
 def _nearest_field(place: list[str], model: type[BaseModel]) -> str:
+    """Return the dotted name that an unknown field probably means; empty if none is near."""
     *parents, word = place
-    synonym = field_for(word, ".".join(parents)) if model is Job else ""
-    if synonym:
+    synonym = _FIELD_OF.get(word.lower().replace("-", "_"), "")
+    if synonym and model is Job and ".".join(parents) in _PLACES:
         return synonym
-    fields = list(_field_names(model))
-    around: list[str] = []  # as `parents`, without indices, and with NAME for names of the user's
-    for part in parents:
-        named = ".".join([*around, "NAME"])
-        if any(field.startswith(f"{named}.") for field in fields):
-            around.append("NAME")
-        elif not part.isdigit():
-            around.append(part)
-    siblings = [field.rpartition(".")[2] for field in fields if field.split(".")[:-1] == around]
-    near = nearest(word, siblings)
+    around: type[BaseModel] = model
+    for part in parents:  # an index or a user's own name stays in the model that it is of
+        if part in around.model_fields:
+            around = _inner_model(around.model_fields[part].annotation) or around
+    near = nearest(word, around.model_fields)
     if near:
         return ".".join([*parents, near])
-    last_parts = {field.rpartition(".")[2]: field for field in fields}
-    return last_parts.get(nearest(word, last_parts), "")
+    by_name = {field.rpartition(".")[2]: field for field in _dotted_names(Job)}
+    return by_name.get(nearest(word, by_name), "") if model is Job else ""
 
 
-def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all fields, with NAME for the keys of a mapping of models."""
+def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        inner, is_mapping = _inner_model(field.annotation)
+        inner = _inner_model(field.annotation)
         if inner is not None:
-            yield from _field_names(inner, f"{prefix}{name}.{'NAME.' if is_mapping else ''}")
+            yield from _dotted_names(inner, f"{prefix}{name}.")
 
 
-def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Return the model that a field, or each of its entries, is; and whether it is a mapping."""
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that a field, or each of its entries, is."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    for argument in get_args(annotation):
-        inner, _ = _inner_model(argument)
-        if inner is not None:
-            return inner, get_origin(annotation) is dict
-    return None, False
+        return annotation
+    inner: Iterable[type[BaseModel] | None] = map(_inner_model, get_args(annotation))
+    return next(filter(None, inner), None)

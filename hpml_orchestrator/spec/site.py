@@ -1,7 +1,8 @@
-"""The site profile: what a cluster has, what it wants, and what jobs get there by default."""
+"""The site profile: what a cluster has, what it wants, and the defaults of its jobs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +18,17 @@ from pydantic import (
     model_validator,
 )
 
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import text, values
-from hpml_orchestrator.spec.job import Job, Model
-from hpml_orchestrator.spec.overlay import covers
+from hpml_orchestrator.spec.document import read_mapping
+from hpml_orchestrator.spec.job import Job, Model, spelled_out
+from hpml_orchestrator.spec.load import covers, leaves, make_absolute, merged
+from hpml_orchestrator.spec.problems import combined, problems_of
 from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, MemoryText, PositiveInt
 
 __all__ = [
     "NEEDED_DIRECTIVES",
     "PER_JOB",
-    "DefaultsError",
     "DirectiveRule",
     "Limits",
     "NodeType",
@@ -34,6 +37,7 @@ __all__ = [
     "ResolvedSite",
     "Site",
     "Staging",
+    "load_site",
 ]
 
 NEEDED_DIRECTIVES = frozenset(
@@ -45,14 +49,6 @@ PER_JOB = frozenset(
     {"name", "array", "after", "script", "module", "command", "args", "workdir", "stage"}
 )
 """Fields of a job file that have no default in a site profile."""
-
-
-class DefaultsError(ValueError):
-    """The defaults are wrong as a job file; carries pydantic's findings."""
-
-    def __init__(self, error: ValidationError) -> None:
-        super().__init__("are not right")
-        self.error = error
 
 
 def _not_true(value: Any) -> Any:
@@ -270,10 +266,6 @@ class Site(Model):
     def _job_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in sorted(PER_JOB & set(value)):
             raise ValueError(f"{name} belongs to each job and has no default here: leave it out")
-        try:
-            Job.model_validate({"name": "site", "command": ["true"], **value})
-        except ValidationError as error:
-            raise DefaultsError(error) from None
         return value
 
     @model_validator(mode="after")
@@ -340,3 +332,58 @@ class ResolvedSite:
             return self.origins[name]
         files = {path for given, path in self.origins.items() if covers(given, name)}
         return next((path for path in reversed(self.sources) if path in files), None)
+
+
+def load_site(paths: list[Path]) -> ResolvedSite:
+    """Load profiles, each laid over those before it.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: something in one is wrong; every finding is named with its field and file.
+    """
+    data: dict[str, Any] = {}
+    origins: dict[str, Path] = {}
+    for path in paths:
+        fields = read_mapping(path, "site profile")
+        _make_absolute(fields, path.parent)
+        data = merged(data, fields, whole="directives")
+        given = leaves(fields, empty=False)
+        origins = {
+            name: file
+            for name, file in origins.items()
+            if not any(covers(other, name) for other in given)
+        }
+        origins.update(dict.fromkeys(leaves(fields), path))
+    problems: list[InputError] = []
+    try:
+        site = Site.model_validate(data)
+    except ValidationError as error:
+        problems += problems_of(error, Site)
+    defaults = data.get("defaults")
+    if isinstance(defaults, dict):
+        fields = {name: value for name, value in defaults.items() if name not in PER_JOB}
+        try:
+            Job.model_validate({"name": "site", "command": ["true"], **fields})
+        except ValidationError as error:
+            problems += problems_of(error, Job, "defaults.")
+    if problems:
+        field = problems[0].field
+        files = {str(path) for given, path in origins.items() if field and covers(given, field)}
+        where = ", ".join(sorted(files) or map(str, paths))
+        raise combined(problems, f"in {where}; `hpml schema site` prints every field")
+    return ResolvedSite(site, tuple(paths), origins)
+
+
+def _make_absolute(fields: dict[str, Any], base: Path) -> None:
+    """Make the paths of a profile absolute, in place, and spell out short forms in its defaults."""
+    node_types = fields.get("node_types")
+    kinds = node_types.values() if isinstance(node_types, dict) else []
+    for owner, name in [(fields, "templates"), *((kind, "topology") for kind in kinds)]:
+        path = owner.get(name) if isinstance(owner, dict) else None
+        if isinstance(path, str) and path:
+            owner[name] = os.path.normpath(os.path.join(base, os.path.expanduser(path)))
+    defaults = fields.get("defaults")
+    if isinstance(defaults, dict):
+        for name, value in defaults.items():
+            defaults[name] = spelled_out(name, value)
+        make_absolute(defaults, base)

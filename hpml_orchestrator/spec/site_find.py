@@ -77,18 +77,14 @@ def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
         InputError: there is something else of that name, or it cannot be looked for.
     """
     try:
-        os.lstat(path)
+        mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise _unfit(path, "is a link that leads nowhere") from None
         return False
     except OSError as error:
         if may_be_closed and isinstance(error, PermissionError):
             return False
-        raise _unfit(path, f"cannot be looked for: {error.strerror or error}") from error
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise _unfit(path, "is a link that leads nowhere") from None
-    except OSError as error:
         raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(mode):
         raise _unfit(path, "is not a regular file")

@@ -16,6 +16,7 @@ from hpml_orchestrator.spec import values
 
 __all__ = [
     "MAX_LIST",
+    "PLACEHOLDER",
     "Address",
     "After",
     "Argument",
@@ -44,6 +45,9 @@ __all__ = [
 
 MAX_LIST = 4096
 """Most entries of a list or mapping."""
+
+PLACEHOLDER = re.compile(r"\{((?:stage|run)\.[A-Za-z0-9_]+|array\.index)\}")
+"""What arguments and variables refer to data, the run and the task of an array by."""
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
@@ -129,7 +133,7 @@ def _port(value: str) -> str:
     return value
 
 
-def _pattern(pattern: str, description: str, longest: int) -> AfterValidator:
+def _matching(pattern: str, description: str, longest: int = 256) -> AfterValidator:
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -142,17 +146,22 @@ def _pattern(pattern: str, description: str, longest: int) -> AfterValidator:
     return AfterValidator(check)
 
 
-_NUMBER_OR_TEXT = BeforeValidator(_as_written, json_schema_input_type=str | float)
 _VALUE = r"[A-Za-z0-9_.,:@/+=%*()\[\]|&-]"
+_LONG_OPTION = r"--[a-z][a-z0-9-]*"
+_JOB_NAME = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+_NAME_FORM = "letters, digits and . _ + - and begin with a letter or digit"
+_AFTER_FORM = "a run as `hpml list` names it, or one behind ok:, any: or notok:"
+_OPTION_FORM = "one long sbatch option such as --reservation=course, without blanks or quotes"
+_PATH_FORM = "an absolute path, or a variable and a path below it, such as $LOCAL_SCRATCH/data"
+_TOO_LONG = (
+    f"Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: put it into a file and pass the "
+    "file's path"
+)
 
 Argument = Annotated[
     str,
-    _NUMBER_OR_TEXT,
-    _at_most(
-        MAX_ARGUMENT_BYTES,
-        f"Linux passes at most {MAX_ARGUMENT_BYTES} in one argument: put it into a file and pass "
-        "the file's path",
-    ),
+    BeforeValidator(_as_written, json_schema_input_type=str | float),
+    _at_most(MAX_ARGUMENT_BYTES, _TOO_LONG),
 ]
 PathText = Annotated[
     str,
@@ -167,92 +176,64 @@ ShellLines = Annotated[
 After = Annotated[
     str,
     BeforeValidator(_as_written, json_schema_input_type=str | int),
-    _pattern(
-        r"((ok|any|notok):)?[A-Za-z0-9][A-Za-z0-9._+-]*",
-        "a run as `hpml list` names it, or one behind ok:, any: or notok:",
-        256,
-    ),
+    _matching(rf"((ok|any|notok):)?{_JOB_NAME}", _AFTER_FORM),
 ]
-JobName = Annotated[
-    str,
-    _pattern(
-        r"[A-Za-z0-9][A-Za-z0-9._+-]*",
-        "letters, digits and . _ + - and begin with a letter or digit",
-        64,
-    ),
-]
+JobName = Annotated[str, _matching(_JOB_NAME, _NAME_FORM, 64)]
 StageName = Annotated[
     str,
-    _pattern(r"[a-z][a-z0-9_]*", "lower-case letters, digits and _ and begin with a letter", 31),
+    _matching(r"[a-z][a-z0-9_]*", "lower-case letters, digits and _ and begin with a letter", 31),
 ]
 PlainWord = Annotated[
     str,
-    _pattern(
-        r"[A-Za-z0-9_][A-Za-z0-9_.,:@/+=-]*", "letters, digits and . , : @ / + = _ - only", 256
-    ),
+    _matching(r"[A-Za-z0-9_][A-Za-z0-9_.,:@/+=-]*", "letters, digits and . , : @ / + = _ - only"),
 ]
 Constraint = Annotated[
     str,
-    _pattern(
+    _matching(
         r"[A-Za-z0-9_\[(][A-Za-z0-9_.,:|&*()\[\]=-]*",
         "feature names joined with & | , * ( ) [ ] and no blanks",
-        256,
     ),
 ]
 Address = Annotated[
-    str, _pattern(r"[A-Za-z0-9_.+-]+(@[A-Za-z0-9.-]+)?", "a user name or a mail address", 254)
+    str, _matching(r"[A-Za-z0-9_.+-]+(@[A-Za-z0-9.-]+)?", "a user name or a mail address")
 ]
 ListenAddress = Annotated[
     str,
-    _pattern(
+    _matching(
         r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):([0-9]{1,5})",
         "ADDRESS:PORT, such as 127.0.0.1:0; port 0 takes a free one",
-        260,
     ),
     AfterValidator(_port),
 ]
 ModuleName = Annotated[
-    str,
-    _pattern(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", "a module's name such as cuda/12.4", 256),
+    str, _matching(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", "a module's name such as cuda/12.4")
 ]
-Directive = Annotated[
-    str,
-    _pattern(
-        rf"--[a-z][a-z0-9-]*(={_VALUE}+)?",
-        "one long sbatch option such as --reservation=course, without blanks or quotes",
-        512,
-    ),
-]
+Directive = Annotated[str, _matching(rf"{_LONG_OPTION}(={_VALUE}+)?", _OPTION_FORM, 512)]
 DirectiveValue = Annotated[
-    str, _pattern(rf"{_VALUE}*", "the value of an sbatch option, without blanks or quotes", 512)
+    str, _matching(rf"{_VALUE}*", "the value of an sbatch option, without blanks or quotes", 512)
 ]
 Renamed = Annotated[
     str,
-    _pattern(
-        rf"--[a-z][a-z0-9-]*(={_VALUE}*(\{{(value|item)\}})?{_VALUE}*)?",
+    _matching(
+        rf"{_LONG_OPTION}(={_VALUE}*(\{{(value|item)\}})?{_VALUE}*)?",
         "one long sbatch option such as --gres=gpu:{value}",
         512,
     ),
 ]
 OptionName = Annotated[
-    str,
-    _pattern(r"[a-z][a-z0-9-]*", "a long sbatch option's name without dashes, such as mem", 64),
+    str, _matching(r"[a-z][a-z0-9-]*", "a long sbatch option's name without dashes, such as mem")
 ]
-Line = Annotated[str, _pattern(r"[^\x00-\x1f\x7f]+", "one line of text", 1024)]
+Line = Annotated[str, _matching(r"[^\x00-\x1f\x7f]+", "one line of text", 1024)]
 InterfaceName = Annotated[
-    str, _pattern(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "a network interface such as ib0", 64)
+    str, _matching(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "a network interface such as ib0", 64)
 ]
 NodePath = Annotated[
     str,
-    _pattern(
-        r"(/|\$[A-Za-z_][A-Za-z0-9_]*(/|$))[^\x00-\x1f\x7f]*",
-        "an absolute path, or a variable and a path below it, such as $LOCAL_SCRATCH/data",
-        MAX_PATH_BYTES,
-    ),
+    _matching(r"(/|\$[A-Za-z_][A-Za-z0-9_]*(/|$))[^\x00-\x1f\x7f]*", _PATH_FORM, MAX_PATH_BYTES),
 ]
 VariableName = Annotated[
     str,
-    _pattern(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and _", 256),
+    _matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and _"),
     AfterValidator(_not_reserved),
 ]
 

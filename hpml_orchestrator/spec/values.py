@@ -1,7 +1,7 @@
 """Times, sizes, counts and GPUs in Slurm's forms: the one place that reads and writes them.
 
 `parse_*` reads what a user wrote and raises ValueError, whose text says what would be right.
-`read_*` reads what Slurm printed, and returns None for what is no such value.
+`read_*` reads what Slurm printed, and returns None for anything else.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _GPU = re.compile(
 
 
 def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
-    """Return seconds of a time span; None for no limit and for what is no time span.
+    """Return seconds of a time span; None for no limit and for what is not a time span.
 
     Args:
         text: such as `1-02:03:04`, `03:04` or `04.123`.
@@ -145,7 +145,7 @@ def format_time(seconds: int) -> str:
 
 
 def read_bytes(text: str, unit: str = "M") -> int | None:
-    """Return bytes of a size; None for no limit and for what is no size.
+    """Return bytes of a size; None for no limit and for what is not a size.
 
     Args:
         text: such as `62.50G`, `1000Mc` or `16000`.
@@ -176,7 +176,7 @@ def parse_bytes(value: str | int) -> int:
     """Return bytes of a size in Slurm's form: a number of MiB, or with K, M, G or T.
 
     Raises:
-        ValueError: it is no such size, zero, or over 1 PiB.
+        ValueError: it is not such a size, zero, or over 1 PiB.
 
     >>> parse_bytes("8G"), parse_bytes(512)
     (8589934592, 536870912)
@@ -191,7 +191,7 @@ def parse_mebibytes(text: str) -> int:
     """Return whole MiB of `sbatch --mem`, rounded up; 0 means all of the node's memory.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
 
     >>> parse_mebibytes("2G"), parse_mebibytes("512"), parse_mebibytes("1K"), parse_mebibytes("0")
     (2048, 512, 1, 0)
@@ -203,7 +203,7 @@ def memory_text(value: Any) -> str:
     """Return a size that a user wrote in whole MiB, as Slurm takes it.
 
     Raises:
-        ValueError: it is no size, zero, or over 1 PiB.
+        ValueError: it is not a size, zero, or over 1 PiB.
 
     >>> memory_text("2G"), memory_text("1K")
     ('2048M', '1M')
@@ -224,7 +224,7 @@ def size_text(mebibytes: int) -> str:
 
 
 def read_count(text: str) -> int | None:
-    """Return a number, None for no limit and for what is no number; K is 1024.
+    """Return a number, None for no limit and for what is not a number; K is 1024.
 
     >>> read_count("4K"), read_count("UNLIMITED"), read_count("4294967295")
     (4096, None, None)

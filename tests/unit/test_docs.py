@@ -29,7 +29,7 @@ from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import LATER
-from hpml_orchestrator.spec.site_load import load_site
+from hpml_orchestrator.spec.site import load_site
 from tests.stuck import told_of
 
 if TYPE_CHECKING:

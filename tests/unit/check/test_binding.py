@@ -107,12 +107,6 @@ def test_without_a_shape_the_job_alone_is_looked_at() -> None:
     )
 
 
-def test_sockets_are_domains_where_slurm_alone_tells() -> None:
-    """Slurm knows of sockets only: two have two domains at least."""
-    (one,) = found(Shape("node n1", cores=16, sockets=2), gpus=4, ranks_per_node=2, cpus_per_rank=8)
-    assert one.code == "binding.idle"
-
-
 def test_whole_nodes_have_all_their_cores() -> None:
     """What was asked for does not count then."""
     workers = {"loader_workers": 7}

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.job import Report, check_job, check_local, refusal
+from hpml_orchestrator.check.job import Report, check_job, check_local, invalid_job, refusal
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import Machine
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.spec import Job, ResolvedSite, Site, load_job
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7"
@@ -30,11 +29,9 @@ NODE = (
 DENIED = Completed(1, "", "slurm_load_node error: Access/permission denied\n")
 
 
-def job(array: str | None = None, monitor: Any = None, **resources: Any) -> Job:
-    fields = {"command": ["true"], "workdir": "/", "resources": resources}
-    given = {"array": array, "monitor": monitor}
-    given = {name: value for name, value in given.items() if value is not None}
-    return Job.model_validate({"name": "a", **fields, **given})
+def job(array: str | None = None, **resources: Any) -> Job:
+    fields = {"name": "a", "command": ["true"], "workdir": "/"}
+    return Job.model_validate({**fields, "array": array, "resources": resources})
 
 
 def rules(**given: dict[str, Any]) -> Site:
@@ -133,38 +130,6 @@ def test_the_check_follows_the_sites_rules(
 
 
 @pytest.mark.parametrize(
-    ("resources", "site", "partition", "shared"),
-    [
-        ({}, None, PARTITION, True),
-        ({}, rules(), PARTITION, True),
-        ({"exclusive": True}, None, PARTITION, False),
-        ({"exclusive": True}, rules(exclusive={"omit": True}), PARTITION, True),
-        ({}, None, PARTITION + "   OverSubscribe=EXCLUSIVE\n", False),
-        (
-            {"partition": "main"},
-            Site.model_validate({"partitions": {"main": {"exclusive": True}}}),
-            PARTITION,
-            False,
-        ),
-    ],
-)
-def test_a_fixed_port_is_for_nodes_of_one_job(
-    tmp_path: Path, resources: dict[str, Any], site: Site | None, partition: str, *, shared: bool
-) -> None:
-    """Elsewhere another job's monitor may have it; nodes are whole by wish, profile or Slurm."""
-    monitor = {"enabled": True, "listen": "127.0.0.1:9500"}
-    findings = found(tmp_path, job(monitor=monitor, **resources), site, partition)
-    assert ("monitor.port" in findings) is shared
-
-
-def test_jobs_of_the_local_backend_share_this_machine(tmp_path: Path) -> None:
-    """Whatever they request."""
-    asked = job(monitor={"enabled": True, "listen": "127.0.0.1:9500"}, exclusive=True)
-    report = check_job(asked, backend="local", records=tmp_path, environment={})
-    assert "monitor.port" in {finding.code for finding in report.findings}
-
-
-@pytest.mark.parametrize(
     ("asked", "limits"),
     [
         (job(gpus=1, cpus_per_rank=2, memory="4G"), {}),
@@ -230,3 +195,27 @@ def test_what_auto_became_is_a_note(tmp_path: Path) -> None:
     report = check_job(asked, backend="local", records=tmp_path, environment={}, targets=why)
     assert report.notes == ["stage.1.target: auto is local here: its size is not known"]
     assert [finding.code for finding in report.errors] == ["stage.missing"] * 2
+
+
+def test_what_the_local_backend_would_refuse_is_an_error(tmp_path: Path) -> None:
+    """As `hpml run --local` says it."""
+    fields = {**job().model_dump(mode="json"), "launcher": "srun", "mpi": "pmix"}
+    asked = Job.model_validate(fields)
+    report = check_job(asked, backend="local", records=tmp_path, environment={})
+    assert [(finding.field, finding.value) for finding in report.errors] == [("mpi", "pmix")]
+
+
+def test_a_job_file_that_is_wrong_is_a_report(tmp_path: Path) -> None:
+    """Each problem is a finding with its field and value; a fault of the file itself is one."""
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nscript: x\nresources: {nodes: 0}\nargs: ['{stage.d}']\n")
+    with pytest.raises(InputError) as caught:
+        load_job(path)
+    findings = invalid_job(caught.value).findings
+    assert [(finding.field, finding.value) for finding in findings] == [
+        ("resources.nodes", 0),
+        ("args.0", "{stage.d}"),
+    ]
+    assert findings[0].message == "must be at least 1"
+    report = invalid_job(InputError("it is empty"))
+    assert (report.to_json()["ok"], report.errors[0].field) == (False, "job")

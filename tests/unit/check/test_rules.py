@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.finding import Finding, listed
+from hpml_orchestrator.check.finding import Finding
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.cluster import (
@@ -19,8 +19,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Partition,
     Qos,
 )
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.spec import Job, Site
 
 HOUR = 3600
 CPU = {"features": frozenset({"cpu", "rack1"}), "cpus": 8, "memory_mib": 8000}
@@ -200,13 +199,6 @@ def test_a_partition_that_is_closed_spoils_the_others() -> None:
     assert found(strict, partition="main,closed")["partition.root-only"].level == "error"
 
 
-def test_root_may_use_what_is_closed_to_others() -> None:
-    """Root is no member of any group, and needs to be none."""
-    closed = dataclasses.replace(MAIN, root_only=True, allow_groups=("games",))
-    cluster = dataclasses.replace(with_partition(closed), user="root", groups=("root",))
-    assert found(cluster) == {}
-
-
 def test_a_cluster_without_a_default_partition() -> None:
     """One has to be named, unless a plugin chooses it."""
     cluster = with_partition(LONG, GPUS)
@@ -216,23 +208,15 @@ def test_a_cluster_without_a_default_partition() -> None:
 
 
 def test_what_is_not_enforced_is_a_warning() -> None:
-    """An account that is not yours, and limits, where accounting only looks on."""
+    """An account that is not yours, where accounting only looks on; nothing where it is silent."""
+    unknown = dataclasses.replace(CLUSTER, associations=None, qos=None)
+    assert found(unknown, account="other", qos="other") == {}
+    none = dataclasses.replace(CLUSTER, associations=())
+    assert "you have no account" in found(none)["account.none"].message
     cluster = with_partition(MAIN, accounting_enforce=frozenset())
     assert found(cluster, account="other")["account.unknown"].level == "warning"
     assert found(cluster, qos="secret")["qos.account"].level == "warning"
     assert found(cluster, account="course", time="30") == {}
-
-
-def test_nothing_is_said_of_accounts_where_nobody_can_be_asked() -> None:
-    """Without slurmdbd, or where it does not answer."""
-    cluster = dataclasses.replace(CLUSTER, associations=None, qos=None)
-    assert found(cluster, account="other", qos="other") == {}
-
-
-def test_a_user_without_an_account() -> None:
-    """Is told so where jobs need one."""
-    cluster = dataclasses.replace(CLUSTER, associations=())
-    assert "you have no account" in found(cluster)["account.none"].message
 
 
 def test_of_each_limit_the_first_that_is_set_counts() -> None:
@@ -353,7 +337,9 @@ def test_arrays(size: int, array: str, limits: dict[str, int]) -> None:
 
 
 def test_what_no_node_of_the_cluster_has_is_reported_once() -> None:
-    """Not again for each partition."""
+    """Not again for each partition; a cluster without GPUs says so, whatever type is asked for."""
+    cluster = dataclasses.replace(CLUSTER, nodes=NODES[:2], partitions=(LONG,))
+    assert list(found(cluster, partition="long", gpus=1)) == ["gpus.none"]
     findings = check(job(gpus="h100:1", constraint="nope"), CLUSTER).findings
     assert [finding.code for finding in findings] == ["gpus.type", "features.unknown"]
     assert findings[0].to_json()["value"] == "h100:1"
@@ -369,22 +355,11 @@ def test_idle_nodes_that_fit_are_counted() -> None:
     assert check(job(), dataclasses.replace(CLUSTER, nodes=())).idle_nodes is None
 
 
-def test_a_cluster_without_gpus() -> None:
-    """Says so, whatever type is asked for."""
-    cluster = dataclasses.replace(CLUSTER, nodes=NODES[:2], partitions=(LONG,))
-    assert list(found(cluster, partition="long", gpus=1)) == ["gpus.none"]
-
-
 @pytest.mark.parametrize(("value", "shown"), [(True, "true"), (False, "false")])
 def test_a_finding_shows_a_value_as_the_job_file_has_it(value: bool, shown: str) -> None:
     """Not as Python does."""
     finding = Finding("warning", "monitor.port", "monitor.enabled", value, "its port may be taken")
     assert str(finding) == f"monitor.enabled ({shown}): its port may be taken"
-
-
-def test_long_lists_are_cut() -> None:
-    """A cluster may have hundreds of partitions."""
-    assert listed([*"abcdefghij"]) == "a, b, c, d, e, f, g, h and 2 more"
 
 
 SITE = Site.model_validate(

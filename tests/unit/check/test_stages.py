@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +120,6 @@ def test_sources_of_another_kind_are_errors(tree: Path, name: str, kind: str, me
     ((code, level, text),) = found({"source": str(source), "kind": kind})
     assert (code, level) == ("stage.kind", "error")
     assert message in text
-
-
-@pytest.mark.parametrize("form", ["v7", "ustar", "pax", "gnu", "gz", "zip", "empty"])
-def test_archives_that_are_archives_pass(tmp_path: Path, form: str) -> None:
-    """Also old ones without a magic number, empty and compressed ones."""
-    (tmp_path / "a").write_text("a")
-    path = tmp_path / ("x.zip" if form == "zip" else "x.tar")
-    if form == "zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.write(tmp_path / "a", "a")
-    elif form == "empty":
-        tarfile.open(path, "w").close()
-    else:
-        option = "-z" if form == "gz" else f"--format={form}"
-        subprocess.run(["tar", "-C", str(tmp_path), option, "-cf", str(path), "a"], check=True)
-    assert found({"source": str(path)}) == []
 
 
 def test_what_staging_refuses_of_a_tree(tmp_path: Path) -> None:

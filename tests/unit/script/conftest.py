@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,16 +14,13 @@ import pytest
 from hpml_orchestrator.scheduler import local
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.spec import ResolvedJob, load_job
-
-CANARY = "canary-of-hpml"
+from tests.unit.script.support import CANARY
 
 RECORDER = """\
 import json, os, sys
 with open(os.environ["RECORD_TO"], "w") as stream:
     json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}, stream)
 """
-
-
 SRUN = Path(local.__file__).with_name("srun.py")
 
 
@@ -40,7 +36,7 @@ class Sandbox:
         self.bin.mkdir()
         srun = self.bin / "srun"
         srun.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "{SRUN}" "$@"\n')
-        srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+        srun.chmod(0o755)
         (root / "recorder.py").write_text(RECORDER)
         self.count = 0
 
@@ -68,7 +64,6 @@ class Sandbox:
         self.count += 1
         text = self.submission / "job.sh"
         text.write_text(script, encoding="utf-8")
-        subprocess.run(["bash", "-n", str(text)], check=True, timeout=120)
         record = self.root / "record.json"
         record.unlink(missing_ok=True)
         done = subprocess.run(
@@ -89,9 +84,7 @@ class Sandbox:
             timeout=120,
             check=False,
         )
-        canaries = [str(path) for path in self.root.rglob(CANARY)]
-        assert not canaries, "a value became shell code"
-        assert not (Path.home() / CANARY).exists()
+        assert not [*self.root.rglob(CANARY)], "a value became shell code"
         return done
 
 

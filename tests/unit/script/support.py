@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_load import ResolvedSite
+from hpml_orchestrator.spec import Job, ResolvedSite, Site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.topology import Topology
 
+CANARY = "canary-of-hpml"
 HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "horovodrun")
 APPTAINER = {"engine": "apptainer", "image": "/i m.sif", "mounts": ["/data:/data:ro"]}

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 FAKE = """\
 #!/bin/bash
-# Not apptainer: notes its arguments, and runs what stands after the image.
 [[ $1 = exec ]] || exit 9
 { printf '%s\\0' "$@"; printf '\\n'; } >> "${0%/*}/../apptainer.called"
 shift
@@ -39,18 +38,19 @@ exec "$@"
 """
 
 
-def fake_apptainer(sandbox: Sandbox) -> Path:
-    path = sandbox.bin / "apptainer"
-    path.write_text(FAKE)
-    path.chmod(0o755)
-    return sandbox.root / "apptainer.called"
-
-
-def container_job(sandbox: Sandbox, **more: Any) -> dict[str, Any]:
+def run(
+    sandbox: Sandbox, snapshot: SnapshotPaths | None = None, **more: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Run a job in the fake container; return what its program saw, and apptainer's arguments."""
+    fake = sandbox.bin / "apptainer"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    (sandbox.root / "tar get").mkdir()
     source = sandbox.root / "source"
     source.mkdir()
     (source / "x").write_text("x")
-    return {
+    image = {"engine": "apptainer", "image": f"{sandbox.root}/my image.sif"}
+    data = {
         "name": "probe",
         "launcher": "srun",
         "command": [sys.executable, str(sandbox.root / "recorder.py"), "it's $(x)"],
@@ -60,74 +60,42 @@ def container_job(sandbox: Sandbox, **more: Any) -> dict[str, Any]:
         "environment": {
             "python": sys.executable,
             "variables": {"VALUE": "a b"},
-            "container": {
-                "engine": "apptainer",
-                "image": str(sandbox.root / "my image.sif"),
-                "mounts": ["/data/set:/data:ro"],
-            },
+            "container": {**image, "mounts": ["/data/set:/data:ro"]},
         },
         **more,
     }
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities(), snapshot=snapshot))
+    (call,) = (sandbox.root / "apptainer.called").read_text().splitlines()
+    return seen, call.rstrip("\0").split("\0")
 
 
 def test_ranks_run_in_the_container(sandbox: Sandbox) -> None:
-    """Records, work directory, staged data and the job's mounts are bound; then the rank runs."""
-    called = fake_apptainer(sandbox)
-    (sandbox.root / "tar get").mkdir()
-    seen = sandbox.run(render(sandbox.load(container_job(sandbox)).job, Capabilities()))
+    """Records, work directory, staged data and mounts are bound; then the rank runs."""
+    seen, argv = run(sandbox)
     staged = f"{sandbox.root}/tar get/hpml-{os.getuid()}/sandbox-1/data"
     assert seen["argv"] == ["it's $(x)", staged]
     assert (seen["env"]["VALUE"], seen["env"]["RANK"]) == ("a b", "0")
-    words = called.read_text().rstrip("\0\n").split("\0")
-    run = f"{sandbox.submission}/runs/1"
-    binds = [words[index + 1] for index, word in enumerate(words) if word == "--bind"]
-    assert binds == [
-        str(sandbox.submission),
-        run,
-        str(sandbox.root),
-        "/data/set:/data:ro",
-        staged,
-    ]
-    assert words[words.index("--pwd") + 1 :][:2] == [
-        str(sandbox.root),
-        f"{sandbox.root}/my image.sif",
-    ]
-    assert "--nv" not in words
-    binding = json.loads(Path(run, "attempts/0/binding/node1.jsonl").read_text())
+    attempt = Path(f"{sandbox.submission}/runs/1/attempts/0")
+    mounts = [sandbox.submission, attempt.parents[1], sandbox.root, "/data/set:/data:ro", staged]
+    binds = [option for mount in mounts for option in ("--bind", str(mount))]
+    where = ["--pwd", str(sandbox.root), f"{sandbox.root}/my image.sif"]
+    assert argv[: len(binds) + 4] == ["exec", *binds, *where]
+    binding = json.loads((attempt / "binding/node1.jsonl").read_text())
     assert binding["program"] == sys.executable
 
 
 def test_a_snapshot_comes_with_the_submission(sandbox: Sandbox) -> None:
-    """The container begins in the copy of the code; the live tree is not to be seen in it."""
-    called = fake_apptainer(sandbox)
-    (sandbox.root / "tar get").mkdir()
+    """The container begins in the copy of the code, with the GPU driver; no live tree is bound."""
     (sandbox.submission / "code" / "my dir").mkdir(parents=True)
-    data = container_job(sandbox, workdir="/live: tree")
-    seen = sandbox.run(
-        render(sandbox.load(data).job, Capabilities(), snapshot=SnapshotPaths("my dir"))
-    )
+    seen, argv = run(sandbox, SnapshotPaths("my dir"), workdir="/live: tree", resources={"gpus": 1})
     assert seen["cwd"] == f"{sandbox.submission}/code/my dir"
-    words = called.read_text().rstrip("\0\n").split("\0")
-    assert words[words.index("--pwd") + 1] == f"{sandbox.submission}/code/my dir"
-    assert str(sandbox.submission) in words
-    assert not [word for word in words if "live" in word]
-
-
-def test_gpus_are_seen_in_the_container(sandbox: Sandbox) -> None:
-    """With GPUs asked for, apptainer is told to bring the driver in."""
-    called = fake_apptainer(sandbox)
-    (sandbox.root / "tar get").mkdir()
-    data = container_job(sandbox, resources={"gpus": 1})
-    sandbox.run(render(sandbox.load(data).job, Capabilities()))
-    assert called.read_text().split("\0")[1] == "--nv"
+    assert argv[argv.index("--pwd") + 1] == f"{sandbox.submission}/code/my dir"
+    assert argv[1] == "--nv"
+    assert not [argument for argument in argv if "live" in argument]
 
 
 def test_torchrun_runs_in_the_container_too(sandbox: Sandbox) -> None:
     """With torchrun, the launcher and its ranks are inside: one container per node."""
     pytest.importorskip("torch")
-    called = fake_apptainer(sandbox)
-    (sandbox.root / "tar get").mkdir()
-    data = container_job(sandbox, launcher="torchrun", resources={"ranks_per_node": 1})
-    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    seen, _ = run(sandbox, launcher="torchrun", resources={"ranks_per_node": 1})
     assert (seen["env"]["WORLD_SIZE"], seen["env"]["LOCAL_RANK"]) == ("1", "0")
-    assert called.read_text().count("\n") == 1

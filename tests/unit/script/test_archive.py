@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vermin
@@ -25,8 +25,15 @@ OLD_PYTHON = next(
     iter(sorted(Path.home().glob(".pyenv/versions/3.9.*/bin/python"))),
     Path(shutil.which("python3.9") or "python3.9"),
 )
+PYTHONS = pytest.mark.parametrize("python", [OLD_PYTHON, Path(sys.executable)], ids=["3.9", "this"])
 PACKAGE = Path(archive.__file__).parents[1]
 ROOMS = ("records", "staging", "topology", "placement", "node")
+IMPORT_ALL = (
+    "import importlib, sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
+    "for name in zipfile.ZipFile(sys.argv[1]).namelist():\n"
+    "    if '/' in name and name.endswith('.py'):\n"
+    "        importlib.import_module(name[:-3].replace('/', '.'))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +44,13 @@ def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(python: Path | str, pyz: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+def run(python: Path | str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python isolated, without site, warnings as errors."""
+    if not Path(python).exists():
+        pytest.skip("no Python 3.9 found: that the node archive runs there is NOT tested")
     return subprocess.run(
-        [python, "-I", "-S", "-W", "error", pyz, *arguments],
-        env=environment,
+        [python, "-I", "-S", "-W", "error", *arguments],
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -49,8 +58,8 @@ def run(python: Path | str, pyz: Path, *arguments: str) -> subprocess.CompletedP
     )
 
 
-def test_equal_sources_give_equal_bytes() -> None:
-    """Neither time nor order nor process changes a byte."""
+def test_equal_sources_give_equal_bytes(pyz: Path) -> None:
+    """Neither time nor order nor process changes a byte; it holds the nodes' rooms alone."""
     code = "import sys; from hpml_orchestrator.script.archive import build\n"
     code += "sys.stdout.buffer.write(build())"
     done = subprocess.run(
@@ -60,71 +69,33 @@ def test_equal_sources_give_equal_bytes() -> None:
         check=True,
         timeout=120,
     )
-    assert done.stdout == archive.build()
-
-
-def test_it_holds_the_rooms_of_the_nodes_and_no_other() -> None:
-    """Sources, and their bytecode for this interpreter; others read the source."""
-    with zipfile.ZipFile(io.BytesIO(archive.build())) as opened:
-        names = opened.namelist()
-        assert opened.testzip() is None
-        assert {info.compress_type for info in opened.infolist()} == {zipfile.ZIP_STORED}
-    rooms = {name.split("/")[1] for name in names if name.count("/") > 1}
-    assert rooms == set(ROOMS)
-    assert {"__main__.py", "hpml_orchestrator/errors.py", "hpml_orchestrator/node/main.py"} <= set(
-        names
-    )
+    assert done.stdout == pyz.read_bytes()
+    names = zipfile.ZipFile(io.BytesIO(done.stdout)).namelist()
+    assert {name.split("/")[1] for name in names if name.count("/") > 1} == set(ROOMS)
     sources = {name for name in names if name.endswith(".py")}
     assert set(names) - sources == {f"{name}c" for name in sources - {"__main__.py"}}
 
 
-def binder(python: Path, pyz: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Start a rank the short way."""
-    return subprocess.run(
-        [python, "-I", "-S", "-W", "error", "-c", archive.BIND_CODE, pyz, *arguments],
-        env={"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "n1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("python", [OLD_PYTHON, Path(sys.executable)], ids=["3.9", "this"])
+@PYTHONS
 def test_a_rank_starts_the_short_way(python: Path, pyz: Path, tmp_path: Path) -> None:
     """It is bound as planned, with few modules; without an attempt it plans for itself."""
-    if not python.exists():
-        pytest.skip("no Python 3.9 found: that a rank starts there is NOT tested")
     (tmp_path / "binding").mkdir()
     put_plan(tmp_path, RankPlan(0, cpus=(MINE[0],), memory=0), verify="strict")
-    done = binder(python, pyz, str(tmp_path), "--", "sh", "-c", "echo $HPML_CHANNEL")
+    start = ("-c", archive.BIND_CODE, pyz)
+    done = run(python, *start, tmp_path, "--", "sh", "-c", "echo $HPML_CHANNEL")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("hpml-0-")
     assert [(one["cpus"], one["bound"]) for one in records(tmp_path)] == [(str(MINE[0]), True)]
-    command = [
-        str(python),
-        "-I",
-        "-S",
-        "-X",
-        "importtime",
-        "-c",
-        archive.BIND_CODE,
-        str(pyz),
-        "--help",
-    ]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stderr.split()
+    loaded = run(python, "-X", "importtime", *start, "--help").stderr.split()
     assert not {"json", "re", "typing", "dataclasses"} & set(loaded)
-    assert binder(python, pyz, "--").stderr.startswith("usage: hpml-bind")
-    alone = binder(python, pyz, "--", "echo", "hi")
+    alone = run(python, *start, "--", "echo", "hi")
     assert (alone.returncode, alone.stdout, alone.stderr) == (0, "hi\n", "")
 
 
-@pytest.mark.parametrize("python", [OLD_PYTHON, Path(sys.executable)], ids=["3.9", "this"])
+@PYTHONS
 def test_a_bare_python_runs_it(python: Path, pyz: Path, tmp_path: Path) -> None:
-    """Isolated, without site, warnings as errors: claim, rank, finish and every import."""
-    if not python.exists():
-        pytest.skip("no Python 3.9 found: that the node archive runs there is NOT tested")
-    claimed = run(python, pyz, "claim", str(tmp_path))
+    """Claim, rank, finish, and every import."""
+    claimed = run(python, pyz, "claim", tmp_path)
     assert claimed.returncode == 0, claimed.stderr
     attempt = claimed.stdout.strip()
     assert attempt == f"{tmp_path}/runs/7/attempts/0"
@@ -133,85 +104,45 @@ def test_a_bare_python_runs_it(python: Path, pyz: Path, tmp_path: Path) -> None:
     assert run(python, pyz, "rendezvous", attempt).stdout.startswith("127.0.0.1 ")
     assert run(python, pyz, "finish", attempt, "0", "").returncode == 0
     assert json.loads(Path(attempt, "ended.json").read_text())["exit_code"] == 0
-    assert run(python, pyz, "--help").stdout.startswith("usage: hpml-node.pyz COMMAND")
-    code = (
-        "import importlib, sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
-        "for name in zipfile.ZipFile(sys.argv[1]).namelist():\n"
-        "    if '/' in name and name.endswith('.py'):\n"
-        "        importlib.import_module(name[:-3].replace('/', '.'))"
-    )
-    done = subprocess.run(
-        [python, "-I", "-S", "-W", "error", "-c", code, pyz],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(python, "-c", IMPORT_ALL, pyz)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("argv", "status", "message"),
     [
-        ([], 2, ""),
-        (["dance"], 2, "no command 'dance'"),
-        (["claim"], 2, "claim: wrong number of arguments"),
-        (["wait-ready", "x"], 2, "wait-ready: wrong number of arguments"),
-        (["agent"], 2, "arguments are required: attempt"),
-        (["agent", "/a", "--stage", "x"], 2, "--stage: cannot be read: "),
-        (["agent", "/a", "--bind", '{"rank": 1}'], 2, "--bind: cannot be read: "),
-        (["rendezvous", "/none"], 0, ""),
-        (["claim", "/proc/none"], 1, "claim: "),
+        ("", 2, ""),
+        ("dance", 2, "no command 'dance'"),
+        ("claim", 2, "claim: wrong number of arguments"),
+        ("agent /a --stage x", 2, "--stage: cannot be read: "),
+        ("claim /proc/none", 1, "claim: "),
     ],
 )
-def test_wrong_words_are_told_in_a_line(
-    pyz: Path, words: list[str], status: int, message: str
-) -> None:
-    """No traceback, whatever the script says."""
-    done = run(sys.executable, pyz, *words)
+def test_a_wrong_call_is_one_line(pyz: Path, argv: str, status: int, message: str) -> None:
+    """No traceback, whatever the script calls."""
+    done = run(sys.executable, pyz, *argv.split())
     assert (done.returncode, "Traceback" in done.stderr) == (status, False)
     assert message in done.stderr
 
 
-class _ForTypesAlone(ast.NodeTransformer):
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return node.orelse or ast.Pass()
-        return node
-
-
-def at_run_time(source: str) -> str:
-    """The source without what type checkers alone read."""
-    return ast.unparse(_ForTypesAlone().visit(ast.parse(source)))
-
-
 def test_the_sources_keep_to_python_3_9() -> None:
-    """By vermin's table of features, every file that travels runs on Python 3.9."""
+    """By vermin's table of features; newer annotations stand where nothing evaluates them."""
     config = vermin.Config()
     config.set_eval_annotations(False)
-    sources = [PACKAGE / "errors.py", PACKAGE / "__init__.py"]
-    for room in ROOMS:
-        sources += (PACKAGE / room).rglob("*.py")
-    assert len(sources) > 20
+    sources = [
+        PACKAGE / "errors.py",
+        *(file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")),
+    ]
     newer = {}
     for source in sources:
-        visitor = vermin.visit(at_run_time(source.read_text("utf-8")), config, path=str(source))
-        least = visitor.minimum_versions()[1]
-        if least is not None and least != 0 and least > (3, 9):
+        text = source.read_text("utf-8")
+        at_run_time = re.sub(r"^if TYPE_CHECKING:\n((    .*)?\n)+", "", text, flags=re.MULTILINE)
+        visitor = vermin.visit(at_run_time, config, path=str(source))
+        if visitor.minimum_versions()[1] not in (None, 0) and visitor.minimum_versions()[1] > (
+            3,
+            9,
+        ):
             newer[source.name] = visitor.output_text()
+        if re.search(r"^(class|def) ", text, re.MULTILINE):
+            assert "from __future__ import annotations\n" in text, source
     assert newer == {}
-
-
-def test_vermin_would_notice() -> None:
-    """The check above is no empty one: a match statement is told as 3.10."""
-    visitor = vermin.visit("match x:\n    case 1:\n        pass\n", vermin.Config())
-    assert visitor.minimum_versions()[1] == (3, 10)
-
-
-def test_no_annotation_is_evaluated_early() -> None:
-    """Newer spellings such as `int | None` stand where nothing evaluates them on Python 3.9."""
-    for room in ROOMS:
-        for source in (PACKAGE / room).rglob("*.py"):
-            text = source.read_text("utf-8")
-            if re.search(r"^(class|def) ", text, re.MULTILINE):
-                assert "from __future__ import annotations\n" in text, source

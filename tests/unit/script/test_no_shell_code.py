@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec import job_schema
+from tests.unit.script.support import CANARY
 
 if TYPE_CHECKING:
     from tests.unit.script.conftest import Sandbox
 
-CANARY = "canary-of-hpml"
 PAYLOADS = [
     "plain",
     f"$(touch {CANARY})",
@@ -67,23 +67,15 @@ def test_arguments_variables_and_paths_arrive_as_they_were_written(
     sandbox: Sandbox, payload: str
 ) -> None:
     """Arguments, variables, the working directory and staging paths reach the program unchanged."""
-    name = payload.replace("/", "_")[:200].strip() or "dir"
-    workdir = sandbox.root / f"w{name}"
-    workdir.mkdir()
-    source = sandbox.root / f"s{name}"
-    source.mkdir()
+    name = payload.replace("/", "_").strip() or "dir"
+    workdir, source, target = (sandbox.root / f"{kind}{name}" for kind in "wst")
+    for directory in (workdir, source, target):
+        directory.mkdir()
     (source / "x").write_text("x")
-    target = sandbox.root / f"t{name}"
-    target.mkdir()
-    data = job_with(
-        sandbox,
-        payload,
-        workdir=str(workdir),
-        stage=[{"name": "data", "source": str(source), "target": str(target)}],
-    )
+    stage = [{"name": "data", "source": str(source), "target": str(target)}]
+    data = job_with(sandbox, payload, workdir=str(workdir), stage=stage)
     data["args"].append("{stage.data}" + payload)
-    resolved = sandbox.load(data)
-    seen = sandbox.run(render(resolved.job, Capabilities()))
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
     staged = f"{target}/hpml-{os.getuid()}/sandbox-1/data"
     assert seen["argv"] == [payload, payload, f"--x={payload}", staged + payload]
     assert seen["env"]["VALUE"] == payload
@@ -91,7 +83,7 @@ def test_arguments_variables_and_paths_arrive_as_they_were_written(
     assert list(target.iterdir()) == []
 
 
-SCHEMA = Job.model_json_schema()
+SCHEMA = job_schema()
 REQUIRED: dict[str, dict[str, Any]] = {
     "Stage": {"name": "data", "source": "/nowhere"},
     "Mail": {"to": "me"},
@@ -128,12 +120,6 @@ def places(node: dict[str, Any], kind: str = "") -> Iterator[tuple[str, Holder]]
 PLACES = dict(places(SCHEMA))
 
 
-def test_every_field_of_the_schema_is_tried() -> None:
-    """The places include the deep ones, so the test below does not silently try nothing."""
-    deep = "name resources.extra.0 environment.variables.<key> environment.container.mounts.0 "
-    assert {*deep.split(), "stage.0.source", "resources.mail.on.0"} <= set(PLACES)
-
-
 def job_holding(place: str, value: str) -> dict[str, Any]:
     """The smallest job in which that value stands at that place."""
     program = {} if place.startswith(("module", "command")) else {"script": "x.py"}
@@ -144,15 +130,18 @@ def job_holding(place: str, value: str) -> dict[str, Any]:
 def test_a_value_in_any_field_is_refused_or_stays_data(sandbox: Sandbox, place: str) -> None:
     """Whatever stands in a field, the loader refuses it by name or the script carries it quoted.
 
-    `environment.setup` is shell code, the user's own.
+    `environment.setup` is shell code, the user's own. 1 MB fits no argument and no path.
     """
     for payload in PAYLOADS[1:]:
-        data = job_holding(place, payload)
         try:
-            script = render(sandbox.set(data).job, Capabilities())
+            script = render(sandbox.set(job_holding(place, payload)).job, Capabilities())
         except InputError:
             continue
         assert no_code(script, sandbox.root), (place, payload)
+    with pytest.raises(InputError) as caught:
+        sandbox.set(job_holding(place, "x" * 1_000_000))
+    assert place.partition(".")[0] in str(caught.value)
+    assert len(str(caught.value)) < 4000
 
 
 def no_code(script: str, workdir: Path) -> bool:
@@ -186,8 +175,10 @@ def no_code(script: str, workdir: Path) -> bool:
     return not any(workdir.rglob(CANARY))
 
 
-def test_the_canary_sings(sandbox: Sandbox) -> None:
-    """A value that did reach the script unquoted would be noticed."""
+def test_a_value_that_became_code_would_be_noticed(sandbox: Sandbox) -> None:
+    """The deep fields are tried, and the canary works."""
+    deep = "name resources.extra.0 environment.variables.<key> environment.container.mounts.0 "
+    assert {*deep.split(), "stage.0.source", "resources.mail.on.0"} <= set(PLACES)
     script = render(sandbox.set({"name": "probe", "command": ["VALUE"]}).job, Capabilities())
     assert no_code(script, sandbox.root)
     for payload in (f"$(touch {CANARY})", f"x\n) ; touch {CANARY} ; (:", f"`touch {CANARY}`"):
@@ -196,41 +187,20 @@ def test_the_canary_sings(sandbox: Sandbox) -> None:
             canary.unlink()
 
 
+TEXT = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=80)
+
+
 @settings(
     max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    texts=st.lists(
-        st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=80),
-        min_size=1,
-        max_size=6,
-    )
-)
+@given(texts=st.lists(TEXT, min_size=1, max_size=6))
 def test_any_text_arrives_unchanged(make_sandbox: Callable[[], Sandbox], texts: list[str]) -> None:
-    """Random Unicode in arguments and variables reaches the program to the character."""
+    """Random Unicode, and 128 KiB less one byte, reach the program to the character."""
     sandbox = make_sandbox()
     data = job_with(sandbox, "end")
-    texts = [text.replace("{stage.", "{stage_").replace("{run.dir}", "") for text in texts]
-    data["args"] = texts
+    texts = [text.replace("{stage.", "{stage_").replace("{run.", "") for text in texts]
+    data["args"] = [*texts, "é" * 65_535]  # the most that Linux passes
     data["environment"]["variables"] = {f"V{index}": text for index, text in enumerate(texts)}
     seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
-    assert seen["argv"] == ["end", *texts]
+    assert seen["argv"] == ["end", *data["args"]]
     assert [seen["env"][f"V{index}"] for index in range(len(texts))] == texts
-
-
-@pytest.mark.parametrize("place", sorted(PLACES))
-def test_a_megabyte_in_any_field_is_refused_by_name(sandbox: Sandbox, place: str) -> None:
-    """A value of 1 MB fits no argument and no path: the error names the field and says its size."""
-    with pytest.raises(InputError) as caught:
-        render(sandbox.set(job_holding(place, "x" * 1_000_000)).job, Capabilities())
-    assert place.partition(".")[0] in str(caught.value)
-    assert len(str(caught.value)) < 4000
-
-
-def test_the_longest_argument_arrives_whole(sandbox: Sandbox) -> None:
-    """128 KiB less one byte, the most that Linux passes, arrives to the byte."""
-    data = job_with(sandbox, "end")
-    data["args"] = ["é" * 65_535]
-    data["environment"] = {}
-    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
-    assert seen["argv"] == ["end", "é" * 65_535]

@@ -1,4 +1,4 @@
-"""When the launcher itself binds the ranks, in which words, and why it does not."""
+"""When the launcher itself binds the ranks, by which options, and why it does not."""
 
 from __future__ import annotations
 
@@ -17,35 +17,27 @@ from tests.unit.script.support import HERE, site
 from tests.unit.script.support import whole_job as job
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job
-    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.spec import Job, ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
-
-def line(one: Job, machine: Topology) -> str:
-    """The script's lines that start the ranks, as one."""
-    text = render(one, HERE, site(), topologies={"m": machine})
-    return " ".join(text.partition("hpml_command=(")[2].replace("\\\n", "").split())
+MILAN = {"m": milan()}
+NO_GPUS = {"gpus": 0, "ranks_per_node": 4}
 
 
 @pytest.mark.parametrize(
-    ("machine", "resources", "name", "words"),
+    ("launcher", "machine", "resources", "name", "options"),
     [
         (
+            "srun",
             milan(),
             {},
             "map_ldom",
             "--cpu-bind=map_ldom:3,2,1,0 --mem-bind=prefer,map_mem:3,2,1,0",
         ),
         (
+            "srun",
             two_by_twelve(),
-            {"gpus": 0, "ranks_per_node": 2, "cpus_per_rank": 12},
-            "map_ldom",
-            "--cpu-bind=map_ldom:0,1 --mem-bind=prefer,map_mem:0,1",
-        ),
-        (
-            two_by_twelve(),
-            {"gpus": 0, "ranks_per_node": 4},
+            NO_GPUS,
             "cores",
             (
                 "--cpu-bind=cores --distribution=block:block --cpus-per-task=6 "
@@ -53,122 +45,78 @@ def line(one: Job, machine: Topology) -> str:
             ),
         ),
         (
+            "srun",
             intel((0, 0, 1, 1)),
             {"binding": {"hardware_threads": False}},
             "mask_cpu",
             "--cpu-bind=mask_cpu:f,f0,f00,f000 --mem-bind=prefer,map_mem:0,0,1,1",
         ),
+        ("mpirun", milan((0, 1, 2, 3)), {}, "map-by", "--map-by ppr:1:numa --bind-to numa"),
+        (
+            "mpirun",
+            two_by_twelve(),
+            NO_GPUS,
+            "map-by",
+            "--map-by ppr:2:socket:pe=6 --bind-to core",
+        ),
+        ("mpirun", milan(), {}, "rankfile", '--rankfile "$hpml_attempt/rankfile"'),
     ],
-    ids=["reversed", "sockets", "blocks", "one-thread"],
 )
-def test_srun_binds_in_the_most_readable_words(
-    machine: Topology, resources: dict[str, Any], name: str, words: str
+def test_the_launcher_binds_by_its_most_readable_options(
+    launcher: str, machine: Topology, resources: dict[str, Any], name: str, options: str
 ) -> None:
-    """Domains before blocks of cores before masks, each only where it says the plan exactly."""
-    one = job(**resources)
-    form = static_form(one, site(), {"m": machine})
-    assert (form.name, " ".join(form.options), form.missing) == (name, words, ())
-    assert f" {words} --kill-on-bad-exit=1" in line(one, machine)
-    assert "--cpu-bind=none" not in line(one, machine)
+    """Domains before blocks of cores before masks, each only where it equals the plan exactly."""
+    asked = job(launcher, **resources)
+    form = static_form(asked, site(), {"m": machine})
+    assert (form.name, form.missing) == (name, ())
+    text = render(asked, HERE, site(), topologies={"m": machine})
+    line = " ".join(text.partition("hpml_command=(")[2].replace("\\\n", "").split())
+    assert f" {options} " in line or f"hpml_place=({options})" in line
+    assert "--cpu-bind=none" not in line
+    assert "--bind-to none" not in line
+    assert describe(form) == f"the launcher binds, by {name}; each node checks it"
 
 
 @pytest.mark.parametrize("machine", [dgx_a100(), mi250x()], ids=["dgx", "mi250x"])
-def test_masks_say_what_the_nodes_plan(machine: Topology) -> None:
+def test_masks_are_what_the_nodes_plan(machine: Topology) -> None:
     """Each rank's mask has the very CPUs that the node's own plan gives it."""
     form = static_form(job(gpus=8), site(), {"m": machine})
     assert form.name == "mask_cpu"
     masks = form.options[0].removeprefix("--cpu-bind=mask_cpu:").split(",")
-    there = [{cpu for cpu in range(256) if int(mask, 16) >> cpu & 1} for mask in masks]
-    assert there == [set(one.cpus) for one in plan(machine, 8).ranks]
-
-
-def test_blocks_that_leave_cores_over_are_masks() -> None:
-    """With a number of CPUs per task Slurm chooses the cores: not where the plan leaves some."""
-    one = job(gpus=0, ranks_per_node=2, binding={"policy": "numa"})
-    machine = milan(gpus=())
-    form = static_form(one, site(), {"m": machine})
-    used = sum(len(rank.cores) for rank in plan(machine, 2, policy="numa").ranks)
-    assert (form.name == "cores") == (used == len(machine.cores))
-    assert form.name
-
-
-@pytest.mark.parametrize(
-    ("machine", "resources", "ranks", "words"),
-    [
-        (milan((0, 1, 2, 3)), {}, 4, "--map-by ppr:1:numa --bind-to numa"),
-        (
-            two_by_twelve(),
-            {"gpus": 0, "ranks_per_node": 2},
-            2,
-            "--map-by ppr:1:socket --bind-to socket",
-        ),
-        (
-            two_by_twelve(),
-            {"gpus": 0, "ranks_per_node": 4},
-            4,
-            "--map-by ppr:2:socket:pe=6 --bind-to core",
-        ),
-        (milan(), {}, 4, '--rankfile "$hpml_attempt/rankfile"'),
-    ],
-    ids=["domains", "sockets", "parts", "reversed"],
-)
-def test_mpirun_binds(machine: Topology, resources: dict[str, Any], ranks: int, words: str) -> None:
-    """By its options where they say the plan, else by a rankfile; never `--bind-to none` then."""
-    found = line(job("mpirun", **resources), machine)
-    start = f'mpirun -np "$((SLURM_NNODES * {ranks}))"'
-    if "numa" in words:  # the same words for every version of Open MPI
-        assert f"{start} {words} " in found
-    else:
-        assert f"hpml_place=({words})" in found
-        assert f'{start} "${{hpml_place[@]}}" ' in found
-    assert "--bind-to none" not in found
-
-
-def test_an_unknown_site_plans_on_the_nodes() -> None:
-    """Nothing is said, and nothing changes: each node plans for itself."""
-    text = render(job(), HERE)
-    assert "--cpu-bind=none" in text
-    assert "static" not in text
-    assert static_form(job(form="node"), site(), {"m": milan()}) == StaticForm()
-    assert describe(StaticForm()) == "each node plans for itself"
-    form = static_form(job(), site(), {"m": milan()})
-    assert describe(form) == "the launcher binds, by map_ldom; each node checks it"
+    cpus = [{cpu for cpu in range(256) if int(mask, 16) >> cpu & 1} for mask in masks]
+    assert cpus == [set(rank.cpus) for rank in plan(machine, 8).ranks]
 
 
 WHOLE = "the job does not get whole nodes (resources.exclusive)"
-NO_PARTITION = "the job names no partition, and the site profile has no default one"
-NOT_ONE_BY_ONE = "starts the ranks, and only srun and mpirun can bind them one by one"
+ONE_BY_ONE = "starts the ranks, and only srun and mpirun can bind them one by one"
 EXTRA = ["--hint=nomultithread", "--core-spec=2"]
 
 
 @pytest.mark.parametrize(
-    ("one", "profile", "missing"),
+    ("asked", "profile", "missing"),
     [
-        (job(form="static"), None, ["there is no site profile that tells the nodes' topology"]),
-        (job("horovodrun", "static"), site(), [f"horovodrun {NOT_ONE_BY_ONE}"]),
+        (job(form="static"), None, ["there is no site profile with the topology of the nodes"]),
+        (job("horovodrun", "static"), site(), [f"horovodrun {ONE_BY_ONE}"]),
         (job(form="static", binding={"policy": "none"}), site(), ["policy none binds nothing"]),
-        (job(form="static", exclusive=False), site(), [WHOLE]),
-        (job(form="static", partition=None), site(), [NO_PARTITION]),
         (
-            job(form="static", partition="gpu,fat"),
+            job(form="static", partition=None),
             site(),
-            ["the site profile does not know partition fat"],
+            ["the job names no partition, and the site profile has no default one"],
         ),
         (
-            job(form="static", extra=EXTRA),
-            site(),
-            [f"{option} leaves parts of a node out" for option in EXTRA],
-        ),
-        (
-            job(form="static"),
+            job(form="static", partition="gpu,fat", extra=EXTRA),
             site(m={"cpus": 120}),
-            ["jobs can have 120 CPUs of node type m, and its topology has 128"],
+            [
+                "the site profile does not know partition fat",
+                *(f"{option} leaves parts of a node out" for option in EXTRA),
+                "jobs can have 120 CPUs of node type m, and its topology has 128",
+            ],
         ),
         (
             job("torchrun", "static", exclusive=False, gpus=1),
             site("m", "other"),
             [
-                f"torchrun {NOT_ONE_BY_ONE}",
+                f"torchrun {ONE_BY_ONE}",
                 WHOLE,
                 "the job asks for 1 of the 4 GPUs that nodes of type m have",
                 "node type other has no topology in the site profile",
@@ -177,54 +125,39 @@ EXTRA = ["--hint=nomultithread", "--core-spec=2"]
     ],
 )
 def test_what_is_missing_is_named(
-    one: Job, profile: ResolvedSite | None, missing: list[str]
+    asked: Job, profile: ResolvedSite | None, missing: list[str]
 ) -> None:
     """`form: static` is refused with every condition that does not hold; `auto` goes on without."""
-    machines = {"m": milan()}
     with pytest.raises(InputError) as caught:
-        render(one, HERE, profile, topologies=machines)
-    told_all = f"binding.form: cannot be static: {'; '.join(missing)} (got 'static')"
-    assert str(caught.value) == told_all
+        render(asked, HERE, profile, topologies=MILAN)
+    assert f"cannot be static: {'; '.join(missing)} (got" in str(caught.value)
     assert caught.value.field == "binding.form"
-    silent = one.model_copy(update={"binding": one.binding.model_copy(update={"form": "auto"})})
-    assert static_form(silent, profile, machines) == StaticForm(missing=tuple(missing))
-    assert "--cpu-bind=none" in render(silent, HERE, profile, topologies=machines)
+    silent = asked.model_copy(update={"binding": asked.binding.model_copy(update={"form": "auto"})})
+    form = static_form(silent, profile, MILAN)
+    assert form == StaticForm(missing=tuple(missing))
+    assert describe(form) == f"each node plans for itself: {'; '.join(missing)}"
+    assert "--cpu-bind=none" in render(silent, HERE, profile, topologies=MILAN)
+    assert static_form(job(form="node"), profile, MILAN) == StaticForm()
 
 
 def test_a_partition_that_gives_whole_nodes_will_do() -> None:
     """As will the site's own default for --exclusive and for the partition."""
-    machines = {"m": milan()}
-    one = job(form="static", exclusive=False)
-    assert static_form(one, site(partition={"exclusive": True}), machines).name == "map_ldom"
+    asked = job(form="static", exclusive=False)
+    assert static_form(asked, site(partition={"exclusive": True}), MILAN).name == "map_ldom"
     rules = {"exclusive": {"default": ""}, "partition": {"default": "gpu"}}
     bare = job(form="static", exclusive=False, partition=None)
-    assert static_form(bare, site(directives=rules), machines).name == "map_ldom"
-    same = site(directives={"exclusive": {"rename": "--exclusive"}})
-    assert static_form(job(form="static"), same, machines).name == "map_ldom"
-    for rule in ({"omit": True}, {"rename": "--exclusive=user"}, {"rename": "--oversubscribe"}):
+    assert static_form(bare, site(directives=rules), MILAN).name == "map_ldom"
+    for rule in ({"omit": True}, {"rename": "--exclusive=user"}):
         with pytest.raises(InputError, match=re.escape(WHOLE)):
-            static_form(job(form="static"), site(directives={"exclusive": rule}), machines)
+            static_form(job(form="static"), site(directives={"exclusive": rule}), MILAN)
 
 
 def test_node_types_must_be_alike() -> None:
-    """Ranks would lie elsewhere on one of them; two that differ in name only are one machine."""
-    alike = {"m": milan(), "n": replace(milan(), warnings=("told by another file",))}
+    """Ranks would lie elsewhere on one of them; a topology has to have all cores."""
+    alike = {**MILAN, "n": replace(milan(), warnings=("of another file",))}
     assert static_form(job(form="static"), site("m", "n"), alike).name == "map_ldom"
     with pytest.raises(InputError, match="ranks lie differently on nodes of the types m and n"):
         static_form(job(form="static"), site("m", "n"), {**alike, "n": milan((0, 1, 2, 3))})
-
-
-def test_a_file_that_does_not_tell_of_all_cores_will_not_do() -> None:
-    """NCCL's file and nvidia-smi's table know the CPUs next to GPUs alone."""
-    machine = replace(milan(), source="nvidia-smi topo -m")
-    form = static_form(job(), site(), {"m": machine})
-    assert form.missing == (
-        "the topology of node type m (nvidia-smi topo -m) does not tell of all cores",
-    )
-
-
-def test_mpirun_has_no_word_for_single_hardware_threads() -> None:
-    """The reason is the form's own."""
-    one = job("mpirun", "static", binding={"hardware_threads": False})
-    with pytest.raises(InputError, match="does not have all hardware threads of its cores"):
-        static_form(one, site(), {"m": milan()})
+    partial = {"m": replace(milan(), source="nvidia-smi topo -m")}
+    reason = "the topology of node type m (nvidia-smi topo -m) does not have all cores"
+    assert static_form(job(), site(), partial).missing == (reason,)

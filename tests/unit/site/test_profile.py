@@ -14,7 +14,7 @@ from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.site.profile import node_paths, topologies_of
 from hpml_orchestrator.spec import load_job
-from hpml_orchestrator.spec.site_load import ResolvedSite, load_site
+from hpml_orchestrator.spec.site import ResolvedSite, load_site
 from hpml_orchestrator.testing import FakeRunner
 from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan

@@ -151,10 +151,7 @@ SITES_REFUSED = [
         f"directives: {{{rule}}}"
         for rule in ("output: {omit: true}", "--mem: {omit: true}", "mem: {forbid: true}")
     ),
-    *(
-        f"defaults: {{{field}}}"
-        for field in ("name: a", "stage: []", "resources: {node: 1}", "array: 1-3")
-    ),
+    *(f"defaults: {{{field}}}" for field in ("name: a", "stage: []", "array: 1-3")),
     "defaults: []",
 ]
 

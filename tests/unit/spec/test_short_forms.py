@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import Binding, Monitor
+from hpml_orchestrator.spec import Binding
 
 if TYPE_CHECKING:
     from tests.unit.spec.conftest import Load, LoadSite
 
 BASE = "name: a\nscript: x.py\n"
-
-
-def test_the_defaults(load: Load) -> None:
-    """A job is bound next to its GPUs and is not monitored."""
-    job = load(BASE).job
-    assert job.binding.model_dump() == {
-        "policy": "gpu-local",
-        "verify": "warn",
-        "loader_workers": 0,
-        "hardware_threads": True,
-        "form": "auto",
-    }
-    assert job.monitor.model_dump() == {
-        "enabled": False,
-        "listen": "127.0.0.1:0",
-        "web_config": None,
-        "targets": None,
-        "interval": 1,
-    }
 
 
 @pytest.mark.parametrize("policy", ["gpu-local", "socket", "numa", "spread", "none"])
@@ -80,14 +61,6 @@ def test_a_mapping_switches_the_monitor_on(
     assert resolved.origins["monitor.enabled"] == origin
 
 
-def test_each_field_of_a_short_form_has_its_origin(load: Load) -> None:
-    """`hpml render --explain` names the origin of the policy, and that the rest is default."""
-    origins = load(f"{BASE}binding: numa", "binding.verify=strict").origins
-    assert origins["binding.policy"] == "job file"
-    assert origins["binding.verify"] == "command line"
-    assert origins["binding.form"] == "default"
-
-
 @pytest.mark.parametrize(
     "second", ['[defaults]\nbinding = "numa"', '[defaults.binding]\npolicy = "numa"']
 )
@@ -112,15 +85,6 @@ def test_a_site_says_how_and_a_job_says_whether(load: Load, site: LoadSite) -> N
     assert job.origins["monitor.listen"].startswith("site profile ")
 
 
-@pytest.mark.parametrize("profile", ["[defaults]\nmonitor = true", "[defaults.monitor]\nenabled=1"])
-def test_a_site_can_have_all_jobs_monitored(load: Load, site: LoadSite, profile: str) -> None:
-    """A job can still say no."""
-    made = site(profile.replace("=1", " = true"))
-    assert load(BASE, site=made).job.monitor.enabled
-    assert not load(f"{BASE}monitor: false", site=made).job.monitor.enabled
-    assert not load(BASE, "monitor=false", site=made).job.monitor.enabled
-
-
 def test_paths_are_relative_to_the_file_that_names_them(
     load: Load, site: LoadSite, tmp_path: Path
 ) -> None:
@@ -134,22 +98,8 @@ def test_paths_are_relative_to_the_file_that_names_them(
     assert theirs.web_config == str(tmp_path / "0" / "web.yml")
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", ":9445", "[::1]:0", "gpu01.cluster:65535"])
-def test_addresses_that_are_accepted(listen: str) -> None:
-    """IPv4, IPv6 in brackets, names, and an empty one for all."""
-    assert Monitor(listen=listen).listen == listen
-
-
 def test_a_wrong_policy_of_a_site_is_named(site: LoadSite) -> None:
     """The error has the field of the profile."""
     with pytest.raises(InputError, match="must be 'gpu-local', 'socket'") as caught:
         site('[defaults]\nbinding = "cores"\n')
     assert caught.value.field == "defaults.binding.policy"
-
-
-@pytest.mark.parametrize(("settings", "ranks"), [((), 8), ((8,), 8), ((6,), 6)])
-def test_ranks_that_share_gpus_are_counted(load: Load, settings: Any, ranks: int) -> None:
-    """Ranks per node follow from GPUs and ranks per GPU; 6 on 4 GPUs are 2, 2, 1 and 1."""
-    text = f"{BASE}resources: {{gpus: 4, ranks_per_gpu: 2}}"
-    job = load(text, *(f"resources.ranks_per_node={number}" for number in settings)).job
-    assert job.resources.ranks == ranks

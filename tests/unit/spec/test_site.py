@@ -63,6 +63,10 @@ def test_a_profile_chosen_by_name_counts_alone(place: Path) -> None:
 def test_a_strangers_profile_is_refused(place: Path) -> None:
     """A third person's hpml.toml above the job file could change what a job runs."""
     stranger = profile(place / "home" / "hpml.toml", "")
+    stranger.chmod(0o666)
+    with pytest.raises(InputError, match="can be written by everybody"):
+        profiles(place)
+    stranger.chmod(0o644)
     os.chown(stranger, 12345, 12345)
     with pytest.raises(InputError, match="belongs to somebody who is neither you") as caught:
         profiles(place)
@@ -70,14 +74,6 @@ def test_a_strangers_profile_is_refused(place: Path) -> None:
     assert "--site none" in caught.value.hint
     os.chown(place / "home" / "project" / "deep" / "job.yaml", 12345, 12345)
     assert profiles(place) == [stranger], "who wrote the job file may write its profile"
-
-
-def test_a_profile_that_everybody_can_write_is_refused(place: Path) -> None:
-    """Whoever changed it last is not known."""
-    loose = profile(place / "home" / "hpml.toml", "")
-    loose.chmod(0o666)
-    with pytest.raises(InputError, match="can be written by everybody"):
-        profiles(place)
 
 
 @pytest.mark.parametrize("kind", ["link", "directory"])
@@ -177,9 +173,7 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
     ("text", "message"),
     [
         ("clster = 'a'", "clster: there is no such field; did you mean cluster?"),
-        ("cluster = 5", "cluster: must be text: put it in quotes (got 5)"),
         ("schema_version = 2", "schema_version: must be 1 (got 2)"),
-        ("partitions = 5", "partitions: must be a mapping of names and values (got 5)"),
         (
             "[partitions.gpu]\nmaxtime = 5",
             "partitions.gpu.maxtime: there is no such field; did you mean partitions.gpu.max_time?",
@@ -192,15 +186,8 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
             "[partitions.gpu]\nnode_types = ['a']",
             "partitions.gpu.node_types: there is no node type a",
         ),
-        ("[node_types.a]\nmemory = 'lots'", "node_types.a.memory: must be a size such as 500M"),
-        ("[node_types.a]\ncpus = -1", "node_types.a.cpus: must be at least 0 (got -1)"),
-        ("[node_types.a]\ngpus = '4x'", "node_types.a.gpus: must be a number of GPUs"),
-        ("[node_types.a]\nscratch = 'local'", "node_types.a.scratch: must be an absolute path, or"),
-        ("[paths]\nscratch = '$(id)/x'", "paths.scratch: must be an absolute path, or a variable"),
-        ("interfaces = ['eth0; reboot']", "interfaces.0: must be a network interface such as ib0"),
         ("[directives.mem]\nforbid = true", "directives.mem.forbid: must be text"),
         ("[directives.mem]\nforbid = 'x'\nomit = true", "give one of forbid, omit, rename and"),
-        ("[directives.--mem]\nomit = true", "must be a long sbatch option's name without dashes"),
         ("[directives.chdir]\nomit = true", "--chdir is an option that hpml needs"),
         ("[directives.gpus]\nrename = 'gres=gpu'", "must be one long sbatch option such as --gres"),
         ("[directives.nodes]\nrename = '--output={value}'", "--output is set by hpml for every"),
@@ -225,13 +212,6 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
             ),
         ),
         ("[defaults.resources]\ntime = -5", "defaults.resources.time: must be a time limit"),
-        ("[defaults]\nscript = 'x.py'", "script belongs to each job and has no default here"),
-        (
-            "[defaults]\nlauncher = 'magic'",
-            "defaults.launcher: must be 'torchrun', 'srun', 'mpirun' or 'horovodrun'",
-        ),
-        ("cluster = ", "is not TOML: "),
-        ("cluster = 'a'\ncluster = 'b'", "is not TOML: "),
     ],
 )
 def test_what_is_wrong_is_named_with_its_field_and_file(

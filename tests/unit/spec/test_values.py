@@ -34,13 +34,8 @@ GIB = 1024**3
         ("30", 1800),
         ("30:00", 1800),
         ("10:00", 600),
-        ("00:30", 30),
-        ("1:00:00", 3600),
-        ("100:00:00", 360_000),
         ("1-0", 86_400),
         ("1-12", 129_600),
-        ("1-12:30", 131_400),
-        ("1-12:30:15", 131_415),
         (" 90 ", 5400),
     ],
 )
@@ -72,12 +67,9 @@ def test_times_survive_being_written(seconds: int) -> None:
         ("512", 512 * 1024**2),
         ("512M", 512 * 1024**2),
         ("64G", 64 * GIB),
-        ("64GB", 64 * GIB),
         ("64GiB", 64 * GIB),
-        ("64 g", 64 * GIB),
         ("1T", 1024 * GIB),
         ("8K", 8192),
-        (" 8K ", 8192),
     ],
 )
 def test_sizes_mean_what_slurm_means(written: str | int, size: int) -> None:
@@ -99,18 +91,9 @@ def test_no_size(written: str | int) -> None:
     ("written", "text", "count"),
     [
         (0, "", 0),
-        (4, "4", 4),
-        ("4", "4", 4),
         ("a100", "a100:1", 1),
         ("a100:4", "a100:4", 4),
-        ("a100:0", "", 0),
-        ("1g.10gb:2", "1g.10gb:2", 2),
-        ("1g.10gb", "1g.10gb:1", 1),
-        ("nvidia_a100_1g.5gb:3", "nvidia_a100_1g.5gb:3", 3),
         ("2080ti:4", "2080ti:4", 4),
-        ("3090:2,a100:1", "3090:2,a100:1", 3),
-        ("a100:2,v100:1", "a100:2,v100:1", 3),
-        (["a100:2", "v100"], "a100:2,v100:1", 3),
         ([2], "2", 2),
         ([], "", 0),
     ],
@@ -135,18 +118,6 @@ def test_no_gpus(written: Any) -> None:
         parse_gpus(written)
 
 
-@given(
-    st.dictionaries(
-        st.from_regex(r"[a-z][a-z0-9_]{0,10}", fullmatch=True), st.integers(1, 9999), max_size=4
-    )
-)
-def test_gpus_survive_being_written(kinds: dict[str, int]) -> None:
-    """A list of types reads back as itself, and adds up."""
-    gpus = parse_gpus([f"{kind}:{number}" for kind, number in kinds.items()])
-    assert gpus.count == sum(kinds.values())
-    assert parse_gpus(str(gpus) or "0") == gpus
-
-
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
@@ -157,7 +128,6 @@ def test_gpus_survive_being_written(kinds: dict[str, int]) -> None:
         (read_bytes, "62.50G", int(62.5 * GIB)),
         (read_bytes, "1000Mc", 1000 * 1024**2),
         *((read_bytes, text, None) for text in ("", "n/a", "18446744073709551615", "4294967294")),
-        (read_count, "4K", 4096),
         *((read_count, text, None) for text in ("N/A", "-1", "18446744073709551614")),
         (read_gres, "gpu:1g.10gb:7(IDX:0,2-6)", [("gpu", "1g.10gb", 7)]),
         (read_gres, "gpu:a100:2,gpu:a100:1", [("gpu", "a100", 3)]),
@@ -180,8 +150,6 @@ def test_values_of_slurm_and_of_sbatch(read: Any, text: Any, value: Any) -> None
 @pytest.mark.parametrize(
     ("option", "gpus"),
     [
-        ("4", "4"),
-        ("a100:2,v100:1", "a100:2,v100:1"),
         ("gpu:a100:2", "a100:2"),
         ("gres:gpu", "1"),
         ("gpu=2,lustre:1", "2"),

@@ -1,0 +1,210 @@
+"""The `#SBATCH` options of a job, as the site's rules rename, add, omit and forbid them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec import Resources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from hpml_orchestrator.spec import Job, ResolvedSite
+    from hpml_orchestrator.spec.site import DirectiveRule, Site
+
+__all__ = [
+    "as_asked",
+    "directives",
+    "leaves_out",
+    "memory_mebibytes",
+    "whole_nodes",
+    "without_time",
+]
+
+_COUNTS = {
+    "nodes": "nodes",
+    "ntasks-per-node": "ranks_per_node",
+    "cpus-per-task": "cpus_per_rank",
+    "gpus-per-node": "gpus",
+    "time": "time",
+}
+_TEXTS = {
+    "mem": "memory",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+}
+_FIELDS = {**_COUNTS, **_TEXTS, "exclusive": "exclusive", "mail-user": "mail", "mail-type": "mail"}
+"""Options that hpml writes, and the field of `resources` that asks for them."""
+
+
+def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
+    """Return the sbatch options of a job, such as `--mem=4096M`, in a fixed order.
+
+    Raises:
+        InputError: the job asks for one that the site forbids.
+    """
+    options = _own_options(job)
+    if site is None or not site.site.directives:
+        return options
+    files = {str(site.origin(f"directives.{name}")) for name in site.site.directives}
+    return _apply(site.site.directives, options, job, files)
+
+
+def memory_mebibytes(job: Job) -> int:
+    """Return the memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
+    sizes = [stage.size for stage in job.stage if stage.target == "shm" and stage.size is not None]
+    return sum(int(size.removesuffix("M")) for size in (job.resources.memory or "0M", *sizes))
+
+
+def _own_options(job: Job) -> list[str]:
+    resources = job.resources
+    # mpirun counts the tasks of a node as the slots that it has there.
+    tasks = 1 if job.launcher == "torchrun" else resources.ranks
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={resources.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={resources.ranks * resources.cpus_per_rank // tasks}",
+    ]
+    if resources.gpu_count:
+        options.append(f"--gpus-per-node={resources.gpus}")
+    if resources.memory:
+        options.append(f"--mem={memory_mebibytes(job)}M")
+    options.append(f"--time={resources.time}")
+    for name in ("partition", "account", "qos", "constraint"):
+        value = getattr(resources, name)
+        if value is not None:
+            options.append(f"--{name}={value}")
+    if resources.exclusive:
+        options.append("--exclusive")
+    if resources.mail is not None:
+        options.append(f"--mail-user={resources.mail.to}")
+        options.append(f"--mail-type={','.join(event.upper() for event in resources.mail.on)}")
+    if job.array is not None:
+        options.append(f"--array={job.array}")
+    return [*options, "--open-mode=append", *resources.extra]
+
+
+def _apply(
+    rules: Mapping[str, DirectiveRule], options: Sequence[str], job: Job, files: Iterable[str] = ()
+) -> list[str]:
+    """Return the options as the rules change them.
+
+    Raises:
+        InputError: the job asks for an option that a rule forbids.
+    """
+    changed = []
+    for option in options:
+        name, value = _split(option)
+        rule = rules.get(name)
+        if rule is not None and rule.rename is not None:
+            changed.append(_renamed(rule.rename, value))
+        elif rule is not None and rule.forbid is not None:
+            field = _field_of(job, name, option)
+            if field:
+                given = getattr(job.resources, field.removeprefix("resources."))
+                shown = given if isinstance(given, (str, int)) else None
+                raise InputError(
+                    f"asks for --{name}, which this site forbids: {rule.forbid}",
+                    field=field,
+                    value=option if field == "resources.extra" else shown,
+                    hint=f"leave it out; the rule is in {', '.join(sorted(files))}",
+                )
+        elif rule is None or not rule.omit:
+            changed.append(option)
+    names = {_split(option)[0] for option in options}
+    for name, rule in rules.items():
+        if rule.default is not None and name not in names:
+            pattern = rule.rename or (f"--{name}={{value}}" if rule.default else f"--{name}")
+            changed.append(_renamed(pattern, rule.default))
+    return changed
+
+
+def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
+    """Return the job as Slurm will see it: without what the rules drop, with what they add.
+
+    GPUs and numbers of nodes, ranks and CPUs count as what they were under another name, too. All
+    else counts as what it became: a constraint that became a preference keeps no job out.
+    """
+    kept = {
+        name: rule for name, rule in rules.items() if name not in _COUNTS or rule.rename is None
+    }
+    own = _own_options(job)
+    options = [(option, *_split(option)) for option in _apply(kept, own, job)]
+    before = dict(map(_split, own))
+    after = {name: value for _, name, value in options}
+    changes: dict[str, object] = {
+        field: Resources.model_fields[field].default
+        for name, field in _COUNTS.items()
+        if leaves_out(rules, name)
+    }
+    for name, field in _TEXTS.items():
+        if after.get(name) != before.get(name):
+            changes[field] = _as_field(field, after.get(name))
+    changes["exclusive"] = after.get("exclusive") == ""
+    fields = {*_FIELDS, "job-name", "array", "open-mode"} - {"exclusive"}
+    changes["extra"] = [
+        option for option, name, _ in options if name not in fields and option != "--exclusive"
+    ]
+    return job.model_copy(update={"resources": job.resources.model_copy(update=changes)})
+
+
+def whole_nodes(asked: Job, site: Site | None) -> bool:
+    """Return whether a job gets whole nodes: it asks for them, or its partitions give no others.
+
+    Args:
+        asked: the job as Slurm will see it (`as_asked`).
+        site: the site profile, if there is one.
+    """
+    if asked.resources.exclusive or "--exclusive" in asked.resources.extra:
+        return True
+    names = site.partitions_of(asked.resources.partition) if site else []
+    known = site.partitions if site else {}
+    return bool(names) and all(name in known and known[name].exclusive for name in names)
+
+
+def leaves_out(rules: Mapping[str, DirectiveRule], name: str) -> bool:
+    """Return whether the rules drop an option that hpml would write."""
+    rule = rules.get(name)
+    return rule is not None and (rule.omit or rule.forbid is not None)
+
+
+def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
+    """Return whether the script sets no time limit, so that the partition's default applies."""
+    rule = rules.get("time")
+    return leaves_out(rules, "time") or (rule is not None and rule.rename is not None)
+
+
+def _as_field(field: str, value: str | None) -> str | None:
+    """Return an option's value as the field of `resources` has it; None for what it cannot have."""
+    try:
+        text: str | None = getattr(Resources.model_validate({field: value}), field)
+    except ValueError:
+        return None
+    return text
+
+
+def _split(option: str) -> tuple[str, str]:
+    name, _, value = option.removeprefix("--").partition("=")
+    return name, value
+
+
+def _renamed(pattern: str, value: str) -> str:
+    """Return `--gres=gpu:{item}` with each part of the value, or `{value}` with all of it."""
+    option, separator, text = pattern.partition("=")
+    if "{item}" in text:
+        text = ",".join(text.replace("{item}", item) for item in value.split(","))
+    return f"{option}{separator}{text.replace('{value}', value)}"
+
+
+def _field_of(job: Job, name: str, option: str) -> str:
+    """Return the field that asks for an option; empty where hpml itself adds it."""
+    if option in job.resources.extra:
+        return "resources.extra"
+    field = _FIELDS.get(name, "")
+    if not field or getattr(job.resources, field) == Resources.model_fields[field].default:
+        return ""
+    return f"resources.{field}"

@@ -1,0 +1,182 @@
+"""The sbatch options of a job: what it asks for, and a site's rules, paths and interfaces."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.script import directives, render
+from hpml_orchestrator.script.directives import as_asked, memory_mebibytes
+from hpml_orchestrator.spec import Job, ResolvedSite, Site
+from tests.unit.script.support import HERE
+from tests.unit.script.support import job as job_of
+
+
+def job(**resources: Any) -> Job:
+    return job_of(resources=resources)
+
+
+def rules(**options: dict[str, Any]) -> ResolvedSite:
+    """A profile with these rules; `_` stands for `-`."""
+    named = {name.replace("_", "-"): rule for name, rule in options.items()}
+    return ResolvedSite(Site.model_validate({"directives": named}))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "tasks", "cpus"), [("srun", 4, 3), ("mpirun", 4, 3), ("torchrun", 1, 12)]
+)
+def test_directives_say_what_is_asked(launcher: str, tasks: int, cpus: int) -> None:
+    """One task per node for torchrun, one per rank for the others; the same CPUs either way."""
+    resources = {"nodes": 2, "ranks_per_node": 4, "cpus_per_rank": 3, "time": "1-0"}
+    assert directives(job_of(launcher=launcher, resources=resources)) == [
+        "--job-name=probe",
+        "--nodes=2",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={cpus}",
+        "--time=1-00:00:00",
+        "--open-mode=append",
+    ]
+
+
+def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
+    """Files in /dev/shm count as the job's: their size is added, and only theirs."""
+    stage = [
+        {"name": "a", "source": "/a", "target": "shm", "size": "2G"},
+        {"name": "c", "source": "/c", "target": "local", "size": "9G"},
+        {"name": "d", "source": "/d", "target": "shm"},
+    ]
+    asked = job_of(stage=stage, resources={"memory": "4G"})
+    assert memory_mebibytes(asked) == 4096 + 2048
+    assert "--mem=6144M" in directives(asked)
+    assert not any("--mem" in line for line in directives(job_of(stage=stage)))
+    assert as_asked(asked, rules(mem={}).site.directives).resources.memory == "4096M"
+
+
+@pytest.mark.parametrize(
+    ("option", "rule", "resources", "gone", "come"),
+    [
+        (
+            "gpus-per-node",
+            {"rename": "--gres=gpu:{item}"},
+            {"gpus": "a100:2,v100:1"},
+            "--gpus-per-node=a100:2,v100:1",
+            "--gres=gpu:a100:2,gpu:v100:1",
+        ),
+        ("exclusive", {"rename": "--exclusive=user"}, {"exclusive": True}, "--exclusive", "=user"),
+        ("mem", {"omit": True}, {"memory": "4G"}, "--mem=4096M", None),
+        ("hint", {"default": "nomultithread"}, {}, None, "--hint=nomultithread"),
+        ("hint", {"default": "a"}, {"extra": ["--hint=b"]}, None, None),
+        ("requeue", {"default": ""}, {}, None, "--requeue"),
+        ("mem", {"forbid": "no"}, {}, None, None),
+        ("ntasks-per-node", {"forbid": "no"}, {}, "--ntasks-per-node=1", None),
+        ("mem", {"rename": "--real={value}", "default": "1G"}, {}, None, "--real=1G"),
+    ],
+)
+def test_rules_change_the_options(
+    option: str, rule: dict[str, Any], resources: dict[str, Any], gone: str | None, come: str | None
+) -> None:
+    """Everything that no rule is about stays as it is, in its order."""
+    without = directives(job(**resources))
+    lines = directives(job(**resources), rules(**{option: rule}))
+    new = [line for line in lines if line not in without]
+    assert [line.removeprefix("--exclusive") for line in new] == ([come] if come else [])
+    assert [line for line in lines if line in without] == [line for line in without if line != gone]
+
+
+@pytest.mark.parametrize(
+    ("option", "resources", "field"),
+    [
+        ("mem", {"memory": "4G"}, "resources.memory"),
+        ("exclusive", {"exclusive": True}, "resources.exclusive"),
+        ("mail_user", {"mail": {"to": "me"}}, "resources.mail"),
+        ("nice", {"extra": ["--nice=5"]}, "resources.extra"),
+    ],
+)
+def test_a_job_that_asks_for_what_is_forbidden_is_refused(
+    option: str, resources: dict[str, Any], field: str
+) -> None:
+    """With the field and the site's own words."""
+    site = rules(**{option: {"forbid": "our filter rejects it"}})
+    with pytest.raises(
+        InputError, match="which this site forbids: our filter rejects it"
+    ) as caught:
+        render(job(**resources), HERE, site)
+    assert caught.value.field == field
+
+
+def test_the_job_as_slurm_will_see_it() -> None:
+    """Without what the site leaves out, with what it adds, field by field."""
+    omit = {"omit": True}
+    site = rules(
+        mem=omit,
+        nice=omit,
+        time=omit,
+        account={"default": "physics"},
+        qos={"default": "low"},
+        reservation={"default": "course"},
+        constraint={"rename": "--prefer={value}"},
+        exclusive={"rename": "--exclusive=user"},
+        gpus_per_node={"rename": "--gres=gpu:{item}"},
+    )
+    asked = job(
+        memory="4G",
+        time="2:00:00",
+        exclusive=True,
+        qos="high",
+        constraint="a100",
+        gpus=2,
+        extra=["--nice=3", "--contiguous"],
+    )
+    seen = as_asked(asked, site.site.directives).resources
+    assert (seen.memory, seen.exclusive, seen.time) == (None, False, "01:00:00")
+    assert (seen.account, seen.qos, seen.constraint) == ("physics", "high", None)
+    assert seen.gpus == "2", "under another name it is asked for all the same"
+    assert sorted(seen.extra) == [
+        "--contiguous",
+        "--exclusive=user",
+        "--prefer=a100",
+        "--reservation=course",
+    ]
+
+
+STAGES = [
+    {"name": "one", "source": "/a", "target": "local"},
+    {"name": "two", "source": "/b", "target": "shm"},
+]
+
+
+def run_lines(script: str, begins: tuple[str, ...], environment: dict[str, str]) -> str:
+    """Run the lines of a script that begin so, and print what they set."""
+    lines = [line for line in script.splitlines() if line.startswith(begins)]
+    program = "\n".join(["set -eu", *lines, "env", "set | grep ^hpml_"])
+    done = subprocess.run(
+        ["bash", "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_what_is_staged_goes_where_the_site_says() -> None:
+    """Scratch may be a variable of the job; one that is not set ends the job with its name."""
+    paths = {"scratch": "$FAST/it's $(id) here", "ram": "/ram disk"}
+    script = render(job_of(stage=STAGES), HERE, ResolvedSite(Site.model_validate({"paths": paths})))
+    begins = ("hpml_shm=", "hpml_local=")
+    output = run_lines(script, begins, {"FAST": "/fast", "PATH": "/usr/bin:/bin"})
+    assert "hpml_shm='/ram disk'" in output
+    assert "/fast/it" in output
+    assert "uid=" not in output, "nothing of it is run"
+    missing = run_lines(script, begins, {"PATH": "/usr/bin:/bin"})
+    assert "FAST: of the site profile is not set in this job" in missing
+
+
+def test_ranks_get_the_sites_interfaces() -> None:
+    """Unless the user, or the job, has named others; a profile without any changes nothing."""
+    site = ResolvedSite(Site(interfaces=["ib0", "ib1"]))
+    script = render(job(), HERE, site)
+    begins = ("export NCCL_SOCKET_IFNAME",)
+    assert "NCCL_SOCKET_IFNAME=ib0,ib1\n" in run_lines(script, begins, {"PATH": "/usr/bin"})
+    output = run_lines(script, begins, {"PATH": "/usr/bin", "GLOO_SOCKET_IFNAME": "eth7"})
+    assert "GLOO_SOCKET_IFNAME=eth7\n" in output
+    assert render(job(), HERE, ResolvedSite(Site(cluster="a"))) == render(job(), HERE)
