@@ -1,4 +1,4 @@
-"""Commands that take a job file: render, submit, run."""
+"""Commands that take a job file: run, submit, render, check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.cli.check import NoCheckOption, before_submission
+from hpml_orchestrator.check.job import check_job, refusal
 from hpml_orchestrator.cli.common import (
     AfterOption,
     BackendOption,
@@ -21,31 +21,45 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     LocalOption,
     SetOption,
+    chosen_site,
     print_json,
     refuse_empty,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.follow import follow
-from hpml_orchestrator.cli.loading import backend_name, rendered_of
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice, report_unwritable_output
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.backend import open_backend
+from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.output import write_rendered
-from hpml_orchestrator.runs.prepare import explained, prepare
+from hpml_orchestrator.runs.prepare import explained, prepare, render_job
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
 from hpml_orchestrator.script.static_form import describe, static_form
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec import load_job, parse_setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from hpml_orchestrator.check.job import Report
+    from hpml_orchestrator.check.rules import Verdict
     from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.prepare import Rendered
 
-__all__ = ["render", "run", "submit"]
+__all__ = ["check", "render", "run", "submit"]
+
+_EXIT_WRONG = 2
+_EXIT_NOT_ASKED = 5
+_CLUSTER_SECONDS = 5.0  # while a submission waits
+
+NoCheckOption = Annotated[
+    bool,
+    typer.Option("--no-check", help="Submit without checking the job first."),
+]
 
 
 def render(
@@ -309,3 +323,119 @@ def _interrupt_held() -> Iterator[_Interrupt]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def check(
+    context: typer.Context,
+    job_file: JobFile,
+    settings: SetOption = [],
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a job against the cluster's limits without submitting it.
+
+    Exit status: 0 if the cluster would run the job, 2 if not, 5 if the cluster could not be asked
+    or hides its nodes or partitions from you.
+    """
+    name = backend_name(backend, local=local)
+    rendered = rendered_of(context, job_file, settings, name)
+    report = check_job(
+        rendered.resolved.job,
+        backend=name,
+        records=store_of(context).root,
+        environment=dict(os.environ),
+        site=rendered.site,
+        topologies=rendered.topologies,
+        targets=rendered.targets,
+    )
+    if as_json:
+        print_json({"backend": name, **report.to_json()})
+    else:
+        _print(report, name, rendered.resolved.job.name)
+    if report.errors:
+        raise typer.Exit(_EXIT_WRONG)
+    if report.not_asked:
+        raise typer.Exit(_EXIT_NOT_ASKED)
+
+
+def before_submission(rendered: Rendered, name: str, store: Store) -> None:
+    """Check a job that is about to be submitted; warnings go to standard error.
+
+    Raises:
+        InputError: the cluster would not run it; names everything that is wrong with it.
+    """
+    report = check_job(
+        rendered.resolved.job,
+        backend=name,
+        records=store.root,
+        environment=dict(os.environ),
+        site=rendered.site,
+        topologies=rendered.topologies,
+        targets=rendered.targets,
+        cluster_seconds=_CLUSTER_SECONDS,
+        walk_seconds=1.0,
+    )
+    # The submission itself reports a moment later that records cannot be written.
+    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
+    if errors:
+        raise refusal(errors)
+    for finding in report.warnings:
+        if finding.code == "stage.partly":
+            continue
+        hint = f"; {finding.hint}" if finding.hint else ""
+        typer.echo(f"hpml: warning: {finding}{hint}", err=True)
+    if report.not_asked:
+        typer.echo(f"hpml: warning: not checked against the cluster: {report.not_asked}", err=True)
+
+
+def _print(report: Report, backend: str, job: str) -> None:
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+    for finding in report.findings:
+        typer.echo(f"{finding.level}: {finding}")
+        if finding.hint:
+            typer.echo(f"  hint: {finding.hint}")
+    where = "this machine" if backend == "local" else "the cluster"
+    if report.errors:
+        if report.not_asked:
+            typer.echo(f"not checked against {where}: {report.not_asked}")
+        verdict = f"{counted(len(report.errors), 'error')}, {where} would not run this job"
+    elif report.not_asked:
+        verdict = f"not checked against {where}: {report.not_asked}"
+    else:
+        names = report.verdict.partitions
+        verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report.verdict)}"
+    count = len(report.warnings)
+    typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
+
+
+def _start(verdict: Verdict) -> str:
+    """Return how many nodes are idle, where that is known."""
+    if not verdict.partitions or verdict.idle_nodes is None:
+        return ""
+    idle = f"{counted(verdict.idle_nodes, 'node')} idle"
+    if verdict.idle_nodes >= verdict.nodes:
+        return f" (can start now, {idle})"
+    return f" ({idle} of the {verdict.nodes} it needs)"
+
+
+def rendered_of(
+    context: typer.Context,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    after: list[str] | None = None,
+) -> Rendered:
+    """Load a job file with the site profile in effect, and render its script."""
+    values = [parse_setting(setting) for setting in settings]
+    values += [("after", after)] if after else []
+    site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
+    return render_job(load_job(job_file, values, site), site=site, here=backend == "local")
+
+
+def backend_name(backend: str, *, local: bool) -> str:
+    """Return `slurm` or `local` for the options `--backend` and `--local`."""
+    if local:
+        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
+    return choose("local" if local else backend)

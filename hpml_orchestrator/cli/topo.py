@@ -1,8 +1,10 @@
-"""Command about a node's inside: topo."""
+"""Command about a node's inside: topo, with the plans of `--ranks` and `--plan`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,12 +12,31 @@ from hpml_orchestrator.cli.common import (
     STANDARD_OUTPUT,
     JsonOption,
     SetOption,
+    chosen_site,
+    print_json,
+    print_table,
     refuse_empty,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.process import refuse_gone_directory
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, write_picture
+from hpml_orchestrator.cli.topopicture import boxes_of_plan
+from hpml_orchestrator.cli.toporun import show_run
+from hpml_orchestrator.errors import InputError, counted, did_you_mean
+from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
+from hpml_orchestrator.placement.planner import POLICIES, plan
+from hpml_orchestrator.script.site_rules import as_asked, whole_nodes
+from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
+from hpml_orchestrator.spec import load_job, parse_setting
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site_load import ResolvedSite
+    from hpml_orchestrator.topology import Topology
 
 __all__ = ["topo"]
 
@@ -103,8 +124,6 @@ def topo(
     With `--ranks` or `--plan` it shows which GPU, cores and network card each rank would get; with
     `--run` where ranks really ran.
     """
-    from hpml_orchestrator.cli import toponode, topoplan, toporun  # noqa: PLC0415
-
     texts = {"--svg": svg, "--policy": policy, "--plan": job_file, "--allowed-cpus": allowed_cpus}
     refuse_empty({**texts, "--run": run, "--node": node})
     _check(
@@ -118,20 +137,20 @@ def topo(
     if svg == STANDARD_OUTPUT:
         refuse_with("--svg -", {"--json": as_json})
     if run:
-        toporun.show_run(store_of(context), run, node or "", svg=svg, as_json=as_json)
+        show_run(store_of(context), run, node or "", svg=svg, as_json=as_json)
         return
     if job_file or file not in {None, "-"}:
         refuse_gone_directory()
     if job_file:
-        request, site_node = topoplan.request_of_job(context, job_file, settings)
-        shown = (file is None and site_node) or toponode.read_node(file)
+        request, site_node = request_of_job(context, job_file, settings)
+        shown = (file is None and site_node) or read_node(file)
     else:
-        shown = toponode.read_node(file)
-        request = topoplan.request_of_options(ranks or 0, policy or "gpu-local")
+        shown = read_node(file)
+        request = request_of_options(ranks or 0, policy or "gpu-local")
     if job_file or ranks:
-        topoplan.show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
+        show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
     else:
-        toponode.show_node(shown, svg=svg, as_json=as_json)
+        show_node(shown, svg=svg, as_json=as_json)
     if shown.usable and not allowed_cpus:
         typer.echo(f"note: this process may use the CPUs {shown.usable} only", err=True)
 
@@ -160,3 +179,204 @@ def _check(
     ):
         if value and not needed:
             raise InputError(f"needs {example}", field=option, hint="hpml topo --help")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned on a node.
+
+    Attributes:
+        ranks: how many ranks it has.
+        policy: one of the planner's.
+        ranks_per_gpu: how many of them share a GPU.
+        loader_workers: of each rank.
+        hardware_threads: whether ranks get all hardware threads of a core.
+        gpus: GPUs that the job requests; None where all of the node's count.
+        cpus: CPUs that the job requests; None where all of the node's count.
+    """
+
+    ranks: int
+    policy: str
+    ranks_per_gpu: int = 1
+    loader_workers: int = 0
+    hardware_threads: bool = True
+    gpus: int | None = None
+    cpus: int | None = None
+
+
+def request_of_options(ranks: int, policy: str) -> Request:
+    """Return what `--ranks` and `--policy` request.
+
+    Raises:
+        InputError: there is no such policy.
+    """
+    if policy not in POLICIES:
+        raise InputError(
+            f"must be one of {', '.join(POLICIES)}",
+            field="--policy",
+            value=policy,
+            hint=did_you_mean(policy, POLICIES),
+        )
+    return Request(ranks, policy)
+
+
+def request_of_job(
+    context: typer.Context, job_file: str, settings: Sequence[str]
+) -> tuple[Request, ShownNode | None]:
+    """Return what a job requests of each of its nodes, and such a node if the site profile has it.
+
+    Raises:
+        InputError: the job is wrong; or its nodes are of several kinds, and these differ; or a
+            topology file of the profile cannot be read.
+    """
+    resolved = site_for(job_file, os.environ, chosen=chosen_site(context))
+    job = load_job(job_file, [parse_setting(setting) for setting in settings], resolved).job
+    site = resolved.site if resolved else None
+    whole = whole_nodes(as_asked(job, site.directives) if site else job, site)
+    request = Request(
+        job.resources.ranks,
+        job.binding.policy,
+        job.resources.ranks_per_gpu,
+        job.binding.loader_workers,
+        job.binding.hardware_threads,
+        job.resources.gpu_count,
+        None if whole else job.resources.ranks * job.resources.cpus_per_rank,
+    )
+    return request, _site_node(job, resolved) if resolved else None
+
+
+def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
+    """Return the node that the site profile has for a job."""
+    kinds = kinds_for(job, site)
+    topologies = {
+        str(kinds[name].topology): topology
+        for name, topology in topologies_of(job, site).items()
+        if kinds[name].topology is not None
+    }
+    if len(topologies) > 1:
+        raise InputError(
+            f"nodes of several kinds may run this job: {', '.join(topologies)}",
+            field="FILE",
+            hint=f"name one: hpml topo {next(iter(topologies))} --plan …",
+        )
+    for file, topology in topologies.items():
+        return ShownNode(topology, os.path.basename(file))
+    if kinds:
+        typer.echo(
+            "note: the site profile has no topology of this job's nodes: the plan is for this "
+            "machine",
+            err=True,
+        )
+    return None
+
+
+def show_plan(
+    node: ShownNode, request: Request, allowed_cpus: str, *, svg: str | None, as_json: bool
+) -> None:
+    """Print which GPU, cores and network card each rank of a node would get, and draw it.
+
+    Args:
+        node: the node.
+        request: what is to be planned.
+        allowed_cpus: the only CPUs to use, in the kernel's list format; empty for all usable ones.
+        svg: file to write a picture to, if any; with - it takes the table's place.
+        as_json: whether to print JSON.
+
+    Raises:
+        InputError: the allowed CPUs are no list, or none of the node's.
+    """
+    topology, devices = node.topology, node.topology.devices
+    allowed = _allowed(topology, allowed_cpus or node.usable)
+    beside = () if allowed else _beside_its_gpus(topology, request)
+    few = request.gpus is not None and request.gpus < len(devices)
+    planned = plan(
+        topology,
+        request.ranks,
+        policy=request.policy,
+        ranks_per_gpu=request.ranks_per_gpu,
+        allowed_cpus=beside or allowed,
+        visible_gpus=[gpu.index for gpu in devices[: request.gpus]] if few else None,
+        loader_workers=request.loader_workers,
+        smt=request.hardware_threads,
+    )
+    warnings = [*topology.warnings, *planned.warnings]
+    if foreign := set(allowed or ()) - topology.cpus:
+        warnings.append(f"of the allowed CPUs this node does not have {format_list(foreign)}")
+    if request.gpus is not None and request.gpus > len(devices):
+        warnings.append(
+            f"the job requests {counted(request.gpus, 'GPU')}, and this node has {len(devices)}"
+        )
+    cpus_note = "" if allowed else "the CPUs next to no other GPU" if beside else "all CPUs"
+    note = _note(topology, request, cpus_note)
+    if svg is not None:
+        ranks = f"{counted(request.ranks, 'rank')} ({request.policy})"
+        write_picture(
+            topology, svg, title=f"{node.title}: plan of {ranks}", ranks=boxes_of_plan(planned)
+        )
+    if as_json:
+        notes = [note] if note else []
+        print_json({**plan_json(planned), "warnings": warnings, "notes": notes})
+        return
+    if svg != STANDARD_OUTPUT:
+        print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(planned))
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if note:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+    """Return the CPUs of `--allowed-cpus`; None for all."""
+    if not text:
+        return None
+    try:
+        allowed = parse_list(text)
+    except ValueError:
+        raise InputError(
+            "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=text
+        ) from None
+    if not topology.cpus.intersection(allowed):
+        raise InputError("names none of the node's CPUs", field="--allowed-cpus", value=text)
+    return allowed
+
+
+def _beside_its_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
+    """Return the CPUs of a job that requests a part of a node: none next to other GPUs.
+
+    Empty where there is nothing to leave out: the job has the node or all of its GPUs, or requests
+    more than would be left.
+    """
+    if not request.gpus or request.cpus is None:
+        return ()
+    own = {gpu.domain for gpu in topology.devices[: request.gpus]}
+    others = {gpu.domain for gpu in topology.devices[request.gpus :]} - own
+    if None in own or not others:
+        return ()
+    left = [
+        cpu for domain in topology.domains if domain.number not in others for cpu in domain.cpus
+    ]
+    return tuple(left) if request.cpus <= len(left) else ()
+
+
+def _note(topology: Topology, request: Request, cpus: str) -> str:
+    """Return which part of the node a job requests, where it is not all of it.
+
+    Args:
+        topology: the node.
+        request: what the job requests.
+        cpus: which CPUs the plan uses; empty where they were given.
+    """
+    count = len(topology.devices)
+    parts, used = [], [cpus] if cpus else []
+    if cpus and request.cpus is not None and request.cpus < len(topology.cpus):
+        parts.append(f"{request.cpus} of {len(topology.cpus)} CPUs")
+    if request.gpus is not None and 0 < request.gpus < count:
+        parts.append(f"{request.gpus} of {counted(count, 'GPU')}")
+        first = "GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
+        used.append(f"the first {first}")
+    if not parts:
+        return ""
+    return (
+        f"the job requests {' and '.join(parts)}: Slurm decides which; "
+        f"this plan uses {' and '.join(used)}"
+    )

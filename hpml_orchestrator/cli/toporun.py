@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
-from hpml_orchestrator.cli.places import print_ranks
+from hpml_orchestrator.cli.show import print_ranks
 from hpml_orchestrator.cli.toponode import print_node, write_picture
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError

@@ -68,7 +68,7 @@ def test_policies_and_verify_are_told() -> None:
 
 def test_the_columns_and_words_of_show_are_told() -> None:
     """The page explains what `hpml show` prints, no more and no less."""
-    from hpml_orchestrator.cli.places import COLUMNS  # noqa: PLC0415
+    from hpml_orchestrator.cli.show import COLUMNS  # noqa: PLC0415
 
     told = ", ".join(row[0] for row in rows("column", "meaning")[1:]).split(", ")
     assert tuple(told) == COLUMNS
