@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from hpml_orchestrator.records.store import Store, default_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Submission
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -28,6 +31,7 @@ __all__ = [
     "SetOption",
     "chosen_site",
     "complete_run",
+    "one_run",
     "parse_age",
     "print_json",
     "print_table",
@@ -39,6 +43,7 @@ __all__ = [
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
+_NAMED_TASKS = 3
 _AGE_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
@@ -95,6 +100,32 @@ def store_of(context: typer.Context) -> Store:
     chosen = (context.obj or {}).get("records") or ""
     environment = {**os.environ, "HPML_HOME": chosen} if chosen else dict(os.environ)
     return Store(default_root(environment))
+
+
+def one_run(submission: Submission, *, field: str, has: str) -> Submission:
+    """Return a submission of one run; of a job array with several tasks, one must be named.
+
+    Args:
+        submission: what the user named.
+        field: the argument or option that names it.
+        has: what each task has of its own.
+
+    Raises:
+        InputError: it is a job array and none of its tasks is named.
+    """
+    tasks = submission.runs()
+    if submission.index is not None or not submission.is_array():
+        return submission
+    if len(tasks) == 1:
+        return replace(submission, index=tasks[0][0])
+    names = [f"{submission.sid}.{index}" for index, _ in tasks[:_NAMED_TASKS]]
+    more = ", …" if len(tasks) > _NAMED_TASKS else ""
+    raise InputError(
+        f"is a job array of {len(tasks)} tasks, each with its own {has}",
+        field=field,
+        value=submission.sid,
+        hint=f"name one: {', '.join(names)}{more}",
+    )
 
 
 def chosen_site(context: typer.Context) -> str:

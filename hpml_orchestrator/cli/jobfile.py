@@ -28,9 +28,14 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.follow import follow
-from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice, report_unwritable_output
+from hpml_orchestrator.cli.process import (
+    EXIT_INTERRUPTED,
+    Stop,
+    notice,
+    report_unwritable_output,
+)
 from hpml_orchestrator.cli.show import print_summary
-from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.output import write_rendered
@@ -42,9 +47,6 @@ from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import load_job, parse_setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
     from hpml_orchestrator.check.job import Report
     from hpml_orchestrator.check.rules import Verdict
     from hpml_orchestrator.records.store import Store, Submission
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "render", "run", "submit"]
 
-_EXIT_WRONG = 2
-_EXIT_NOT_ASKED = 5
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
 NoCheckOption = Annotated[
@@ -97,7 +97,7 @@ def render(
         raise InputError(
             "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
         )
-    rendered = rendered_of(context, job_file, settings, backend_name(backend, local=local))
+    rendered = _rendered(context, job_file, settings, _backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -242,31 +242,40 @@ def _submit(
 ) -> tuple[Submission, str]:
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
-    name = backend_name(backend, local=local)
-    rendered = rendered_of(context, job_file, settings, name, after)
+    name = _backend_name(backend, local=local)
+    rendered = _rendered(context, job_file, settings, name, after)
     store = store_of(context)
     dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
     if checked:
-        before_submission(rendered, name, store)
+        _check_before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
-    with _interrupt_held() as interrupt:
-        submission = prepare(
-            store,
-            rendered,
-            backend=name,
-            argv=sys.argv,
-            environment=environment,
-            after=dependencies,
-            notice=notice,
+    sid = ""
+    try:
+        # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
+        with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
+            submission = prepare(
+                store,
+                rendered,
+                backend=name,
+                argv=sys.argv,
+                environment=environment,
+                after=dependencies,
+                notice=notice,
+            )
+            sid = submission.sid
+            job_id = submit_prepared(submission, scheduler, environment=environment)
+        outcome = (
+            f"submitted {sid} as job {job_id}; the job continues, `hpml cancel {sid}` cancels it"
         )
-        interrupt.sid = submission.sid
-        job_id = submit_prepared(submission, scheduler, environment=environment)
-    if interrupt.pressed:
-        notice(
-            f"submitted {submission.sid} as job {job_id}; the job continues, "
-            f"`hpml cancel {submission.sid}` cancels it"
+    except KeyboardInterrupt:
+        outcome = (
+            f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
+            f"`hpml submit --resume {sid}` completes it"
         )
+        stop.number = signal.SIGINT
+    if stop():
+        notice(outcome if sid else "nothing was submitted")
         raise typer.Exit(EXIT_INTERRUPTED)
     return submission, job_id
 
@@ -284,47 +293,6 @@ def _resume(store: Store, submission: Submission) -> str:
     )
 
 
-class _Interrupt:
-    """Whether Ctrl-C was pressed while a submission was on its way."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-        self.sid = ""
-
-    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-        typer.echo("\nhpml: submitting; press Ctrl-C again to abort", err=True)
-
-
-@contextlib.contextmanager
-def _interrupt_held() -> Iterator[_Interrupt]:
-    """Hold Ctrl-C back during a submission, which takes a moment: no job exists unreported.
-
-    After the block the caller looks at `pressed`. A second Ctrl-C ends the command at once and says
-    how to find out what became of the submission.
-    """
-    interrupt = _Interrupt()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield interrupt  # started with & by a script: Ctrl-C is meant for another command
-        return
-    previous = signal.signal(signal.SIGINT, interrupt.on_signal)
-    try:
-        yield interrupt
-    except KeyboardInterrupt:
-        sid = interrupt.sid
-        notice(
-            f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
-            f"`hpml submit --resume {sid}` completes it"
-            if sid
-            else "nothing was submitted"
-        )
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 def check(
     context: typer.Context,
     job_file: JobFile,
@@ -335,37 +303,43 @@ def check(
 ) -> None:
     """Check a job against the cluster's limits without submitting it.
 
-    Exit status: 0 if the cluster would run the job, 2 if not, 5 if the cluster could not be asked
-    or hides its nodes or partitions from you.
+    Exit status: 0 if the cluster would accept the job, 2 if not, 5 if the cluster did not answer or
+    hides its nodes or partitions from you.
     """
-    name = backend_name(backend, local=local)
-    rendered = rendered_of(context, job_file, settings, name)
-    report = check_job(
-        rendered.resolved.job,
-        backend=name,
-        records=store_of(context).root,
-        environment=dict(os.environ),
-        site=rendered.site,
-        topologies=rendered.topologies,
-        targets=rendered.targets,
-    )
+    name = _backend_name(backend, local=local)
+    rendered = _rendered(context, job_file, settings, name)
+    report = _report(rendered, name, store_of(context))
     if as_json:
         print_json({"backend": name, **report.to_json()})
     else:
         _print(report, name, rendered.resolved.job.name)
     if report.errors:
-        raise typer.Exit(_EXIT_WRONG)
+        raise typer.Exit(InputError.exit_code)
     if report.not_asked:
-        raise typer.Exit(_EXIT_NOT_ASKED)
+        raise typer.Exit(SchedulerUnavailable.exit_code)
 
 
-def before_submission(rendered: Rendered, name: str, store: Store) -> None:
+def _check_before_submission(rendered: Rendered, name: str, store: Store) -> None:
     """Check a job that is about to be submitted; warnings go to standard error.
 
     Raises:
         InputError: the cluster would not run it; names everything that is wrong with it.
     """
-    report = check_job(
+    report = _report(rendered, name, store, cluster_seconds=_CLUSTER_SECONDS, walk_seconds=1.0)
+    # The submission itself reports a moment later that records cannot be written.
+    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
+    if errors:
+        raise refusal(errors)
+    for finding in report.warnings:
+        if finding.code != "stage.partly":
+            hint = f"; {finding.hint}" if finding.hint else ""
+            notice(f"warning: {finding}{hint}")
+    if report.not_asked:
+        notice(f"warning: not checked against the cluster: {report.not_asked}")
+
+
+def _report(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
+    return check_job(
         rendered.resolved.job,
         backend=name,
         records=store.root,
@@ -373,20 +347,8 @@ def before_submission(rendered: Rendered, name: str, store: Store) -> None:
         site=rendered.site,
         topologies=rendered.topologies,
         targets=rendered.targets,
-        cluster_seconds=_CLUSTER_SECONDS,
-        walk_seconds=1.0,
+        **limits,
     )
-    # The submission itself reports a moment later that records cannot be written.
-    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
-    if errors:
-        raise refusal(errors)
-    for finding in report.warnings:
-        if finding.code == "stage.partly":
-            continue
-        hint = f"; {finding.hint}" if finding.hint else ""
-        typer.echo(f"hpml: warning: {finding}{hint}", err=True)
-    if report.not_asked:
-        typer.echo(f"hpml: warning: not checked against the cluster: {report.not_asked}", err=True)
 
 
 def _print(report: Report, backend: str, job: str) -> None:
@@ -420,7 +382,7 @@ def _start(verdict: Verdict) -> str:
     return f" ({idle} of the {verdict.nodes} it needs)"
 
 
-def rendered_of(
+def _rendered(
     context: typer.Context,
     job_file: str,
     settings: list[str],
@@ -434,7 +396,7 @@ def rendered_of(
     return render_job(load_job(job_file, values, site), site=site, here=backend == "local")
 
 
-def backend_name(backend: str, *, local: bool) -> str:
+def _backend_name(backend: str, *, local: bool) -> str:
     """Return `slurm` or `local` for the options `--backend` and `--local`."""
     if local:
         refuse_with("--local", {"--backend": backend not in {"auto", "local"}})

@@ -38,7 +38,7 @@ from hpml_orchestrator.staging.supply import LocalSupply
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.cli.copying import Stop
+    from hpml_orchestrator.cli.process import Stop
     from hpml_orchestrator.staging import Bases, StageRequest
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.errands import Errand, Outcome

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,7 +13,6 @@ import typer
 from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
 from hpml_orchestrator.cli.topopicture import names, nearest_nics, picture
 from hpml_orchestrator.errors import HpmlError, InputError, counted
-from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.topology.cpulist import format_list
 from hpml_orchestrator.topology.recognise import (
@@ -115,24 +114,19 @@ def write_picture(
         ranks: the owners of its cores.
 
     Raises:
-        InputError: the file cannot be written; what was there before is still there.
+        InputError: the file cannot be written.
     """
     drawn = picture(topology, title=title, ranks=ranks).encode()
     try:
         if path == STANDARD_OUTPUT:
             sys.stdout.buffer.write(drawn)
             sys.stdout.flush()
-        elif os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-            with open(path, "wb") as stream:  # a pipe or a device is written to as it is
-                stream.write(drawn)
         else:
-            target = os.path.realpath(path)
-            mode = stat.S_IMODE(os.stat(target).st_mode) if os.path.exists(target) else 0o644
-            write_text(target, drawn, mode=mode)
-    except (OSError, HpmlError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        reason = cause.strerror if isinstance(cause, OSError) else error
-        raise InputError(f"cannot be written: {reason}", field="--svg", value=path) from None
+            Path(path).write_bytes(drawn)
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}", field="--svg", value=path
+        ) from None
 
 
 def print_node(topology: Topology, title: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, one_run, print_json, print_table
 from hpml_orchestrator.cli.show import print_ranks
 from hpml_orchestrator.cli.toponode import print_node, write_picture
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.placement.model import Plan
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Store
     from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.topology import Topology
 
@@ -48,7 +48,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         NotFoundError: the run has no record of any node, or of this one.
         InputError: it is an array, or the node's record is damaged.
     """
-    submission = _one_run(store.resolve(run))
+    submission = one_run(store.resolve(run), field="--run", has="nodes")
     attempt = run_of(store, submission).newest()
     if attempt is None:
         raise NotFoundError(
@@ -100,21 +100,6 @@ def _print_ranks(places: list[Place], plan: Plan | None) -> None:
         print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(plan))
     else:
         typer.echo("no rank has recorded where it runs")
-
-
-def _one_run(submission: Submission) -> Submission:
-    """Return a submission of one run; a task of an array must be named."""
-    table = submission.runs()
-    if submission.index is not None or not submission.is_array():
-        return submission
-    if len(table) == 1:
-        return replace(submission, index=table[0][0])
-    raise InputError(
-        f"is a job array of {len(table)} tasks, each with nodes of its own",
-        field="--run",
-        value=submission.sid,
-        hint=f"name one: --run {submission.sid}.{table[0][0]}",
-    )
 
 
 def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
