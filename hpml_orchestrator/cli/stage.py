@@ -1,4 +1,4 @@
-"""Command `stage`: copy data to this node; its ls, verify and clean are in stageheld.py."""
+"""Command `stage`: copy data to this node; its subcommands are in staged.py and stagebench.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hpml_orchestrator.cli import stagebench, stageheld
+from hpml_orchestrator.cli import stagebench, staged
 from hpml_orchestrator.cli.common import (
     JsonOption,
     chosen_site,
@@ -80,9 +80,9 @@ class _GroupWithArguments(TyperGroup):
 group = typer.Typer(
     cls=_GroupWithArguments, invoke_without_command=True, subcommand_metavar="| COMMAND [ARGS]…"
 )
-group.command("ls")(stageheld.ls)
-group.command("verify")(stageheld.verify)
-group.command("clean")(stageheld.clean)
+group.command("ls")(staged.ls)
+group.command("verify")(staged.verify)
+group.command("clean")(staged.clean)
 group.command("bench")(stagebench.bench)
 
 
@@ -101,7 +101,7 @@ def stage(
         list[str] | None,
         typer.Argument(
             metavar="SRC",
-            help="Directories, files, archives or packs. If named like a command: ./ls.",
+            help="Directories, files, archives or packs; write ./ls for one named like a command.",
             autocompletion=_complete,
         ),
     ] = None,
@@ -110,16 +110,17 @@ def stage(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="shm (memory), local (the node's disk), auto (whichever fits and pays off, else "
-            "the data is used in place), or a directory on this node.",
+            help="shm (memory), local (the node's disk), a directory on this node, or auto: "
+            "memory or disk, whichever fits and pays off, else the data is used in place.",
         ),
     ] = "auto",
     keep: Annotated[
         bool,
         typer.Option(
             "--keep/--no-keep",
-            help="Keep the copy in the node's cache for later jobs, instead of removing it when "
-            "the calling shell or script ends.",
+            help="Keep the copy in the node's cache for later jobs. Without it the copy belongs to "
+            "the calling shell or script: once that has ended, the next `hpml stage` or "
+            "`hpml stage clean` removes it.",
         ),
     ] = False,
     name: Annotated[
@@ -147,13 +148,14 @@ def stage(
             metavar="N",
             min=1,
             max=1_000_000,
-            help="With --to auto: how often the data will be read. A sample of source and targets "
-            "is timed, and data that does not pay off is not copied.",
+            help="With --to auto: how often the data will be read. A timed sample shows whether "
+            "copying pays off; if not, the data is used in place.",
             show_default="unknown",
         ),
     ] = None,
     no_hash: Annotated[
-        bool, typer.Option("--no-hash", help="Skip digests: faster, but cannot be verified.")
+        bool,
+        typer.Option("--no-hash", help="No digests: faster, but the copy cannot be verified."),
     ] = False,
     outside_links: Annotated[bool, outside_links_option("Copy")] = False,
     local_dir: Annotated[
@@ -161,7 +163,7 @@ def stage(
         typer.Option(
             "--local-dir",
             metavar="DIR",
-            help="The directory that `local` stands for.",
+            help="The directory that --to local uses.",
             show_default="from the site profile, else $SLURM_TMPDIR, $TMPDIR or /tmp",
         ),
     ] = None,
@@ -194,9 +196,8 @@ def stage(
 ) -> None:
     """Copy data to this node's memory or local disk.
 
-    The copy is complete when the command ends, and its path is printed. Staging the same data again
-    reuses the copy. After an error or Ctrl-C no incomplete copy is left; sources already staged are
-    kept.
+    Prints the path of the copy once it is complete. Staging the same data again reuses the copy.
+    After an error or Ctrl-C no incomplete copy is left; sources already staged are kept.
     """
     refuse_empty({"--name": name, "--local-dir": local_dir, "--print": field})
     if field is not None:
@@ -213,8 +214,8 @@ def stage(
         errands = requests_for(
             sources or [], to, name=name or "", kind=kind, keep=keep, outside_links=outside_links
         )
-    paths = stageheld.paths_here(chosen_site(context))
-    bases = stageheld.bases_of(paths, local_dir)
+    paths = staged.paths_here(chosen_site(context))
+    bases = staged.bases_of(paths, local_dir)
     if opens_per_second is None:
         opens_per_second = open_rate(paths.opens_per_node, paths.opens_per_job, paths.nodes)
     options = EngineOptions(
@@ -346,11 +347,7 @@ _OPTIONS = {
     "target": "--to",
     "outside_links": "--outside-links",
 }
-_IN_HINTS = (
-    (re.compile(r"\boutside_links: true\b"), "--outside-links"),
-    (re.compile(r"\btarget: (\w+)"), r"--to \1"),
-    (re.compile(r"\bkind: (\w+)"), r"--kind \1"),
-)
+_FIELD_IN_HINT = re.compile(r"\b(target|kind|outside_links): (\w+)")
 
 
 @contextlib.contextmanager
@@ -367,8 +364,9 @@ def _option_names(
     try:
         yield
     except HpmlError as error:
-        for pattern, option in _IN_HINTS:
-            error.hint = pattern.sub(option, error.hint)
+        error.hint = _FIELD_IN_HINT.sub(
+            lambda match: f"{_OPTIONS[match[1]]} {match[2]}".removesuffix(" true"), error.hint
+        )
         # a CapacityError has the name of the data as its field, which may be any word
         if isinstance(error, InputError) and not isinstance(error, CapacityError):
             base = getattr(bases, to, "") if to in {"shm", "local"} else ""

@@ -10,7 +10,8 @@ import typer
 
 from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table
 from hpml_orchestrator.cli.copying import parse_size, stoppable
-from hpml_orchestrator.cli.stageheld import bases_of, paths_here
+from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.staged import bases_of, paths_here
 from hpml_orchestrator.packing.bench import Sizes, run_bench
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.faults import shown
@@ -32,7 +33,7 @@ def bench(
         typer.Argument(
             metavar="DIR",
             help="Where to copy to.",
-            show_default="the node's disk and RAM, as local and shm",
+            show_default="local and shm: the node's disk and memory",
         ),
     ] = None,
     origin: Annotated[
@@ -40,8 +41,7 @@ def bench(
         typer.Option(
             "--from",
             metavar="DIR",
-            help="Where to copy from: a directory on the file system in question, such as the "
-            "shared one.",
+            help="Where to copy from, such as a directory on the shared file system.",
             show_default="the current directory",
         ),
     ] = ".",
@@ -50,60 +50,59 @@ def bench(
         typer.Option("--files", metavar="N", min=1, max=10_000_000, help="Small files, at most."),
     ] = 5000,
     size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Size of each of them.")
+        str, typer.Option("--size", metavar="SIZE", help="Size of each small file.")
     ] = "16K",
     large: Annotated[
-        str, typer.Option("--large", metavar="SIZE", help="Size of the large file, at most.")
+        str, typer.Option("--large", metavar="SIZE", help="Maximum size of the large file.")
     ] = "256M",
     runs: Annotated[
         int,
         typer.Option(
-            "--runs", metavar="N", min=1, max=100, help="Runs of each way; the median is told."
+            "--runs", metavar="N", min=1, max=100, help="Runs of each method; the median is shown."
         ),
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how fast each way of copying is here: cp, rsync, tar, and hpml's own.
+    """Measure how fast cp, rsync, tar and hpml copy data here.
 
-    It makes files in --from and in each DIR, copies them for some seconds, and removes all of it
-    again. The cache is warm: what is read was written a moment before.
+    Writes test files to --from, copies them to each DIR, and removes everything at the end. It
+    reads with a warm cache: the files were written a moment before.
     """
     sizes = Sizes(files, parse_size("--size", size), parse_size("--large", large), runs)
-    targets = [("DIR", one) for one in directories or []]
+    targets = [("DIR", directory) for directory in directories or []]
     if not targets:
         bases = bases_of(paths_here(chosen_site(context)))
         targets = [("local", bases.local), ("shm", bases.shm)]
-    with stoppable(lambda: "what was made for it is removed") as stop:
-        found = run_bench(origin, targets, sizes, stop, say=_say)
+    with stoppable(lambda: "the test files were removed") as stop:
+        bench = run_bench(origin, targets, sizes, stop, say=_progress)
     if as_json:
-        print_json(_json(found))
+        print_json(_json(bench))
     else:
-        _tell(found, sizes)
+        _print(bench, sizes)
 
 
-def _say(text: str) -> None:
+def _progress(text: str) -> None:
     if sys.stderr.isatty():
-        typer.echo(f"hpml: {text}", err=True)
+        notice(text)
 
 
-def _tell(found: Bench, sizes: Sizes) -> None:
-
-    data = found.data
+def _print(bench: Bench, sizes: Sizes) -> None:
+    data = bench.data
     typer.echo(
-        f"from {shown(found.origin)} ({found.origin_type}): {data.files} files of "
+        f"from {shown(bench.origin)} ({bench.origin_type}): {data.files} files of "
         f"{human_bytes(sizes.file_bytes)}, one of {human_bytes(data.large_bytes)}, packed in "
-        f"{found.pack_seconds:.2f} s; {found.machine}; warm cache"
+        f"{bench.pack_seconds:.2f} s; {bench.machine}; warm cache"
     )
     typer.echo(
-        f"open, read, close: {found.latency.median * 1e6:.0f} µs, "
-        f"the slowest {found.latency.worst * 1e6:.0f} µs"
+        f"open, read, close: {bench.latency.median * 1e6:.0f} µs, "
+        f"slowest {bench.latency.worst * 1e6:.0f} µs"
     )
     rows = []
-    for target in found.targets:
+    for target in bench.targets:
         place = f"{shown(target.place)} ({target.type})"
-        rows += [(place, *_row(one)) for one in target.rungs]
+        rows += [(place, *_row(rung)) for rung in target.rungs]
     print_table(("TO", "WAY", "DIGESTS", "FILES/S", "MB/S", "SECONDS"), rows)
-    for place, why in found.skipped:
+    for place, why in bench.skipped:
         typer.echo(f"note: {shown(place)}: {why}", err=True)
 
 
@@ -115,13 +114,11 @@ def _row(rung: Rung) -> Sequence[str]:
     return (rung.way, digests, files, f"{rung.bytes_per_second / 1e6:.0f}", f"{rung.seconds:.3f}")
 
 
-def _json(found: Bench) -> dict[str, Any]:
-
-    told = asdict(found)
-    told["data"] = found.data._asdict()
-    told["latency"] = found.latency._asdict()
-    for one, target in zip(told["targets"], found.targets, strict=True):
-        for row, rung in zip(one["rungs"], target.rungs, strict=True):
+def _json(bench: Bench) -> dict[str, Any]:
+    document = asdict(bench)
+    document.update(data=bench.data._asdict(), latency=bench.latency._asdict())
+    for rows, target in zip(document["targets"], bench.targets, strict=True):
+        for row, rung in zip(rows["rungs"], target.rungs, strict=True):
             row["files_per_second"] = round(rung.files_per_second, 1)
             row["bytes_per_second"] = round(rung.bytes_per_second, 1)
-    return told
+    return document

@@ -40,7 +40,7 @@ _Directories = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DIR",
-        help="Where it was staged to: shm, local or directories.",
+        help="Where it was staged: shm, local or a directory given to --to.",
         show_default="shm and local",
     ),
 ]
@@ -63,13 +63,13 @@ def ls(
     """List your staged data on this node and what uses it."""
     staged = list_staged(_bases(context, directories))
     if as_json:
-        print_json([asdict(one) for one in staged])
+        print_json([asdict(data) for data in staged])
     elif not staged:
         typer.echo("nothing is staged", err=True)
     else:
         print_table(
             ("NAME", "SIZE", "FILES", "STATE", "KEPT", "IN USE", "LAST USED", "SOURCE", "PATH"),
-            [_row(one) for one in staged],
+            [_row(data) for data in staged],
         )
 
 
@@ -80,9 +80,9 @@ def verify(
     processes: Annotated[int | None, count_option("--processes", "Reading processes.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare staged data with the digests made while it was copied.
+    """Verify staged data against the digests computed while it was copied.
 
-    The exit status is 8 if anything differs; the files are named.
+    The exit status is 8 if anything differs; the files that differ are listed.
     """
     reports: list[Report] = []
     with stoppable(lambda: "not everything was compared") as stop:
@@ -109,14 +109,14 @@ def clean(
     context: typer.Context,
     directories: _Directories = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also remove all kept data that is unused.")
+        bool, typer.Option("--all", help="Also remove all unused data staged with --keep.")
     ] = False,
     older: Annotated[
         str | None,
         typer.Option(
             "--older",
             metavar="AGE",
-            help="Also remove kept data unused for this long: 90m, 12h, 7d, 2w.",
+            help="Also remove data staged with --keep and unused for this long: 90m, 12h, 7d, 2w.",
         ),
     ] = None,
     mine: Annotated[
@@ -127,8 +127,8 @@ def clean(
 ) -> None:
     """Remove your staged data that is no longer used.
 
-    This removes data of finished jobs and shells, and incomplete copies. Kept data is removed only
-    with --older or --all, data in use never.
+    This removes data of finished jobs and shells, and incomplete copies. Data staged with --keep is
+    removed only with --older or --all; data in use is never removed.
     """
     if older is not None:
         refuse_with("--older", {"--all": everything})
@@ -144,7 +144,7 @@ def clean(
             {
                 "dry_run": dry_run,
                 "bytes": done.bytes,
-                "removed": [asdict(one) for one in done.removed],
+                "removed": [asdict(data) for data in done.removed],
                 "leftovers": done.leftovers,
                 "kept": [{"path": path, "reason": reason} for path, reason in done.kept],
             }
@@ -165,7 +165,7 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
     by_word = {"shm": here.shm, "local": here.local}
     if not directories:
         return [base for base in dict.fromkeys(by_word.values()) if os.path.isdir(base)]
-    bases = []
+    paths = []
     for word in directories:
         base = by_word.get(word, word)
         path = os.path.abspath(base) if base else ""
@@ -174,16 +174,16 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
                 f"no such directory: {shown(path) or word or 'the empty path'}",
                 hint="DIR is shm, local or a directory that was given to --to",
             )
-        above, is_data, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
-        if is_data:
+        above, inside, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
+        if inside:
             raise InputError(
                 "is staged data; DIR is the directory it was staged to",
                 field="DIR",
                 value=shown(path),
                 hint=f"use {shown(above) or '/'}; --mine removes what this shell staged",
             )
-        bases.append(path)
-    return list(dict.fromkeys(bases))
+        paths.append(path)
+    return list(dict.fromkeys(paths))
 
 
 def _leave(bases: list[str]) -> list[Staged]:
@@ -192,25 +192,25 @@ def _leave(bases: list[str]) -> list[Staged]:
     The last command of `bash -c` replaces the shell: then this process is the one that staged.
     """
     keys = {shell_key(calling_process()), shell_key(os.getpid())}
-    own = [one for one in list_staged(bases) if one.owner in keys and not one.kept]
+    own = [data for data in list_staged(bases) if data.owner in keys and not data.kept]
     for base in bases:
         for key in keys:
             StagingArea(base, key).cleanup()
     return own
 
 
-def _row(one: Staged) -> tuple[str, ...]:
-    used = datetime.fromtimestamp(one.last_used).astimezone()
+def _row(data: Staged) -> tuple[str, ...]:
+    used = datetime.fromtimestamp(data.last_used).astimezone()
     return (
-        one.name,
-        human_bytes(one.bytes),
-        str(one.files),
-        one.state,
-        "yes" if one.kept else "no",
-        shown(one.in_use) or "-",
+        data.name,
+        human_bytes(data.bytes),
+        str(data.files),
+        data.state,
+        "yes" if data.kept else "no",
+        shown(data.in_use) or "-",
         used.strftime("%Y-%m-%d %H:%M"),
-        shown(one.source) or "-",
-        shown(one.path),
+        shown(data.source) or "-",
+        shown(data.path),
     )
 
 
@@ -240,9 +240,9 @@ def _report_json(report: Report) -> dict[str, Any]:
 
 def _print_cleaned(done: Cleaned, *, dry_run: bool) -> None:
     verb = "would remove" if dry_run else "removed"
-    for one in done.removed:
-        source = f" (copy of {shown(one.source)})" if one.source else ""
-        typer.echo(f"{verb} {shown(one.path)}{source}: {human_bytes(one.bytes)}")
+    for data in done.removed:
+        source = f" (copy of {shown(data.source)})" if data.source else ""
+        typer.echo(f"{verb} {shown(data.path)}{source}: {human_bytes(data.bytes)}")
     for path in done.leftovers:
         typer.echo(f"{verb} {shown(path)}")
     for path, reason in done.kept:
