@@ -72,8 +72,8 @@ AfterOption = Annotated[
     typer.Option(
         "--after",
         metavar="RUN|any:RUN|notok:RUN",
-        help="Start after that run has completed; any: after it has ended, notok: after it has "
-        "failed. May be repeated. Replaces `after` of the job file.",
+        help="Start after that run has completed; with any: has ended, with notok: has failed. "
+        "May be repeated; overrides `after` of the job file.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -82,13 +82,11 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="Where to run: slurm, local, or auto (Slurm if sbatch is on PATH).",
+        help="slurm, local (this machine), or auto: Slurm if sbatch is on PATH.",
     ),
 ]
-LocalOption = Annotated[
-    bool, typer.Option("--local", help="Run on this machine; same as --backend local.")
-]
-_RUN_HELP = "Run id, a unique part of it, a job id or `last`; append .INDEX for one task."
+LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine: --backend local.")]
+_RUN_HELP = "Run id, a unique beginning or end of it, job id or `last`; RUN.INDEX is one task."
 RunWord = Annotated[str, typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)]
 RunWords = Annotated[
     list[str], typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)
@@ -134,10 +132,7 @@ def chosen_site(context: typer.Context) -> str:
 
 
 def refuse_empty(options: Mapping[str, str | None]) -> None:
-    """Refuse options with an empty value, as from an unset shell variable.
-
-    Args:
-        options: each with its value; None where it was not given.
+    """Refuse options with an empty value, as from an unset shell variable; None is not given.
 
     Raises:
         InputError: one of them is empty.
@@ -150,10 +145,10 @@ def refuse_empty(options: Mapping[str, str | None]) -> None:
 
 
 def refuse_with(option: str, others: Mapping[str, object]) -> None:
-    """Refuse options that cannot be combined with another.
+    """Refuse options that cannot be combined with a given one.
 
     Args:
-        option: the option that was given.
+        option: the given option.
         others: options that it excludes, with their values.
 
     Raises:
@@ -170,7 +165,7 @@ def parse_age(text: str, *, field: str) -> float:
     """Return the seconds of an age such as 7d.
 
     Raises:
-        InputError: it is none; names the option.
+        InputError: it is in another form; names the option.
 
     >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
     (5400.0, 5400.0)
@@ -214,7 +209,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "RIGHT", "STATUS"})
+_UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS"})
 """Columns that are never wrapped, because users copy from them."""
 
 _STYLES = {

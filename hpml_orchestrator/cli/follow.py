@@ -34,12 +34,12 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Print new output until the run has ended.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Only the last N lines; 0 for all.")
+        int, typer.Option("--lines", "-n", min=0, help="Print only the last N lines; 0: all.")
     ] = 0,
 ) -> None:
     """Print the output of a run.
 
-    Of a job array it prints the output of one task, RUN.INDEX.
+    For a job array, name one task: RUN.INDEX.
     """
     store = store_of(context)
     submission = one_run(store.resolve(run), field="RUN", has="output")
@@ -61,7 +61,7 @@ def logs(
 def wait(context: typer.Context, run: RunWord = "last", as_json: JsonOption = False) -> None:
     """Wait until a run has ended.
 
-    The exit status is 0 if the run completed, else 6.
+    The exit status is 0 if the run completed, otherwise 6.
     """
     store = store_of(context)
     state = follow(store, store.resolve(run), out=sys.stdout, output=False)

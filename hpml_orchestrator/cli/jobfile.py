@@ -58,7 +58,9 @@ _CLUSTER_SECONDS = 5.0  # while a submission waits
 
 NoCheckOption = Annotated[
     bool,
-    typer.Option("--no-check", help="Submit without checking the job first."),
+    typer.Option(
+        "--no-check", help="Submit without checking the job against the cluster's limits."
+    ),
 ]
 
 
@@ -74,11 +76,12 @@ def render(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write job.sh and all files it needs to DIR, to submit by hand.",
+            help="Write job.sh and the files it needs to DIR, to submit it yourself.",
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show where each value comes from instead.")
+        bool,
+        typer.Option("--explain", help="Show where each value comes from instead of the script."),
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="With --output: overwrite a job.sh that differs.")
@@ -87,8 +90,8 @@ def render(
 ) -> None:
     """Print the batch script of a job.
 
-    It is byte for byte what `submit` submits. The site profile applies to jobs of the cluster, not
-    with `--local`.
+    It is byte for byte the script that `submit` submits. With `--local` no site profile applies
+    unless `--site` names one.
     """
     refuse_empty({"--output": output})
     if output:
@@ -138,7 +141,7 @@ def submit(
         typer.Option(
             "--resume",
             metavar="RUN",
-            help="Complete an interrupted submission: find its job, or submit it.",
+            help="Complete an interrupted submission: find its job, or submit it now.",
         ),
     ] = "",
     no_check: NoCheckOption = False,
@@ -204,8 +207,8 @@ def run(
 ) -> None:
     """Submit a job, follow it and print a summary.
 
-    For a job array this prints the states of the tasks, not their output. Ctrl-C stops following;
-    the job continues. The exit status is 0 if the job completed, else 6.
+    For a job array this shows the states of the tasks, not their output. Ctrl-C stops following;
+    the job continues. The exit status is 0 if the job completed, otherwise 6.
     """
     store = store_of(context)
     submission, job_id = _submit(

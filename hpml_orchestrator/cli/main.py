@@ -129,7 +129,7 @@ def _help(line: str, function: Any) -> str:
 app = typer.Typer(
     cls=LazyGroup,
     name="hpml",
-    help="Run machine-learning training on Slurm clusters, or on this machine, from one job file.",
+    help="Run machine-learning training from one job file, on a Slurm cluster or on this machine.",
     epilog=examples(""),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -161,13 +161,13 @@ def _options(
         typer.Option(
             "--site",
             metavar="FILE",
-            help="Use only this site profile, or `none`.",
+            help="Use only this site profile; `none` for no profile.",
             envvar="HPML_SITE",
-            show_default="the project's hpml.toml over the user's and the system's",
+            show_default="hpml.toml of the project, then of the user, then of the system",
         ),
     ] = "",
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of errors.", envvar="HPML_DEBUG")
+        bool, typer.Option("--debug", help="Show tracebacks.", envvar="HPML_DEBUG")
     ] = False,
     _: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)

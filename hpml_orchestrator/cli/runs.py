@@ -52,7 +52,7 @@ def status(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN", help="Runs; default: all unfinished.", autocompletion=complete_run
+            metavar="RUN", help="Default: all unfinished runs.", autocompletion=complete_run
         ),
     ] = [],
     as_json: JsonOption = False,
@@ -95,8 +95,8 @@ def _row(state: State) -> tuple[str, ...]:
 def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) -> None:
     """Cancel runs or single tasks of a job array.
 
-    Runs that have ended are left alone. For a run that is being submitted this waits a few seconds;
-    the exit status is 5 if it still has no job then: it may get one, and was not cancelled.
+    Runs that have ended stay as they are. For a run that is still being submitted this waits a few
+    seconds; if it has no job by then, it is not cancelled and the exit status is 5.
     """
     store = store_of(context)
     try:
@@ -111,11 +111,11 @@ def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) 
     else:
         for outcome in outcomes:
             typer.echo(f"{outcome['id']}: {outcome['outcome']}")
-    left = [one["id"] for one in outcomes if one["outcome"].startswith(NOT_CANCELLED)]
+    left = [outcome["id"] for outcome in outcomes if outcome["outcome"].startswith(NOT_CANCELLED)]
     if left:
         raise SchedulerUnavailable(
             f"not cancelled: {', '.join(left)}",
-            hint=f"its job may still appear; try again: hpml cancel {' '.join(left)}",
+            hint=f"the job may still appear; try again: hpml cancel {' '.join(left)}",
         )
 
 
@@ -125,7 +125,7 @@ def prune(
         list[str],
         typer.Argument(
             metavar="RUN",
-            help="Run ids, unique parts of them, job ids or `last`; default: all of yours.",
+            help="Runs to remove; default: all of your ended runs.",
             autocompletion=complete_run,
         ),
     ] = [],
@@ -134,7 +134,7 @@ def prune(
         typer.Option(
             "--older-than",
             metavar="AGE",
-            help="Only runs that ended at least this long ago, e.g. 12h, 30d or 8w.",
+            help="Only runs that ended at least this long ago: 12h, 30d, 8w.",
         ),
     ] = None,
     state: Annotated[
@@ -142,7 +142,7 @@ def prune(
         typer.Option(
             "--state",
             metavar="STATES",
-            help="Only runs that ended in these states, e.g. FAILED,CANCELLED.",
+            help="Only runs that ended in these states: FAILED,CANCELLED.",
         ),
     ] = None,
     keep: Annotated[
@@ -150,19 +150,19 @@ def prune(
         typer.Option("--keep", metavar="N", min=0, help="Keep the newest N of the selected runs."),
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Remove them; default: only list them.")
+        bool, typer.Option("--yes", "-y", help="Remove the runs instead of listing them.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove old runs and their files.
 
-    This removes records, output and run directories, with all that the training wrote there,
-    checkpoints included; a job array goes as a whole. Unfinished runs, other users' runs and data
-    staged on nodes are kept. Without --yes nothing is removed.
+    Removes records, output and run directories with everything the training wrote there, including
+    checkpoints; a job array is removed as a whole. Unfinished runs, runs of other users and data
+    staged on nodes are kept. Without --yes this only lists what it would remove.
     """
     if not runs and older_than is None and state is None and keep is None:
         raise InputError(
-            "say which runs: RUN, --older-than, --state or --keep",
+            "choose runs with RUN, --older-than, --state or --keep",
             hint="hpml prune --older-than 30d",
         )
     store = store_of(context)

@@ -31,13 +31,16 @@ def show(
     context: typer.Context,
     run: RunWord = "last",
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show all ranks; default: of more than 16, wrong ones.")
+        bool,
+        typer.Option(
+            "--ranks", help="Show all ranks; by default, with more than 16, only wrong ones."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a run's phases, staging, results and binding.
 
-    For a job array this lists its tasks; name one (RUN.INDEX) for its details.
+    For a job array this lists the tasks; RUN.INDEX shows one.
     """
     store = store_of(context)
     submission = store.resolve(run)

@@ -8,14 +8,12 @@ import shlex
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
-from getpass import getuser
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated
 
 import typer
 
-from hpml_orchestrator import assets
 from hpml_orchestrator.cli.common import (
     JsonOption,
     chosen_site,
@@ -24,7 +22,8 @@ from hpml_orchestrator.cli.common import (
     refuse_empty,
     store_of,
 )
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.templates import eject as eject_template
 from hpml_orchestrator.runs.templates import templates
 from hpml_orchestrator.scheduler.command import SubprocessRunner
@@ -40,48 +39,37 @@ group = typer.Typer(
 )
 
 
-def _choices() -> str:
-    """Return the names of hpml's own templates, the base first."""
-    try:
-        files = list(assets.path("templates/sbatch").glob("*.sh.j2"))
-    except NotFoundError:  # reported by the command itself: others work without templates
-        return "one of `hpml template list`"
-    names = sorted(
-        (one.name.removesuffix(".sh.j2") for one in files), key=lambda name: (name != "base", name)
-    )
-    return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
 @group.command("list")
 def list_(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the templates in use: yours, named in the site profile, and hpml's own."""
-    chosen = chosen_site(context)
-    site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
-    found = templates(site.site.templates if site else None)
+    """List the templates in use: your own, from the site profile, and hpml's."""
+    site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen_site(context))
+    in_use = templates(site.site.templates if site else None)
     if as_json:
-        print_json([asdict(template) for template in found])
+        print_json([asdict(template) for template in in_use])
         return
     print_table(
         ("TEMPLATE", "FOR", "FROM", "BLOCKS"),
         [
             (template.name, template.purpose, template.origin, " ".join(template.blocks) or "-")
-            for template in found
+            for template in in_use
         ],
     )
 
 
 @group.command("eject")
 def eject(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which: {_choices()}.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A template of `hpml template list`.")
+    ],
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="DIR", help="Directory of your templates.")
+        str, typer.Option("--output", "-o", metavar="DIR", help="Directory to write it to.")
     ] = "templates",
     whole: Annotated[
-        bool, typer.Option("--whole", help="Copy all of hpml's template instead of extending it.")
+        bool, typer.Option("--whole", help="Copy hpml's whole template instead of extending it.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a template of your own that extends hpml's, with its blocks explained."""
+    """Write a template that extends hpml's, with every block explained."""
     refuse_empty({"--output": output})
     path = eject_template(name, output, whole=whole, force=force)
     typer.echo(f"wrote {path}")
@@ -98,39 +86,40 @@ def init(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where to write it; `-` prints it.",
+            help="Write the profile there; `-` prints it.",
             show_default="hpml.toml",
         ),
     ] = "",
     user: Annotated[
         bool,
-        typer.Option("--user", help="Write yours for all projects: ~/.config/hpml/site.toml."),
+        typer.Option(
+            "--user", help="Write your profile for all projects, ~/.config/hpml/site.toml."
+        ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     probe: Annotated[
         bool,
         typer.Option(
             "--probe",
-            help="Probe an idle node of each kind with a short srun: disks, networks, topology.",
+            help="Run a short srun on an idle node of each kind: disks, networks, topology.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a site profile of this cluster, to be read and edited."""
+    """Query the cluster and write a site profile.
+
+    Read and edit the profile before you use it. Without Slurm no profile is needed.
+    """
     printed = output == "-" and not user
     where = (
         None if printed else profile_path(output, user=user, force=force, environment=os.environ)
     )
-    try:
-        who = getuser()
-    except (OSError, KeyError):  # a user id without a name
-        who = str(os.getuid())
     if probe:
-        typer.echo("hpml: probing idle nodes, a minute or two at most", err=True)
+        notice("probing idle nodes; this takes up to two minutes")
     profile = initialise(
         SubprocessRunner(),
         os.environ,
-        writer=f"{who}@{gethostname()}",
+        writer=f"{os.environ.get('USER') or os.getuid()}@{gethostname()}",
         when=f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
         look=probe,
     )
@@ -152,30 +141,38 @@ def init(
     for path in written:
         typer.echo(f"wrote       {path}")
     applies = "" if user or where.name == "hpml.toml" else f"--site {shlex.quote(str(where))} "
-    typer.echo(f"next: read it, then hpml {applies}check job.yaml")
+    typer.echo(f"next: read and edit it, then run: hpml {applies}check job.yaml")
 
 
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Check what hpml finds here; the exit status is 1 when something that it needs is missing."""
+    """Check the installation, Slurm and this machine.
+
+    The exit status is 1 if something that hpml needs is missing.
+    """
     findings = examine(store_of(context), site=chosen_site(context))
     if as_json:
         print_json([finding.to_json() for finding in findings])
     else:
         print_table(
             ("CHECK", "RESULT", "FOUND"),
-            [(one.check, one.result, one.found) for one in findings],
+            [(finding.check, finding.result, finding.found) for finding in findings],
         )
-        for one in findings:
-            if one.hint:
-                typer.echo(f"hint: {one.check}: {one.hint}", err=True)
-    if any(one.result == "missing" for one in findings):
+        for finding in findings:
+            if finding.hint:
+                typer.echo(f"hint: {finding.check}: {finding.hint}", err=True)
+    if any(finding.result == "missing" for finding in findings):
         raise typer.Exit(1)
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="Which file: job or site.", metavar="WHAT")] = "job",
+    what: Annotated[
+        str, typer.Argument(help="job (job files) or site (site profiles).", metavar="WHAT")
+    ] = "job",
 ) -> None:
-    """Print the JSON Schema of a job file or of a site profile, for editors."""
+    """Print the JSON Schema of job files or profiles.
+
+    Editors use it to complete and check these files.
+    """
     schemas = {"job": job_schema, "site": site_schema}
     if what not in schemas:
         raise InputError("must be job or site", field="WHAT", value=what, hint="hpml schema job")

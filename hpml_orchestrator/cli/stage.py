@@ -118,9 +118,9 @@ def stage(
         bool,
         typer.Option(
             "--keep/--no-keep",
-            help="Keep the copy in the node's cache for later jobs. Without it the copy belongs to "
-            "the calling shell or script: once that has ended, the next `hpml stage` or "
-            "`hpml stage clean` removes it.",
+            help="Keep the copy in the node's cache for later jobs. Without --keep it belongs to "
+            "the calling shell or script; after that has ended, your next `hpml stage` to the same "
+            "place, or `hpml stage clean`, removes it.",
         ),
     ] = False,
     name: Annotated[

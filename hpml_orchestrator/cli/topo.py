@@ -1,4 +1,4 @@
-"""Command about a node's inside: topo, with the plans of `--ranks` and `--plan`."""
+"""Command `topo`: a node, and where ranks would run on it (`--ranks`, `--plan`)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,24 @@ from hpml_orchestrator.spec import load_job, parse_setting
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site_load import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
 __all__ = ["topo"]
+
+_EXCLUDES = {
+    "--run": ("FILE", "--ranks", "--plan", "--policy", "--allowed-cpus"),
+    "--plan": ("--ranks", "--policy"),
+}
+_NEEDS = {
+    "--node": ("--run",),
+    "--set": ("--plan",),
+    "--policy": ("--ranks",),
+    "--allowed-cpus": ("--ranks", "--plan"),
+}
 
 
 def topo(
@@ -47,7 +58,7 @@ def topo(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="Topology file in any supported format, a copy of /sys, or - for standard input.",
+            help="Topology file in any supported format, a copy of /sys, or - for stdin.",
             show_default="this node",
         ),
     ] = None,
@@ -67,7 +78,7 @@ def topo(
             "--ranks",
             min=1,
             max=10_000,
-            help="Show where this many ranks would run, each next to its GPU.",
+            help="Show where this many ranks would run.",
             show_default=False,
         ),
     ] = None,
@@ -85,8 +96,8 @@ def topo(
         typer.Option(
             "--plan",
             metavar="JOB_FILE",
-            help="Show where the ranks of that job would run; without FILE on a node of its "
-            "partition, if the site profile has its topology.",
+            help="Show where the ranks of that job would run. Without FILE this uses the site "
+            "profile's topology of the job's nodes, else this node.",
             show_default=False,
         ),
     ] = None,
@@ -96,7 +107,7 @@ def topo(
         typer.Option(
             "--allowed-cpus",
             metavar="LIST",
-            help="With --ranks or --plan: use these CPUs only, such as 0-15,64-79.",
+            help="With --ranks or --plan: use only these CPUs, e.g. 0-15,64-79.",
             show_default="all",
         ),
     ] = None,
@@ -105,7 +116,7 @@ def topo(
         typer.Option(
             "--run",
             metavar="RUN",
-            help="Show a node of that run, and where its ranks ran.",
+            help="Show a node of that run and where its ranks ran.",
             show_default=False,
         ),
     ] = None,
@@ -114,26 +125,28 @@ def topo(
         typer.Option(
             "--node",
             metavar="NODE",
-            help="With --run: which of its nodes.",
-            show_default="that of the first rank",
+            help="With --run: the node to show.",
+            show_default="the node of the first rank",
         ),
     ] = None,
 ) -> None:
-    """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other.
+    """Show a node's NUMA domains, cores, GPUs and NICs, and which are near each other.
 
-    With `--ranks` or `--plan` it shows which GPU, cores and network card each rank would get; with
-    `--run` where ranks really ran.
+    `--ranks` and `--plan` show which GPU, cores and network card each rank would get; `--run` shows
+    where the ranks of a run were bound.
     """
-    texts = {"--svg": svg, "--policy": policy, "--plan": job_file, "--allowed-cpus": allowed_cpus}
-    refuse_empty({**texts, "--run": run, "--node": node})
-    _check(
-        run=run,
-        job_file=job_file,
-        ranks=ranks,
-        policy=policy,
-        allowed_cpus=allowed_cpus,
-        given={"FILE": file is not None, "--node": node, "--set": settings},
-    )
+    given = {
+        "FILE": file,
+        "--svg": svg,
+        "--ranks": ranks,
+        "--policy": policy,
+        "--plan": job_file,
+        "--set": settings,
+        "--allowed-cpus": allowed_cpus,
+        "--run": run,
+        "--node": node,
+    }
+    _check(given)
     if svg == STANDARD_OUTPUT:
         refuse_with("--svg -", {"--json": as_json})
     if run:
@@ -152,33 +165,18 @@ def topo(
     else:
         show_node(shown, svg=svg, as_json=as_json)
     if shown.usable and not allowed_cpus:
-        typer.echo(f"note: this process may use the CPUs {shown.usable} only", err=True)
+        typer.echo(f"note: this process may only use CPUs {shown.usable}", err=True)
 
 
-def _check(
-    *,
-    run: str | None,
-    job_file: str | None,
-    ranks: int | None,
-    policy: str | None,
-    allowed_cpus: str | None,
-    given: dict[str, object],
-) -> None:
-    """Refuse options that exclude one another, and those that need another."""
-    what = {"--ranks": ranks, "--plan": job_file}
-    details = {"--policy": policy, "--allowed-cpus": allowed_cpus}
-    if run:
-        refuse_with("--run", {"FILE": given["FILE"], **what, **details})
-    if job_file:
-        refuse_with("--plan", {"--ranks": ranks, "--policy": policy})
-    for option, value, needed, example in (
-        ("--node", given["--node"], run, "--run RUN"),
-        ("--set", given["--set"], job_file, "--plan JOB_FILE"),
-        ("--policy", policy, ranks, "--ranks N"),
-        ("--allowed-cpus", allowed_cpus, ranks or job_file, "--ranks N or --plan JOB_FILE"),
-    ):
-        if value and not needed:
-            raise InputError(f"needs {example}", field=option, hint="hpml topo --help")
+def _check(given: Mapping[str, object]) -> None:
+    """Refuse options that are empty, that exclude one another, or that need another."""
+    refuse_empty({option: value for option, value in given.items() if isinstance(value, str)})
+    for option, others in _EXCLUDES.items():
+        if given[option]:
+            refuse_with(option, {other: given[other] for other in others})
+    for option, others in _NEEDS.items():
+        if given[option] and not any(given[other] for other in others):
+            raise InputError(f"needs {' or '.join(others)}", field=option, hint="hpml topo --help")
 
 
 @dataclass(frozen=True)
@@ -255,15 +253,15 @@ def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
     }
     if len(topologies) > 1:
         raise InputError(
-            f"nodes of several kinds may run this job: {', '.join(topologies)}",
+            f"this job may run on several kinds of nodes: {', '.join(topologies)}",
             field="FILE",
-            hint=f"name one: hpml topo {next(iter(topologies))} --plan …",
+            hint=f"choose one: hpml topo {next(iter(topologies))} --plan …",
         )
     for file, topology in topologies.items():
         return ShownNode(topology, os.path.basename(file))
     if kinds:
         typer.echo(
-            "note: the site profile has no topology of this job's nodes: the plan is for this "
+            "note: the site profile has no topology for this job's nodes; the plan is for this "
             "machine",
             err=True,
         )
@@ -287,26 +285,26 @@ def show_plan(
     """
     topology, devices = node.topology, node.topology.devices
     allowed = _allowed(topology, allowed_cpus or node.usable)
-    beside = () if allowed else _beside_its_gpus(topology, request)
+    apart = () if allowed else _away_from_other_gpus(topology, request)
     few = request.gpus is not None and request.gpus < len(devices)
     planned = plan(
         topology,
         request.ranks,
         policy=request.policy,
         ranks_per_gpu=request.ranks_per_gpu,
-        allowed_cpus=beside or allowed,
+        allowed_cpus=apart or allowed,
         visible_gpus=[gpu.index for gpu in devices[: request.gpus]] if few else None,
         loader_workers=request.loader_workers,
         smt=request.hardware_threads,
     )
     warnings = [*topology.warnings, *planned.warnings]
     if foreign := set(allowed or ()) - topology.cpus:
-        warnings.append(f"of the allowed CPUs this node does not have {format_list(foreign)}")
+        warnings.append(f"this node does not have the allowed CPUs {format_list(foreign)}")
     if request.gpus is not None and request.gpus > len(devices):
         warnings.append(
             f"the job requests {counted(request.gpus, 'GPU')}, and this node has {len(devices)}"
         )
-    cpus_note = "" if allowed else "the CPUs next to no other GPU" if beside else "all CPUs"
+    cpus_note = "" if allowed else "the CPUs not next to other jobs' GPUs" if apart else "all CPUs"
     note = _note(topology, request, cpus_note)
     if svg is not None:
         ranks = f"{counted(request.ranks, 'rank')} ({request.policy})"
@@ -333,18 +331,17 @@ def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
         allowed = parse_list(text)
     except ValueError:
         raise InputError(
-            "must be CPU numbers such as 0-7,64-71", field="--allowed-cpus", value=text
+            "must be a list of CPUs such as 0-7,64-71", field="--allowed-cpus", value=text
         ) from None
     if not topology.cpus.intersection(allowed):
-        raise InputError("names none of the node's CPUs", field="--allowed-cpus", value=text)
+        raise InputError("contains none of the node's CPUs", field="--allowed-cpus", value=text)
     return allowed
 
 
-def _beside_its_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
-    """Return the CPUs of a job that requests a part of a node: none next to other GPUs.
+def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
+    """Return the CPUs that are not next to GPUs of other jobs, for a job that gets part of a node.
 
-    Empty where there is nothing to leave out: the job has the node or all of its GPUs, or requests
-    more than would be left.
+    Empty where that leaves out nothing, or leaves fewer CPUs than the job requests.
     """
     if not request.gpus or request.cpus is None:
         return ()

@@ -1,4 +1,4 @@
-"""A node as tables, JSON or a picture: the core of `hpml topo`."""
+"""A node as tables, JSON or a picture, as `hpml topo` shows it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_node(file: str | None) -> ShownNode:
     """Return the node of a topology file, of standard input (`-`), or this node.
 
     Raises:
-        InputError: the file has no name, or no topology in it.
+        InputError: there is no topology in it.
         NotFoundError: there is no such file.
     """
     if file is None:
@@ -68,10 +68,6 @@ def read_node(file: str | None) -> ShownNode:
         usable = os.sched_getaffinity(0)
         restriction = format_list(usable) if topology.cpus - usable else ""
         return ShownNode(topology, os.uname().nodename, restriction)
-    if not file:
-        raise InputError(
-            "must name a file", field="FILE", value=file, hint="this node: `hpml topo`"
-        )
     if file == STANDARD_OUTPUT:
         text = decode(sys.stdin.buffer.read(BYTES_MAX + 1), name="standard input")
         return ShownNode(topology_of_text(text, name="standard input"), "standard input")

@@ -71,13 +71,16 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         what = ": where ranks ran" if places else ": plan" if plan else ""
         write_picture(topology, svg, title=title + what, ranks=boxes)
     warnings = [*topology.warnings, *(plan.warnings if plan and not places else ())]
-    warnings += _unreadable(bound, name, plan, damage, len(places))
+    if damage:
+        warnings.append(f"the plan of node {name} cannot be read: {damage}")
+    warnings += _missing(bound, name, plan, len(places))
     if as_json:
+        ranks = [_rank_json(topology, place) for place in places]
         print_json(
             {
                 "node": name,
                 "seen": bool(places),
-                "ranks": _ranks_json(topology, places, plan),
+                "ranks": ranks or (plan_json(plan)["ranks"] if plan else []),
                 "warnings": warnings,
                 "topology": topology_json(topology),
             }
@@ -85,21 +88,15 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         return
     if svg != STANDARD_OUTPUT:
         print_node(topology, title)
-        _print_ranks(places, plan)
+        typer.echo("")
+        if places:
+            print_ranks(places)
+        else:
+            typer.echo(f"no rank has recorded where it runs{'; the plan is:' if plan else ''}")
+            if plan:
+                print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(plan))
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
-
-
-def _print_ranks(places: list[Place], plan: Plan | None) -> None:
-    """Print where ranks ran, or else where they should run."""
-    typer.echo("")
-    if places:
-        print_ranks(places)
-    elif plan:
-        typer.echo("no rank has recorded where it runs; the plan is:")
-        print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(plan))
-    else:
-        typer.echo("no rank has recorded where it runs")
 
 
 def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
@@ -109,54 +106,45 @@ def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
     if not known:
         raise NotFoundError(
             f"no node of {label} has recorded its topology",
-            hint="nodes do so before ranks start, and only for jobs of this hpml or newer",
+            hint="nodes do so before the ranks start",
         )
     if wanted and wanted not in known:
         more = ", …" if len(known) > _NODES_SHOWN else ""
         raise NotFoundError(
             f"{label} has no record of a node {wanted!r}",
-            hint=f"it has {', '.join(known[:_NODES_SHOWN])}{more}",
+            hint=f"nodes with a record: {', '.join(known[:_NODES_SHOWN])}{more}",
         )
-    of_ranks = [place.node for place in bound.places if place.node in known]
-    name = wanted or (of_ranks or known)[0]
+    with_ranks = [place.node for place in bound.places if place.node in known]
+    name = wanted or (with_ranks or known)[0]
     if not wanted and len(known) > 1:
-        typer.echo(f"note: {name} is one of {len(known)} nodes; --node shows another", err=True)
+        typer.echo(
+            f"note: {name} is one of {len(known)} nodes; --node NODE shows another", err=True
+        )
     return name
 
 
 def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
-    """Return what the node's agent planned, if it is there; and why it cannot be read, if so."""
-    path = attempt.directory / "plan" / f"{node}.txt"
+    """Return what the node's agent planned, if it is there, and why it cannot be read, if so."""
     try:
-        return read(read_text(path)), ""
+        return read(read_text(attempt.directory / "plan" / f"{node}.txt")), ""
     except NotFoundError:
         return None, ""
     except (RecordError, ValueError) as error:
-        reason = str(error).replace(f"{path} ", "").replace(str(path), path.name)
-        return None, reason or type(error).__name__
+        return None, str(error) or type(error).__name__
 
 
-def _unreadable(
-    bound: Bound, node: str, plan: Plan | None, damage: str, shown: int
-) -> Iterator[str]:
-    """Yield which records of a node cannot be read, and how many of its ranks that leaves out."""
+def _missing(bound: Bound, node: str, plan: Plan | None, shown: int) -> Iterator[str]:
+    """Yield which proofs of a node cannot be read, and how many of its ranks left no record."""
     for proof in bound.unreadable:
         if proof.node == node:
             yield f"the proof of node {node} cannot be read: {proof.why}"
-    if damage:
-        yield f"the plan of node {node} cannot be read: {damage}"
     expected = [proof.expected for proof in bound.proofs if proof.node == node]
-    most = max([*expected, len(plan.ranks) if plan else 0])
-    if 0 < shown < most:
-        yield f"{shown} of the node's {most} ranks are shown: the others left no record"
+    count = max([*expected, len(plan.ranks) if plan else 0])
+    if 0 < shown < count:
+        yield f"only {shown} of the {count} ranks of {node} left a record"
 
 
-def _ranks_json(topology: Topology, places: list[Place], plan: Plan | None) -> list[dict[str, Any]]:
-    if not places:
-        return list(plan_json(plan)["ranks"]) if plan else []
-    ranks = []
-    for place in places:
-        cpus = set(parse_list(place.cpus))
-        cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
-        ranks.append({**asdict(place), "cores": cores, "nic": place.nic or None})
-    return ranks
+def _rank_json(topology: Topology, place: Place) -> dict[str, Any]:
+    cpus = set(parse_list(place.cpus))
+    cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
+    return {**asdict(place), "cores": cores, "nic": place.nic or None}
