@@ -1,4 +1,4 @@
-"""Texts of the manual beside the help of each command: examples, exit statuses, files."""
+"""Texts of the manual beside the help of each command: examples, exit statuses, variables."""
 
 from __future__ import annotations
 
@@ -121,31 +121,30 @@ for _line in _EXAMPLES.splitlines():
         _examples.append((f"{_purpose}:", f"hpml {_call}"))
 
 VARIABLES = {
-    "HPML_HOME": "Directory of run records; default `$XDG_STATE_HOME/hpml`, else "
-    "`~/.local/state/hpml`. The compute nodes must see it.",
-    "HPML_SITE": "The site profile to use, or `none`. Without it: the nearest `hpml.toml` in the "
-    "job file's directory or above, over `~/.config/hpml/site.toml`, over `/etc/hpml/site.toml`.",
-    "HPML_DEBUG": "Show the traceback of errors, as `--debug`.",
+    "HPML_HOME": "Directory of run records, which the compute nodes must see. Default: "
+    "`$XDG_STATE_HOME/hpml`, else `~/.local/state/hpml`.",
+    "HPML_SITE": "The site profile to use, or `none`. Default: the nearest `hpml.toml` in the job "
+    "file's directory or above it, then `~/.config/hpml/site.toml`, then `/etc/hpml/site.toml`.",
+    "HPML_DEBUG": "Show tracebacks, as `--debug` does.",
     "HPML_LOCAL_KILL_WAIT": "Seconds between SIGTERM and SIGKILL for local jobs; default 30.",
     "NO_COLOR": "Print no colours.",
 }
 
 _OTHERS = {
-    0: "done; for `run` and `wait`: the job completed",
-    EXIT_INTERNAL: "a fault of hpml's; `--debug` shows where",
-    EXIT_NOT_WRITTEN: "standard output cannot be written; a submission that succeeded exits with 0 "
-    "all the same, and names the job on standard error",
-    EXIT_STUCK: "of `hpml export node`: a driver's call does not return; start it again",
-    EXIT_INTERRUPTED: "Ctrl-C: the job, if there is one, goes on; its id is told; of `hpml stage`: "
-    "nothing half-done is left",
-    EXIT_TERMINATED: "SIGTERM; of `hpml stage`: nothing half-done is left (129 after SIGHUP)",
+    0: "success; for `run` and `wait`: the job completed",
+    EXIT_INTERNAL: "a bug in hpml; `--debug` shows the traceback",
+    EXIT_NOT_WRITTEN: "standard output cannot be written; after a successful submission the exit "
+    "status is 0 all the same, and the job id goes to stderr",
+    EXIT_STUCK: "`hpml export node`: a driver call does not return; restart the exporter",
+    EXIT_INTERRUPTED: "Ctrl-C; a submitted job continues, and its id is printed",
+    EXIT_TERMINATED: "SIGTERM (129: SIGHUP)",
 }
 _MORE = {
-    1: "; for `doctor`: something is missing",
-    5: "; a submission with `hpml submit --resume RUN`; for `cancel` also: a run that is being "
-    "submitted has no job to cancel yet",
-    8: "; of `hpml pack`: a tree could not be packed, or a pack is damaged; of "
-    "`hpml stage verify`: staged data differ from what came",
+    1: "; `doctor`: something is missing",
+    5: "; an interrupted submission: complete it with `hpml submit --resume RUN`; `cancel`: a run "
+    "that is being submitted has no job yet",
+    8: "; `hpml pack`: a directory cannot be packed, or a pack is damaged; `hpml stage verify`: "
+    "staged data differs from its source",
     79: ": the status of a job's script, not of hpml",
 }
 
@@ -167,5 +166,7 @@ def exit_statuses() -> dict[int, str]:
     while pending:
         error = pending.pop()
         meanings.setdefault(error.exit_code, error.meaning + _MORE.get(error.exit_code, ""))
-        pending += [one for one in error.__subclasses__() if one.__module__ == HpmlError.__module__]
+        pending += [
+            kind for kind in error.__subclasses__() if kind.__module__ == HpmlError.__module__
+        ]
     return dict(sorted(meanings.items()))

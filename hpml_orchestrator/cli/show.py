@@ -120,11 +120,11 @@ def _print_panel(lines: list[tuple[str, str]], *, completed: bool) -> None:
 
 COLUMNS = tuple("RANK NODE GPU CPUS CORES NUMA DISTANCE NIC THREADS STATUS".split())
 _ALL_RANKS = 16
-"""So many ranks are all shown; of more only those that are wrong."""
+"""With more ranks only those that are not bound as planned are shown."""
 
 
 def print_places(bound: Bound, *, everything: bool) -> None:
-    """Print a table of ranks, how many are left out of it, and what is wrong.
+    """Print the table of ranks, how many it leaves out, and what is wrong.
 
     Args:
         bound: the records of the run's binding.
@@ -133,26 +133,29 @@ def print_places(bound: Bound, *, everything: bool) -> None:
     places = bound.places
     if not places and not bound.proofs and not bound.unreadable:
         return
-    whole = everything or len(places) <= _ALL_RANKS
-    shown = [place for place in places if whole or place.right is False]
+    everything = everything or len(places) <= _ALL_RANKS
     typer.echo("")
-    if shown:
+    if shown := [place for place in places if everything or place.right is False]:
         print_ranks(shown)
-    left = [place.right for place in places if not whole and place.right is not False]
+    left = [] if everything else [place.right for place in places if place.right is not False]
     if left:
         counts = [(left.count(True), "bound as planned"), (left.count(None), "not checked")]
         text = " and ".join(f"{counted(n, 'rank')} {status}" for n, status in counts if n)
         typer.echo(f"not shown: {text}; `--ranks` shows all {len(places)}")
-    _print_wrong(places)
+    wrong: dict[str, list[Place]] = {}
+    for place in places:
+        for sentence in dict.fromkeys(place.wrong):
+            wrong.setdefault(sentence, []).append(place)
+    for sentence, its_places in wrong.items():
+        typer.echo(f"WRONG {_where(its_places)}: {sentence}")
     for proof in bound.proofs:
         for sentence in proof.wrong:
             typer.echo(f"WRONG node {proof.node}: {sentence}")
-    for unreadable in bound.unreadable:
-        typer.echo(
-            f"warning: the proof of node {unreadable.node} cannot be read: {unreadable.why}",
-            err=True,
-        )
-    for warning in by_sentence((proof.node, proof.warnings) for proof in bound.proofs):
+    warnings = [
+        f"the proof of node {proof.node} cannot be read: {proof.why}" for proof in bound.unreadable
+    ]
+    warnings += by_sentence((proof.node, proof.warnings) for proof in bound.proofs)
+    for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
 
 
@@ -174,16 +177,6 @@ def print_ranks(places: Iterable[Place]) -> None:
         for place in places
     ]
     print_table(COLUMNS, [["-" if cell is None else str(cell) for cell in row] for row in rows])
-
-
-def _print_wrong(places: Iterable[Place]) -> None:
-    """Print each sentence about what is wrong once, behind the ranks that it is about."""
-    wrong: dict[str, list[Place]] = {}
-    for place in places:
-        for sentence in dict.fromkeys(place.wrong):
-            wrong.setdefault(sentence, []).append(place)
-    for sentence, those in wrong.items():
-        typer.echo(f"WRONG {_where(those)}: {sentence}")
 
 
 def _where(places: list[Place]) -> str:

@@ -19,7 +19,7 @@ from hpml_orchestrator.topology.cpulist import format_list, parse_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from hpml_orchestrator.placement.model import Plan
+    from hpml_orchestrator.placement.model import Plan, RankPlan
     from hpml_orchestrator.runs.bound import Place
     from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology
 
@@ -103,13 +103,7 @@ class RankBox:
 def boxes_of_plan(plan: Plan) -> list[RankBox]:
     """Return the ranks of a plan; those that it does not bind have no CPUs of their own."""
     return [
-        RankBox(
-            str(rank.local_rank),
-            rank.gpu or "",
-            () if plan.policy == "none" else rank.cpus,
-            rank.nic or "",
-            _lines(rank.cpu_list(), len(rank.cores), rank.numa, rank.distance, rank.threads),
-        )
+        _rank_box(rank, rank.local_rank, cpus=rank.cpu_list(), own=plan.policy != "none")
         for rank in plan.ranks
     ]
 
@@ -118,26 +112,29 @@ def boxes_of_places(places: Sequence[Place]) -> list[RankBox]:
     """Return ranks as they ran; CPUs that all of them share belong to none."""
     shared = len(places) > 1 and len({place.cpus for place in places}) == 1
     return [
-        RankBox(
-            str(place.rank),
-            place.gpu or "",
-            () if shared else parse_list(place.cpus),
-            place.nic,
-            _lines(place.cpus, place.cores, place.numa, place.distance, place.threads),
-            "; ".join(place.wrong),
-        )
+        _rank_box(place, place.rank, cpus=place.cpus, own=not shared, wrong=place.wrong)
         for place in places
     ]
 
 
-def _lines(
-    cpus: str, cores: int | None, numa: Sequence[int], distance: int | None, threads: int | None
-) -> tuple[str, ...]:
-    parts = [] if cores is None else [counted(cores, "core")]
-    parts += [f"NUMA {format_list(numa)}"] if numa else []
-    parts += [] if distance is None else [f"distance {distance}"]
-    openmp = "" if threads is None else counted(threads, "OpenMP thread")
-    return (f"CPUs {cpus or 'unknown'}", ", ".join(parts), openmp)
+def _rank_box(
+    rank: RankPlan | Place, number: int, *, cpus: str, own: bool, wrong: Sequence[str] = ()
+) -> RankBox:
+    cores = len(rank.cores) if isinstance(rank.cores, tuple) else rank.cores
+    parts = [
+        "" if cores is None else counted(cores, "core"),
+        f"NUMA {format_list(rank.numa)}" if rank.numa else "",
+        "" if rank.distance is None else f"distance {rank.distance}",
+    ]
+    openmp = "" if rank.threads is None else counted(rank.threads, "OpenMP thread")
+    return RankBox(
+        str(number),
+        rank.gpu or "",
+        parse_list(cpus) if own else (),
+        rank.nic or "",
+        (f"CPUs {cpus or 'unknown'}", ", ".join(filter(None, parts)), openmp),
+        "; ".join(wrong),
+    )
 
 
 @dataclass
