@@ -1,4 +1,4 @@
-"""Command `stage`: copy data to this node; its subcommands are in staged.py and stagebench.py."""
+"""Command `stage`: copy data to this node; its subcommands are in staged.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hpml_orchestrator.cli import stagebench, staged
+from hpml_orchestrator.cli import staged
 from hpml_orchestrator.cli.common import (
     JsonOption,
     chosen_site,
@@ -83,7 +83,7 @@ group = typer.Typer(
 group.command("ls")(staged.ls)
 group.command("verify")(staged.verify)
 group.command("clean")(staged.clean)
-group.command("bench")(stagebench.bench)
+group.command("bench")(staged.bench)
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -20,9 +20,8 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import refuse_gone_directory
-from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, write_picture
+from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, show_run, write_picture
 from hpml_orchestrator.cli.topopicture import boxes_of_plan
-from hpml_orchestrator.cli.toporun import show_run
 from hpml_orchestrator.errors import InputError, counted, did_you_mean
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import POLICIES, plan
