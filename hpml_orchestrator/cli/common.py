@@ -30,7 +30,6 @@ __all__ = [
     "RunWords",
     "SetOption",
     "chosen_site",
-    "complete_run",
     "one_run",
     "parse_age",
     "print_json",
@@ -47,7 +46,7 @@ _NAMED_TASKS = 3
 _AGE_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
-def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+def _complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the runs whose names start with a word, for the shell's completion."""
     try:
         ctx.obj = {"records": ctx.find_root().params.get("records")}
@@ -86,11 +85,13 @@ BackendOption = Annotated[
     ),
 ]
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine: --backend local.")]
-_RUN_HELP = "Run id, a unique beginning or end of it, job id or `last`; RUN.INDEX is one task."
-RunWord = Annotated[str, typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)]
-RunWords = Annotated[
-    list[str], typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)
-]
+_RUN = typer.Argument(
+    metavar="RUN",
+    help="Run id, a unique beginning or end of it, job id or `last`; RUN.INDEX is one task.",
+    autocompletion=_complete_run,
+)
+RunWord = Annotated[str, _RUN]
+RunWords = Annotated[list[str], _RUN]
 
 
 def store_of(context: typer.Context) -> Store:

@@ -56,12 +56,7 @@ __all__ = ["check", "render", "run", "submit"]
 
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
-NoCheckOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-check", help="Submit without checking the job against the cluster's limits."
-    ),
-]
+NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking the job.")]
 
 
 def render(
@@ -129,9 +124,7 @@ def _as_in_job_file(value: Any) -> str:
 
 def submit(
     context: typer.Context,
-    job_file: Annotated[
-        str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.")
-    ] = "",
+    job_file: JobFile = "",
     settings: SetOption = [],
     after: AfterOption = [],
     backend: BackendOption = "auto",

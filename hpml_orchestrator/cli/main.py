@@ -248,7 +248,10 @@ def _report(error: HpmlError) -> None:
 
 def _usage_error(error: Any) -> HpmlError:
     """Return Typer's error with a hint: what was probably meant, else the command's help."""
-    message, context = error.format_message().removesuffix("."), error.ctx
+    message, context = (
+        error.format_message().removesuffix(".").replace("Value error, ", ""),
+        error.ctx,
+    )
     if context is None:  # an option without its value
         return InputError(message, hint="see the command's --help")
     path = _path(context)

@@ -11,7 +11,6 @@ import typer
 from hpml_orchestrator.cli.common import (
     JsonOption,
     RunWords,
-    complete_run,
     parse_age,
     print_json,
     print_table,
@@ -49,15 +48,13 @@ def list_(
 
 def status(
     context: typer.Context,
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN", help="Default: all unfinished runs.", autocompletion=complete_run
-        ),
-    ] = [],
+    runs: RunWords = [],
     as_json: JsonOption = False,
 ) -> None:
-    """Show the state of unfinished or given runs."""
+    """Show the state of unfinished or given runs.
+
+    Without RUN this shows all unfinished runs.
+    """
     store = store_of(context)
     if runs:
         _print_states(states(store, [store.resolve(word) for word in runs]), as_json=as_json)
@@ -121,14 +118,7 @@ def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) 
 
 def prune(
     context: typer.Context,
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN",
-            help="Runs to remove; default: all of your ended runs.",
-            autocompletion=complete_run,
-        ),
-    ] = [],
+    runs: RunWords = [],
     older_than: Annotated[
         str | None,
         typer.Option(
@@ -158,7 +148,8 @@ def prune(
 
     Removes records, output and run directories with everything the training wrote there, including
     checkpoints; a job array is removed as a whole. Unfinished runs, runs of other users and data
-    staged on nodes are kept. Without --yes this only lists what it would remove.
+    staged on nodes are kept. Without --yes this only lists what it would remove; without RUN it
+    takes all of your runs that the options select.
     """
     if not runs and older_than is None and state is None and keep is None:
         raise InputError(

@@ -34,9 +34,7 @@ from hpml_orchestrator.spec import job_schema, site_schema
 
 __all__ = ["doctor", "group", "init", "schema"]
 
-group = typer.Typer(
-    help="List the templates of batch scripts, or start one of your own.", no_args_is_help=True
-)
+group = typer.Typer(no_args_is_help=True)
 
 
 @group.command("list")

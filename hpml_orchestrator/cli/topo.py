@@ -22,12 +22,13 @@ from hpml_orchestrator.cli.common import (
 from hpml_orchestrator.cli.process import refuse_gone_directory
 from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, show_run, write_picture
 from hpml_orchestrator.cli.topopicture import boxes_of_plan
-from hpml_orchestrator.errors import InputError, counted, did_you_mean
+from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
-from hpml_orchestrator.placement.planner import POLICIES, plan
+from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.script.site_rules import as_asked, whole_nodes
 from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
 from hpml_orchestrator.spec import load_job, parse_setting
+from hpml_orchestrator.spec.job import Policy
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
@@ -82,13 +83,8 @@ def topo(
         ),
     ] = None,
     policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            metavar="NAME",
-            help="With --ranks: gpu-local, socket, numa, spread or none.",
-            show_default="gpu-local",
-        ),
+        Policy | None,
+        typer.Option("--policy", help="With --ranks: how to place them.", show_default="gpu-local"),
     ] = None,
     job_file: Annotated[
         str | None,
@@ -158,7 +154,7 @@ def topo(
         shown = (file is None and site_node) or read_node(file)
     else:
         shown = read_node(file)
-        request = request_of_options(ranks or 0, policy or "gpu-local")
+        request = Request(ranks or 0, policy or "gpu-local")
     if job_file or ranks:
         show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
     else:
@@ -199,22 +195,6 @@ class Request:
     hardware_threads: bool = True
     gpus: int | None = None
     cpus: int | None = None
-
-
-def request_of_options(ranks: int, policy: str) -> Request:
-    """Return what `--ranks` and `--policy` request.
-
-    Raises:
-        InputError: there is no such policy.
-    """
-    if policy not in POLICIES:
-        raise InputError(
-            f"must be one of {', '.join(POLICIES)}",
-            field="--policy",
-            value=policy,
-            hint=did_you_mean(policy, POLICIES),
-        )
-    return Request(ranks, policy)
 
 
 def request_of_job(

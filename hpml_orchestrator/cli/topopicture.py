@@ -163,27 +163,17 @@ class _Box:
     def __post_init__(self) -> None:
         self.lines = [_cut(line) for line in self.lines if line]
         self.rows = [row for row in self.rows if row]
-        sizes = [self._font(number) for number in range(len(self.lines))]
-        widths = [
-            len(line) * size * _CHARACTER for line, size in zip(self.lines, sizes, strict=True)
-        ]
+        self._pad = 0 if not self.kind else 2 if self.size == _LABEL else 8
+        self._gap = 3 if self.rows and self.rows[0][0].size == _LABEL else 10
+        self._fonts = [self.size, *[_DETAIL] * len(self.lines)][: len(self.lines)]
+        fonts = zip(self.lines, self._fonts, strict=True)
+        widths = [len(line) * font * _CHARACTER for line, font in fonts]
         widths += [sum(box.width for box in row) + self._gap * (len(row) - 1) for row in self.rows]
         self.width = max(self.width, 2 * self._pad + max(widths, default=0))
-        self._head = self._pad + sum(size + 4 for size in sizes) + (4 if self.rows and sizes else 0)
+        self._head = self._pad + sum(font + 4 for font in self._fonts)
+        self._head += 4 if self.rows and self.lines else 0
         heights = [max(box.height for box in row) + self._gap for row in self.rows]
         self.height = self._head + sum(heights) + self._pad - (self._gap if heights else 0)
-
-    @property
-    def _pad(self) -> int:
-        return 0 if not self.kind else 2 if self.size == _LABEL else 8
-
-    @property
-    def _gap(self) -> int:
-        small = self.rows and self.rows[0][0].size == _LABEL
-        return 3 if small else 10
-
-    def _font(self, line: int) -> int:
-        return self.size if line == 0 else _DETAIL
 
     def draw(self, x: float, y: float) -> Iterator[str]:
         """Yield the SVG elements of the box and of those inside, with its corner at a place."""
@@ -198,14 +188,14 @@ class _Box:
         left = x + (self.width / 2 if label else self._pad)
         look = ' text-anchor="middle"' if label else ""
         top = y + self._pad
-        for number, line in enumerate(self.lines):
-            top += self._font(number)
-            bold = "" if number else ' font-weight="bold"'
+        bold = ' font-weight="bold"'
+        for line, font in zip(self.lines, self._fonts, strict=True):
+            top += font
             yield (
-                f'<text x="{left:g}" y="{top:g}" font-size="{self._font(number)}"{look}{bold}>'
+                f'<text x="{left:g}" y="{top:g}" font-size="{font}"{look}{bold}>'
                 f"{_escaped(line)}</text>"
             )
-            top += 4
+            top, bold = top + 4, ""
         top = y + self._head
         for row in self.rows:
             left = x + self._pad
