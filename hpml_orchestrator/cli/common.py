@@ -197,34 +197,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for row in [header, *rows]:
             typer.echo("\t".join(" ".join(cell.split()) for cell in row))
         return
-    from rich.console import Console  # noqa: PLC0415 - only for terminals
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from hpml_orchestrator.cli.terminal import draw_table  # noqa: PLC0415
 
-    table = Table(box=None, pad_edge=False)
-    for column in header:
-        whole = column in _UNBROKEN_COLUMNS
-        table.add_column(column, no_wrap=whole, overflow="ignore" if whole else "fold")
-    for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
-
-
-_UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS"})
-"""Columns that are never wrapped, because users copy from them."""
-
-_STYLES = {
-    "COMPLETED": "green",
-    "RUNNING": "cyan",
-    "PENDING": "yellow",
-    "FAILED": "red",
-    "TIMEOUT": "red",
-    "OUT_OF_MEMORY": "red",
-    "NODE_FAIL": "red",
-    "CANCELLED": "magenta",
-    "REFUSED": "red",
-    "NOT SUBMITTED": "red",
-    "ok": "green",
-    "yes": "green",
-    "WRONG": "bold red",
-}
+    draw_table(header, rows)

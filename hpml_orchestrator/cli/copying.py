@@ -118,24 +118,10 @@ class Meter:
             )
 
     def _draw(self, counts: str, done: int, all_bytes: int) -> None:
-        from rich import progress  # noqa: PLC0415 - only for terminals
-        from rich.console import Console  # noqa: PLC0415
-
         if self._bar is None:
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.DownloadColumn(binary_units=True),
-                progress.TransferSpeedColumn(),
-                progress.TimeRemainingColumn(),
-                console=Console(stderr=True),
-                auto_refresh=False,  # a refresh thread would be forked with the workers
-                redirect_stdout=False,
-                redirect_stderr=False,
-                transient=True,
-            )
-            self._bar.add_task("", total=None)
-            self._bar.start()
+            from hpml_orchestrator.cli.terminal import progress_bar  # noqa: PLC0415
+
+            self._bar = progress_bar()
         self._bar.update(self._bar.task_ids[0], description=counts, completed=done, total=all_bytes)
         self._bar.refresh()
 

@@ -92,7 +92,9 @@ def print_summary(state: State, *, as_json: bool) -> None:
     if as_json:
         print_json({**state.to_json(), "summary": summary.to_json()})
     elif sys.stdout.isatty():
-        _print_panel(lines, completed=state.state == "COMPLETED")
+        from hpml_orchestrator.cli.terminal import draw_summary  # noqa: PLC0415
+
+        draw_summary(lines, completed=state.state == "COMPLETED")
     else:
         _print_lines(lines)
     fail_unless_completed(state)
@@ -101,21 +103,6 @@ def print_summary(state: State, *, as_json: bool) -> None:
 def _print_lines(lines: list[tuple[str, str]]) -> None:
     for name, text in lines:
         typer.echo(f"{name:<10} {text}")
-
-
-def _print_panel(lines: list[tuple[str, str]], *, completed: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415 - only for terminals
-    from rich.panel import Panel  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in lines:
-        table.add_row(name, Text(text))
-    border = "green" if completed else "red"
-    Console().print(Panel(table, border_style=border, expand=False))
 
 
 COLUMNS = tuple("RANK NODE GPU CPUS CORES NUMA DISTANCE NIC THREADS STATUS".split())

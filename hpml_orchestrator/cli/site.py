@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from socket import gethostname
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,7 +23,6 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.templates import eject as eject_template
 from hpml_orchestrator.runs.templates import templates
 from hpml_orchestrator.scheduler.command import SubprocessRunner
@@ -164,14 +163,12 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 def schema(
     what: Annotated[
-        str, typer.Argument(help="job (job files) or site (site profiles).", metavar="WHAT")
+        Literal["job", "site"],
+        typer.Argument(metavar="[job|site]", help="Job files or site profiles."),
     ] = "job",
 ) -> None:
     """Print the JSON Schema of job files or profiles.
 
     Editors use it to complete and check these files.
     """
-    schemas = {"job": job_schema, "site": site_schema}
-    if what not in schemas:
-        raise InputError("must be job or site", field="WHAT", value=what, hint="hpml schema job")
-    print_json(schemas[what]())
+    print_json(job_schema() if what == "job" else site_schema())

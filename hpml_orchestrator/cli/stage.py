@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["group"]
 
-_PRINTABLE = ("path", "digest", "bytes", "files", "seconds", "reused", "target", "name")
+_Field = Literal["path", "digest", "bytes", "files", "seconds", "reused", "target", "name"]
 
 
 class _GroupWithArguments(TyperGroup):
@@ -69,11 +69,10 @@ class _GroupWithArguments(TyperGroup):
         """Run the command that was named, else the callback."""
         if not ctx.args:
             return super().invoke(ctx)
-        name, command, rest = self.resolve_command(ctx, ctx.args)
-        assert command is not None  # noqa: S101 - parse_args found it
+        name, *rest = ctx.args
         ctx.invoked_subcommand = name
         ctx.args = []
-        with command.make_context(name, rest, parent=ctx) as below:
+        with self.commands[name].make_context(name, rest, parent=ctx) as below:
             return below.command.invoke(below)
 
 
@@ -184,13 +183,7 @@ def stage(
         ),
     ] = None,
     field: Annotated[
-        str | None,
-        typer.Option(
-            "--print",
-            metavar="FIELD",
-            help="Print only this field, one line per SRC: path, digest, bytes, files, seconds, "
-            "reused, target or name.",
-        ),
+        _Field | None, typer.Option("--print", help="Print only this field, one line per SRC.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -199,13 +192,9 @@ def stage(
     Prints the path of the copy once it is complete. Staging the same data again reuses the copy.
     After an error or Ctrl-C no incomplete copy is left; sources already staged are kept.
     """
-    refuse_empty({"--name": name, "--local-dir": local_dir, "--print": field})
+    refuse_empty({"--name": name, "--local-dir": local_dir})
     if field is not None:
         refuse_with("--print", {"--json": as_json})
-        if field not in _PRINTABLE:
-            raise InputError(
-                f"must be one of {', '.join(_PRINTABLE)}", field="--print", value=field
-            )
     if to != "auto":
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
     if to not in {"auto", "local"}:

@@ -306,16 +306,12 @@ def bench(
         bases = bases_of(paths_here(chosen_site(context)))
         targets = [("local", bases.local), ("shm", bases.shm)]
     with stoppable(lambda: "the test files were removed") as stop:
-        bench = run_bench(origin, targets, sizes, stop, say=_progress)
+        say = notice if sys.stderr.isatty() else lambda _: None
+        bench = run_bench(origin, targets, sizes, stop, say=say)
     if as_json:
         print_json(_bench_json(bench))
     else:
         _print_bench(bench, sizes)
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        notice(text)
 
 
 def _print_bench(bench: Bench, sizes: Sizes) -> None:
