@@ -26,6 +26,7 @@ from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.runs.bound import bound_of, node_topology
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.scheduler.command import SubprocessRunner
+from hpml_orchestrator.topology import topology_json
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.recognise import (
     BYTES_MAX,
@@ -33,7 +34,6 @@ from hpml_orchestrator.topology.recognise import (
     read_topology,
     topology_of_text,
 )
-from hpml_orchestrator.topology.record import topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:

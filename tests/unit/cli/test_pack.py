@@ -85,7 +85,7 @@ def test_ctrl_c_and_resume(shell: Shell, tmp_path: Path) -> None:
 
 def test_progress(shell: Shell, tmp_path: Path, tree: Path) -> None:
     """A terminal gets a bar, a short run in a log nothing."""
-    words = [HPML, "pack", str(tree), str(tmp_path / "pack")]
+    words: list[str | Path] = [HPML, "pack", str(tree), str(tmp_path / "pack")]
     shown = in_terminal(words, {**shell.environment(), "TERM": "xterm"})
     assert "of 121 files" in shown
     assert "packed 121 files" in shown.splitlines()[-1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.topology.record import topology_json
+from hpml_orchestrator.topology import topology_json
 from tests.unit.cli.support import Hpml, Shell
 from tests.unit.placement.machines import milan
 
