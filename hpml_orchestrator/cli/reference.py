@@ -141,8 +141,8 @@ _OTHERS = {
 }
 _MORE = {
     1: "; `doctor`: something is missing",
-    5: "; an interrupted submission: complete it with `hpml submit --resume RUN`; `cancel`: a run "
-    "that is being submitted has no job yet",
+    5: "; complete an interrupted submission with `hpml submit --resume RUN`; `cancel`: a run that "
+    "is being submitted has no job yet",
     8: "; `hpml pack`: a directory cannot be packed, or a pack is damaged; `hpml stage verify`: "
     "staged data differs from its source",
     79: ": the status of a job's script, not of hpml",
