@@ -1,4 +1,4 @@
-"""`hpml export`: wrong values are told before anything starts, and what starts is lean."""
+"""`hpml export`: wrong values are refused before anything starts, and what starts is lean."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hpml_exporters.metrics import ALL
+from hpml_exporters.options import NodeOptions
+from hpml_exporters.roots import Roots
 
 from tests.patience import eventually
 from tests.unit.cli.support import Hpml, Shell
@@ -25,12 +27,12 @@ def handed_over(
     """The options that the lean process would get, and what was said before."""
     caught: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda *given: caught.append(given))
-    told = hpml("export", "node", *words)
-    assert told.code == 0, told.err
+    ended = hpml("export", "node", *words)
+    assert ended.code == 0, ended.err
     ((program, command, environment),) = caught
     assert [program, "-P", "-m", "hpml_exporters"] == command[:4]
     assert environment["MALLOC_ARENA_MAX"] == "2"
-    return json.loads(command[4]), told.err
+    return json.loads(command[4]), ended.err
 
 
 def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,26 +48,20 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
         *("--node-interval", "5", "--stuck-seconds", "6", "--exit-seconds", "7"),
         *("--root", "proc=/p", "--root", "sys=/s"),
     )
-    roots = given.pop("roots")
-    assert given == {
-        "listen": ":1",
-        "web_config": str(shell.root / "web.yml"),
-        "without": SWITCHES,
-        "gpu_interval": 2.0,
-        "job_interval": 3.0,
-        "process_interval": 4.0,
-        "node_interval": 5.0,
-        "stuck_seconds": 6.0,
-        "exit_seconds": 7.0,
-        "job": None,
-        "address_file": str(shell.root / "a"),
-        "summary_file": "",
-        "any_port": False,
-        "feed_fd": -1,
-        "parent_pid": 0,
-    }
-    assert isinstance(roots, dict)
-    assert (roots["proc"], roots["sys"], roots["shm"]) == ("/p", "/s", "/dev/shm")
+    options = NodeOptions(
+        listen=":1",
+        web_config=str(shell.root / "web.yml"),
+        without=tuple(SWITCHES),
+        gpu_interval=2.0,
+        job_interval=3.0,
+        process_interval=4.0,
+        node_interval=5.0,
+        stuck_seconds=6.0,
+        exit_seconds=7.0,
+        address_file=str(shell.root / "a"),
+        roots=Roots(proc="/p", sys="/s"),
+    )
+    assert given == json.loads(options.to_json())
 
 
 HASH = "$2y$10$" + "a" * 53
@@ -131,7 +127,7 @@ def test_the_catalogue_is_printed(hpml: Hpml) -> None:
     """Every metric as a line, or as JSON with all that is known of it."""
     lines = hpml("export", "metrics").out.splitlines()
     assert lines[0] == "METRIC\tTYPE\tLABELS\tMEANING"
-    assert [line.split("\t")[0] for line in lines[1:]] == [one.name for one in ALL]
+    assert [line.split("\t")[0] for line in lines[1:]] == [metric.name for metric in ALL]
     rows = hpml("export", "metrics", "--json").json()
     assert len(rows) == len(ALL)
     assert set(rows[0]) == {"name", "type", "help", "labels", "unit", "source"}

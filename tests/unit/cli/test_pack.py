@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import eventually
-from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
+from tests.unit.cli.support import Hpml, Shell
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 
@@ -81,11 +81,3 @@ def test_ctrl_c_and_resume(shell: Shell, tmp_path: Path) -> None:
     assert not [name for name in left(tmp_path / "pack") if name.endswith(".writing")]
     assert shell.hpml(*words, "--resume").code == 0
     assert finished(tmp_path / "pack")
-
-
-def test_progress(shell: Shell, tmp_path: Path, tree: Path) -> None:
-    """A terminal gets a bar, a short run in a log nothing."""
-    words: list[str | Path] = [HPML, "pack", str(tree), str(tmp_path / "pack")]
-    shown = in_terminal(words, {**shell.environment(), "TERM": "xterm"})
-    assert "of 121 files" in shown
-    assert "packed 121 files" in shown.splitlines()[-1]

@@ -114,8 +114,6 @@ def test_site_chooses_another_profile_or_none(shell: Shell, hpml: Hpml, project:
         ("[directives.mem]\nforbid = 'memory follows the CPUs'", {"memory": "4G"},
          "resources.memory: asks for --mem, which this site forbids: memory follows the CPUs"),
         ("[defaults.resources]\npartion = 'a'", {}, "did you mean defaults.resources.partition?"),
-        ("[defaults]\nname = 'a'", {}, "name belongs to each job and has no default here"),
-        ("[partitions.a]\nnode_types = ['b']", {}, "there is no node type b"),
         ("cluster = 'a", {}, "is not TOML"),
     ],
 )  # fmt: skip

@@ -14,11 +14,10 @@ from hpml_orchestrator.runs.bound import Place
 from hpml_orchestrator.topology import (
     Core,
     Domain,
-    Gpu,
-    Nic,
     Topology,
     format_list,
     parse_list,
+    read_topology,
 )
 from hpml_orchestrator.topology.recognise import parse_xml
 from tests.unit.cli.support import SVG, Hpml, Shell
@@ -146,30 +145,6 @@ def test_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:
     assert piped.out.startswith("<svg")
 
 
-def odd_machine() -> Topology:
-    """Sixteen domains of 9 cores in two sockets, memory alone, and devices of no domain."""
-    cores = [
-        Core(n, n // 72, n // 9, tuple(n + 144 * thread for thread in range(4))) for n in range(144)
-    ]
-    domains = [
-        Domain(
-            number,
-            tuple(cpu for core in cores if core.domain == number for cpu in core.cpus),
-            2**40,
-            tuple((other, 10 if other == number else 32) for other in range(17)),
-        )
-        for number in range(16)
-    ]
-    gpus = [
-        Gpu(n, f"GPU{n} MIG\x01 1g.10gb 0<&>", f"0000:{n:02x}:00.0", domain=n) for n in range(6)
-    ]
-    gpus += [Gpu(6, "GPU6", "0000:f0:00.0"), Gpu(7, "GPU7", domain=3)]
-    nics = [Nic(f"mlx5_bond_with_a_long_name_{n}", "", n or None) for n in range(3)]
-    return Topology(
-        "sysfs", tuple(cores), (*domains, Domain(16, (), 2**36)), tuple(gpus), tuple(nics)
-    )
-
-
 def corners(root: ET.Element, kind: str) -> list[tuple[float, float, float, float]]:
     """Left, top, right and bottom of all boxes of a kind."""
     boxes = [
@@ -180,14 +155,22 @@ def corners(root: ET.Element, kind: str) -> list[tuple[float, float, float, floa
     return [(x, y, x + width, y + height) for x, y, width, height in boxes]
 
 
-def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def apart(boxes: list[tuple[float, float, float, float]], page: tuple[float, ...]) -> None:
+    """No two boxes overlap, and all are on the page."""
+    assert boxes
+    for index, one in enumerate(boxes):
+        assert one[0] >= 0 <= one[1]
+        assert one[2] <= page[2]
+        assert one[3] <= page[3]
+        for two in boxes[index + 1 :]:
+            assert one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
 
 
 @pytest.mark.parametrize("ranks", ["none", "plan", "seen"])
-def test_nothing_in_a_picture_overlaps(ranks: str) -> None:
+@pytest.mark.parametrize("file", ["hwloc/power8gpudistances.xml", "nvidia-smi/1gpu-numa1.txt"])
+def test_nothing_in_a_picture_overlaps(file: str, ranks: str) -> None:
     """Boxes of a kind lie apart and on the page, and so do texts, in a font wider than usual."""
-    machine = odd_machine()
+    machine = read_topology(DATA / file)
     cpus = sorted(machine.cpus)
     wrong = ("runs where it should not, and this is said at length " * 3,)
     places = [
@@ -196,28 +179,20 @@ def test_nothing_in_a_picture_overlaps(ranks: str) -> None:
     ]
     boxes = {
         "none": [],
-        "plan": boxes_of_plan(plan(machine, 24, ranks_per_gpu=3)),
+        "plan": boxes_of_plan(plan(machine, 3 * len(machine.devices), ranks_per_gpu=3)),
         "seen": boxes_of_places(places),
     }[ranks]
     root = parse_xml(picture(machine, title="a machine", ranks=boxes))
     (page,) = corners(root, "page")
-    for kind in ("core", "gpu", "nic", "domain", "socket"):
-        found = corners(root, kind)
-        assert found
-        for index, box in enumerate(found):
-            assert box[0] >= 0 <= box[1]
-            assert box[2] <= page[2]
-            assert box[3] <= page[3]
-            assert not any(overlap(box, other) for other in found[index + 1 :])
+    for kind in ("core", "gpu", "domain", "socket"):
+        apart(corners(root, kind), page)
     lines = []
     for text in root.iter(f"{SVG}text"):
         size, x, y = (float(text.get(name, "")) for name in ("font-size", "x", "y"))
         long = 0.6 * size * len(text.text or "")
         x -= long / 2 if text.get("text-anchor") == "middle" else 0
         lines.append((x, y - size * 0.8, x + long, y + size * 0.2))
-    for index, line in enumerate(lines):
-        assert line[2] <= page[2]
-        assert not any(overlap(line, other) for other in lines[index + 1 :]), line
+    apart(lines, page)
 
 
 def test_a_core_of_several_ranks_is_grey() -> None:
