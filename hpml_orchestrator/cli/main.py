@@ -224,7 +224,7 @@ def _open_streams() -> None:
 def _call() -> None:
     """Run the command of the command line, or report what is wrong with that line."""
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="hpml", standalone_mode=False)
     except typer.Abort:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except _UsageError as error:
@@ -254,7 +254,7 @@ def _usage_error(error: Any) -> HpmlError:
     )
     if context is None:  # an option without its value
         return InputError(message, hint="see the command's --help")
-    path = _path(context)
+    path = context.command_path
     details = getattr(error.__cause__, "errors", None)
     value = details()[0].get("input") if callable(details) else None
     hint = f"{path} --help"
@@ -269,12 +269,3 @@ def _usage_error(error: Any) -> HpmlError:
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
         hint = f"to set a field of the job file: --set {match[1]}"
     return InputError(message, value=value, hint=hint)
-
-
-def _path(context: Any) -> str:
-    """Return the command as it is typed, such as `hpml template list`."""
-    names: list[str] = []
-    while context.parent is not None:
-        names.insert(0, context.info_name)
-        context = context.parent
-    return " ".join(["hpml", *names])

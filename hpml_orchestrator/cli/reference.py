@@ -53,13 +53,11 @@ hpml doctor
     Check this machine: hpml doctor
 hpml schema
     Schema of job files, for an editor: hpml schema job
-    Schema of site profiles: hpml schema site
 hpml import
     Print the job file: hpml import train.sh
     Write it, replacing an older one: hpml import train.sh -o train.yaml --force
 hpml check
     Check a job: hpml check job.yaml
-    Check it with four nodes: hpml check job.yaml --set resources.nodes=4
 hpml init
     Write hpml.toml in this directory: hpml init
     Write your own profile and probe the nodes: hpml init --user --probe
@@ -73,7 +71,6 @@ hpml template eject
 hpml topo
     This node: hpml topo
     A saved topology, with a picture: hpml topo topo.txt --svg node.svg
-    A topology file as JSON: hpml topo machine.xml --json
     Where four ranks would run: hpml topo machine.xml --ranks 4 --svg ranks.svg
     Where a job's ranks would run: hpml topo --plan job.yaml
     Where a run's ranks ran: hpml topo --run last --svg ranks.svg
@@ -81,7 +78,6 @@ hpml pack
     Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
     Resume an interrupted pack: hpml pack imagenet packed --resume
     Verify every digest: hpml pack --verify packed
-    List its files as JSON: hpml pack --list packed --json
 hpml stage
     Into memory, for this shell or script: hpml stage imagenet --to shm
     In a script, as `data=$(…)`: hpml stage imagenet --print path
@@ -97,13 +93,11 @@ hpml stage clean
     Show what was unused for a week: hpml stage clean --older 7d --dry-run
 hpml stage bench
     From the shared file system: hpml stage bench --from /scratch/ada
-    Quickly, to memory only: hpml stage bench /dev/shm --files 1000 --large 64M
 hpml export
     Export metrics of this node's GPUs and jobs: hpml export node
 hpml export node
     On localhost only: hpml export node
     For a remote Prometheus, with TLS: hpml export node --listen :9445 --web-config web.yml
-    Read GPUs every five seconds, skip Lustre: hpml export node --gpu-interval 5 --no-lustre
 hpml export metrics
     The whole catalogue as JSON: hpml export metrics --json
 hpml man

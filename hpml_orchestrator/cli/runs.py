@@ -124,7 +124,7 @@ def prune(
         typer.Option(
             "--older-than",
             metavar="AGE",
-            help="Only runs that ended at least this long ago: 12h, 30d, 8w.",
+            help="Only runs that ended at least this long ago, e.g. 12h, 30d or 8w.",
         ),
     ] = None,
     state: Annotated[
@@ -132,7 +132,7 @@ def prune(
         typer.Option(
             "--state",
             metavar="STATES",
-            help="Only runs that ended in these states: FAILED,CANCELLED.",
+            help="Only runs that ended in these states, e.g. FAILED,CANCELLED.",
         ),
     ] = None,
     keep: Annotated[

@@ -33,7 +33,7 @@ def show(
     ranks: Annotated[
         bool,
         typer.Option(
-            "--ranks", help="Show all ranks; by default, with more than 16, only wrong ones."
+            "--ranks", help="Show all ranks; by default only wrong ones if there are over 16."
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -164,7 +164,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 def schema(
     what: Annotated[
         Literal["job", "site"],
-        typer.Argument(metavar="[job|site]", help="Job files or site profiles."),
+        typer.Argument(metavar="job|site", help="Job files or site profiles."),
     ] = "job",
 ) -> None:
     """Print the JSON Schema of job files or profiles.

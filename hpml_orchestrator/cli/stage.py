@@ -65,6 +65,13 @@ class _GroupWithArguments(TyperGroup):
             return list(args)
         return super().parse_args(ctx, args)
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; the usage of a command shows none of the group's arguments."""
+        params = super().get_params(ctx)
+        if ctx.command is self:
+            return params
+        return [param for param in params if param.param_type_name != "argument"]
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named, else the callback."""
         if not ctx.args:

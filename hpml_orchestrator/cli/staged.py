@@ -279,7 +279,9 @@ def bench(
     ] = ".",
     files: Annotated[
         int,
-        typer.Option("--files", metavar="N", min=1, max=10_000_000, help="Small files, at most."),
+        typer.Option(
+            "--files", metavar="N", min=1, max=10_000_000, help="At most this many small files."
+        ),
     ] = 5000,
     size: Annotated[
         str, typer.Option("--size", metavar="SIZE", help="Size of each small file.")

@@ -128,25 +128,28 @@ def test_programs_get_json(
     assert hpml("cancel", "--json", good).json()[0]["id"] == good
 
 
-def test_a_job_on_slurm(shell: Shell, hpml: Hpml, slurm: FakeScheduler) -> None:
+def test_a_job_on_slurm(shell: Shell, hpml: Hpml, slurm: FakeScheduler, tmp_path: Path) -> None:
     """It is submitted once, seen in the queue, while it runs, at its end, and cancelled."""
-    submit = ("submit", "--no-check", "--json")
-    first, second = (hpml(*submit, shell.job(name)).json() for name in ("first", "second"))
-    assert (first["job_id"], second["job_id"], sorted(slurm.jobs)) == ("1", "2", ["1", "2"])
+
+    def call(*words: str) -> Result:
+        return hpml("--records", str(tmp_path), *words)
+
+    def submit(name: str) -> str:
+        return str(call("submit", "--no-check", "--json", shell.job(name)).json()["id"])
+
+    first, second = submit("first"), submit("second")
+    assert sorted(slurm.jobs) == ["1", "2"]
     slurm.move("1", JobState.RUNNING)
-    rows = [line.split("\t") for line in hpml("status").out.splitlines()[1:]]
-    assert [(row[1], row[2], row[3]) for row in rows] == [
-        ("2", "slurm", "PENDING"),
-        ("1", "slurm", "RUNNING"),
-    ]
+    rows = [line.split("\t")[:4] for line in call("status").out.splitlines()[1:]]
+    assert rows == [[second, "2", "slurm", "PENDING"], [first, "1", "slurm", "RUNNING"]]
     slurm.move("1", JobState.COMPLETED)
-    assert hpml("wait", first["id"]).code == 0
-    assert hpml("cancel", second["id"]).out == f"{second['id']}: cancelled job 2\n"
-    assert hpml("wait", second["id"]).refuses(6, "job 2 ended CANCELLED")
-    assert hpml("status").err == "no unfinished runs; `hpml list` shows all\n"
-    third = hpml(*submit, shell.job("third")).json()
+    assert call("wait", "1").code == 0
+    assert call("cancel", "2").out == f"{second}: cancelled job 2\n"
+    assert call("wait", "2").refuses(6, "job 2 ended CANCELLED")
+    assert call("status").err == "no unfinished runs; `hpml list` shows all\n"
+    third = submit("third")
     slurm.faults = [Fault.UNAVAILABLE] * 3
-    assert hpml("cancel", third["id"]).code == 5
+    assert call("cancel", third).code == 5
 
 
 def test_an_array_and_its_tasks(hpml: Hpml, array: tuple[Result, str]) -> None:
