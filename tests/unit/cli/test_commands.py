@@ -126,12 +126,12 @@ def test_a_bug_of_hpml_is_reported_as_such(hpml: Hpml, monkeypatch: pytest.Monke
     assert ended.err.startswith("hpml: internal error: KeyError: 'oops'\nhint: ")
 
 
-def test_no_runs_yet(hpml: Hpml) -> None:
+def test_no_runs_yet(hpml: Hpml, tmp_path: Path) -> None:
     """An empty store is no error: nothing on standard output, an empty list for programs."""
     for command in ("list", "status"):
-        shown = hpml(command)
+        shown = hpml("--records", str(tmp_path), command)
         assert (shown.code, shown.out, shown.err) == (0, "", "no runs\n")
-        assert hpml(command, "--json").json() == []
+        assert hpml("--records", str(tmp_path), command, "--json").json() == []
 
 
 def test_render_explains(shell: Shell, hpml: Hpml) -> None:
