@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from hpml_orchestrator.records.store import Store, default_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Submission
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -27,7 +30,7 @@ __all__ = [
     "RunWords",
     "SetOption",
     "chosen_site",
-    "complete_run",
+    "one_run",
     "parse_age",
     "print_json",
     "print_table",
@@ -39,10 +42,11 @@ __all__ = [
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
+_NAMED_TASKS = 3
 _AGE_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
-def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+def _complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the runs whose names start with a word, for the shell's completion."""
     try:
         ctx.obj = {"records": ctx.find_root().params.get("records")}
@@ -67,8 +71,8 @@ AfterOption = Annotated[
     typer.Option(
         "--after",
         metavar="RUN|any:RUN|notok:RUN",
-        help="Start after that run has completed; any: after it has ended, notok: after it has "
-        "failed. May be repeated. Replaces `after` of the job file.",
+        help="Start after that run has completed; with any: has ended, with notok: has failed. "
+        "May be repeated; overrides `after` of the job file.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -77,17 +81,17 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="Where to run: slurm, local, or auto (Slurm if sbatch is on PATH).",
+        help="slurm, local (this machine), or auto: Slurm if sbatch is on PATH.",
     ),
 ]
-LocalOption = Annotated[
-    bool, typer.Option("--local", help="Run on this machine; same as --backend local.")
-]
-_RUN_HELP = "Run id, a unique part of it, a job id or `last`; append .INDEX for one task."
-RunWord = Annotated[str, typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)]
-RunWords = Annotated[
-    list[str], typer.Argument(metavar="RUN", help=_RUN_HELP, autocompletion=complete_run)
-]
+LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine: --backend local.")]
+_RUN = typer.Argument(
+    metavar="RUN",
+    help="Run id, a unique beginning or end of it, job id or `last`; RUN.INDEX is one task.",
+    autocompletion=_complete_run,
+)
+RunWord = Annotated[str, _RUN]
+RunWords = Annotated[list[str], _RUN]
 
 
 def store_of(context: typer.Context) -> Store:
@@ -97,16 +101,39 @@ def store_of(context: typer.Context) -> Store:
     return Store(default_root(environment))
 
 
+def one_run(submission: Submission, *, field: str, has: str) -> Submission:
+    """Return a submission of one run; of a job array with several tasks, one must be named.
+
+    Args:
+        submission: what the user named.
+        field: the argument or option that names it.
+        has: what each task has of its own.
+
+    Raises:
+        InputError: it is a job array and none of its tasks is named.
+    """
+    tasks = submission.runs()
+    if submission.index is not None or not submission.is_array():
+        return submission
+    if len(tasks) == 1:
+        return replace(submission, index=tasks[0][0])
+    names = [f"{submission.sid}.{index}" for index, _ in tasks[:_NAMED_TASKS]]
+    more = ", …" if len(tasks) > _NAMED_TASKS else ""
+    raise InputError(
+        f"is a job array of {len(tasks)} tasks, each with its own {has}",
+        field=field,
+        value=submission.sid,
+        hint=f"name one: {', '.join(names)}{more}",
+    )
+
+
 def chosen_site(context: typer.Context) -> str:
     """Return the value of `--site` or `HPML_SITE`: a file, `none`, or nothing."""
     return (context.find_root().obj or {}).get("site") or ""
 
 
 def refuse_empty(options: Mapping[str, str | None]) -> None:
-    """Refuse options with an empty value, as from an unset shell variable.
-
-    Args:
-        options: each with its value; None where it was not given.
+    """Refuse options with an empty value, as from an unset shell variable; None is not given.
 
     Raises:
         InputError: one of them is empty.
@@ -119,10 +146,10 @@ def refuse_empty(options: Mapping[str, str | None]) -> None:
 
 
 def refuse_with(option: str, others: Mapping[str, object]) -> None:
-    """Refuse options that cannot be combined with another.
+    """Refuse options that cannot be combined with a given one.
 
     Args:
-        option: the option that was given.
+        option: the given option.
         others: options that it excludes, with their values.
 
     Raises:
@@ -139,7 +166,7 @@ def parse_age(text: str, *, field: str) -> float:
     """Return the seconds of an age such as 7d.
 
     Raises:
-        InputError: it is none; names the option.
+        InputError: it is in another form; names the option.
 
     >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
     (5400.0, 5400.0)
@@ -170,34 +197,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for row in [header, *rows]:
             typer.echo("\t".join(" ".join(cell.split()) for cell in row))
         return
-    from rich.console import Console  # noqa: PLC0415 - only for terminals
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from hpml_orchestrator.cli.terminal import draw_table  # noqa: PLC0415
 
-    table = Table(box=None, pad_edge=False)
-    for column in header:
-        whole = column in _UNBROKEN_COLUMNS
-        table.add_column(column, no_wrap=whole, overflow="ignore" if whole else "fold")
-    for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
-
-
-_UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "RIGHT", "STATUS"})
-"""Columns that are never wrapped, because users copy from them."""
-
-_STYLES = {
-    "COMPLETED": "green",
-    "RUNNING": "cyan",
-    "PENDING": "yellow",
-    "FAILED": "red",
-    "TIMEOUT": "red",
-    "OUT_OF_MEMORY": "red",
-    "NODE_FAIL": "red",
-    "CANCELLED": "magenta",
-    "REFUSED": "red",
-    "NOT SUBMITTED": "red",
-    "ok": "green",
-    "yes": "green",
-    "WRONG": "bold red",
-}
+    draw_table(header, rows)

@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.process import Stop, notice
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.spec.values import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
     from typing import Self
 
     from rich.progress import Progress
 
-__all__ = ["Meter", "Stop", "count_option", "outside_links_option", "parse_size", "stoppable"]
+__all__ = ["Meter", "count_option", "outside_links_option", "parse_size", "stoppable"]
 
 _WORKERS_MAX = 1024
 
 _LINE_EVERY_SECONDS = 10.0
 _BAR_EVERY_SECONDS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def count_option(name: str, text: str, default: str = "one per CPU", *, least: int = 1) -> Any:
@@ -120,61 +118,12 @@ class Meter:
             )
 
     def _draw(self, counts: str, done: int, all_bytes: int) -> None:
-        from rich import progress  # noqa: PLC0415 - only for terminals
-        from rich.console import Console  # noqa: PLC0415
-
         if self._bar is None:
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.DownloadColumn(binary_units=True),
-                progress.TransferSpeedColumn(),
-                progress.TimeRemainingColumn(),
-                console=Console(stderr=True),
-                auto_refresh=False,  # a refresh thread would be forked with the workers
-                redirect_stdout=False,
-                redirect_stderr=False,
-                transient=True,
-            )
-            self._bar.add_task("", total=None)
-            self._bar.start()
+            from hpml_orchestrator.cli.terminal import progress_bar  # noqa: PLC0415
+
+            self._bar = progress_bar()
         self._bar.update(self._bar.task_ids[0], description=counts, completed=done, total=all_bytes)
         self._bar.refresh()
-
-
-class Stop:
-    """Whether a signal asked to stop; a context manager that is passed as `should_stop`.
-
-    The second Ctrl-C raises KeyboardInterrupt.
-
-    Attributes:
-        number: of the signal; 0 as long as there was none.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __call__(self) -> bool:
-        """Whether to stop."""
-        return self.number != 0
-
-    def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            before = signal.getsignal(number)
-            if before != signal.SIG_IGN:  # stays ignored, as nohup wants it
-                self._before[number] = before
-                signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.number and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = self.number or number
 
 
 @contextlib.contextmanager
@@ -184,7 +133,7 @@ def stoppable(outcome: Callable[[], str]) -> Iterator[Stop]:
     Args:
         outcome: what is left of the work, printed after the signal's name.
     """
-    with Stop() as stop:
+    with Stop(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as stop:
         try:
             yield stop
         except (StagingError, KeyboardInterrupt):

@@ -24,6 +24,7 @@ __all__ = ["group"]
 
 group = typer.Typer(no_args_is_help=True)
 _SECONDS = "SECONDS"
+_SWITCHES = "gpu jobs processes shm disks infiniband nfs lustre training".split()
 
 
 def _switch(name: str, what: str) -> Any:
@@ -91,27 +92,18 @@ def node(
 ) -> None:
     """Export metrics of this node's GPUs, jobs, disks and networks.
 
-    It serves /metrics and /healthz until SIGTERM or Ctrl-C; standard error shows the address and
-    what this node has no source for.
+    Serves /metrics and /healthz until SIGTERM or Ctrl-C. The address goes to stderr, and so do
+    metrics that this node has no source for.
     """
     refuse_empty({"--web-config": web_config, "--address-file": address_file})
     if not all(os.path.isabs(path) for path in (web_config, address_file) if path):
         refuse_gone_directory()
-    switches = {
-        "gpu": no_gpu,
-        "jobs": no_jobs,
-        "processes": no_processes,
-        "shm": no_shm,
-        "disks": no_disks,
-        "infiniband": no_infiniband,
-        "nfs": no_nfs,
-        "lustre": no_lustre,
-        "training": no_training,
-    }
+    skipped = (no_gpu, no_jobs, no_processes, no_shm, no_disks, no_infiniband, no_nfs, no_lustre)
+    switches = zip(_SWITCHES, (*skipped, no_training), strict=True)
     options = NodeOptions(
         listen=listen,
         web_config=os.path.abspath(web_config) if web_config else "",
-        without=tuple(name for name, off in switches.items() if off),
+        without=tuple(name for name, skip in switches if skip),
         gpu_interval=gpu_interval,
         job_interval=job_interval,
         process_interval=process_interval,
@@ -138,7 +130,7 @@ def metrics(as_json: JsonOption = False) -> None:
         return
     print_table(
         ("METRIC", "TYPE", "LABELS", "MEANING"),
-        [(one.name, one.type, " ".join(one.labels) or "-", one.help) for one in ALL],
+        [(metric.name, metric.type, " ".join(metric.labels) or "-", metric.help) for metric in ALL],
     )
 
 
@@ -188,7 +180,7 @@ def _warn(options: NodeOptions) -> None:
         danger = f"passwords for {options.listen} are sent unencrypted"
     else:
         how = "without a password" if encrypted else "unencrypted and without a password"
-        danger = f"anybody who can reach {options.listen} can read job metrics, {how}"
+        danger = f"anyone who can reach {options.listen} can read job metrics, {how}"
     remedy = "use --web-config FILE"
     if options.web_config:
         key = "tls_server_config" if locked else "basic_auth_users"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, store_of
+from hpml_orchestrator.cli.common import JsonOption, RunWord, one_run, print_json, store_of
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
 from hpml_orchestrator.errors import (
     BindingError,
-    InputError,
     JobFailedError,
     NotFoundError,
     RecordError,
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["fail_unless_completed", "follow", "logs", "wait"]
 
-_NAMED_TASKS = 3
-
 
 def logs(
     context: typer.Context,
@@ -38,15 +34,15 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Print new output until the run has ended.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Only the last N lines; 0 for all.")
+        int, typer.Option("--lines", "-n", min=0, help="Print only the last N lines; 0: all.")
     ] = 0,
 ) -> None:
     """Print the output of a run.
 
-    Of a job array it prints the output of one task, RUN.INDEX.
+    For a job array, name one task: RUN.INDEX.
     """
     store = store_of(context)
-    submission = _one_run(store.resolve(run))
+    submission = one_run(store.resolve(run), field="RUN", has="output")
     chosen = run_of(store, submission)
     has_output = chosen.has_output()
     position = start_of_last(chosen.output, lines) if has_output and lines else 0
@@ -62,31 +58,10 @@ def logs(
         sys.stdout.buffer.write(data)
 
 
-def _one_run(submission: Submission) -> Submission:
-    """Return a submission with one run; of an array with several tasks, one must be named.
-
-    Raises:
-        InputError: it is an array and none of its tasks is named.
-    """
-    tasks = submission.runs()
-    if submission.index is not None or not submission.is_array():
-        return submission
-    if len(tasks) == 1:
-        return replace(submission, index=tasks[0][0])
-    names = ", ".join(f"{submission.sid}.{index}" for index, _ in tasks[:_NAMED_TASKS])
-    more = ", …" if len(tasks) > _NAMED_TASKS else ""
-    raise InputError(
-        f"is a job array of {len(tasks)} tasks, each with its own output",
-        field="RUN",
-        value=submission.sid,
-        hint=f"name one: {names}{more}",
-    )
-
-
 def wait(context: typer.Context, run: RunWord = "last", as_json: JsonOption = False) -> None:
     """Wait until a run has ended.
 
-    The exit status is 0 if the run completed, else 6.
+    The exit status is 0 if the run completed, otherwise 6.
     """
     store = store_of(context)
     state = follow(store, store.resolve(run), out=sys.stdout, output=False)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, print_json
+from hpml_orchestrator.convert import Place, import_script, read_script
+from hpml_orchestrator.errors import InputError, RecordError
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.spec import load_job
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hpml_orchestrator.convert import Finding
 
 __all__ = ["import_"]
@@ -40,27 +43,26 @@ def import_(
 ) -> None:
     """Convert an sbatch script to a job file; warnings go to stderr.
 
-    The script is only read: nothing in it is run.
+    The script is only read, never run.
     """
-    from pathlib import Path  # noqa: PLC0415
-
-    from hpml_orchestrator.convert import Place, import_script, read_script  # noqa: PLC0415
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-
     directory = os.getcwd()
     target = Path(os.path.abspath(output)) if output else None
     if target is not None and target.suffix.lower() == ".toml":
         raise InputError("is written as YAML", field="--output", value=output, hint="job.yaml")
     if target is not None and not force and os.path.lexists(target):
         raise InputError(
-            "exists already", field="--output", value=output, hint="--force replaces it"
+            "already exists", field="--output", value=output, hint="--force replaces it"
         )
     base = str(target.parent) if target else directory
     place = Place(directory=directory, base=base, environment=dict(os.environ))
-    made = import_script(read_script(Path(script)), name=os.path.basename(script), place=place)
+    name = os.path.basename(script)
+    made = import_script(read_script(Path(script)), name=name, place=place)
     _check(made.text)
     if target is not None:
-        _write(target, made.text, force=force)
+        try:
+            write_text(target, made.text)
+        except RecordError as error:
+            raise InputError(str(error), hint="name another file with --output") from error
     if as_json:
         print_json(
             {
@@ -74,41 +76,18 @@ def import_(
     if target is None:
         sys.stdout.buffer.write(made.text.encode("utf-8"))
         sys.stdout.flush()
-    _print_findings(os.path.basename(script), made.findings)
+    _print_findings(name, made.findings)
     if target is not None:
         typer.echo(f"wrote {output}; `hpml render {output}` prints its batch script", err=True)
 
 
 def _check(text: str) -> None:
-    """Load the job file as `hpml submit` would, before anybody sees it."""
-    import tempfile  # noqa: PLC0415
-
-    from hpml_orchestrator.spec import load_job  # noqa: PLC0415
-
+    """Load the job file as `hpml submit` would."""
     with tempfile.TemporaryDirectory(prefix="hpml-import-") as scratch:
         path = os.path.join(scratch, "job.yaml")
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(text)
         load_job(path)
-
-
-def _write(target: Path, text: str, *, force: bool) -> None:
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with contextlib.ExitStack() as ending:
-            with open(scratch, "x", encoding="utf-8") as stream:
-                ending.callback(scratch.unlink, missing_ok=True)
-                stream.write(text)
-            if force:
-                os.replace(scratch, target)
-            else:
-                os.link(scratch, target)  # fails where something came in between
-    except OSError as error:
-        raise InputError(
-            f"cannot write {target}: {error.strerror}", hint="name another file with --output"
-        ) from error
 
 
 _KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not needed"}

@@ -1,4 +1,4 @@
-"""Commands that take a job file: render, submit, run."""
+"""Commands that take a job file: run, submit, render, check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.cli.check import NoCheckOption, before_submission
+from hpml_orchestrator.check.job import check_job, invalid_job, refusal
 from hpml_orchestrator.cli.common import (
     AfterOption,
     BackendOption,
@@ -21,31 +21,42 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     LocalOption,
     SetOption,
+    chosen_site,
     print_json,
     refuse_empty,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.follow import follow
-from hpml_orchestrator.cli.loading import backend_name, rendered_of
-from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice, report_unwritable_output
+from hpml_orchestrator.cli.process import (
+    EXIT_INTERRUPTED,
+    Stop,
+    notice,
+    report_unwritable_output,
+)
 from hpml_orchestrator.cli.show import print_summary
-from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.backend import open_backend
+from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.output import write_rendered
-from hpml_orchestrator.runs.prepare import explained, prepare
+from hpml_orchestrator.runs.prepare import explained, prepare, render_job
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
 from hpml_orchestrator.script.static_form import describe, static_form
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec import find_profiles, load_job, parse_setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
+    from hpml_orchestrator.check.job import Report
+    from hpml_orchestrator.check.rules import Verdict
     from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.prepare import Rendered
 
-__all__ = ["render", "run", "submit"]
+__all__ = ["check", "render", "run", "submit"]
+
+_CLUSTER_SECONDS = 5.0  # while a submission waits
+
+NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking the job.")]
 
 
 def render(
@@ -60,11 +71,12 @@ def render(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write job.sh and all files it needs to DIR, to submit by hand.",
+            help="Write job.sh and the files it needs to DIR, to submit it yourself.",
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show where each value comes from instead.")
+        bool,
+        typer.Option("--explain", help="Show where each value comes from instead of the script."),
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="With --output: overwrite a job.sh that differs.")
@@ -73,8 +85,8 @@ def render(
 ) -> None:
     """Print the batch script of a job.
 
-    It is byte for byte what `submit` submits. The site profile applies to jobs of the cluster, not
-    with `--local`.
+    It is byte for byte the script that `submit` submits. With `--local` no site profile applies
+    unless `--site` names one.
     """
     refuse_empty({"--output": output})
     if output:
@@ -83,7 +95,7 @@ def render(
         raise InputError(
             "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
         )
-    rendered = rendered_of(context, job_file, settings, backend_name(backend, local=local))
+    rendered = _rendered(context, job_file, settings, _backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -112,9 +124,7 @@ def _as_in_job_file(value: Any) -> str:
 
 def submit(
     context: typer.Context,
-    job_file: Annotated[
-        str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.")
-    ] = "",
+    job_file: JobFile = "",
     settings: SetOption = [],
     after: AfterOption = [],
     backend: BackendOption = "auto",
@@ -124,7 +134,7 @@ def submit(
         typer.Option(
             "--resume",
             metavar="RUN",
-            help="Complete an interrupted submission: find its job, or submit it.",
+            help="Complete an interrupted submission: find its job, or submit it now.",
         ),
     ] = "",
     no_check: NoCheckOption = False,
@@ -190,8 +200,8 @@ def run(
 ) -> None:
     """Submit a job, follow it and print a summary.
 
-    For a job array this prints the states of the tasks, not their output. Ctrl-C stops following;
-    the job continues. The exit status is 0 if the job completed, else 6.
+    For a job array this shows the states of the tasks, not their output. Ctrl-C stops following;
+    the job continues. The exit status is 0 if the job completed, otherwise 6.
     """
     store = store_of(context)
     submission, job_id = _submit(
@@ -228,31 +238,40 @@ def _submit(
 ) -> tuple[Submission, str]:
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
-    name = backend_name(backend, local=local)
-    rendered = rendered_of(context, job_file, settings, name, after)
+    name = _backend_name(backend, local=local)
+    rendered = _rendered(context, job_file, settings, name, after)
     store = store_of(context)
     dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
     if checked:
-        before_submission(rendered, name, store)
+        _check_before_submission(rendered, name, store)
     scheduler = open_backend(name, store)
     environment = dict(os.environ)
-    with _interrupt_held() as interrupt:
-        submission = prepare(
-            store,
-            rendered,
-            backend=name,
-            argv=sys.argv,
-            environment=environment,
-            after=dependencies,
-            notice=notice,
+    sid = ""
+    try:
+        # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
+        with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
+            submission = prepare(
+                store,
+                rendered,
+                backend=name,
+                argv=sys.argv,
+                environment=environment,
+                after=dependencies,
+                notice=notice,
+            )
+            sid = submission.sid
+            job_id = submit_prepared(submission, scheduler, environment=environment)
+        outcome = (
+            f"submitted {sid} as job {job_id}; the job continues, `hpml cancel {sid}` cancels it"
         )
-        interrupt.sid = submission.sid
-        job_id = submit_prepared(submission, scheduler, environment=environment)
-    if interrupt.pressed:
-        notice(
-            f"submitted {submission.sid} as job {job_id}; the job continues, "
-            f"`hpml cancel {submission.sid}` cancels it"
+    except KeyboardInterrupt:
+        outcome = (
+            f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
+            f"`hpml submit --resume {sid}` completes it"
         )
+        stop.number = signal.SIGINT
+    if stop():
+        notice(outcome if sid else "nothing was submitted")
         raise typer.Exit(EXIT_INTERRUPTED)
     return submission, job_id
 
@@ -270,42 +289,130 @@ def _resume(store: Store, submission: Submission) -> str:
     )
 
 
-class _Interrupt:
-    """Whether Ctrl-C was pressed while a submission was on its way."""
+def check(
+    context: typer.Context,
+    job_file: JobFile,
+    settings: SetOption = [],
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a job against the cluster's limits without submitting it.
 
-    def __init__(self) -> None:
-        self.pressed = False
-        self.sid = ""
-
-    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-        typer.echo("\nhpml: submitting; press Ctrl-C again to abort", err=True)
-
-
-@contextlib.contextmanager
-def _interrupt_held() -> Iterator[_Interrupt]:
-    """Hold Ctrl-C back during a submission, which takes a moment: no job exists unreported.
-
-    After the block the caller looks at `pressed`. A second Ctrl-C ends the command at once and says
-    how to find out what became of the submission.
+    Exit status: 0 if the cluster would accept the job, 2 if not, 5 if the cluster did not answer or
+    hides its nodes or partitions from you.
     """
-    interrupt = _Interrupt()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield interrupt  # started with & by a script: Ctrl-C is meant for another command
-        return
-    previous = signal.signal(signal.SIGINT, interrupt.on_signal)
+    name = _backend_name(backend, local=local)
     try:
-        yield interrupt
-    except KeyboardInterrupt:
-        sid = interrupt.sid
-        notice(
-            f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
-            f"`hpml submit --resume {sid}` completes it"
-            if sid
-            else "nothing was submitted"
-        )
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        rendered = _rendered(context, job_file, settings, name)
+    except InputError as fault:
+        if not as_json:
+            raise
+        print_json({"backend": name, **invalid_job(fault).to_json()})
+        raise typer.Exit(InputError.exit_code) from fault
+    report = _report(rendered, name, store_of(context))
+    if as_json:
+        print_json({"backend": name, **report.to_json()})
+    else:
+        _print(report, name, rendered.resolved.job.name)
+    if report.errors:
+        raise typer.Exit(InputError.exit_code)
+    if report.not_asked:
+        raise typer.Exit(SchedulerUnavailable.exit_code)
+
+
+def _check_before_submission(rendered: Rendered, name: str, store: Store) -> None:
+    """Check a job that is about to be submitted; warnings go to standard error.
+
+    Raises:
+        InputError: the cluster would not run it; names everything that is wrong with it.
+    """
+    report = _report(rendered, name, store, cluster_seconds=_CLUSTER_SECONDS, walk_seconds=1.0)
+    # The submission itself reports a moment later that records cannot be written.
+    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
+    if errors:
+        raise refusal(errors)
+    for finding in report.warnings:
+        if finding.code != "stage.partly":
+            hint = f"; {finding.hint}" if finding.hint else ""
+            notice(f"warning: {finding}{hint}")
+    if report.not_asked:
+        notice(f"warning: not checked against the cluster: {report.not_asked}")
+
+
+def _report(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
+    return check_job(
+        rendered.resolved.job,
+        backend=name,
+        records=store.root,
+        environment=dict(os.environ),
+        site=rendered.site,
+        topologies=rendered.topologies,
+        targets=rendered.targets,
+        **limits,
+    )
+
+
+def _print(report: Report, backend: str, job: str) -> None:
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+    for finding in report.findings:
+        typer.echo(f"{finding.level}: {finding}")
+        if finding.hint:
+            typer.echo(f"  hint: {finding.hint}")
+    where = "this machine" if backend == "local" else "the cluster"
+    if report.errors:
+        if report.not_asked:
+            typer.echo(f"not checked against {where}: {report.not_asked}")
+        verdict = f"{counted(len(report.errors), 'error')}, {where} would not run this job"
+    elif report.not_asked:
+        verdict = f"not checked against {where}: {report.not_asked}"
+    else:
+        names = report.verdict.partitions
+        verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report.verdict)}"
+    count = len(report.warnings)
+    typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
+
+
+def _start(verdict: Verdict) -> str:
+    """Return how many nodes are idle, where that is known."""
+    if not verdict.partitions or verdict.idle_nodes is None:
+        return ""
+    idle = f"{counted(verdict.idle_nodes, 'node')} idle"
+    if verdict.idle_nodes >= verdict.nodes:
+        return f" (can start now, {idle})"
+    return f" ({idle} of the {verdict.nodes} it needs)"
+
+
+def _rendered(
+    context: typer.Context,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    after: list[str] | None = None,
+) -> Rendered:
+    """Load a job file with the site profile in effect, and render its script."""
+    values = [parse_setting(setting) for setting in settings]
+    values += [("after", after)] if after else []
+    chosen = chosen_site(context)
+    site = site_for(job_file, os.environ, chosen=chosen, backend=backend)
+    if backend == "local" and not chosen:
+        _note_unused_profiles(job_file)
+    return render_job(load_job(job_file, values, site), site=site, here=backend == "local")
+
+
+def _backend_name(backend: str, *, local: bool) -> str:
+    """Return `slurm` or `local` for the options `--backend` and `--local`."""
+    if local:
+        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
+    return choose("local" if local else backend)
+
+
+def _note_unused_profiles(job_file: str) -> None:
+    """Print which site profiles a local job does not use; they describe the cluster."""
+    with contextlib.suppress(InputError):  # one that cannot be read is not used either
+        profiles = find_profiles(job_file, os.environ)
+        if profiles:
+            names = ", ".join(map(str, profiles))
+            note = f"a local job uses no site profile or templates of yours ({names})"
+            notice(f"note: {note}; --site FILE applies one")

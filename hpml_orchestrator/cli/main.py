@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import os
+import re
 import sys
 from typing import Annotated, Any, NamedTuple
 
@@ -21,8 +22,7 @@ from hpml_orchestrator.cli.process import (
     refuse_gone_directory,
     report_unwritable_output,
 )
-from hpml_orchestrator.cli.reference import examples
-from hpml_orchestrator.cli.usage import USAGE_ERROR, asks_for_help, explained
+from hpml_orchestrator.cli.reference import EXAMPLES, examples
 from hpml_orchestrator.errors import HpmlError, InputError
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -44,7 +44,7 @@ COMMANDS = {
     "submit": Entry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
     "render": Entry("jobfile", "render", "Print the batch script of a job.", _JOBS),
     "check": Entry(
-        "check", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
+        "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
     ),
     "import": Entry(
         "importing",
@@ -58,17 +58,20 @@ COMMANDS = {
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
-    "prune": Entry("prune", "prune", "Remove old runs and their files.", _RUNS),
+    "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
     "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),
     "pack": Entry("pack", "pack", "Pack many small files into a few tar archives.", _DATA),
-    "init": Entry("init", "init", "Query the cluster and write a site profile.", _SITE),
+    "init": Entry("site", "init", "Query the cluster and write a site profile.", _SITE),
     "doctor": Entry("site", "doctor", "Check the installation, Slurm and this machine.", _SITE),
-    "template": Entry("templates", "group", "List script templates or write your own.", _SITE),
+    "template": Entry("site", "group", "List script templates or write your own.", _SITE),
     "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
     "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
     "schema": Entry("site", "schema", "Print the JSON Schema of job files or profiles.", _MORE),
     "man": Entry("man", "man", "Show the manual page of a command.", _MORE),
 }
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Typer's class for wrong command lines. Some versions of Typer bundle Click, others import it."""
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
@@ -126,7 +129,7 @@ def _help(line: str, function: Any) -> str:
 app = typer.Typer(
     cls=LazyGroup,
     name="hpml",
-    help="Run machine-learning training on Slurm clusters, or on this machine, from one job file.",
+    help="Run machine-learning training from one job file, on a Slurm cluster or on this machine.",
     epilog=examples(""),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -158,13 +161,13 @@ def _options(
         typer.Option(
             "--site",
             metavar="FILE",
-            help="Use only this site profile, or `none`.",
+            help="Use only this site profile; `none` for no profile.",
             envvar="HPML_SITE",
-            show_default="the project's hpml.toml over the user's and the system's",
+            show_default="hpml.toml of the project, then of the user, then of the system",
         ),
     ] = "",
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of errors.", envvar="HPML_DEBUG")
+        bool, typer.Option("--debug", help="Show tracebacks.", envvar="HPML_DEBUG")
     ] = False,
     _: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
@@ -221,14 +224,14 @@ def _open_streams() -> None:
 def _call() -> None:
     """Run the command of the command line, or report what is wrong with that line."""
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="hpml", standalone_mode=False)
     except typer.Abort:
         raise SystemExit(EXIT_INTERRUPTED) from None
-    except USAGE_ERROR as error:
-        if asks_for_help(error):
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error, err=True)
         else:
-            _report(explained(error))
+            _report(_usage_error(error))
         raise SystemExit(InputError.exit_code) from None
     if isinstance(status, int) and status:
         raise SystemExit(status)
@@ -241,3 +244,28 @@ def _report(error: HpmlError) -> None:
         typer.echo(f"             {line}", err=True)
     if error.hint:
         typer.echo(f"hint: {error.hint}", err=True)
+
+
+def _usage_error(error: Any) -> HpmlError:
+    """Return Typer's error with a hint: what was probably meant, else the command's help."""
+    message, context = (
+        error.format_message().removesuffix(".").replace("Value error, ", ""),
+        error.ctx,
+    )
+    if context is None:  # an option without its value
+        return InputError(message, hint="see the command's --help")
+    path = context.command_path
+    details = getattr(error.__cause__, "errors", None)
+    value = details()[0].get("input") if callable(details) else None
+    hint = f"{path} --help"
+    option = getattr(error, "option_name", "")
+    example = EXAMPLES.get(path.removeprefix("hpml").strip(), [("", hint)])[0][1]
+    if any(option in param.opts for param in context.find_root().command.params):
+        hint = f"it goes before the command: hpml {option} …{path.removeprefix('hpml')}"
+    elif type(error).__name__ == "MissingParameter":
+        hint = example
+    elif match := re.fullmatch(r"No such command '(\S+\.(?:ya?ml|toml))'", message):
+        hint = f"hpml run {match[1]}"
+    elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
+        hint = f"to set a field of the job file: --set {match[1]}"
+    return InputError(message, value=value, hint=hint)

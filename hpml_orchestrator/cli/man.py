@@ -22,7 +22,7 @@ __all__ = ["man"]
 def man(
     context: typer.Context,
     words: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="The command; default: hpml itself.")
+        list[str], typer.Argument(metavar="COMMAND", help="Default: hpml itself.")
     ] = [],
     output: Annotated[
         str,
@@ -30,13 +30,13 @@ def man(
             "--output",
             "-o",
             metavar="DIR",
-            help="Copy all pages to DIR/man1 instead, for a DIR on your MANPATH.",
+            help="Install all pages in DIR/man1; DIR must be on your MANPATH.",
         ),
     ] = "",
 ) -> None:
     """Show the manual page of a command.
 
-    On a terminal with man(1) this shows the page; otherwise it prints the command's help.
+    Without man(1), or if the output is no terminal, this prints the command's help.
     """
     if output:
         if words:

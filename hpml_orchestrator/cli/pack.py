@@ -34,7 +34,7 @@ def pack(
     dest: Annotated[
         str | None,
         typer.Argument(
-            metavar="DEST", help="Directory of the pack; new or empty.", show_default=False
+            metavar="DEST", help="Directory for the pack, new or empty.", show_default=False
         ),
     ] = None,
     shard_size: Annotated[
@@ -42,7 +42,7 @@ def pack(
         typer.Option(
             "--shard-size",
             metavar="SIZE",
-            help="Size of an archive; only a single larger sample exceeds it.",
+            help="Maximum size of an archive; a single larger sample gets its own.",
             show_default=_DEFAULT_SHARD_SIZE,
         ),
     ] = "",
@@ -54,7 +54,7 @@ def pack(
         typer.Option(
             "--verify",
             metavar="PACK",
-            help="Verify all digests of a pack instead, and list what is damaged.",
+            help="Verify all digests of a pack instead, and list damaged files.",
         ),
     ] = None,
     listed: Annotated[
@@ -67,8 +67,8 @@ def pack(
 ) -> None:
     """Pack many small files into a few tar archives.
 
-    For file systems that are slow with small files. Any `tar` unpacks the archives, webdataset
-    reads them as they are, and `hpml_packed.py` reads single files in any order.
+    Use it on file systems that are slow with small files. The archives are plain tar: webdataset
+    reads them directly, and `hpml_packed.py` reads single files in any order.
     """
     if verify is not None or listed is not None:
         others = {"SOURCE": source, "--shard-size": shard_size, "--resume": resume}

@@ -6,10 +6,15 @@ import contextlib
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from hpml_orchestrator.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Self
 
 __all__ = [
     "EXIT_INTERNAL",
@@ -17,6 +22,7 @@ __all__ = [
     "EXIT_NOT_WRITTEN",
     "EXIT_STUCK",
     "EXIT_TERMINATED",
+    "Stop",
     "notice",
     "refuse_gone_directory",
     "report_unwritable_output",
@@ -54,3 +60,46 @@ def report_unwritable_output(error: OSError) -> None:
         typer.echo(f"hpml: cannot write to standard output: {error.strerror}", err=True)
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Stop:
+    """Whether a signal asked to stop; a context manager that is passed as `should_stop`.
+
+    A second Ctrl-C raises KeyboardInterrupt. Ignored signals stay ignored, as nohup wants it.
+
+    Args:
+        signals: the signals to hold back.
+        message: printed at the first one.
+
+    Attributes:
+        number: of the signal; 0 as long as there was none.
+    """
+
+    def __init__(self, *signals: signal.Signals, message: str = "") -> None:
+        self.number = 0
+        self._signals = signals
+        self._message = message
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self.number != 0
+
+    def __enter__(self) -> Self:
+        for number in self._signals:
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._message and not self.number:
+            typer.echo(f"\nhpml: {self._message}", err=True)
+        self.number = self.number or number

@@ -1,4 +1,4 @@
-"""Texts of the manual beside the help of each command: examples, exit statuses, files."""
+"""Texts of the manual beside the help of each command: examples, exit statuses, variables."""
 
 from __future__ import annotations
 
@@ -13,160 +13,132 @@ from hpml_orchestrator.errors import HpmlError
 
 __all__ = ["EXAMPLES", "VARIABLES", "examples", "exit_statuses"]
 
-EXAMPLES: dict[str, list[tuple[str, str]]] = {
-    "": [
-        ("Train on this machine and print a summary:", "hpml run --local job.yaml"),
-        ("Submit to Slurm and come back later:", "hpml submit job.yaml"),
-        ("Keep records elsewhere:", "hpml --records /scratch/ada/hpml list"),
-    ],
-    "render": [
-        ("Print the script:", "hpml render job.yaml"),
-        (
-            "Show where each value comes from, with four nodes:",
-            "hpml render job.yaml --set resources.nodes=4 --explain",
-        ),
-        ("Write the script and its files, to edit by hand:", "hpml render job.yaml -o by-hand"),
-    ],
-    "submit": [
-        ("Submit a job:", "hpml submit job.yaml"),
-        (
-            "Override fields of the job file:",
-            "hpml submit job.yaml -s resources.nodes=2 -s resources.time=90",
-        ),
-        ("Complete an interrupted submission:", "hpml submit --resume last"),
-    ],
-    "run": [
-        ("Submit a job and follow it:", "hpml run job.yaml"),
-        ("Run on this machine, with a JSON summary:", "hpml run job.yaml --local --json"),
-    ],
-    "list": [("List the five newest runs:", "hpml list -n 5")],
-    "status": [
-        ("All unfinished runs:", "hpml status"),
-        ("One run as JSON:", "hpml status last --json"),
-    ],
-    "logs": [
-        ("Follow the output of the newest run:", "hpml logs -f"),
-        ("Print the last 50 lines:", "hpml logs digits-20260102-030405-abcdef -n 50"),
-    ],
-    "cancel": [
-        ("Cancel the newest run:", "hpml cancel last"),
-        ("Cancel two runs by their job ids:", "hpml cancel 4711 4712"),
-    ],
-    "prune": [
-        ("Show what would be removed:", "hpml prune --older-than 30d"),
-        ("Remove it, but keep the newest 20:", "hpml prune --older-than 30d --keep 20 --yes"),
-        ("Remove failed and cancelled runs:", "hpml prune --state FAILED,CANCELLED --yes"),
-    ],
-    "wait": [("Wait in a script until a run has ended:", "hpml wait last")],
-    "show": [
-        ("Show the newest run:", "hpml show"),
-        ("Show every rank of a large run:", "hpml show last --ranks"),
-    ],
-    "doctor": [("Check this machine:", "hpml doctor")],
-    "schema": [
-        ("Schema of job files, for an editor:", "hpml schema job"),
-        ("Schema of site profiles:", "hpml schema site"),
-    ],
-    "import": [
-        ("Print the job file:", "hpml import train.sh"),
-        ("Write it, replacing an older one:", "hpml import train.sh -o train.yaml --force"),
-    ],
-    "check": [
-        ("Check a job:", "hpml check job.yaml"),
-        ("Check it with four nodes:", "hpml check job.yaml --set resources.nodes=4"),
-    ],
-    "init": [
-        ("Write hpml.toml in this directory:", "hpml init"),
-        ("Write your own profile and probe the nodes:", "hpml init --user --probe"),
-    ],
-    "template": [("List the templates in effect here:", "hpml template list")],
-    "template list": [("As JSON:", "hpml template list --json")],
-    "template eject": [
-        ("Start a template of your own:", "hpml template eject torchrun"),
-        ("Copy the whole template:", "hpml template eject base --whole"),
-    ],
-    "topo": [
-        ("This node:", "hpml topo"),
-        ("Another node, from saved output, with a picture:", "hpml topo topo.txt --svg node.svg"),
-        ("A topology file as JSON:", "hpml topo machine.xml --json"),
-        (
-            "Where four ranks would run, with a picture:",
-            "hpml topo machine.xml --ranks 4 --svg ranks.svg",
-        ),
-        ("Where a job's ranks would run:", "hpml topo --plan job.yaml"),
-        ("Where a run's ranks ran:", "hpml topo --run last --svg ranks.svg"),
-    ],
-    "pack": [
-        ("Pack a data set into archives of 2 GiB:", "hpml pack imagenet packed --shard-size 2G"),
-        ("Resume an interrupted pack:", "hpml pack imagenet packed --resume"),
-        ("Verify every digest:", "hpml pack --verify packed"),
-        ("List its files as JSON:", "hpml pack --list packed --json"),
-    ],
-    "stage": [
-        ("Into memory, while this shell or script runs:", "hpml stage imagenet --to shm"),
-        ("In a script, `data=$(…)`, to wherever it fits:", "hpml stage imagenet --print path"),
-        ("Onto the local disk, kept for later jobs:", "hpml stage imagenet --to local --keep"),
-        ("An archive, and a directory named like a command:", "hpml stage val.tar ./ls"),
-    ],
-    "stage ls": [("List your data on this node:", "hpml stage ls")],
-    "stage verify": [
-        ("Compare with the digests:", "hpml stage verify /dev/shm/hpml-1000/shell-4711-99/data")
-    ],
-    "stage clean": [
-        ("Remove what finished jobs left behind:", "hpml stage clean"),
-        ("At the end of a script:", "hpml stage clean --mine"),
-        ("Show what was unused for a week:", "hpml stage clean --older 7d --dry-run"),
-    ],
-    "stage bench": [
-        ("From the shared file system to this node:", "hpml stage bench --from /scratch/ada"),
-        ("Quickly, to memory only:", "hpml stage bench /dev/shm --files 1000 --large 64M"),
-    ],
-    "export": [("Export metrics of this node's GPUs and jobs:", "hpml export node")],
-    "export node": [
-        ("On localhost only:", "hpml export node"),
-        (
-            "For a remote Prometheus, with TLS and passwords:",
-            "hpml export node --listen :9445 --web-config web.yml",
-        ),
-        (
-            "Read GPUs every five seconds, skip Lustre:",
-            "hpml export node --gpu-interval 5 --no-lustre",
-        ),
-    ],
-    "export metrics": [("The whole catalogue as JSON:", "hpml export metrics --json")],
-    "man": [
-        ("Read about a command:", "hpml man submit"),
-        ("Install all pages:", "hpml man --output /usr/local/share/man"),
-    ],
-}
+_EXAMPLES = """\
+hpml
+    Train on this machine and print a summary: hpml run --local job.yaml
+    Submit to Slurm and come back later: hpml submit job.yaml
+    Keep records elsewhere: hpml --records /scratch/ada/hpml list
+hpml render
+    Print the script: hpml render job.yaml
+    Show where each value comes from: hpml render job.yaml --set resources.nodes=4 --explain
+    Write the script and its files, to edit by hand: hpml render job.yaml -o by-hand
+hpml submit
+    Submit a job: hpml submit job.yaml
+    Override fields of the job file: hpml submit job.yaml -s resources.nodes=2 -s resources.time=90
+    Complete an interrupted submission: hpml submit --resume last
+hpml run
+    Submit a job and follow it: hpml run job.yaml
+    Run on this machine, with a JSON summary: hpml run job.yaml --local --json
+hpml list
+    List the five newest runs: hpml list -n 5
+hpml status
+    All unfinished runs: hpml status
+    One run as JSON: hpml status last --json
+hpml logs
+    Follow the output of the newest run: hpml logs -f
+    Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
+hpml cancel
+    Cancel the newest run: hpml cancel last
+    Cancel two runs by their job ids: hpml cancel 4711 4712
+hpml prune
+    Show what would be removed: hpml prune --older-than 30d
+    Remove it, but keep the newest 20: hpml prune --older-than 30d --keep 20 --yes
+    Remove failed and cancelled runs: hpml prune --state FAILED,CANCELLED --yes
+hpml wait
+    Wait in a script until a run has ended: hpml wait last
+hpml show
+    Show the newest run: hpml show
+    Show every rank of a large run: hpml show last --ranks
+hpml doctor
+    Check this machine: hpml doctor
+hpml schema
+    Schema of job files, for an editor: hpml schema job
+hpml import
+    Print the job file: hpml import train.sh
+    Write it, replacing an older one: hpml import train.sh -o train.yaml --force
+hpml check
+    Check a job: hpml check job.yaml
+hpml init
+    Write hpml.toml in this directory: hpml init
+    Write your own profile and probe the nodes: hpml init --user --probe
+hpml template
+    List the templates in effect here: hpml template list
+hpml template list
+    As JSON: hpml template list --json
+hpml template eject
+    Start a template of your own: hpml template eject torchrun
+    Copy the whole template: hpml template eject base --whole
+hpml topo
+    This node: hpml topo
+    A saved topology, with a picture: hpml topo topo.txt --svg node.svg
+    Where four ranks would run: hpml topo machine.xml --ranks 4 --svg ranks.svg
+    Where a job's ranks would run: hpml topo --plan job.yaml
+    Where a run's ranks ran: hpml topo --run last --svg ranks.svg
+hpml pack
+    Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
+    Resume an interrupted pack: hpml pack imagenet packed --resume
+    Verify every digest: hpml pack --verify packed
+hpml stage
+    Into memory, for this shell or script: hpml stage imagenet --to shm
+    In a script, as `data=$(…)`: hpml stage imagenet --print path
+    To the local disk, kept for later jobs: hpml stage imagenet --to local --keep
+    An archive, and a directory named like a command: hpml stage val.tar ./ls
+hpml stage ls
+    List your data on this node: hpml stage ls
+hpml stage verify
+    Verify a copy: hpml stage verify /dev/shm/hpml-1000/shell-4711-99/data
+hpml stage clean
+    Remove what finished jobs left behind: hpml stage clean
+    At the end of a script: hpml stage clean --mine
+    Show what was unused for a week: hpml stage clean --older 7d --dry-run
+hpml stage bench
+    From the shared file system: hpml stage bench --from /scratch/ada
+hpml export
+    Export metrics of this node's GPUs and jobs: hpml export node
+hpml export node
+    On localhost only: hpml export node
+    For a remote Prometheus, with TLS: hpml export node --listen :9445 --web-config web.yml
+hpml export metrics
+    The whole catalogue as JSON: hpml export metrics --json
+hpml man
+    Read about a command: hpml man submit
+    Install all pages: hpml man --output /usr/local/share/man
+"""
+
+EXAMPLES: dict[str, list[tuple[str, str]]] = {}
 """Command without `hpml` -> purpose and command line; the first example is the shortest call."""
+for _line in _EXAMPLES.splitlines():
+    if _line.startswith("hpml"):
+        EXAMPLES[_line[5:]] = _examples = []
+    else:
+        _purpose, _, _call = _line.strip().partition(": hpml ")
+        _examples.append((f"{_purpose}:", f"hpml {_call}"))
 
 VARIABLES = {
-    "HPML_HOME": "Directory of run records; default `$XDG_STATE_HOME/hpml`, else "
-    "`~/.local/state/hpml`. The compute nodes must see it.",
-    "HPML_SITE": "The site profile to use, or `none`. Without it: the nearest `hpml.toml` in the "
-    "job file's directory or above, over `~/.config/hpml/site.toml`, over `/etc/hpml/site.toml`.",
-    "HPML_DEBUG": "Show the traceback of errors, as `--debug`.",
+    "HPML_HOME": "Directory of run records, which the compute nodes must see. Default: "
+    "`$XDG_STATE_HOME/hpml`, else `~/.local/state/hpml`.",
+    "HPML_SITE": "The site profile to use, or `none`. Default: the nearest `hpml.toml` in the job "
+    "file's directory or above it, then `~/.config/hpml/site.toml`, then `/etc/hpml/site.toml`.",
+    "HPML_DEBUG": "Show tracebacks, as `--debug` does.",
     "HPML_LOCAL_KILL_WAIT": "Seconds between SIGTERM and SIGKILL for local jobs; default 30.",
     "NO_COLOR": "Print no colours.",
 }
 
 _OTHERS = {
-    0: "done; for `run` and `wait`: the job completed",
-    EXIT_INTERNAL: "a fault of hpml's; `--debug` shows where",
-    EXIT_NOT_WRITTEN: "standard output cannot be written; a submission that succeeded exits with 0 "
-    "all the same, and names the job on standard error",
-    EXIT_STUCK: "of `hpml export node`: a driver's call does not return; start it again",
-    EXIT_INTERRUPTED: "Ctrl-C: the job, if there is one, goes on; its id is told; of `hpml stage`: "
-    "nothing half-done is left",
-    EXIT_TERMINATED: "SIGTERM; of `hpml stage`: nothing half-done is left (129 after SIGHUP)",
+    0: "success; for `run` and `wait`: the job completed",
+    EXIT_INTERNAL: "a bug in hpml; `--debug` shows the traceback",
+    EXIT_NOT_WRITTEN: "standard output cannot be written; after a successful submission the exit "
+    "status is 0 all the same, and the job id goes to stderr",
+    EXIT_STUCK: "`hpml export node`: a driver call does not return; restart the exporter",
+    EXIT_INTERRUPTED: "Ctrl-C; a submitted job continues, and its id is printed",
+    EXIT_TERMINATED: "SIGTERM (129: SIGHUP)",
 }
 _MORE = {
-    1: "; for `doctor`: something is missing",
-    5: "; a submission with `hpml submit --resume RUN`; for `cancel` also: a run that is being "
-    "submitted has no job to cancel yet",
-    8: "; of `hpml pack`: a tree could not be packed, or a pack is damaged; of "
-    "`hpml stage verify`: staged data differ from what came",
+    1: "; `doctor`: something is missing",
+    5: "; complete an interrupted submission with `hpml submit --resume RUN`; `cancel`: a run that "
+    "is being submitted has no job yet",
+    8: "; `hpml pack`: a directory cannot be packed, or a pack is damaged; `hpml stage verify`: "
+    "staged data differs from its source",
     79: ": the status of a job's script, not of hpml",
 }
 
@@ -188,5 +160,7 @@ def exit_statuses() -> dict[int, str]:
     while pending:
         error = pending.pop()
         meanings.setdefault(error.exit_code, error.meaning + _MORE.get(error.exit_code, ""))
-        pending += [one for one in error.__subclasses__() if one.__module__ == HpmlError.__module__]
+        pending += [
+            kind for kind in error.__subclasses__() if kind.__module__ == HpmlError.__module__
+        ]
     return dict(sorted(meanings.items()))

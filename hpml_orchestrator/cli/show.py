@@ -1,4 +1,4 @@
-"""Command `show`, and the summary at the end of `run`."""
+"""Command `show`: a run, its summary and where its ranks ran."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ import typer
 
 from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, print_table, store_of
 from hpml_orchestrator.cli.follow import fail_unless_completed
-from hpml_orchestrator.cli.places import print_places
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.placement.report import by_sentence
 from hpml_orchestrator.runs.attempts import attempt_reports
 from hpml_orchestrator.runs.bound import Bound
 from hpml_orchestrator.runs.show import array_lines, summary_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hpml_orchestrator.runs.bound import Place
     from hpml_orchestrator.runs.status import State
 
-__all__ = ["print_summary", "show"]
+__all__ = ["COLUMNS", "print_ranks", "print_summary", "show"]
 
 
 def show(
     context: typer.Context,
     run: RunWord = "last",
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show all ranks; default: of more than 16, wrong ones.")
+        bool,
+        typer.Option(
+            "--ranks", help="Show all ranks; by default only wrong ones if there are over 16."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a run's phases, staging, results and binding.
 
-    For a job array this lists its tasks; name one (RUN.INDEX) for its details.
+    For a job array this lists the tasks; RUN.INDEX shows one.
     """
     store = store_of(context)
     submission = store.resolve(run)
@@ -85,7 +92,9 @@ def print_summary(state: State, *, as_json: bool) -> None:
     if as_json:
         print_json({**state.to_json(), "summary": summary.to_json()})
     elif sys.stdout.isatty():
-        _print_panel(lines, completed=state.state == "COMPLETED")
+        from hpml_orchestrator.cli.terminal import draw_summary  # noqa: PLC0415
+
+        draw_summary(lines, completed=state.state == "COMPLETED")
     else:
         _print_lines(lines)
     fail_unless_completed(state)
@@ -96,16 +105,70 @@ def _print_lines(lines: list[tuple[str, str]]) -> None:
         typer.echo(f"{name:<10} {text}")
 
 
-def _print_panel(lines: list[tuple[str, str]], *, completed: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415 - only for terminals
-    from rich.panel import Panel  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+COLUMNS = tuple("RANK NODE GPU CPUS CORES NUMA DISTANCE NIC THREADS STATUS".split())
+_ALL_RANKS = 16
+"""With more ranks only those that are not bound as planned are shown."""
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in lines:
-        table.add_row(name, Text(text))
-    border = "green" if completed else "red"
-    Console().print(Panel(table, border_style=border, expand=False))
+
+def print_places(bound: Bound, *, everything: bool) -> None:
+    """Print the table of ranks, how many it leaves out, and what is wrong.
+
+    Args:
+        bound: the records of the run's binding.
+        everything: whether to show all ranks, however many there are.
+    """
+    places = bound.places
+    if not places and not bound.proofs and not bound.unreadable:
+        return
+    everything = everything or len(places) <= _ALL_RANKS
+    typer.echo("")
+    if shown := [place for place in places if everything or place.right is False]:
+        print_ranks(shown)
+    left = [] if everything else [place.right for place in places if place.right is not False]
+    if left:
+        counts = [(left.count(True), "bound as planned"), (left.count(None), "not checked")]
+        text = " and ".join(f"{counted(n, 'rank')} {status}" for n, status in counts if n)
+        typer.echo(f"not shown: {text}; `--ranks` shows all {len(places)}")
+    wrong: dict[str, list[Place]] = {}
+    for place in places:
+        for sentence in dict.fromkeys(place.wrong):
+            wrong.setdefault(sentence, []).append(place)
+    for sentence, its_places in wrong.items():
+        typer.echo(f"WRONG {_where(its_places)}: {sentence}")
+    for proof in bound.proofs:
+        for sentence in proof.wrong:
+            typer.echo(f"WRONG node {proof.node}: {sentence}")
+    warnings = [
+        f"the proof of node {proof.node} cannot be read: {proof.why}" for proof in bound.unreadable
+    ]
+    warnings += by_sentence((proof.node, proof.warnings) for proof in bound.proofs)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def print_ranks(places: Iterable[Place]) -> None:
+    """Print the table of ranks alone."""
+    rows = [
+        (
+            place.rank,
+            place.node,
+            place.gpu or None,
+            place.cpus or None,
+            place.cores,
+            ",".join(map(str, place.numa)) or None,
+            place.distance,
+            place.nic or None,
+            place.threads,
+            {True: "ok", False: "WRONG", None: None}[place.right],
+        )
+        for place in places
+    ]
+    print_table(COLUMNS, [["-" if cell is None else str(cell) for cell in row] for row in rows])
+
+
+def _where(places: list[Place]) -> str:
+    """Return ranks and their nodes, such as `rank 3 (n1)` or `ranks 0-7 (2 nodes)`."""
+    nodes = list(dict.fromkeys(place.node for place in places))
+    at = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"
+    ranks = format_list(place.rank for place in places if place.rank >= 0) or "?"
+    return f"rank{'s' * (len(places) > 1)} {ranks} ({at})"

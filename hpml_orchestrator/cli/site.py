@@ -1,43 +1,174 @@
-"""Commands about the place: doctor, schema."""
+"""Commands about the cluster and the installation: init, doctor, template, schema."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from socket import gethostname
+from typing import Annotated, Literal
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, chosen_site, print_json, print_table, store_of
+from hpml_orchestrator.cli.common import (
+    JsonOption,
+    chosen_site,
+    print_json,
+    print_table,
+    refuse_empty,
+    store_of,
+)
+from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.runs.templates import eject as eject_template
+from hpml_orchestrator.runs.templates import templates
+from hpml_orchestrator.scheduler.command import SubprocessRunner
+from hpml_orchestrator.site.doctor import examine
+from hpml_orchestrator.site.initialise import initialise, profile_path, save
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec import job_schema, site_schema
 
-__all__ = ["doctor", "schema"]
+__all__ = ["doctor", "group", "init", "schema"]
+
+group = typer.Typer(no_args_is_help=True)
+
+
+@group.command("list")
+def list_(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the templates in use: your own, from the site profile, and hpml's."""
+    site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen_site(context))
+    in_use = templates(site.site.templates if site else None)
+    if as_json:
+        print_json([asdict(template) for template in in_use])
+        return
+    print_table(
+        ("TEMPLATE", "FOR", "FROM", "BLOCKS"),
+        [
+            (template.name, template.purpose, template.origin, " ".join(template.blocks) or "-")
+            for template in in_use
+        ],
+    )
+
+
+@group.command("eject")
+def eject(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A template of `hpml template list`.")
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR", help="Directory to write it to.")
+    ] = "templates",
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Copy hpml's whole template instead of extending it.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a template that extends hpml's, with every block explained."""
+    refuse_empty({"--output": output})
+    path = eject_template(name, output, whole=whole, force=force)
+    typer.echo(f"wrote {path}")
+    here = Path.cwd()
+    inside = path.parent.relative_to(here) if path.parent.is_relative_to(here) else path.parent
+    typer.echo("to use it, add to hpml.toml, above its first [section]:")
+    typer.echo(f"    templates = {json.dumps(str(inside))}")
+
+
+def init(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the profile there; `-` prints it.",
+            show_default="hpml.toml",
+        ),
+    ] = "",
+    user: Annotated[
+        bool,
+        typer.Option(
+            "--user", help="Write your profile for all projects, ~/.config/hpml/site.toml."
+        ),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Run a short srun on an idle node of each kind: disks, networks, topology.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Query the cluster and write a site profile.
+
+    Read and edit the profile before you use it. Without Slurm no profile is needed.
+    """
+    printed = output == "-" and not user
+    where = (
+        None if printed else profile_path(output, user=user, force=force, environment=os.environ)
+    )
+    if probe:
+        notice("probing idle nodes; this takes up to two minutes")
+    profile = initialise(
+        SubprocessRunner(),
+        os.environ,
+        writer=f"{os.environ.get('USER') or os.getuid()}@{gethostname()}",
+        when=f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
+        look=probe,
+    )
+    written = save(profile, where, force=force) if where else []
+    if as_json:
+        print_json(
+            {
+                "file": str(where) if where else None,
+                "topology_files": [str(path) for path in written[:-1]],
+                **profile.to_json(),
+            }
+        )
+        return
+    if where is None:
+        sys.stdout.write(profile.text)
+        return
+    for line in profile.lines():
+        typer.echo(line)
+    for path in written:
+        typer.echo(f"wrote       {path}")
+    applies = "" if user or where.name == "hpml.toml" else f"--site {shlex.quote(str(where))} "
+    typer.echo(f"next: read and edit it, then run: hpml {applies}check job.yaml")
 
 
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Check what hpml finds here; the exit status is 1 when something that it needs is missing."""
-    from hpml_orchestrator.site.doctor import examine  # noqa: PLC0415
+    """Check the installation, Slurm and this machine.
 
+    The exit status is 1 if something that hpml needs is missing.
+    """
     findings = examine(store_of(context), site=chosen_site(context))
     if as_json:
         print_json([finding.to_json() for finding in findings])
     else:
         print_table(
             ("CHECK", "RESULT", "FOUND"),
-            [(one.check, one.result, one.found) for one in findings],
+            [(finding.check, finding.result, finding.found) for finding in findings],
         )
-        for one in findings:
-            if one.hint:
-                typer.echo(f"hint: {one.check}: {one.hint}", err=True)
-    if any(one.result == "missing" for one in findings):
+        for finding in findings:
+            if finding.hint:
+                typer.echo(f"hint: {finding.check}: {finding.hint}", err=True)
+    if any(finding.result == "missing" for finding in findings):
         raise typer.Exit(1)
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="Which file: job or site.", metavar="WHAT")] = "job",
+    what: Annotated[
+        Literal["job", "site"],
+        typer.Argument(metavar="job|site", help="Job files or site profiles."),
+    ] = "job",
 ) -> None:
-    """Print the JSON Schema of a job file or of a site profile, for editors."""
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-    from hpml_orchestrator.spec import job_schema, site_schema  # noqa: PLC0415
+    """Print the JSON Schema of job files or profiles.
 
-    schemas = {"job": job_schema, "site": site_schema}
-    if what not in schemas:
-        raise InputError("must be job or site", field="WHAT", value=what, hint="hpml schema job")
-    print_json(schemas[what]())
+    Editors use it to complete and check these files.
+    """
+    print_json(job_schema() if what == "job" else site_schema())

@@ -1,4 +1,4 @@
-"""Command `stage`: copy data to this node; its ls, verify and clean are in stageheld.py."""
+"""Command `stage`: copy data to this node; its subcommands are in staged.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from hpml_orchestrator.cli import stagebench, stageheld
+from hpml_orchestrator.cli import staged
 from hpml_orchestrator.cli.common import (
     JsonOption,
     chosen_site,
@@ -38,14 +38,14 @@ from hpml_orchestrator.staging.supply import LocalSupply
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.cli.copying import Stop
+    from hpml_orchestrator.cli.process import Stop
     from hpml_orchestrator.staging import Bases, StageRequest
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.errands import Errand, Outcome
 
 __all__ = ["group"]
 
-_PRINTABLE = ("path", "digest", "bytes", "files", "seconds", "reused", "target", "name")
+_Field = Literal["path", "digest", "bytes", "files", "seconds", "reused", "target", "name"]
 
 
 class _GroupWithArguments(TyperGroup):
@@ -65,25 +65,31 @@ class _GroupWithArguments(TyperGroup):
             return list(args)
         return super().parse_args(ctx, args)
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; the usage of a command shows none of the group's arguments."""
+        params = super().get_params(ctx)
+        if ctx.command is self:
+            return params
+        return [param for param in params if param.param_type_name != "argument"]
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named, else the callback."""
         if not ctx.args:
             return super().invoke(ctx)
-        name, command, rest = self.resolve_command(ctx, ctx.args)
-        assert command is not None  # noqa: S101 - parse_args found it
+        name, *rest = ctx.args
         ctx.invoked_subcommand = name
         ctx.args = []
-        with command.make_context(name, rest, parent=ctx) as below:
+        with self.commands[name].make_context(name, rest, parent=ctx) as below:
             return below.command.invoke(below)
 
 
 group = typer.Typer(
     cls=_GroupWithArguments, invoke_without_command=True, subcommand_metavar="| COMMAND [ARGS]…"
 )
-group.command("ls")(stageheld.ls)
-group.command("verify")(stageheld.verify)
-group.command("clean")(stageheld.clean)
-group.command("bench")(stagebench.bench)
+group.command("ls")(staged.ls)
+group.command("verify")(staged.verify)
+group.command("clean")(staged.clean)
+group.command("bench")(staged.bench)
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -101,7 +107,7 @@ def stage(
         list[str] | None,
         typer.Argument(
             metavar="SRC",
-            help="Directories, files, archives or packs. If named like a command: ./ls.",
+            help="Directories, files, archives or packs; write ./ls for one named like a command.",
             autocompletion=_complete,
         ),
     ] = None,
@@ -110,16 +116,17 @@ def stage(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="shm (memory), local (the node's disk), auto (whichever fits and pays off, else "
-            "the data is used in place), or a directory on this node.",
+            help="shm (memory), local (the node's disk), a directory on this node, or auto: "
+            "memory or disk, whichever fits and pays off, else the data is used in place.",
         ),
     ] = "auto",
     keep: Annotated[
         bool,
         typer.Option(
             "--keep/--no-keep",
-            help="Keep the copy in the node's cache for later jobs, instead of removing it when "
-            "the calling shell or script ends.",
+            help="Keep the copy in the node's cache for later jobs. Without --keep it belongs to "
+            "the calling shell or script; after that has ended, your next `hpml stage` to the same "
+            "place, or `hpml stage clean`, removes it.",
         ),
     ] = False,
     name: Annotated[
@@ -147,13 +154,14 @@ def stage(
             metavar="N",
             min=1,
             max=1_000_000,
-            help="With --to auto: how often the data will be read. A sample of source and targets "
-            "is timed, and data that does not pay off is not copied.",
+            help="With --to auto: how often the data will be read. A timed sample shows whether "
+            "copying pays off; if not, the data is used in place.",
             show_default="unknown",
         ),
     ] = None,
     no_hash: Annotated[
-        bool, typer.Option("--no-hash", help="Skip digests: faster, but cannot be verified.")
+        bool,
+        typer.Option("--no-hash", help="No digests: faster, but the copy cannot be verified."),
     ] = False,
     outside_links: Annotated[bool, outside_links_option("Copy")] = False,
     local_dir: Annotated[
@@ -161,7 +169,7 @@ def stage(
         typer.Option(
             "--local-dir",
             metavar="DIR",
-            help="The directory that `local` stands for.",
+            help="The directory that --to local uses.",
             show_default="from the site profile, else $SLURM_TMPDIR, $TMPDIR or /tmp",
         ),
     ] = None,
@@ -182,29 +190,18 @@ def stage(
         ),
     ] = None,
     field: Annotated[
-        str | None,
-        typer.Option(
-            "--print",
-            metavar="FIELD",
-            help="Print only this field, one line per SRC: path, digest, bytes, files, seconds, "
-            "reused, target or name.",
-        ),
+        _Field | None, typer.Option("--print", help="Print only this field, one line per SRC.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy data to this node's memory or local disk.
 
-    The copy is complete when the command ends, and its path is printed. Staging the same data again
-    reuses the copy. After an error or Ctrl-C no incomplete copy is left; sources already staged are
-    kept.
+    Prints the path of the copy once it is complete. Staging the same data again reuses the copy.
+    After an error or Ctrl-C no incomplete copy is left; sources already staged are kept.
     """
-    refuse_empty({"--name": name, "--local-dir": local_dir, "--print": field})
+    refuse_empty({"--name": name, "--local-dir": local_dir})
     if field is not None:
         refuse_with("--print", {"--json": as_json})
-        if field not in _PRINTABLE:
-            raise InputError(
-                f"must be one of {', '.join(_PRINTABLE)}", field="--print", value=field
-            )
     if to != "auto":
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
     if to not in {"auto", "local"}:
@@ -213,8 +210,8 @@ def stage(
         errands = requests_for(
             sources or [], to, name=name or "", kind=kind, keep=keep, outside_links=outside_links
         )
-    paths = stageheld.paths_here(chosen_site(context))
-    bases = stageheld.bases_of(paths, local_dir)
+    paths = staged.paths_here(chosen_site(context))
+    bases = staged.bases_of(paths, local_dir)
     if opens_per_second is None:
         opens_per_second = open_rate(paths.opens_per_node, paths.opens_per_job, paths.nodes)
     options = EngineOptions(
@@ -346,11 +343,7 @@ _OPTIONS = {
     "target": "--to",
     "outside_links": "--outside-links",
 }
-_IN_HINTS = (
-    (re.compile(r"\boutside_links: true\b"), "--outside-links"),
-    (re.compile(r"\btarget: (\w+)"), r"--to \1"),
-    (re.compile(r"\bkind: (\w+)"), r"--kind \1"),
-)
+_FIELD_IN_HINT = re.compile(r"\b(target|kind|outside_links): (\w+)")
 
 
 @contextlib.contextmanager
@@ -367,8 +360,9 @@ def _option_names(
     try:
         yield
     except HpmlError as error:
-        for pattern, option in _IN_HINTS:
-            error.hint = pattern.sub(option, error.hint)
+        error.hint = _FIELD_IN_HINT.sub(
+            lambda match: f"{_OPTIONS[match[1]]} {match[2]}".removesuffix(" true"), error.hint
+        )
         # a CapacityError has the name of the data as its field, which may be any word
         if isinstance(error, InputError) and not isinstance(error, CapacityError):
             base = getattr(bases, to, "") if to in {"shm", "local"} else ""

@@ -1,8 +1,10 @@
-"""Command about a node's inside: topo."""
+"""Command `topo`: a node, and where ranks would run on it (`--ranks`, `--plan`)."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,14 +12,44 @@ from hpml_orchestrator.cli.common import (
     STANDARD_OUTPUT,
     JsonOption,
     SetOption,
+    chosen_site,
+    print_json,
+    print_table,
     refuse_empty,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.process import refuse_gone_directory
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, show_run, write_picture
+from hpml_orchestrator.cli.topopicture import boxes_of_plan
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
+from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.script.directives import as_asked, whole_nodes
+from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
+from hpml_orchestrator.spec import load_job, parse_setting
+from hpml_orchestrator.spec.job import Policy
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.site import ResolvedSite
+    from hpml_orchestrator.topology import Topology
 
 __all__ = ["topo"]
+
+_EXCLUDES = {
+    "--run": ("FILE", "--ranks", "--plan", "--policy", "--allowed-cpus"),
+    "--plan": ("--ranks", "--policy"),
+}
+_NEEDS = {
+    "--node": ("--run",),
+    "--set": ("--plan",),
+    "--policy": ("--ranks",),
+    "--allowed-cpus": ("--ranks", "--plan"),
+}
 
 
 def topo(
@@ -26,7 +58,7 @@ def topo(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="Topology file in any supported format, a copy of /sys, or - for standard input.",
+            help="Topology file in any supported format, a copy of /sys, or - for stdin.",
             show_default="this node",
         ),
     ] = None,
@@ -46,26 +78,21 @@ def topo(
             "--ranks",
             min=1,
             max=10_000,
-            help="Show where this many ranks would run, each next to its GPU.",
+            help="Show where this many ranks would run.",
             show_default=False,
         ),
     ] = None,
     policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            metavar="NAME",
-            help="With --ranks: gpu-local, socket, numa, spread or none.",
-            show_default="gpu-local",
-        ),
+        Policy | None,
+        typer.Option("--policy", help="With --ranks: how to place them.", show_default="gpu-local"),
     ] = None,
     job_file: Annotated[
         str | None,
         typer.Option(
             "--plan",
             metavar="JOB_FILE",
-            help="Show where the ranks of that job would run; without FILE on a node of its "
-            "partition, if the site profile has its topology.",
+            help="Show where the ranks of that job would run. Without FILE this uses the site "
+            "profile's topology of the job's nodes, else this node.",
             show_default=False,
         ),
     ] = None,
@@ -75,7 +102,7 @@ def topo(
         typer.Option(
             "--allowed-cpus",
             metavar="LIST",
-            help="With --ranks or --plan: use these CPUs only, such as 0-15,64-79.",
+            help="With --ranks or --plan: use only these CPUs, e.g. 0-15,64-79.",
             show_default="all",
         ),
     ] = None,
@@ -84,7 +111,7 @@ def topo(
         typer.Option(
             "--run",
             metavar="RUN",
-            help="Show a node of that run, and where its ranks ran.",
+            help="Show a node of that run and where its ranks ran.",
             show_default=False,
         ),
     ] = None,
@@ -93,70 +120,239 @@ def topo(
         typer.Option(
             "--node",
             metavar="NODE",
-            help="With --run: which of its nodes.",
-            show_default="that of the first rank",
+            help="With --run: the node to show.",
+            show_default="the node of the first rank",
         ),
     ] = None,
 ) -> None:
-    """Show a node's NUMA domains, cores, GPUs and network cards, and which are near each other.
+    """Show a node's NUMA domains, cores, GPUs and NICs, and which are near each other.
 
-    With `--ranks` or `--plan` it shows which GPU, cores and network card each rank would get; with
-    `--run` where ranks really ran.
+    `--ranks` and `--plan` show which GPU, cores and network card each rank would get; `--run` shows
+    where the ranks of a run were bound.
     """
-    from hpml_orchestrator.cli import toponode, topoplan, toporun  # noqa: PLC0415
-
-    texts = {"--svg": svg, "--policy": policy, "--plan": job_file, "--allowed-cpus": allowed_cpus}
-    refuse_empty({**texts, "--run": run, "--node": node})
-    _check(
-        run=run,
-        job_file=job_file,
-        ranks=ranks,
-        policy=policy,
-        allowed_cpus=allowed_cpus,
-        given={"FILE": file is not None, "--node": node, "--set": settings},
-    )
+    given = {
+        "FILE": file,
+        "--svg": svg,
+        "--ranks": ranks,
+        "--policy": policy,
+        "--plan": job_file,
+        "--set": settings,
+        "--allowed-cpus": allowed_cpus,
+        "--run": run,
+        "--node": node,
+    }
+    _check(given)
     if svg == STANDARD_OUTPUT:
         refuse_with("--svg -", {"--json": as_json})
     if run:
-        toporun.show_run(store_of(context), run, node or "", svg=svg, as_json=as_json)
+        show_run(store_of(context), run, node or "", svg=svg, as_json=as_json)
         return
     if job_file or file not in {None, "-"}:
         refuse_gone_directory()
     if job_file:
-        request, site_node = topoplan.request_of_job(context, job_file, settings)
-        shown = (file is None and site_node) or toponode.read_node(file)
+        request, site_node = request_of_job(context, job_file, settings)
+        shown = (file is None and site_node) or read_node(file)
     else:
-        shown = toponode.read_node(file)
-        request = topoplan.request_of_options(ranks or 0, policy or "gpu-local")
+        shown = read_node(file)
+        request = Request(ranks or 0, policy or "gpu-local")
     if job_file or ranks:
-        topoplan.show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
+        show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
     else:
-        toponode.show_node(shown, svg=svg, as_json=as_json)
+        show_node(shown, svg=svg, as_json=as_json)
     if shown.usable and not allowed_cpus:
-        typer.echo(f"note: this process may use the CPUs {shown.usable} only", err=True)
+        typer.echo(f"note: this process may only use CPUs {shown.usable}", err=True)
 
 
-def _check(
-    *,
-    run: str | None,
-    job_file: str | None,
-    ranks: int | None,
-    policy: str | None,
-    allowed_cpus: str | None,
-    given: dict[str, object],
+def _check(given: Mapping[str, object]) -> None:
+    """Refuse options that are empty, that exclude one another, or that need another."""
+    refuse_empty({option: value for option, value in given.items() if isinstance(value, str)})
+    for option, others in _EXCLUDES.items():
+        if given[option]:
+            refuse_with(option, {other: given[other] for other in others})
+    for option, others in _NEEDS.items():
+        if given[option] and not any(given[other] for other in others):
+            raise InputError(f"needs {' or '.join(others)}", field=option, hint="hpml topo --help")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned on a node.
+
+    Attributes:
+        ranks: how many ranks it has.
+        policy: one of the planner's.
+        ranks_per_gpu: how many of them share a GPU.
+        loader_workers: of each rank.
+        hardware_threads: whether ranks get all hardware threads of a core.
+        gpus: GPUs that the job requests; None where all of the node's count.
+        cpus: CPUs that the job requests; None where all of the node's count.
+    """
+
+    ranks: int
+    policy: str
+    ranks_per_gpu: int = 1
+    loader_workers: int = 0
+    hardware_threads: bool = True
+    gpus: int | None = None
+    cpus: int | None = None
+
+
+def request_of_job(
+    context: typer.Context, job_file: str, settings: Sequence[str]
+) -> tuple[Request, ShownNode | None]:
+    """Return what a job requests of each of its nodes, and such a node if the site profile has it.
+
+    Raises:
+        InputError: the job is wrong; or its nodes are of several kinds, and these differ; or a
+            topology file of the profile cannot be read.
+    """
+    resolved = site_for(job_file, os.environ, chosen=chosen_site(context))
+    job = load_job(job_file, [parse_setting(setting) for setting in settings], resolved).job
+    site = resolved.site if resolved else None
+    whole = whole_nodes(as_asked(job, site.directives) if site else job, site)
+    request = Request(
+        job.resources.ranks,
+        job.binding.policy,
+        job.resources.ranks_per_gpu,
+        job.binding.loader_workers,
+        job.binding.hardware_threads,
+        job.resources.gpu_count,
+        None if whole else job.resources.ranks * job.resources.cpus_per_rank,
+    )
+    return request, _site_node(job, resolved) if resolved else None
+
+
+def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
+    """Return the node that the site profile has for a job."""
+    kinds = kinds_for(job, site)
+    topologies = {
+        str(kinds[name].topology): topology
+        for name, topology in topologies_of(job, site).items()
+        if kinds[name].topology is not None
+    }
+    if len(topologies) > 1:
+        raise InputError(
+            f"this job may run on several kinds of nodes: {', '.join(topologies)}",
+            field="FILE",
+            hint=f"choose one: hpml topo {next(iter(topologies))} --plan …",
+        )
+    for file, topology in topologies.items():
+        return ShownNode(topology, os.path.basename(file))
+    if kinds:
+        typer.echo(
+            "note: the site profile has no topology for this job's nodes; the plan is for this "
+            "machine",
+            err=True,
+        )
+    return None
+
+
+def show_plan(
+    node: ShownNode, request: Request, allowed_cpus: str, *, svg: str | None, as_json: bool
 ) -> None:
-    """Refuse options that exclude one another, and those that need another."""
-    what = {"--ranks": ranks, "--plan": job_file}
-    details = {"--policy": policy, "--allowed-cpus": allowed_cpus}
-    if run:
-        refuse_with("--run", {"FILE": given["FILE"], **what, **details})
-    if job_file:
-        refuse_with("--plan", {"--ranks": ranks, "--policy": policy})
-    for option, value, needed, example in (
-        ("--node", given["--node"], run, "--run RUN"),
-        ("--set", given["--set"], job_file, "--plan JOB_FILE"),
-        ("--policy", policy, ranks, "--ranks N"),
-        ("--allowed-cpus", allowed_cpus, ranks or job_file, "--ranks N or --plan JOB_FILE"),
-    ):
-        if value and not needed:
-            raise InputError(f"needs {example}", field=option, hint="hpml topo --help")
+    """Print which GPU, cores and network card each rank of a node would get, and draw it.
+
+    Args:
+        node: the node.
+        request: what is to be planned.
+        allowed_cpus: the only CPUs to use, in the kernel's list format; empty for all usable ones.
+        svg: file to write a picture to, if any; with - it takes the table's place.
+        as_json: whether to print JSON.
+
+    Raises:
+        InputError: the allowed CPUs are no list, or none of the node's.
+    """
+    topology, devices = node.topology, node.topology.devices
+    allowed = _allowed(topology, allowed_cpus or node.usable)
+    apart = () if allowed else _away_from_other_gpus(topology, request)
+    few = request.gpus is not None and request.gpus < len(devices)
+    planned = plan(
+        topology,
+        request.ranks,
+        policy=request.policy,
+        ranks_per_gpu=request.ranks_per_gpu,
+        allowed_cpus=apart or allowed,
+        visible_gpus=devices[: request.gpus] if few else None,
+        loader_workers=request.loader_workers,
+        smt=request.hardware_threads,
+    )
+    warnings = [*topology.warnings, *planned.warnings]
+    if foreign := set(allowed or ()) - topology.cpus:
+        warnings.append(f"this node does not have the allowed CPUs {format_list(foreign)}")
+    if request.gpus is not None and request.gpus > len(devices):
+        warnings.append(
+            f"the job requests {counted(request.gpus, 'GPU')}, and this node has {len(devices)}"
+        )
+    cpus_note = "" if allowed else "the CPUs not next to other jobs' GPUs" if apart else "all CPUs"
+    note = _note(topology, request, cpus_note)
+    if svg is not None:
+        ranks = f"{counted(request.ranks, 'rank')} ({request.policy})"
+        write_picture(
+            topology, svg, title=f"{node.title}: plan of {ranks}", ranks=boxes_of_plan(planned)
+        )
+    if as_json:
+        notes = [note] if note else []
+        print_json({**plan_json(planned), "warnings": warnings, "notes": notes})
+        return
+    if svg != STANDARD_OUTPUT:
+        print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(planned))
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if note:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+    """Return the CPUs of `--allowed-cpus`; None for all."""
+    if not text:
+        return None
+    try:
+        allowed = parse_list(text)
+    except ValueError:
+        raise InputError(
+            "must be a list of CPUs such as 0-7,64-71", field="--allowed-cpus", value=text
+        ) from None
+    if not topology.cpus.intersection(allowed):
+        raise InputError("contains none of the node's CPUs", field="--allowed-cpus", value=text)
+    return allowed
+
+
+def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
+    """Return the CPUs that are not next to GPUs of other jobs, for a job that gets part of a node.
+
+    Empty where that leaves out nothing, or leaves fewer CPUs than the job requests.
+    """
+    if not request.gpus or request.cpus is None:
+        return ()
+    own = {gpu.domain for gpu in topology.devices[: request.gpus]}
+    others = {gpu.domain for gpu in topology.devices[request.gpus :]} - own
+    if None in own or not others:
+        return ()
+    left = [
+        cpu for domain in topology.domains if domain.number not in others for cpu in domain.cpus
+    ]
+    return tuple(left) if request.cpus <= len(left) else ()
+
+
+def _note(topology: Topology, request: Request, cpus: str) -> str:
+    """Return which part of the node a job requests, where it is not all of it.
+
+    Args:
+        topology: the node.
+        request: what the job requests.
+        cpus: which CPUs the plan uses; empty where they were given.
+    """
+    count = len(topology.devices)
+    parts, used = [], [cpus] if cpus else []
+    if cpus and request.cpus is not None and request.cpus < len(topology.cpus):
+        parts.append(f"{request.cpus} of {len(topology.cpus)} CPUs")
+    if request.gpus is not None and 0 < request.gpus < count:
+        parts.append(f"{request.gpus} of {counted(count, 'GPU')}")
+        first = "GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
+        used.append(f"the first {first}")
+    if not parts:
+        return ""
+    return (
+        f"the job requests {' and '.join(parts)}: Slurm decides which; "
+        f"this plan uses {' and '.join(used)}"
+    )

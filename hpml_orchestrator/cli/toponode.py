@@ -1,22 +1,33 @@
-"""A node as tables, JSON or a picture: the core of `hpml topo`."""
+"""A node as tables, JSON or a picture: this one, that of a file, or one of a run."""
 
 from __future__ import annotations
 
 import os
-import stat
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
-from hpml_orchestrator.cli.topopicture import names, nearest_nics, picture
-from hpml_orchestrator.errors import HpmlError, InputError, counted
-from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, one_run, print_json, print_table
+from hpml_orchestrator.cli.show import print_ranks
+from hpml_orchestrator.cli.topopicture import (
+    boxes_of_places,
+    boxes_of_plan,
+    names,
+    nearest_nics,
+    picture,
+)
+from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, RecordError, counted
+from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
+from hpml_orchestrator.placement.planfile import read
+from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.runs.bound import bound_of, node_topology
+from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.topology.cpulist import format_list
-from hpml_orchestrator.topology.model import topology_json
+from hpml_orchestrator.topology import topology_json
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.recognise import (
     BYTES_MAX,
     decode,
@@ -26,14 +37,19 @@ from hpml_orchestrator.topology.recognise import (
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hpml_orchestrator.cli.topopicture import RankBox
+    from hpml_orchestrator.placement.model import Plan
+    from hpml_orchestrator.records.store import Attempt, Store
+    from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["ShownNode", "print_node", "read_node", "show_node", "write_picture"]
+__all__ = ["ShownNode", "read_node", "show_node", "show_run", "write_picture"]
 
 _GIB = 1024**3
+_SUFFIX = ".topology.json"
+_NODES_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ def read_node(file: str | None) -> ShownNode:
     """Return the node of a topology file, of standard input (`-`), or this node.
 
     Raises:
-        InputError: the file has no name, or no topology in it.
+        InputError: there is no topology in it.
         NotFoundError: there is no such file.
     """
     if file is None:
@@ -69,10 +85,6 @@ def read_node(file: str | None) -> ShownNode:
         usable = os.sched_getaffinity(0)
         restriction = format_list(usable) if topology.cpus - usable else ""
         return ShownNode(topology, os.uname().nodename, restriction)
-    if not file:
-        raise InputError(
-            "must name a file", field="FILE", value=file, hint="this node: `hpml topo`"
-        )
     if file == STANDARD_OUTPUT:
         text = decode(sys.stdin.buffer.read(BYTES_MAX + 1), name="standard input")
         return ShownNode(topology_of_text(text, name="standard input"), "standard input")
@@ -115,24 +127,19 @@ def write_picture(
         ranks: the owners of its cores.
 
     Raises:
-        InputError: the file cannot be written; what was there before is still there.
+        InputError: the file cannot be written.
     """
     drawn = picture(topology, title=title, ranks=ranks).encode()
     try:
         if path == STANDARD_OUTPUT:
             sys.stdout.buffer.write(drawn)
             sys.stdout.flush()
-        elif os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-            with open(path, "wb") as stream:  # a pipe or a device is written to as it is
-                stream.write(drawn)
         else:
-            target = os.path.realpath(path)
-            mode = stat.S_IMODE(os.stat(target).st_mode) if os.path.exists(target) else 0o644
-            write_text(target, drawn, mode=mode)
-    except (OSError, HpmlError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        reason = cause.strerror if isinstance(cause, OSError) else error
-        raise InputError(f"cannot be written: {reason}", field="--svg", value=path) from None
+            Path(path).write_bytes(drawn)
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}", field="--svg", value=path
+        ) from None
 
 
 def print_node(topology: Topology, title: str) -> None:
@@ -190,3 +197,119 @@ def _print_table(header: str, rows: Iterable[Sequence[object]]) -> None:
     """Print a table; what is unknown is a dash."""
     cells = [["-" if cell in {None, ""} else str(cell) for cell in row] for row in rows]
     print_table(header.split("|" if "|" in header else " "), cells)
+
+
+def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: bool) -> None:
+    """Print a node of a run's last attempt with where its ranks ran, or else the plan for them.
+
+    Args:
+        store: where records live.
+        run: the run's name.
+        node: the node's name; that of the first rank when empty.
+        svg: file to write a picture to, if any; with - it takes the tables' place.
+        as_json: whether to print JSON.
+
+    Raises:
+        NotFoundError: the run has no record of any node, or of this one.
+        InputError: it is an array, or the node's record is damaged.
+    """
+    submission = one_run(store.resolve(run), field="--run", has="nodes")
+    attempt = run_of(store, submission).newest()
+    if attempt is None:
+        raise NotFoundError(
+            f"{submission.label} has not started", hint=f"hpml status {submission.label}"
+        )
+    bound = bound_of(attempt)
+    name = _node(attempt, submission.label, node, bound)
+    topology = node_topology(attempt, name)
+    if topology is None:
+        raise InputError(
+            "its record is damaged",
+            field=f"topology of {name}",
+            hint=str(attempt.directory / "nodes" / f"{name}{_SUFFIX}"),
+        )
+    places = [place for place in bound.places if place.node == name]
+    plan, damage = _plan(attempt, name)
+    title = f"{name} of {submission.label}"
+    if svg is not None:
+        boxes = boxes_of_places(places) if places else boxes_of_plan(plan) if plan else []
+        what = ": where ranks ran" if places else ": plan" if plan else ""
+        write_picture(topology, svg, title=title + what, ranks=boxes)
+    warnings = [*topology.warnings, *(plan.warnings if plan and not places else ())]
+    if damage:
+        warnings.append(f"the plan of node {name} cannot be read: {damage}")
+    warnings += _missing(bound, name, plan, len(places))
+    if as_json:
+        ranks = [_rank_json(topology, place) for place in places]
+        print_json(
+            {
+                "node": name,
+                "seen": bool(places),
+                "ranks": ranks or (plan_json(plan)["ranks"] if plan else []),
+                "warnings": warnings,
+                "topology": topology_json(topology),
+            }
+        )
+        return
+    if svg != STANDARD_OUTPUT:
+        print_node(topology, title)
+        typer.echo("")
+        if places:
+            print_ranks(places)
+        else:
+            typer.echo(f"no rank has recorded where it runs{'; the plan is:' if plan else ''}")
+            if plan:
+                print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(plan))
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
+    """Return the node to show, with a note where there are others."""
+    directory = attempt.directory / "nodes"
+    known = sorted(path.name.removesuffix(_SUFFIX) for path in directory.glob(f"*{_SUFFIX}"))
+    if not known:
+        raise NotFoundError(
+            f"no node of {label} has recorded its topology",
+            hint="nodes do so before the ranks start",
+        )
+    if wanted and wanted not in known:
+        more = ", …" if len(known) > _NODES_SHOWN else ""
+        raise NotFoundError(
+            f"{label} has no record of a node {wanted!r}",
+            hint=f"nodes with a record: {', '.join(known[:_NODES_SHOWN])}{more}",
+        )
+    with_ranks = [place.node for place in bound.places if place.node in known]
+    name = wanted or (with_ranks or known)[0]
+    if not wanted and len(known) > 1:
+        typer.echo(
+            f"note: {name} is one of {len(known)} nodes; --node NODE shows another", err=True
+        )
+    return name
+
+
+def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
+    """Return what the node's agent planned, if it is there, and why it cannot be read, if so."""
+    try:
+        return read(read_text(attempt.directory / "plan" / f"{node}.txt")), ""
+    except NotFoundError:
+        return None, ""
+    except (RecordError, ValueError) as error:
+        return None, str(error) or type(error).__name__
+
+
+def _missing(bound: Bound, node: str, plan: Plan | None, shown: int) -> Iterator[str]:
+    """Yield which proofs of a node cannot be read, and how many of its ranks left no record."""
+    for proof in bound.unreadable:
+        if proof.node == node:
+            yield f"the proof of node {node} cannot be read: {proof.why}"
+    expected = [proof.expected for proof in bound.proofs if proof.node == node]
+    count = max([*expected, len(plan.ranks) if plan else 0])
+    if 0 < shown < count:
+        yield f"only {shown} of the {count} ranks of {node} left a record"
+
+
+def _rank_json(topology: Topology, place: Place) -> dict[str, Any]:
+    cpus = set(parse_list(place.cpus))
+    cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
+    return {**asdict(place), "cores": cores, "nic": place.nic or None}

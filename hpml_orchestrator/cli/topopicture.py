@@ -1,60 +1,59 @@
-"""A node as a picture (SVG): sockets, domains, cores and devices as boxes, ranks as colours."""
+"""A node as a picture (SVG): nested boxes for sockets, domains, cores and devices, ranks in colour.
+
+Every box is as large as its text and the boxes inside it, so nothing can overlap.
+"""
 
 from __future__ import annotations
 
 import colorsys
-import math
+import html
 import re
-from dataclasses import dataclass
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.cli.sheet import (
-    BOLD,
-    MIDDLE,
-    SOFT,
-    Sheet,
-    document,
-    text_width,
-    wrapped,
-)
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
-from hpml_orchestrator.topology.model import Gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from hpml_orchestrator.placement.model import Plan
+    from hpml_orchestrator.placement.model import Plan, RankPlan
     from hpml_orchestrator.runs.bound import Place
-    from hpml_orchestrator.topology import Core, Domain, Nic, Topology
+    from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology
 
 __all__ = ["RankBox", "boxes_of_places", "boxes_of_plan", "names", "nearest_nics", "picture"]
 
-# All measures in pixels.
-_MARGIN, _GAP, _PAD = 20, 12, 10
-_CORE_COLUMNS, _CORE_W, _CORE_H, _CORE_GAP = 16, 24, 15, 3
-_DOMAIN_W = _CORE_COLUMNS * (_CORE_W + _CORE_GAP) - _CORE_GAP + 2 * _PAD
-_DOMAIN_HEAD, _LINE = 36, 13
-_SOCKET_HEAD = 24
-_DEVICE_COLUMNS, _DEVICE_W, _DEVICE_H, _DEVICE_GAP = 4, 156, 44, 8
-_WIRE = 34
-_SPACE = 3
-_CHIP_W, _CHIP_H, _CHIP_GAP, _CHIPS = 24, 13, 3, 4
-_ENTRY_W, _ENTRY_H = 236, 50
-_HEAD = 26
-_WRONG_LINES = 2
-_NARROW = 12
-"""Parts of a core that are narrower than this have no room for a number."""
-
+_CORES_PER_ROW, _DEVICES_PER_ROW, _RANKS_PER_ROW = 16, 4, 5
+_CORE_WIDTH, _DEVICE_WIDTH, _RANK_WIDTH, _PAGE_WIDTH = 24, 156, 230, 600
+_TITLE, _HEADING, _DETAIL, _LABEL = 16, 11, 9, 8
+"""Font sizes, in pixels."""
+_CHARACTER = 0.73
+"""Width of a character in parts of the font's size: generous, for fonts differ."""
+_TEXT_MAX, _WRONG_COLUMNS = 72, 48
 _TURN = 0.381966  # of the circle of colours: the next colour lies far from all before
-
 _NEAR = ("PIX", "PXB", "PHB", "NODE")
+_STYLE = """
+text{font-family:'DejaVu Sans',Verdana,Arial,sans-serif;fill:#1f2933}
+.page{fill:#ffffff;stroke:#cbd2d9}
+.socket{fill:#f3f5f7;stroke:#7b8794}
+.domain{fill:#ffffff;stroke:#3e6b99}
+.apart{stroke-dasharray:5 3}
+.core{fill:#dbe9f6;stroke:#8fb3d4}
+.gpu{fill:#d9f2e1;stroke:#2f855a}
+.nic{fill:#fdebd0;stroke:#b9770e}
+.free{fill:#f5f7fa;stroke:#cbd2d9}
+.rank{stroke:#52606d;stroke-width:0.6}
+.several{fill:#9aa5b1}
+.wrong{stroke:#c81e1e;stroke-width:2}
+"""
 
 
 def nearest_nics(topology: Topology, gpu: str) -> str:
     """Return the level and the names of the cards that are nearest to a GPU; SYS is not near."""
     for level in _NEAR:
-        near = [nic for name, nic, away in topology.links if (name, away) == (gpu, level)]
+        near = [nic for name, nic, distance in topology.links if (name, distance) == (gpu, level)]
         if near:
             return f"{level} {names(near)}"
     return ""
@@ -78,167 +77,6 @@ def names(words: Iterable[str]) -> str:
     return " ".join(
         f"{stem}{first}" + (f"-{last}" if last != first else "") for stem, first, last in runs
     )
-
-
-def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) -> str:
-    """Return the text of an SVG file, on a white sheet so that it reads on any background.
-
-    Args:
-        topology: the node.
-        title: stands above.
-        ranks: the owners of its cores.
-    """
-    page = _Page(Sheet(), topology, _Ranks(ranks, topology))
-    left = _MARGIN
-    inner = left + _PAD
-    y = _MARGIN + 34
-    shown: set[int] = set()
-    sockets = {core.socket if topology.sockets_told else None for core in topology.cores}
-    for socket in sorted(sockets, key=lambda socket: socket or 0):
-        top = y
-        y += _SOCKET_HEAD
-        for domain in topology.domains:
-            cores = [
-                core
-                for core in topology.cores
-                if core.domain == domain.number and socket in {core.socket, None}
-            ]
-            if cores:
-                first = domain.number not in shown
-                shown.add(domain.number)
-                gpus, nics = _devices_of(topology, domain.number) if first else ([], [])
-                y += page.domain(inner, y, domain, cores, gpus, nics) + _GAP
-        label = "sockets unknown" if socket is None else f"socket {socket}"
-        page.sheet.parts.insert(0, _socket(left, top, y - top, label))
-        y += _GAP
-    for domain in topology.domains:
-        if domain.number not in shown:
-            gpus, nics = _devices_of(topology, domain.number)
-            y += page.domain(inner, y, domain, [], gpus, nics) + _GAP
-    gpus, nics = _devices_of(topology, None)
-    if gpus or nics:
-        page.sheet.box("domain apart", inner, y, _DOMAIN_W, _DOMAIN_HEAD)
-        words = "domain unknown: these may be near to any"
-        page.sheet.text(inner + _PAD, y + 22, words, size=11, room=_DOMAIN_W - 2 * _PAD)
-        y += max(_DOMAIN_HEAD, page.devices(inner, y, gpus, nics)) + _GAP
-    width = inner + _DOMAIN_W + _PAD + _MARGIN
-    if topology.gpus or topology.nics:
-        width += _WIRE - _DEVICE_GAP + _device_columns(topology) * (_DEVICE_W + _DEVICE_GAP)
-    if ranks:
-        y += page.owners.legend(page.sheet, left, y, width - 2 * _MARGIN) + _GAP
-    return document(page.sheet, width, y + _MARGIN - _GAP, title, margin=_MARGIN)
-
-
-def _socket(x: int, y: int, height: int, label: str) -> str:
-    box = Sheet()
-    box.box("socket", x, y, _DOMAIN_W + 2 * _PAD, height)
-    box.text(x + _PAD, y + 17, label, size=12, room=_DOMAIN_W, look=BOLD)
-    return "\n".join(box.parts)
-
-
-def _devices_of(topology: Topology, domain: int | None) -> tuple[list[Gpu], list[Nic]]:
-    gpus = [gpu for gpu in topology.gpus if gpu.domain == domain]
-    return gpus, [nic for nic in topology.nics if nic.domain == domain]
-
-
-def _device_columns(topology: Topology) -> int:
-    """Return how many devices stand side by side at most."""
-    places = [domain.number for domain in topology.domains] + [None]
-    groups = [group for place in places for group in _devices_of(topology, place)]
-    return min(_DEVICE_COLUMNS, max(len(group) for group in groups))
-
-
-@dataclass(frozen=True)
-class _Page:
-    """The sheet, the node on it, and the owners of its cores."""
-
-    sheet: Sheet
-    topology: Topology
-    owners: _Ranks
-
-    def domain(
-        self,
-        x: int,
-        y: int,
-        domain: Domain,
-        cores: Sequence[Core],
-        gpus: Sequence[Gpu],
-        nics: Sequence[Nic],
-    ) -> int:
-        """Draw a domain with its cores and devices; return how high that is."""
-        rows = -(-len(cores) // _CORE_COLUMNS)
-        head = _DOMAIN_HEAD + (_LINE if domain.distances and cores else 0)
-        height = head + rows * (_CORE_H + _CORE_GAP) + (_PAD if rows else 0)
-        whole = max(height, self.devices(x, y, gpus, nics))
-        self.sheet.box("domain" if cores else "domain apart", x, y, _DOMAIN_W, whole)
-        room = _DOMAIN_W - 2 * _PAD
-        self.sheet.text(x + _PAD, y + 15, _headline(domain, cores), size=11, room=room)
-        cpus = format_list(cpu for core in cores for cpu in core.cpus)
-        away = " ".join(str(distance) for _, distance in domain.distances)
-        others = format_list(other for other, _ in domain.distances)
-        second = [f"CPUs {cpus}"] if cores else []
-        second += [f"distances to {others}: {away}"] if away else []
-        for line, words in enumerate(second):
-            self.sheet.text(x + _PAD, y + 29 + line * _LINE, words, size=9, room=room, look=SOFT)
-        for place, core in enumerate(cores):
-            row, column = divmod(place, _CORE_COLUMNS)
-            left = x + _PAD + column * (_CORE_W + _CORE_GAP)
-            top = y + head + row * (_CORE_H + _CORE_GAP)
-            self.owners.core(self.sheet, core, left, top, _CORE_W, _CORE_H)
-        return whole
-
-    def devices(self, x: int, y: int, gpus: Sequence[Gpu], nics: Sequence[Nic]) -> int:
-        """Draw the devices of a domain at its right, GPUs above cards; return how high that is."""
-        start = x + _DOMAIN_W + _PAD + _WIRE
-        trunk = start - _WIRE // 2
-        rows = 0
-        groups: tuple[Sequence[Gpu | Nic], ...] = (gpus, nics)
-        for group in groups:
-            for place, device in enumerate(group):
-                row, column = divmod(place, _DEVICE_COLUMNS)
-                left = start + column * (_DEVICE_W + _DEVICE_GAP)
-                top = y + (rows + row) * (_DEVICE_H + _DEVICE_GAP)
-                self._device(left, top, device)
-                if column == 0:
-                    self.sheet.wire((trunk, top + _DEVICE_H // 2), (start, top + _DEVICE_H // 2))
-            rows += -(-len(group) // _DEVICE_COLUMNS)
-        if rows:
-            last = y + (rows - 1) * (_DEVICE_H + _DEVICE_GAP) + _DEVICE_H // 2
-            self.sheet.wire(
-                (x + _DOMAIN_W, y + _DEVICE_H // 2), (trunk, y + _DEVICE_H // 2), (trunk, last)
-            )
-        return rows * (_DEVICE_H + _DEVICE_GAP) - _DEVICE_GAP if rows else 0
-
-    def _device(self, x: int, y: int, device: Gpu | Nic) -> None:
-        if isinstance(device, Gpu):
-            kind, near = "gpu", nearest_nics(self.topology, device.name)
-            ranks = self.owners.of_gpu(device)
-        else:
-            kind, near, ranks = "nic", "", self.owners.of_nic(device)
-        hover = f"{device.name} {device.address} {near}".strip()
-        self.sheet.box(kind, x, y, _DEVICE_W, _DEVICE_H, hover)
-        room = _DEVICE_W - _PAD
-        left = room - math.ceil(text_width(device.name, 11, BOLD)) - _SPACE
-        taken = self.owners.chips(self.sheet, ranks, x + _DEVICE_W - 4, y + 4, room=left)
-        self.sheet.text(x + 6, y + 14, device.name, size=11, room=room - taken, look=BOLD)
-        self.sheet.text(x + 6, y + 26, device.address, size=9, room=room, look=SOFT)
-        if near:
-            self.sheet.text(x + 6, y + 38, near, size=9, room=room, look=SOFT)
-
-
-def _headline(domain: Domain, cores: Sequence[Core]) -> str:
-    words = [f"domain {domain.number}"]
-    if cores:
-        threads = {len(core.cpus) for core in cores}
-        each = f" of {threads.pop()} threads" if len(threads) == 1 and threads != {1} else ""
-        words.append(f"{counted(len(cores), 'core')}{each}")
-        if len({cpu for core in cores for cpu in core.cpus}) < len(domain.cpus):
-            words.append("in part")
-    else:
-        words.append("no CPUs")
-    if domain.memory_bytes:
-        words.append(f"{domain.memory_bytes / 1024**3:.0f} GiB")
-    return " · ".join(words)
 
 
 @dataclass(frozen=True)
@@ -265,154 +103,283 @@ class RankBox:
 def boxes_of_plan(plan: Plan) -> list[RankBox]:
     """Return the ranks of a plan; those that it does not bind have no CPUs of their own."""
     return [
-        RankBox(
-            str(rank.local_rank),
-            rank.gpu or "",
-            () if plan.policy == "none" else rank.cpus,
-            rank.nic or "",
-            _lines(rank.cpu_list(), len(rank.cores), rank.numa, rank.distance, rank.threads),
-        )
+        _rank_box(rank, rank.local_rank, cpus=rank.cpu_list(), own=plan.policy != "none")
         for rank in plan.ranks
     ]
 
 
 def boxes_of_places(places: Sequence[Place]) -> list[RankBox]:
-    """Return ranks as they were seen; CPUs that all of them share are nobody's own."""
+    """Return ranks as they ran; CPUs that all of them share belong to none."""
     shared = len(places) > 1 and len({place.cpus for place in places}) == 1
     return [
-        RankBox(
-            str(place.rank),
-            place.gpu or "",
-            () if shared else parse_list(place.cpus),
-            place.nic,
-            _lines(place.cpus, place.cores, place.numa, place.distance, place.threads),
-            "; ".join(place.wrong),
-        )
+        _rank_box(place, place.rank, cpus=place.cpus, own=not shared, wrong=place.wrong)
         for place in places
     ]
 
 
-def _lines(
-    cpus: str, cores: int | None, numa: Sequence[int], distance: int | None, threads: int | None
-) -> tuple[str, ...]:
-    parts = [] if cores is None else [counted(cores, "core")]
-    parts += [f"NUMA {format_list(numa)}"] if numa else []
-    parts += [] if distance is None else [f"distance {distance}"]
-    openmp = "" if threads is None else counted(threads, "OpenMP thread")
-    return (f"CPUs {cpus or 'unknown'}", ", ".join(parts), openmp)
+def _rank_box(
+    rank: RankPlan | Place, number: int, *, cpus: str, own: bool, wrong: Sequence[str] = ()
+) -> RankBox:
+    cores = len(rank.cores) if isinstance(rank.cores, tuple) else rank.cores
+    parts = [
+        "" if cores is None else counted(cores, "core"),
+        f"NUMA {format_list(rank.numa)}" if rank.numa else "",
+        "" if rank.distance is None else f"distance {rank.distance}",
+    ]
+    openmp = "" if rank.threads is None else counted(rank.threads, "OpenMP thread")
+    return RankBox(
+        str(number),
+        rank.gpu or "",
+        parse_list(cpus) if own else (),
+        rank.nic or "",
+        (f"CPUs {cpus or 'unknown'}", ", ".join(filter(None, parts)), openmp),
+        "; ".join(wrong),
+    )
 
 
-class _Ranks:
-    """The ranks of a node, ready to be drawn.
+@dataclass
+class _Box:
+    """Lines of text above rows of smaller boxes; a row's only box is as wide as the row.
 
-    Args:
-        boxes: the ranks, in order.
-        topology: the node.
+    Attributes:
+        kind: its CSS classes; a box without is not drawn itself.
+        lines: its text; the first line is in bold.
+        rows: the boxes inside.
+        size: of the first line's font, in pixels; of a label it is the only one, centred.
+        hover: text for those who point at it.
+        fill: its colour, if not that of its kind.
+        width: in pixels, at least.
     """
 
-    def __init__(self, boxes: Sequence[RankBox], topology: Topology) -> None:
-        self.boxes = list(boxes)
-        self.colours = [_colour(place) for place in range(len(self.boxes))]
-        self._of_cpu: dict[int, list[int]] = {}
-        self._gpus: list[int | None] = []
-        names: dict[str, int] = {}
-        for gpu in reversed(topology.gpus):
-            names.update(dict.fromkeys((gpu.name, gpu.address, gpu.uuid), gpu.index))
-        names.pop("", None)
-        for place, box in enumerate(self.boxes):
-            self._gpus.append(names.get(box.gpu))
-            for cpu in box.cpus:
-                self._of_cpu.setdefault(cpu, []).append(place)
-        self._names = {gpu.index: gpu.name for gpu in topology.gpus}
+    kind: str
+    lines: Sequence[str] = ()
+    rows: Sequence[Sequence[_Box]] = ()
+    size: int = _HEADING
+    hover: str = ""
+    fill: str = ""
+    width: float = 0
+    height: float = field(default=0, init=False)
 
-    def core(self, sheet: Sheet, core: Core, x: int, y: int, width: int, height: int) -> None:
-        """Draw a core in the colour of its rank; in parts where its CPUs are of different ranks."""
-        hover = f"core {core.number}: CPUs {format_list(core.cpus)}"
-        if not self._of_cpu:
-            sheet.box("core", x, y, width, height, hover)
-            middle = x + width // 2
-            sheet.text(middle, y + 11, str(core.cpus[0]), size=8, room=width, look=MIDDLE)
-            return
-        owners = [tuple(self._of_cpu.get(cpu, ())) for cpu in core.cpus]
-        every = sorted({place for places in owners for place in places})
-        numbers = ",".join(self.boxes[place].label for place in every)
-        hover += f": rank {numbers}" if every else ": no rank's own"
-        sheet.box("core free", x, y, width, height, hover)
-        parts = owners if len(set(owners)) > 1 else owners[:1]
-        wide = width // len(parts)
-        for part, places in enumerate(parts):
-            if not places:
-                continue
-            look = ' rx="4"' if len(parts) == 1 else ""
-            kind = "rank several" if len(places) > 1 else "rank"
-            look += "" if len(places) > 1 else f' fill="{self.colours[places[0]]}"'
-            sheet.box(kind, x + part * wide, y, wide, height, hover, look)
-            words = f"x{len(places)}" if len(places) > 1 else self.boxes[places[0]].label
-            if wide >= _NARROW:
-                middle = x + part * wide + wide // 2
-                sheet.text(middle, y + 11, words, size=8, room=wide, look=MIDDLE + BOLD)
+    def __post_init__(self) -> None:
+        self.lines = [_cut(line) for line in self.lines if line]
+        self.rows = [row for row in self.rows if row]
+        self._pad = 0 if not self.kind else 2 if self.size == _LABEL else 8
+        self._gap = 3 if self.rows and self.rows[0][0].size == _LABEL else 10
+        self._fonts = [self.size, *[_DETAIL] * len(self.lines)][: len(self.lines)]
+        fonts = zip(self.lines, self._fonts, strict=True)
+        widths = [len(line) * font * _CHARACTER for line, font in fonts]
+        widths += [sum(box.width for box in row) + self._gap * (len(row) - 1) for row in self.rows]
+        self.width = max(self.width, 2 * self._pad + max(widths, default=0))
+        self._head = self._pad + sum(font + 4 for font in self._fonts)
+        self._head += 4 if self.rows and self.lines else 0
+        heights = [max(box.height for box in row) + self._gap for row in self.rows]
+        self.height = self._head + sum(heights) + self._pad - (self._gap if heights else 0)
 
-    def of_gpu(self, gpu: Gpu) -> list[int]:
-        """Return the places of the ranks that have a GPU."""
-        return [place for place, index in enumerate(self._gpus) if index == gpu.index]
-
-    def of_nic(self, nic: Nic) -> list[int]:
-        """Return the places of the ranks that communicate through a network card."""
-        return [place for place, box in enumerate(self.boxes) if box.nic == nic.name]
-
-    def chips(self, sheet: Sheet, places: Sequence[int], right: int, y: int, *, room: int) -> int:
-        """Draw the numbers of ranks in their colours, up to a right edge; return how wide it is.
-
-        Those that find no room become one that counts them: two stand there however small it is.
-        """
-        most = min(_CHIPS, max(2, (room + _CHIP_GAP) // (_CHIP_W + _CHIP_GAP)))
-        shown = list(places[: most if len(places) <= most else most - 1])
-        count = len(shown) + (len(shown) < len(places))
-        left = right - count * (_CHIP_W + _CHIP_GAP) + _CHIP_GAP
-        for number, place in enumerate(shown):
-            self._chip(sheet, place, left + number * (_CHIP_W + _CHIP_GAP), y)
-        if count > len(shown):
-            middle = right - _CHIP_W // 2
-            sheet.text(
-                middle, y + 10, f"+{len(places) - len(shown)}", size=8, room=_CHIP_W, look=MIDDLE
+    def draw(self, x: float, y: float) -> Iterator[str]:
+        """Yield the SVG elements of the box and of those inside, with its corner at a place."""
+        if self.kind:
+            fill = f' style="fill:{self.fill}"' if self.fill else ""
+            yield (
+                f'<rect class="{self.kind}" x="{x:g}" y="{y:g}" width="{self.width:g}" '
+                f'height="{self.height:g}" rx="4"{fill}>'
+                f"<title>{_escaped(self.hover or ' '.join(self.lines))}</title></rect>"
             )
-        return right - left if count else 0
+        label = self.size == _LABEL
+        left = x + (self.width / 2 if label else self._pad)
+        look = ' text-anchor="middle"' if label else ""
+        top = y + self._pad
+        bold = ' font-weight="bold"'
+        for line, font in zip(self.lines, self._fonts, strict=True):
+            top += font
+            yield (
+                f'<text x="{left:g}" y="{top:g}" font-size="{font}"{look}{bold}>'
+                f"{_escaped(line)}</text>"
+            )
+            top, bold = top + 4, ""
+        top = y + self._head
+        for row in self.rows:
+            left = x + self._pad
+            height = max(box.height for box in row)
+            for box in row:
+                box.height = height
+                box.width = self.width - 2 * self._pad if len(row) == 1 else box.width
+                yield from box.draw(left, top)
+                left += box.width + self._gap
+            top += height + self._gap
 
-    def _chip(self, sheet: Sheet, place: int, x: int, y: int) -> None:
-        box = self.boxes[place]
-        look = f' rx="3" fill="{self.colours[place]}"'
-        kind = "rank bad" if box.wrong else "rank"
-        sheet.box(kind, x, y, _CHIP_W, _CHIP_H, f"rank {box.label} {box.wrong}".strip(), look)
-        middle = x + _CHIP_W // 2
-        sheet.text(middle, y + 10, box.label, size=8, room=_CHIP_W, look=MIDDLE + BOLD)
 
-    def legend(self, sheet: Sheet, x: int, y: int, width: int) -> int:
-        """Draw the list of ranks; return how high it is."""
-        if not self.boxes:
-            return 0
-        columns = max(1, min(len(self.boxes), (width + _GAP) // (_ENTRY_W + _GAP)))
-        wide = (width + _GAP) // columns - _GAP
-        note = "" if self._of_cpu else ": not bound"
-        if any(len(places) > 1 for places in self._of_cpu.values()):
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_MAX else f"{text[: _TEXT_MAX - 1]}…"
+
+
+def _escaped(text: str) -> str:
+    """Return text for XML, which has no place for control characters."""
+    return html.escape("".join(char if char.isprintable() else "\ufffd" for char in text))
+
+
+def _rows(boxes: Sequence[_Box], length: int) -> list[Sequence[_Box]]:
+    """Return boxes in rows of some length, all as wide as the widest."""
+    widest = max((box.width for box in boxes), default=0)
+    for box in boxes:
+        box.width = widest
+    return [boxes[start : start + length] for start in range(0, len(boxes), length)]
+
+
+def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) -> str:
+    """Return the text of an SVG file: sockets, domains and cores, and their devices beside them.
+
+    Args:
+        topology: the node.
+        title: stands above.
+        ranks: the owners of its cores.
+    """
+    node = _Node(topology, ranks)
+    boxes = node.boxes()
+    width = max([_PAGE_WIDTH, *(box.width for box in boxes)])
+    page = _Box("page", [title], [*([box] for box in boxes), [node.legend(width)]], size=_TITLE)
+    width, height = page.width, page.height
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img">'
+    )
+    lines = [
+        opening,
+        f"<title>{_escaped(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        *page.draw(0, 0),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+class _Node:
+    """The boxes of a node and of its ranks.
+
+    Args:
+        topology: the node.
+        ranks: the owners of its cores, in order.
+    """
+
+    def __init__(self, topology: Topology, ranks: Sequence[RankBox]) -> None:
+        self.topology = topology
+        self.ranks = list(ranks)
+        self._owners: dict[int, list[int]] = defaultdict(list)
+        for place, rank in enumerate(self.ranks):
+            for cpu in rank.cpus:
+                self._owners[cpu].append(place)
+        self._gpus: dict[str, str] = {}  # whatever a rank may call its GPU -> the GPU's name
+        for gpu in reversed(topology.gpus):
+            self._gpus.update(dict.fromkeys((gpu.name, gpu.address, gpu.uuid), gpu.name))
+        self._gpus.pop("", None)
+
+    def boxes(self) -> list[_Box]:
+        """Return sockets, domains that are in none, and devices that are in no domain."""
+        topology = self.topology
+        boxes: list[_Box] = []
+        shown: set[int] = set()
+        sockets = {core.socket if topology.sockets_told else -1 for core in topology.cores}
+        for socket in sorted(sockets):
+            rows = []
+            for domain in topology.domains:
+                cores = [
+                    core
+                    for core in topology.cores
+                    if core.domain == domain.number and socket in {core.socket, -1}
+                ]
+                if cores:
+                    rows.append([self._domain(domain, cores, devices=domain.number not in shown)])
+                    shown.add(domain.number)
+            label = f"socket {socket}" if topology.sockets_told else "sockets unknown"
+            boxes.append(_Box("socket", [label], rows))
+        boxes += [
+            self._domain(domain, []) for domain in topology.domains if domain.number not in shown
+        ]
+        if unknown := self._devices(None):
+            boxes.append(_Box("domain apart", ["domain unknown"], unknown))
+        return boxes
+
+    def _domain(self, domain: Domain, cores: Sequence[Core], *, devices: bool = True) -> _Box:
+        rows = _rows([self._core(core) for core in cores], _CORES_PER_ROW)
+        cpus = format_list(cpu for core in cores for cpu in core.cpus)
+        others = format_list(other for other, _ in domain.distances)
+        distances = " ".join(str(distance) for _, distance in domain.distances)
+        lines = [
+            _headline(domain, cores),
+            f"CPUs {cpus}" if cpus else "",
+            f"distances to {others}: {distances}" if distances else "",
+        ]
+        inner = _Box("", lines, rows, width=_CORES_PER_ROW * (_CORE_WIDTH + 3))
+        beside = _Box("", (), self._devices(domain.number) if devices else ())
+        return _Box("domain" if cores else "domain apart", (), [[inner, beside]])
+
+    def _core(self, core: Core) -> _Box:
+        """Return a core in the colour of its rank; grey, with their number, if it has several."""
+        hover = f"core {core.number}: CPUs {format_list(core.cpus)}"
+        if not self._owners:
+            return self._label("core", str(core.cpus[0]), hover)
+        owners = sorted({place for cpu in core.cpus for place in self._owners.get(cpu, ())})
+        if not owners:
+            return self._label("core free", "", f"{hover}: no rank")
+        hover += f": rank {','.join(self.ranks[place].label for place in owners)}"
+        if len(owners) > 1:
+            return self._label("core rank several", f"x{len(owners)}", hover)
+        return self._label("core rank", self.ranks[owners[0]].label, hover, _colour(owners[0]))
+
+    def _label(self, kind: str, text: str, hover: str, fill: str = "") -> _Box:
+        return _Box(kind, [text or " "], size=_LABEL, hover=hover, fill=fill, width=_CORE_WIDTH)
+
+    def _devices(self, domain: int | None) -> list[Sequence[_Box]]:
+        """Return the GPUs of a domain, and below them its network cards."""
+        gpus = [self._device("gpu", gpu) for gpu in self.topology.gpus if gpu.domain == domain]
+        nics = [self._device("nic", nic) for nic in self.topology.nics if nic.domain == domain]
+        return [*_rows(gpus, _DEVICES_PER_ROW), *_rows(nics, _DEVICES_PER_ROW)]
+
+    def _device(self, kind: str, device: Gpu | Nic) -> _Box:
+        near = nearest_nics(self.topology, device.name) if kind == "gpu" else ""
+        labels = [
+            self._label(
+                "rank wrong" if rank.wrong else "rank",
+                rank.label,
+                f"rank {rank.label} {rank.wrong}".strip(),
+                _colour(place),
+            )
+            for place, rank in enumerate(self.ranks)
+            if device.name == (self._gpus.get(rank.gpu) if kind == "gpu" else rank.nic)
+        ]
+        lines = [device.name, device.address, near]
+        return _Box(kind, lines, _rows(labels, _RANKS_PER_ROW), width=_DEVICE_WIDTH)
+
+    def legend(self, width: float) -> _Box:
+        """Return the list of ranks, for a page of some width."""
+        note = "" if self._owners else ": not bound"
+        if any(len(places) > 1 for places in self._owners.values()):
             note = " (several ranks share grey cores)"
-        sheet.text(x, y + 14, f"ranks{note}", size=12, room=width, look=BOLD)
-        high = _ENTRY_H + _WRONG_LINES * _LINE * any(box.wrong for box in self.boxes)
-        for place, box in enumerate(self.boxes):
-            row, column = divmod(place, columns)
-            left, top = x + column * (wide + _GAP), y + _HEAD + row * (high + _GAP)
-            self._chip(sheet, place, left, top)
-            inner, room = left + _CHIP_W + 6, wide - _CHIP_W - 6
-            index = self._gpus[place]
-            name = box.gpu if index is None else self._names[index]
-            title = f"rank {box.label}: {name or 'no GPU'}{f', {box.nic}' if box.nic else ''}"
-            sheet.text(inner, top + 10, title, size=10, room=room, look=BOLD)
-            lines = [(line, SOFT) for line in box.lines if line]
-            wrong = f"WRONG: {box.wrong}" if box.wrong else ""
-            lines += [(line, ' class="wrong"') for line in wrapped(wrong, 9, room, _WRONG_LINES)]
-            for number, (words, look) in enumerate(lines, 1):
-                sheet.text(inner, top + 10 + number * _LINE, words, size=9, room=room, look=look)
-        rows = -(-len(self.boxes) // columns)
-        return _HEAD + rows * (high + _GAP) - _GAP
+        boxes = [self._entry(place, rank) for place, rank in enumerate(self.ranks)]
+        widest = max([_RANK_WIDTH, *(box.width for box in boxes)])
+        rows = _rows(boxes, max(1, int(width / (widest + 10))))
+        return _Box("", [f"ranks{note}"] if boxes else (), rows)
+
+    def _entry(self, place: int, rank: RankBox) -> _Box:
+        gpu = self._gpus.get(rank.gpu, rank.gpu) or "no GPU"
+        wrong = textwrap.wrap(f"WRONG: {rank.wrong}", _WRONG_COLUMNS) if rank.wrong else []
+        return _Box(
+            "rank wrong" if wrong else "rank",
+            [f"rank {rank.label}: {gpu}{f', {rank.nic}' if rank.nic else ''}", *rank.lines, *wrong],
+            fill=_colour(place),
+            width=_RANK_WIDTH,
+        )
+
+
+def _headline(domain: Domain, cores: Sequence[Core]) -> str:
+    words = [f"domain {domain.number}", counted(len(cores), "core") if cores else "no CPUs"]
+    threads = {len(core.cpus) for core in cores}
+    if len(threads) == 1 and threads != {1}:
+        words[-1] += f" of {threads.pop()} threads"
+    if 0 < len({cpu for core in cores for cpu in core.cpus}) < len(domain.cpus):
+        words.append("in part")
+    if domain.memory_bytes:
+        words.append(f"{domain.memory_bytes / 1024**3:.0f} GiB")
+    return " · ".join(words)
 
 
 def _colour(place: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.cli import main as module
+from hpml_orchestrator.scheduler.slurm import client
+from hpml_orchestrator.testing import FakeClock, FakeScheduler
 from tests.unit.cli.support import Node, Result, Shell
 
 
@@ -51,3 +54,17 @@ def node(hpml: Any, shell: Shell, tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path, hpml, shell)
     yield made
     made.stage("clean", "--mine", "--all", str(made.ram), str(made.disk))
+
+
+@pytest.fixture
+def slurm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    """A FAKE Slurm in memory, for commands in this process; its sbatch on PATH is never called."""
+    (shell.root / "bin").mkdir(exist_ok=True)
+    sbatch = shell.root / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'a fake sbatch' >&2\nexit 70\n")
+    sbatch.chmod(0o755)
+    path = f"{shell.root / 'bin'}:{os.environ['PATH']}"
+    monkeypatch.setitem(shell.variables, "PATH", path)
+    fake = FakeScheduler(FakeClock(time.time()))
+    monkeypatch.setattr(client, "SlurmScheduler", lambda: fake)
+    return fake

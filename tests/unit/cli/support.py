@@ -15,6 +15,7 @@ from typing import Any
 
 HPML = Path(sys.executable).parent / "hpml"
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;[0-9;]*)?m")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def as_anybody() -> list[str]:
@@ -35,6 +36,13 @@ class Result:
     def json(self) -> Any:
         """Standard output as one JSON document."""
         return json.loads(self.out)
+
+    def refuses(self, code: int, *parts: str) -> bool:
+        """Whether it ended with that status and one error that has these parts."""
+        assert (self.code, self.out) == (code, ""), self
+        assert self.err.count("hpml: error: ") == 1, self.err
+        assert not [part for part in parts if part not in self.err], self.err
+        return True
 
 
 Hpml = Callable[..., Result]
@@ -90,10 +98,10 @@ class Shell:
             out, err = process.communicate(timeout=120)
         return Result(process.returncode, out, err)
 
-    def bash(self, line: str, *words: str, cwd: Path | None = None) -> Result:
+    def bash(self, line: str, *words: str | Path, cwd: Path | None = None) -> Result:
         """Run a line of bash as somebody whom permissions bind; "$@" in it is hpml with words."""
         done = subprocess.run(
-            [*as_anybody(), "bash", "-c", line, "bash", HPML, *words],
+            [*as_anybody(), "bash", "-o", "pipefail", "-c", line, "bash", HPML, *words],
             env=self.environment(),
             cwd=cwd or self.root,
             capture_output=True,
@@ -113,26 +121,12 @@ class Node:
     shell: Shell
 
     def __post_init__(self) -> None:
+        self.ram, self.disk = self.root / "ram", self.root / "disk"
         self.ram.mkdir()
         self.disk.mkdir()
-        (self.root / "site.toml").write_text(
-            f'[paths]\nram = "{self.ram}"\nscratch = "{self.disk}"\n', encoding="utf-8"
-        )
-
-    @property
-    def ram(self) -> Path:
-        """What shm stands for."""
-        return self.root / "ram"
-
-    @property
-    def disk(self) -> Path:
-        """What local stands for."""
-        return self.root / "disk"
-
-    @property
-    def first(self) -> tuple[str, ...]:
-        """Options of hpml itself."""
-        return ("--site", str(self.root / "site.toml"))
+        profile = self.root / "site.toml"
+        profile.write_text(f'[paths]\nram = "{self.ram}"\nscratch = "{self.disk}"\n')
+        self.first = ("--site", str(profile))
 
     def stage(self, *words: str) -> Result:
         """Run `hpml stage` in this process."""
@@ -142,13 +136,11 @@ class Node:
         """Start it as a process of its own."""
         return self.shell.start(*self.first, "stage", *words, **more)
 
-    def left(self, base: Path | None = None) -> list[str]:
-        """What lies below a base and is more than hpml's own small files."""
-        left: list[str] = []
-        for _, directories, files in os.walk(base or self.ram):
-            left += [name for name in directories if not name.startswith(("hpml-", "shell-"))]
-            left += [name for name in files if not re.search(r"lock$|lease|owner|staging$", name)]
-        return sorted(left)
+    def script(self, *words: str) -> str:
+        """What a script that stages and ends has printed."""
+        done = self.shell.bash('"$@"; true', *self.first, "stage", *words)
+        assert done.code == 0, done.err
+        return done.out.strip()
 
 
 def grow(root: Path, files: int, size: int = 500) -> Path:

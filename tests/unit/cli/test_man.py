@@ -71,11 +71,7 @@ def test_pages_are_installed(hpml: Hpml, tmp_path: Path) -> None:
     assert hpml("man", "--output", str(tmp_path)).code == 0
     assert len(list((tmp_path / "man1").iterdir())) == len(list(PAGES.iterdir()))
     (tmp_path / "file").write_text("")
-    for words, message in [
-        (("sumbit",), "COMMAND: no such command (got 'sumbit')\nhint: did you mean submit?"),
-        (("submit", "--output", "new"), "--output: takes no command (got 'submit')"),
-        (("--output", str(tmp_path / "file")), "--output: cannot be written"),
-    ]:
-        refused = hpml("man", *words)
-        assert (refused.code, refused.out) == (2, "")
-        assert message in refused.err
+    wrong = hpml("man", "sumbit")
+    assert wrong.refuses(2, "COMMAND: no such command (got 'sumbit')\nhint: did you mean submit?")
+    wrong = hpml("man", "--output", str(tmp_path / "file"))
+    assert wrong.refuses(2, "--output: cannot be written")

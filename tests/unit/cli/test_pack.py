@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.cli.copying import Meter
 from tests.patience import eventually
-from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
+from tests.unit.cli.support import Hpml, Shell
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 
@@ -82,24 +81,3 @@ def test_ctrl_c_and_resume(shell: Shell, tmp_path: Path) -> None:
     assert not [name for name in left(tmp_path / "pack") if name.endswith(".writing")]
     assert shell.hpml(*words, "--resume").code == 0
     assert finished(tmp_path / "pack")
-
-
-def test_progress(
-    shell: Shell, tmp_path: Path, tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A terminal gets a bar, a log a line every ten seconds, a short run nothing."""
-    shown = in_terminal(
-        [HPML, "pack", str(tree), str(tmp_path / "pack")], {**shell.environment(), "TERM": "xterm"}
-    )
-    assert "of 121 files" in shown
-    assert "packed 121 files" in shown.splitlines()[-1]
-    now = 0.0
-    with Meter("packed", terminal=False, clock=lambda: now) as meter:
-        for second in range(1, 31):
-            now = float(second)
-            meter(second << 20, second, 40 << 20, 40)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    assert lines[0] == (
-        "hpml: packed 10 of 40 files, 10.0 MiB of 40.0 MiB in 10 s, 1.0 MiB/s, 30 s left"
-    )

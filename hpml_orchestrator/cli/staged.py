@@ -1,8 +1,9 @@
-"""Commands about data staged on this node: stage ls, stage verify, stage clean."""
+"""Subcommands of `stage`: ls, verify, clean, bench."""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,10 @@ from hpml_orchestrator.cli.common import (
     print_table,
     refuse_with,
 )
-from hpml_orchestrator.cli.copying import count_option, stoppable
+from hpml_orchestrator.cli.copying import count_option, parse_size, stoppable
+from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
+from hpml_orchestrator.packing.bench import Sizes, run_bench
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.staging import Bases, StagingArea
@@ -30,17 +33,21 @@ from hpml_orchestrator.staging.held import list_staged, shell_key
 from hpml_orchestrator.staging.verify import verify as verify_staged
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpml_orchestrator.packing.bench import Bench
     from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging.held import Cleaned, Staged
+    from hpml_orchestrator.staging.ladder import Rung
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_of", "clean", "ls", "paths_here", "verify"]
+__all__ = ["bases_of", "bench", "clean", "ls", "paths_here", "verify"]
 
 _Directories = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DIR",
-        help="Where it was staged to: shm, local or directories.",
+        help="Where it was staged: shm, local or a directory given to --to.",
         show_default="shm and local",
     ),
 ]
@@ -63,13 +70,13 @@ def ls(
     """List your staged data on this node and what uses it."""
     staged = list_staged(_bases(context, directories))
     if as_json:
-        print_json([asdict(one) for one in staged])
+        print_json([asdict(data) for data in staged])
     elif not staged:
         typer.echo("nothing is staged", err=True)
     else:
         print_table(
             ("NAME", "SIZE", "FILES", "STATE", "KEPT", "IN USE", "LAST USED", "SOURCE", "PATH"),
-            [_row(one) for one in staged],
+            [_row(data) for data in staged],
         )
 
 
@@ -80,9 +87,9 @@ def verify(
     processes: Annotated[int | None, count_option("--processes", "Reading processes.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare staged data with the digests made while it was copied.
+    """Verify staged data against the digests computed while it was copied.
 
-    The exit status is 8 if anything differs; the files are named.
+    The exit status is 8 if anything differs; the files that differ are listed.
     """
     reports: list[Report] = []
     with stoppable(lambda: "not everything was compared") as stop:
@@ -109,14 +116,14 @@ def clean(
     context: typer.Context,
     directories: _Directories = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also remove all kept data that is unused.")
+        bool, typer.Option("--all", help="Also remove all unused data staged with --keep.")
     ] = False,
     older: Annotated[
         str | None,
         typer.Option(
             "--older",
             metavar="AGE",
-            help="Also remove kept data unused for this long: 90m, 12h, 7d, 2w.",
+            help="Also remove data staged with --keep and unused for this long: 90m, 12h, 7d, 2w.",
         ),
     ] = None,
     mine: Annotated[
@@ -127,8 +134,8 @@ def clean(
 ) -> None:
     """Remove your staged data that is no longer used.
 
-    This removes data of finished jobs and shells, and incomplete copies. Kept data is removed only
-    with --older or --all, data in use never.
+    This removes data of finished jobs and shells, and incomplete copies. Data staged with --keep is
+    removed only with --older or --all; data in use is never removed.
     """
     if older is not None:
         refuse_with("--older", {"--all": everything})
@@ -144,7 +151,7 @@ def clean(
             {
                 "dry_run": dry_run,
                 "bytes": done.bytes,
-                "removed": [asdict(one) for one in done.removed],
+                "removed": [asdict(data) for data in done.removed],
                 "leftovers": done.leftovers,
                 "kept": [{"path": path, "reason": reason} for path, reason in done.kept],
             }
@@ -165,7 +172,7 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
     by_word = {"shm": here.shm, "local": here.local}
     if not directories:
         return [base for base in dict.fromkeys(by_word.values()) if os.path.isdir(base)]
-    bases = []
+    paths = []
     for word in directories:
         base = by_word.get(word, word)
         path = os.path.abspath(base) if base else ""
@@ -174,16 +181,16 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
                 f"no such directory: {shown(path) or word or 'the empty path'}",
                 hint="DIR is shm, local or a directory that was given to --to",
             )
-        above, is_data, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
-        if is_data:
+        above, inside, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
+        if inside:
             raise InputError(
                 "is staged data; DIR is the directory it was staged to",
                 field="DIR",
                 value=shown(path),
                 hint=f"use {shown(above) or '/'}; --mine removes what this shell staged",
             )
-        bases.append(path)
-    return list(dict.fromkeys(bases))
+        paths.append(path)
+    return list(dict.fromkeys(paths))
 
 
 def _leave(bases: list[str]) -> list[Staged]:
@@ -192,25 +199,25 @@ def _leave(bases: list[str]) -> list[Staged]:
     The last command of `bash -c` replaces the shell: then this process is the one that staged.
     """
     keys = {shell_key(calling_process()), shell_key(os.getpid())}
-    own = [one for one in list_staged(bases) if one.owner in keys and not one.kept]
+    own = [data for data in list_staged(bases) if data.owner in keys and not data.kept]
     for base in bases:
         for key in keys:
             StagingArea(base, key).cleanup()
     return own
 
 
-def _row(one: Staged) -> tuple[str, ...]:
-    used = datetime.fromtimestamp(one.last_used).astimezone()
+def _row(data: Staged) -> tuple[str, ...]:
+    used = datetime.fromtimestamp(data.last_used).astimezone()
     return (
-        one.name,
-        human_bytes(one.bytes),
-        str(one.files),
-        one.state,
-        "yes" if one.kept else "no",
-        shown(one.in_use) or "-",
+        data.name,
+        human_bytes(data.bytes),
+        str(data.files),
+        data.state,
+        "yes" if data.kept else "no",
+        shown(data.in_use) or "-",
         used.strftime("%Y-%m-%d %H:%M"),
-        shown(one.source) or "-",
-        shown(one.path),
+        shown(data.source) or "-",
+        shown(data.path),
     )
 
 
@@ -240,12 +247,108 @@ def _report_json(report: Report) -> dict[str, Any]:
 
 def _print_cleaned(done: Cleaned, *, dry_run: bool) -> None:
     verb = "would remove" if dry_run else "removed"
-    for one in done.removed:
-        source = f" (copy of {shown(one.source)})" if one.source else ""
-        typer.echo(f"{verb} {shown(one.path)}{source}: {human_bytes(one.bytes)}")
+    for data in done.removed:
+        source = f" (copy of {shown(data.source)})" if data.source else ""
+        typer.echo(f"{verb} {shown(data.path)}{source}: {human_bytes(data.bytes)}")
     for path in done.leftovers:
         typer.echo(f"{verb} {shown(path)}")
     for path, reason in done.kept:
         typer.echo(f"kept: {shown(path)}: {shown(reason)}")
     if not (done.removed or done.leftovers or done.kept):
         typer.echo("nothing is staged", err=True)
+
+
+def bench(
+    context: typer.Context,
+    directories: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR",
+            help="Where to copy to.",
+            show_default="local and shm: the node's disk and memory",
+        ),
+    ] = None,
+    origin: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Where to copy from, such as a directory on the shared file system.",
+            show_default="the current directory",
+        ),
+    ] = ".",
+    files: Annotated[
+        int,
+        typer.Option(
+            "--files", metavar="N", min=1, max=10_000_000, help="At most this many small files."
+        ),
+    ] = 5000,
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Size of each small file.")
+    ] = "16K",
+    large: Annotated[
+        str, typer.Option("--large", metavar="SIZE", help="Maximum size of the large file.")
+    ] = "256M",
+    runs: Annotated[
+        int,
+        typer.Option(
+            "--runs", metavar="N", min=1, max=100, help="Runs of each method; the median is shown."
+        ),
+    ] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how fast cp, rsync, tar and hpml copy data here.
+
+    Writes test files to --from, copies them to each DIR, and removes everything at the end. It
+    reads with a warm cache: the files were written a moment before.
+    """
+    sizes = Sizes(files, parse_size("--size", size), parse_size("--large", large), runs)
+    targets = [("DIR", directory) for directory in directories or []]
+    if not targets:
+        bases = bases_of(paths_here(chosen_site(context)))
+        targets = [("local", bases.local), ("shm", bases.shm)]
+    with stoppable(lambda: "the test files were removed") as stop:
+        say = notice if sys.stderr.isatty() else lambda _: None
+        bench = run_bench(origin, targets, sizes, stop, say=say)
+    if as_json:
+        print_json(_bench_json(bench))
+    else:
+        _print_bench(bench, sizes)
+
+
+def _print_bench(bench: Bench, sizes: Sizes) -> None:
+    data = bench.data
+    typer.echo(
+        f"from {shown(bench.origin)} ({bench.origin_type}): {data.files} files of "
+        f"{human_bytes(sizes.file_bytes)}, one of {human_bytes(data.large_bytes)}, packed in "
+        f"{bench.pack_seconds:.2f} s; {bench.machine}; warm cache"
+    )
+    typer.echo(
+        f"open, read, close: {bench.latency.median * 1e6:.0f} µs, "
+        f"slowest {bench.latency.worst * 1e6:.0f} µs"
+    )
+    rows = []
+    for target in bench.targets:
+        place = f"{shown(target.place)} ({target.type})"
+        rows += [(place, *_rung_row(rung)) for rung in target.rungs]
+    print_table(("TO", "WAY", "DIGESTS", "FILES/S", "MB/S", "SECONDS"), rows)
+    for place, reason in bench.skipped:
+        typer.echo(f"note: {shown(place)}: {reason}", err=True)
+
+
+def _rung_row(rung: Rung) -> Sequence[str]:
+    if rung.fault:
+        return (rung.way, "-", "-", "-", rung.fault)
+    files = f"{rung.files_per_second:.0f}" if rung.data == "small" else "-"
+    digests = "yes" if rung.checked else "no"
+    return (rung.way, digests, files, f"{rung.bytes_per_second / 1e6:.0f}", f"{rung.seconds:.3f}")
+
+
+def _bench_json(bench: Bench) -> dict[str, Any]:
+    document = asdict(bench)
+    document.update(data=bench.data._asdict(), latency=bench.latency._asdict())
+    for rows, target in zip(document["targets"], bench.targets, strict=True):
+        for row, rung in zip(rows["rungs"], target.rungs, strict=True):
+            row["files_per_second"] = round(rung.files_per_second, 1)
+            row["bytes_per_second"] = round(rung.bytes_per_second, 1)
+    return document
