@@ -18,10 +18,10 @@ from hpml_orchestrator.errors import (
     NotFoundError,
     RecordError,
 )
+from hpml_orchestrator.runs.follow import Tail, start_of_last, wait_until_over
 from hpml_orchestrator.runs.state import run_of
-from hpml_orchestrator.runs.status import State, wait_until_over
+from hpml_orchestrator.runs.status import State
 from hpml_orchestrator.runs.summary import binding_of
-from hpml_orchestrator.runs.tail import Tail, start_of_last
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission

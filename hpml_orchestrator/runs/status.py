@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,26 +20,21 @@ from hpml_orchestrator.runs.state import (
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.scheduler.recovery import Absent, Found
-from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 from hpml_orchestrator.scheduler.slurm.states import parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from hpml_orchestrator.records.store import Attempt, Run, Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
 
-__all__ = ["UNREADABLE", "State", "states", "wait_until_over"]
+__all__ = ["UNREADABLE", "State", "opener", "states"]
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
-_LOST_ANSWERS = 3
-_WATCHED_TASKS = 16
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
-_LOOK_SECONDS = {"local": 0.2, "slurm": 1.0}
-_LOCAL_END_SECONDS = 0.5
 
 
 def states(
@@ -60,7 +54,7 @@ def states(
         backends: `(name, host) -> Scheduler`; the real ones when left out.
         now: the clock, in seconds since the epoch.
     """
-    open_once = cache(backends or _opener(store))
+    open_once = cache(backends or opener(store))
     wanted = list(submissions)
     known: dict[str, State] = {}
     unfinished: dict[tuple[str, str], list[UnfinishedSubmission]] = {}
@@ -93,7 +87,7 @@ def states(
     return [_chosen(store, known[submission.sid], submission) for submission in wanted]
 
 
-def _opener(store: Store) -> Callable[[str, str], Scheduler]:
+def opener(store: Store) -> Callable[[str, str], Scheduler]:
     return lambda name, host: open_backend(name, store, host=host)
 
 
@@ -335,63 +329,3 @@ def _own_status(
         else "the scheduler does not know it (yet)"
     )
     return JobStatus(job_id, JobState.UNKNOWN, reason=reason), lost
-
-
-def wait_until_over(
-    store: Store,
-    submission: Submission,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    now: Callable[[], float] = time.time,
-    each: Callable[[State], None] = lambda _: None,
-    pauses: PollSchedule | None = None,
-) -> State:
-    """Return the submission's last state, once it is over.
-
-    The scheduler is asked after 1 s and then less and less often, up to 30 s apart. The job's own
-    record of its end triggers the next question at once: it is looked for five times a second, for
-    a Slurm job, whose records may lie on a shared file system, once a second. A job that its
-    scheduler does not know in three answers in a row is given up.
-
-    Raises:
-        RecordError: its record cannot be read.
-    """
-    pauses = pauses or PollSchedule()
-    lost = 0
-    end_seen = False  # before the scheduler was asked: what is written meanwhile is news
-    backends = cache(_opener(store))
-    while True:
-        state = states(store, [submission], backends=backends, now=now)[0]
-        each(state)
-        if state.state == UNREADABLE:
-            raise RecordError(state.reason)
-        lost = lost + 1 if state.lost else 0
-        if state.over or lost >= _LOST_ANSWERS:
-            return state
-        watched = _watched(state)
-        end_seen = end_seen and _ends_recorded(watched)
-        local = state.backend == "local"
-        pause = next(pauses)
-        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if end_seen and local else pause)
-        while now() < deadline:
-            each(state)
-            sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
-            if not end_seen and _ends_recorded(watched):
-                end_seen = True
-                pauses.reset()
-                break
-
-
-def _watched(state: State) -> list[Run]:
-    """Return the runs whose records are watched: of an array only the last few tasks."""
-    if not state.tasks:
-        return [state.run]
-    going = [task.run for task in state.tasks if not task.over]
-    return going if len(going) <= _WATCHED_TASKS else []
-
-
-def _ends_recorded(runs: list[Run]) -> bool:
-    newest = [run.attempts()[-1:] for run in runs]
-    return bool(newest) and all(
-        attempts and os.path.exists(attempts[0].directory / "ended.json") for attempts in newest
-    )

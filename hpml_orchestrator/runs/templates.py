@@ -13,7 +13,7 @@ import jinja2.nodes
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.runs.output import output_directory
+from hpml_orchestrator.runs.prepare import output_directory
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.template import own_directory
 from hpml_orchestrator.script.user_template import UserEnvironment, fault_of

@@ -12,8 +12,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.packing.pack import PackRequest, pack
-from hpml_orchestrator.runs.measure import chosen_targets, measured, tree_bytes
-from hpml_orchestrator.runs.stage_target import NodeRoom
+from hpml_orchestrator.runs.measure import NodeRoom, chosen_targets, measured, tree_bytes
 from hpml_orchestrator.script.render import memory_mebibytes
 from hpml_orchestrator.spec import ResolvedJob, load_job
 from hpml_orchestrator.staging.capacity import INODE_BYTES

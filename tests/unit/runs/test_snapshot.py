@@ -12,8 +12,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.runs import snapshot as module
-from hpml_orchestrator.runs.output import write_rendered
-from hpml_orchestrator.runs.prepare import render_job
+from hpml_orchestrator.runs.prepare import render_job, write_rendered
 from hpml_orchestrator.runs.show import array_lines, summary_lines
 from hpml_orchestrator.runs.snapshot import Snapshot
 from hpml_orchestrator.runs.status import states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.runs.stage_target import NodeRoom, choose_target, room_of_site
+from hpml_orchestrator.runs.measure import NodeRoom, choose_target, room_of_site
 from hpml_orchestrator.script.template import directive
 from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.site import Site

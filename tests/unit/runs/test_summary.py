@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.records.events import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.runs.attempts import attempt_reports
-from hpml_orchestrator.runs.show import summary_lines
+from hpml_orchestrator.runs.show import attempt_reports, summary_lines
 from hpml_orchestrator.runs.summary import Timeline, phases, summarise
 from hpml_orchestrator.scheduler.model import JobState
 
