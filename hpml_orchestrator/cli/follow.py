@@ -47,7 +47,7 @@ def logs(
     """
     store = store_of(context)
     submission = _one_run(store.resolve(run))
-    chosen = run_of(store, submission)
+    chosen = run_of(submission)
     has_output = chosen.has_output()
     position = start_of_last(chosen.output, lines) if has_output and lines else 0
     if following:
@@ -119,7 +119,7 @@ def follow(
         end_line: whether to complete a last line that has no newline.
         summary: whether a summary follows, which has the reason of the end.
     """
-    tail = Tail(run_of(store, submission).output, position=position)
+    tail = Tail(run_of(submission).output, position=position)
     printer = _Printer(out)
     shown = ""
 

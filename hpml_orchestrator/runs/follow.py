@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from functools import cache
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.runs.status import UNREADABLE, State, opener, states
+from hpml_orchestrator.runs.backend import backends_of
+from hpml_orchestrator.runs.status import UNREADABLE, State, states
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Run, Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
 
 __all__ = ["Tail", "start_of_last", "wait_until_over"]
 
@@ -34,6 +35,7 @@ def wait_until_over(
     now: Callable[[], float] = time.time,
     each: Callable[[State], None] = lambda _: None,
     pauses: PollSchedule | None = None,
+    backends: Backends | None = None,
 ) -> State:
     """Return the submission's last state, once it is over.
 
@@ -46,9 +48,9 @@ def wait_until_over(
         RecordError: its record cannot be read.
     """
     pauses = pauses or PollSchedule()
+    backends = backends or backends_of(store)
     lost = 0
     end_seen = False  # before the scheduler was asked: what is written meanwhile is news
-    backends = cache(opener(store))
     while True:
         state = states(store, [submission], backends=backends, now=now)[0]
         each(state)
@@ -59,9 +61,10 @@ def wait_until_over(
             return state
         watched = _watched(state)
         end_seen = end_seen and _ends_recorded(watched)
-        local = state.backend == "local"
         pause = next(pauses)
-        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if end_seen and local else pause)
+        if end_seen and state.backend == "local":
+            pause = min(pause, _LOCAL_END_SECONDS)
+        deadline = now() + pause
         while now() < deadline:
             each(state)
             sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
@@ -73,10 +76,8 @@ def wait_until_over(
 
 def _watched(state: State) -> list[Run]:
     """Return the runs whose records are watched: of an array only the last few tasks."""
-    if not state.tasks:
-        return [state.run]
-    going = [task.run for task in state.tasks if not task.over]
-    return going if len(going) <= _WATCHED_TASKS else []
+    runs = [task.run for task in state.tasks if not task.over] if state.tasks else [state.run]
+    return runs if len(runs) <= _WATCHED_TASKS else []
 
 
 def _ends_recorded(runs: list[Run]) -> bool:
@@ -108,9 +109,7 @@ class Tail:
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
         """Return all that is new, and what is written within a moment: the end may be late."""
-        parts = [self.read()]
-        while parts[-1]:
-            parts.append(self.read())
+        parts = list(iter(self.read, b""))
         sleep(settle_seconds)
         return b"".join([*parts, self.read()])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.errors import NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
 
-__all__ = ["Gpu", "Monitored", "joined", "monitor_lines", "monitored_nodes", "together"]
+__all__ = ["Gpu", "Monitored", "monitor_lines", "monitored_nodes", "numbers", "together"]
 
 _SUFFIX = ".monitor.json"
 _SHOWN_NODES = 8
 _MISSING_SECONDS = 15.0
-_SUMS = tuple(
+_SUMS = (
     "cpu_seconds mean_cpus cpus io_read_bytes io_write_bytes io_syscall_read_bytes "
-    "io_syscall_write_bytes oom_events gpus_allocated gpus_used".split()
-)
+    "io_syscall_write_bytes oom_events gpus_allocated gpus_used"
+).split()
 _PEAKS = ("memory_peak_bytes", "memory_with_cache_peak_bytes", "memory_limit_bytes")
 _JOULES_PER_KWH = 3.6e6
 _HALF_GPU = 0.5
@@ -79,6 +80,17 @@ class Monitored:
     gpus: Sequence[Gpu] = ()
 
 
+def numbers(record: Any) -> dict[str, float]:
+    """Return the finite numbers of a mapping; of a record of another form none."""
+    if not isinstance(record, dict):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
 def monitored_nodes(attempt: Attempt) -> list[Monitored]:
     """Return what each node's monitor recorded, by node; damaged files are skipped."""
     nodes = []
@@ -88,14 +100,14 @@ def monitored_nodes(attempt: Attempt) -> list[Monitored]:
         except (NotFoundError, RecordError):
             continue
         gpus = record.get("gpus")
-        numbers = _numbers(record)
+        times = numbers(record)
         nodes.append(
             Monitored(
                 node=path.name.removesuffix(_SUFFIX),
-                seconds=numbers.get("seconds", 0.0),
-                updated=numbers.get("updated", 0.0),
-                figures=_numbers(record.get("job")),
-                training=_numbers(record.get("training")),
+                seconds=times.get("seconds", 0.0),
+                updated=times.get("updated", 0.0),
+                figures=numbers(record.get("job")),
+                training=numbers(record.get("training")),
                 gpus=[
                     _gpu(gpu)
                     for gpu in (gpus if isinstance(gpus, list) else [])
@@ -107,26 +119,15 @@ def monitored_nodes(attempt: Attempt) -> list[Monitored]:
 
 
 def _gpu(record: Mapping[str, Any]) -> Gpu:
-    figures = _numbers(record)
+    figures = numbers(record)
     return Gpu(
         uuid=str(record.get("uuid", "")),
         name=str(record.get("name", "")),
         seconds=figures.pop("seconds", 0.0),
         figures=figures,
-        throttled_seconds=_numbers(record.get("throttled_seconds")),
-        xid_errors=_numbers(record.get("xid_errors")),
+        throttled_seconds=numbers(record.get("throttled_seconds")),
+        xid_errors=numbers(record.get("xid_errors")),
     )
-
-
-def _numbers(record: Any) -> dict[str, float]:
-    """Return the numbers of a mapping."""
-    if not isinstance(record, dict):
-        return {}
-    return {
-        str(name): float(value)
-        for name, value in record.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    }
 
 
 def _sums(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -146,9 +147,8 @@ def together(nodes: Sequence[Monitored]) -> Monitored | None:
         return None
     total = _sums(node.figures for node in nodes)
     figures = {name: value for name, value in total.items() if name in _SUMS}
-    for name in _PEAKS:
-        if name in total:
-            figures[name] = max(node.figures.get(name, 0.0) for node in nodes)
+    for name in filter(total.__contains__, _PEAKS):
+        figures[name] = max(node.figures.get(name, 0.0) for node in nodes)
     training = _sums(node.training for node in nodes)
     return Monitored(
         nodes=len(nodes),
@@ -164,20 +164,20 @@ def together(nodes: Sequence[Monitored]) -> Monitored | None:
     )
 
 
-def joined(gpus: Sequence[Gpu]) -> Gpu:
+def _joined(gpus: Sequence[Gpu]) -> Gpu:
     """Return several GPUs as one: means over their time, sums of energy, the largest peaks."""
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for gpu in gpus for name in gpu.figures):
-        values = [(gpu.figures[name], gpu.seconds) for gpu in gpus if name in gpu.figures]
+        having = [gpu for gpu in gpus if name in gpu.figures]
+        values = [gpu.figures[name] for gpu in having]
+        seconds = [gpu.seconds for gpu in having]
         if name in ("busy_seconds", "energy_joules"):
-            figures[name] = sum(value for value, _ in values)
+            figures[name] = sum(values)
         elif "_peak_" in name:
-            figures[name] = max(value for value, _ in values)
+            figures[name] = max(values)
         else:
-            weight = sum(seconds for _, seconds in values)
-            weighed = sum(value * seconds for value, seconds in values)
-            mean = sum(value for value, _ in values) / len(values)
-            figures[name] = weighed / weight if weight else mean
+            weights = seconds if any(seconds) else [1.0] * len(values)
+            figures[name] = sum(map(mul, values, weights)) / sum(weights)
     return Gpu(
         seconds=max((gpu.seconds for gpu in gpus), default=0.0),
         figures=figures,
@@ -213,9 +213,8 @@ def monitor_lines(
 
 
 def _line(node: Monitored) -> str:
-    gpu = joined(node.gpus)
+    gpu = _joined(node.gpus)
     figures = node.figures
-    parts = [_gpu_text(node, gpu)] if node.gpus else []
     host = []
     if "mean_cpus" in figures:
         of = f" of {figures['cpus']:.0f}" if figures.get("cpus") else ""
@@ -235,13 +234,15 @@ def _line(node: Monitored) -> str:
     errors += [f"XID {xid} ({count:.0f} x)" for xid, count in gpu.xid_errors.items() if count]
     if figures.get("oom_events"):
         errors.append(f"{figures['oom_events']:.0f} x out of memory")
-    parts += [", ".join(host), ", ".join(errors)]
+    parts = [_gpu_text(node, gpu), ", ".join(host), ", ".join(errors)]
     return "; ".join(filter(None, parts)) or "no data"
 
 
 def _gpu_text(node: Monitored, gpu: Gpu) -> str:
-    several = len(node.gpus) > 1
-    parts = [f"{len(node.gpus)} GPU{'s' * several}"]
+    """Return what the GPUs of a node did; empty where it has none."""
+    if not node.gpus:
+        return ""
+    parts = [counted(len(node.gpus), "GPU")]
     if "utilization_ratio" in gpu.figures:
         parts[0] += f" {gpu.figures['utilization_ratio']:.0%} busy"
     for name, what in (("sm_active_ratio", "SMs"), ("tensor_active_ratio", "tensor cores")):
@@ -249,7 +250,7 @@ def _gpu_text(node: Monitored, gpu: Gpu) -> str:
             parts.append(f"{what} {gpu.figures[name]:.0%}")
     if "memory_peak_bytes" in gpu.figures:
         most = human_bytes(gpu.figures["memory_peak_bytes"])
-        parts.append(f"{most} of memory at most{' on one' * several}")
+        parts.append(f"{most} of memory at most{' on one' * (len(node.gpus) > 1)}")
     if gpu.figures.get("energy_joules"):
         parts.append(f"{gpu.figures['energy_joules'] / _JOULES_PER_KWH:.3g} kWh")
     unused = node.figures.get("gpus_allocated", 0.0) - node.figures.get("gpus_used", 0.0)

@@ -18,12 +18,11 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, sweep
-from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.runs.snapshot import Snapshot, find
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, render
-from hpml_orchestrator.script.render import CODE_DIRECTORY, directives
+from hpml_orchestrator.script.render import CODE_DIRECTORY, SnapshotPaths, directives
 from hpml_orchestrator.script.site_rules import leaves_out
 from hpml_orchestrator.site.profile import topologies_of
 
@@ -80,20 +79,12 @@ def render_job(
     """
     targets: dict[str, str] = {}
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
-        from hpml_orchestrator.runs.measure import (  # noqa: PLC0415
-            NodeRoom,
-            chosen_targets,
-            measured,
-            room_of_site,
-        )
+        from hpml_orchestrator.runs import measure  # noqa: PLC0415
 
-        room = (
-            NodeRoom(memory_mb() or None)
-            if here
-            else room_of_site(resolved.job, site.site if site else None)
-        )
-        resolved = measured(resolved, room)
-        targets = chosen_targets(resolved)
+        profile = site.site if site else None
+        room = measure.NodeRoom(memory_mb() or None) if here else None
+        resolved = measure.measured(resolved, room or measure.room_of_site(resolved.job, profile))
+        targets = measure.chosen_targets(resolved)
     job = resolved.job
     if job.environment.setup:
         from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it
@@ -105,7 +96,7 @@ def render_job(
         job,
         capabilities or Capabilities(),
         site,
-        snapshot=snapshot.paths if snapshot else None,
+        snapshot=SnapshotPaths(snapshot.workdir, snapshot.script) if snapshot else None,
         topologies=topologies,
         targets=targets,
     )
@@ -144,7 +135,13 @@ def prepare(
         RecordError: the records cannot be written. Either way nothing is left behind.
     """
     job = rendered.resolved.job
-    check_backend(job, backend)
+    if backend == "local" and job.mpi != "none":
+        raise InputError(
+            f"this machine's own srun offers no {job.mpi} to MPI programs",
+            field="mpi",
+            value=job.mpi,
+            hint="--set mpi=none starts the ranks without it; or submit it to a Slurm cluster",
+        )
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
     sid = new_id(job.name, now=moment)
@@ -249,32 +246,27 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
 
 @contextlib.contextmanager
 def output_directory(path: Path, *, value: str) -> Iterator[None]:
-    """Make a directory for what is written within; it is removed again where that fails.
+    """Make a directory for what is written within; if that fails, a new one is removed again.
 
     Args:
-        path: the directory, absolute; one that existed before always stays.
+        path: the directory, absolute.
         value: of `--output`, for the error.
 
     Raises:
         InputError: it cannot be made or written to.
     """
-    made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
-    verb = "made"
+    made = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        verb = "written"
         yield
     except BaseException as error:
-        if path in made:
+        if made:
             shutil.rmtree(path, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
         if not isinstance(error, (OSError, RecordError)):
             raise
         cause = error.__cause__ if isinstance(error, RecordError) else error
         raise InputError(
-            f"cannot be {verb}: {getattr(cause, 'strerror', None) or cause or error}",
+            f"cannot be written: {getattr(cause, 'strerror', None) or cause or error}",
             field="--output",
             value=value,
             hint="name a directory that you may write to and that has room",

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.scheduler.model import Scheduler
 
 __all__ = ["OVER", "Pruned", "Removed", "prune"]
 
@@ -36,7 +36,6 @@ OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBM
 
 _UNDECIDED = (JobState.UNKNOWN.value, UNREADABLE, "SUBMITTING")
 _HIDDEN = re.compile(r"\.(.+)\.pruned")
-_LEFT_OVER = "LEFT OVER"
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own block size
 
 
@@ -90,7 +89,7 @@ def prune(
     in_states: Sequence[str] = (),
     keep: int = 0,
     dry_run: bool = True,
-    backends: Callable[[str, str], Scheduler] | None = None,
+    backends: Backends | None = None,
     now: Callable[[], float] = time.time,
 ) -> Pruned:
     """Remove submissions that are over, with all of their runs.
@@ -104,7 +103,7 @@ def prune(
         in_states: only those that ended in one of these states of `OVER`; any when empty.
         keep: number of the newest to keep, of those that the other arguments choose.
         dry_run: whether to report only and remove nothing.
-        backends: as `states` takes it.
+        backends: the schedulers; the real ones when left out.
         now: the clock, in seconds since the epoch.
 
     Raises:
@@ -184,7 +183,10 @@ class _Remover:
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
-            self._remove_archives()
+            # the store's node archives that no submission links to any more
+            for name in _names(self._store.archives_dir):
+                with contextlib.suppress(OSError):
+                    self._remove_archive(self._store.archives_dir / name)
         except KeyboardInterrupt:
             self.done.interrupted = True
 
@@ -198,48 +200,39 @@ class _Remover:
                 directory = hidden
                 self._links.clear()  # those before are gone from the files' own counts
             freed = sum(self._freed(path) for path in (*runs, directory))
-            if not self._dry_run:
-                for path in (*runs, directory):
-                    while os.path.lexists(path):  # another prune may be removing it too
-                        with contextlib.suppress(FileNotFoundError):
-                            shutil.rmtree(path)
+            for path in () if self._dry_run else (*runs, directory):
+                while os.path.lexists(path):  # another prune may be removing it too
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.rmtree(path)
         except FileNotFoundError:
             return  # another prune was faster
         except OSError as error:
             self.done.kept.append((sid, f"cannot be removed: {error.strerror}: {error.filename}"))
             return
         self.done.bytes += freed
-        end = (state.state, state.ended) if state else (_LEFT_OVER, None)
+        end = (state.state, state.ended) if state else ("LEFT OVER", None)
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
 
-    def _remove_archives(self) -> None:
-        """Remove the store's node archives that no submission links to any more."""
-        directory = self._store.root / "archives"
-        for name in _names(directory):
-            with contextlib.suppress(OSError):
-                info = os.lstat(directory / name)
-                links = info.st_nlink
-                if self._dry_run:
-                    links -= self._links[info.st_dev, info.st_ino]
-                if links > 1 or info.st_uid != os.getuid() or not name.endswith(".pyz"):
-                    continue
-                if not self._dry_run:
-                    os.unlink(directory / name)
-                self.done.bytes += info.st_blocks * _BLOCK_BYTES
+    def _remove_archive(self, path: Path) -> None:
+        info = os.lstat(path)
+        links = info.st_nlink
+        if self._dry_run:
+            links -= self._links[info.st_dev, info.st_ino]
+        if links == 1 and info.st_uid == os.getuid() and path.suffix == ".pyz":
+            if not self._dry_run:
+                os.unlink(path)
+            self.done.bytes += info.st_blocks * _BLOCK_BYTES
 
     def _freed(self, top: Path) -> int:
         """Return the disk space that removing a directory frees, as far as it can be read."""
         freed = 0
         for folder, _, files in os.walk(top):
-            with contextlib.suppress(OSError):
-                freed += os.lstat(folder).st_blocks * _BLOCK_BYTES
-            for name in files:
+            for path in (folder, *(os.path.join(folder, name) for name in files)):
                 with contextlib.suppress(OSError):
-                    info = os.lstat(os.path.join(folder, name))
-                    links = self._links[info.st_dev, info.st_ino] + 1
-                    if info.st_nlink > 1:
-                        self._links[info.st_dev, info.st_ino] = links
-                    if links >= info.st_nlink:  # the last one
+                    info = os.lstat(path)
+                    self._links[info.st_dev, info.st_ino] += 1
+                    links = self._links[info.st_dev, info.st_ino]
+                    if path == folder or links >= info.st_nlink:  # a file's last name
                         freed += info.st_blocks * _BLOCK_BYTES
         return freed
 

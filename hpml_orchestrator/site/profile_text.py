@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tomlkit
+from pydantic import BaseModel, ValidationError
 from tomlkit.items import Comment, Table, Trivia
 
-from hpml_orchestrator.site import profile_values as values
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.site.look import Look, Place
-from hpml_orchestrator.site.nodes import fold, group_nodes
-from hpml_orchestrator.spec.job import MAX_LIST
+from hpml_orchestrator.site.nodes import fold, gpu_text, group_nodes
+from hpml_orchestrator.spec import site as models
+from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
     from hpml_orchestrator.site.nodes import NodeGroup
 
-__all__ = ["Origin", "profile_text"]
+__all__ = ["Origin", "profile_text", "release"]
 
 Section = tomlkit.TOMLDocument | Table
 
 _WIDTH = 98
-_NODES_CHARS = 1024
-_REASONS_SHOWN = 5
+_MAX_NODE_TYPES = 64
 _HEADER = """\
 Site profile of {cluster} for hpml, written by hpml {version} for {writer} on {when}, \
-from {slurm}{looked}.
+from Slurm {slurm}{looked}.
 
 It describes what this cluster has, which sbatch options it wants, and the defaults of jobs here. \
 Edit it freely: `hpml init` never replaces it without --force.
@@ -58,14 +58,21 @@ _STAGING_EXAMPLES: tuple[tuple[str, Any, str], ...] = (
     ("link_rate", "10G", "sent from node to node"),
     ("disk_rate", "2G", "written by a node's disk"),
 )
-_DIRECTIVES = """\
-Rules for sbatch options, by name: forbid (with the reason), omit, rename ({value}, or {item} for \
-each part of it), default."""
-_STATES = {
-    "DOWN": "DOWN when this was written: accepts jobs and starts none.",
-    "DRAIN": "DRAIN when this was written: accepts no new jobs.",
-    "INACTIVE": "INACTIVE when this was written: accepts no jobs and starts none.",
-}
+_DIRECTIVES = """
+# Rules for sbatch options, by name: forbid (with the reason), omit, rename ({value}, or {item} for
+# each part of it), default.
+#[directives.mem]
+#forbid = "memory follows the CPUs here: ask for more CPUs"
+#[directives.exclusive]
+#omit = true
+#[directives.hint]
+#default = "nomultithread"  # one task per core
+"""
+_WHOLE_NODES = """\
+# Jobs get whole nodes here (select/linear): GPUs only by --gres.
+[directives.gpus-per-node]
+rename = "--gres=gpu:{item}"
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def profile_text(
     """Return a site profile in TOML that `spec.Site` accepts, with comments.
 
     Equal input gives equal text. What the profile's model cannot hold, such as names with spaces,
-    is named in a comment and left out.
+    is left out.
     """
     origin = origin or Origin()
     groups = group_nodes(cluster) if groups is None else groups
@@ -105,19 +112,33 @@ def profile_text(
     _remark(staging, _STAGING)
     for name, value, remark in _STAGING_EXAMPLES:
         _propose(staging, name, value, remark)
-    if cluster.partitions:
-        _partitions(_add(document, "partitions", named=True), cluster, groups)
+    partitions = _add(document, "partitions", named=True)
+    for partition in cluster.partitions:
+        if _is_word(partition.name):
+            default = partition is cluster.default_partition
+            _partition(_add(partitions, partition.name), partition, groups, default=default)
     if "nodes" in cluster.hidden:
         _remark(document, _NO_NODES)
-    if groups:
-        node_types = _add(document, "node_types", named=True)
-        for group in groups:
-            _node_type(_add(node_types, group.name), group, origin)
+    node_types = _add(document, "node_types", named=True)
+    for group in groups:
+        _node_type(_add(node_types, group.name), group, origin)
     defaults = _add(document, "defaults", named=True)
     _resources(_add(defaults, "resources"), cluster)
     _propose(_add(defaults, "environment"), "modules", ["cuda/12.4"])
-    _directives(document, cluster)
-    return tomlkit.dumps(document)
+    directives = _DIRECTIVES + (_WHOLE_NODES if cluster.limits.whole_nodes else "")
+    text = tomlkit.dumps(document) + directives
+    return text.encode("utf-8", "replace").decode()
+
+
+def release(version: Sequence[int]) -> str:
+    """Return Slurm's version as Slurm writes it.
+
+    >>> release((22, 5, 8))
+    '22.05.8'
+    """
+    return ".".join(
+        f"{part:02d}" if place == 1 else f"{part}" for place, part in enumerate(version)
+    )
 
 
 def _add(section: Section, name: str, *, named: bool = False) -> Table:
@@ -127,9 +148,25 @@ def _add(section: Section, name: str, *, named: bool = False) -> Table:
     return table
 
 
+def _accepted(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a section of the profile can hold, without those that are None."""
+    known = {name: value for name, value in given.items() if value is not None}
+    refused: set[object] = set()
+    try:
+        model.model_validate(known)
+    except ValidationError as error:
+        refused = {problem["loc"][0] for problem in error.errors()}
+    return {name: value for name, value in known.items() if name not in refused}
+
+
+def _is_word(name: str) -> bool:
+    """Whether a profile can hold the name of a partition or account."""
+    return bool(_accepted(models.Site, {"cluster": name}))
+
+
 def _plain(text: str) -> str:
     """Return a text in one line, with `?` for what cannot be printed."""
-    return "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 
 def _remark(section: Section, text: str) -> None:
@@ -138,9 +175,7 @@ def _remark(section: Section, text: str) -> None:
 
 
 def _set(section: Section, name: str, value: Any, remark: str = "") -> None:
-    """Add a setting, unless it has no value, with its comment behind it or above it."""
-    if value is None:
-        return
+    """Add a setting with its comment behind it, or above it where the line would be long."""
     item = tomlkit.item(value)
     width = len(name) + len(item.as_string()) + len(remark)
     if width > _WIDTH and remark:
@@ -157,15 +192,11 @@ def _propose(section: Section, name: str, value: Any, remark: str = "") -> None:
     proposed = tomlkit.document()
     _set(proposed, name, value, remark)
     for line in tomlkit.dumps(proposed).splitlines():
-        _raw(section, line if line.startswith("# ") else f"#{line}")
-
-
-def _raw(section: Section, comment: str) -> None:
-    section.add(Comment(Trivia(comment=comment)))
+        section.add(Comment(Trivia(comment=line if line.startswith("# ") else f"#{line}")))
 
 
 def _head(document: Section, cluster: Cluster, origin: Origin) -> None:
-    version = values.release(cluster.limits.version)
+    slurm = release(cluster.limits.version)
     looks = [look for look in origin.looks.values() if isinstance(look, Look)]
     looked = f" and a probe of {len(looks)} of {len(origin.looks)} kinds of nodes"
     header = _HEADER.format(
@@ -173,217 +204,177 @@ def _head(document: Section, cluster: Cluster, origin: Origin) -> None:
         version=origin.version,
         writer=origin.writer,
         when=origin.when,
-        slurm=f"Slurm {version}" if version else "Slurm",
+        slurm=slurm,
         looked=looked if origin.looks else "",
     )
     for paragraph in header.split("\n"):
         _remark(document, paragraph)
     document.add(tomlkit.nl())
-    _set(document, "schema_version", 1)
-    for name, value in (("cluster", cluster.limits.cluster), ("slurm", version)):
-        if value and values.fits("PlainWord", value):
-            _set(document, name, value)
+    modules = list(dict.fromkeys(name for look in looks for name in look.modules or ()))
+    head = {"schema_version": 1, "cluster": cluster.limits.cluster, "slurm": slurm}
+    for name, value in _accepted(models.Site, {**head, "modules": modules or None}).items():
+        _set(document, name, value, "on the nodes, for reference" * (name == "modules"))
     _propose(document, "templates", "templates", "made by `hpml template eject`")
-    known = [look.modules for look in looks if look.modules is not None]
-    if known:
-        listed = dict.fromkeys(name for modules in known for name in modules)
-        modules, _ = values.names(listed, "ModuleName")
-        _set(document, "modules", modules, "on the nodes, for reference")
 
 
 def _limits(table: Table, cluster: Cluster) -> None:
     limits = cluster.limits
-    size = values.count(limits.max_array_size)
-    _set(table, "max_array_size", size, "array indices end one below")
-    _set(table, "max_script_bytes", values.count(limits.max_script_bytes), "longest batch script")
+    remarks = {
+        "max_array_size": "array indices end one below",
+        "max_script_bytes": "longest batch script",
+    }
+    sizes = {name: getattr(limits, name) for name in remarks}
+    for name, value in _accepted(models.Limits, sizes).items():
+        _set(table, name, value, remarks[name])
     if limits.submit_plugins:
-        plugins = values.first_few(limits.submit_plugins)
+        plugins = first_few(limits.submit_plugins)
         _remark(table, f"This site has unknown rules of its own (job_submit plugins: {plugins}).")
+    if not limits.memory_consumable:
+        _remark(table, "Slurm does not track memory here: --mem is accepted and not enforced.")
 
 
 def _paths(table: Table, cluster: Cluster, origin: Origin) -> None:
     _remark(table, _PATHS)
     tmp_fs = cluster.limits.tmp_fs
-    disk = values.memory(max((node.tmp_disk_mib for node in cluster.nodes), default=0))
-    plain = values.fits("NodePath", tmp_fs) and "%" not in tmp_fs
-    if plain and tmp_fs.rstrip("/") not in ("", "/tmp"):  # noqa: S108 - used without a profile too
+    disk = max((node.tmp_disk_mib for node in cluster.nodes), default=0)
+    is_plain = "%" not in tmp_fs and tmp_fs.rstrip("/") not in ("", "/tmp")  # noqa: S108 - default
+    if is_plain and _accepted(models.Paths, {"scratch": tmp_fs}):
         add = _set if disk and not origin.looks else _propose
-        add(table, "scratch", tmp_fs, f"Slurm's TmpFS, {disk} on some node" if disk else "TmpFS")
+        add(table, "scratch", tmp_fs, "Slurm's TmpFS")
     else:
         _propose(table, "scratch", "$LOCAL_SCRATCH")
     _propose(table, "ram", "/dev/shm")  # noqa: S108 - as Linux has it
 
 
-def _partitions(table: Table, cluster: Cluster, groups: Sequence[NodeGroup]) -> None:
-    group_of = {node.name: group.name for group in groups for node in group.nodes}
-    for number, partition in enumerate(cluster.partitions):
-        if number >= MAX_LIST or not values.fits("PlainWord", partition.name):
-            continue
-        found = Counter(group_of[name] for name in partition.nodes if name in group_of)
-        names = [
-            group.name
-            for group in groups
-            if group.name in found or partition.name in group.partitions
-        ]
-        default = partition is cluster.default_partition
-        _partition(_add(table, partition.name), partition, names, default=default)
-
-
-def _partition(table: Table, partition: Partition, groups: list[str], *, default: bool) -> None:
-    for remark in _partition_remarks(partition):
-        _remark(table, remark)
-    default_seconds = partition.default_seconds
-    for name, value in (
-        ("default", default or None),
-        ("node_types", groups),
-        ("nodes", values.count(partition.total_nodes)),
-        ("max_nodes", values.count(partition.max_nodes)),
-        ("max_time", values.duration(partition.max_seconds)),
-        ("default_time", None if default_seconds is None else values.duration(default_seconds)),
-        ("max_cpus_per_node", values.count(partition.max_cpus_per_node)),
-        ("max_memory_per_node", values.memory(partition.max_memory_per_node_mib)),
-    ):
-        _set(table, name, value)
-    _set(table, "exclusive", partition.exclusive or None, "jobs get whole nodes")
-    for name, allowed in (("accounts", partition.allow_accounts), ("qos", partition.allow_qos)):
-        good, bad = values.names(allowed or ())
-        if bad:  # an incomplete list would refuse what Slurm accepts
-            _remark(table, f"{name}: only {values.first_few([*good, *bad])}.")
-        elif allowed is not None:
-            _set(table, name, good)
-
-
-def _partition_remarks(partition: Partition) -> list[str]:
+def _partition(
+    table: Table, partition: Partition, groups: Sequence[NodeGroup], *, default: bool
+) -> None:
+    per_cpu, per_node = partition.default_memory_per_cpu_mib, partition.default_memory_per_node_mib
     state = partition.state
-    per_cpu = values.memory(partition.default_memory_per_cpu_mib)
-    per_node = values.memory(partition.default_memory_per_node_mib)
-    most = values.memory(partition.max_memory_per_cpu_mib)
-    remarks = {
-        _STATES.get(state, f"{state} when this was written."): state != "UP",
+    for remark, applies in {
+        f"{state} when this was written.": state != "UP",
         "Only root may use it.": partition.root_only,
         "Only jobs in a reservation may use it: add --reservation.": partition.reservation_only,
         f"Jobs must ask for at least {partition.min_nodes} nodes.": partition.min_nodes > 1,
         f"It has a QOS, {partition.qos}, with more limits.": partition.qos,
-        f"Not for accounts {values.first_few(partition.deny_accounts)}.": partition.deny_accounts,
-        f"Not with QOS {values.first_few(partition.deny_qos)}.": partition.deny_qos,
-        f"Only for groups {values.first_few(partition.allow_groups or ())}.": (
-            partition.allow_groups is not None
+        f"Not for accounts {first_few(partition.deny_accounts)}.": partition.deny_accounts,
+        f"Not with QOS {first_few(partition.deny_qos)}.": partition.deny_qos,
+        f"Only for groups {first_few(partition.allow_groups or ())}.": partition.allow_groups,
+        f"At most {partition.max_memory_per_cpu_mib} MiB per CPU.": (
+            partition.max_memory_per_cpu_mib
         ),
-        f"At most {most} of memory per CPU.": most,
-        f"Jobs that ask for no memory get {per_cpu} per CPU.": per_cpu,
-        f"Jobs that ask for no memory get {per_node} per node.": per_node,
+        f"Jobs that ask for no memory get {per_cpu} MiB per CPU.": per_cpu,
+        f"Jobs that ask for no memory get {per_node} MiB per node.": per_node,
+    }.items():
+        if applies:
+            _remark(table, remark)
+    members = set(partition.nodes)
+    limits = {
+        "default": default or None,
+        "node_types": [
+            group.name
+            for group in groups
+            if partition.name in group.partitions or members & {node.name for node in group.nodes}
+        ],
+        "nodes": partition.total_nodes,
+        "max_nodes": partition.max_nodes,
+        "max_time": _duration(partition.max_seconds),
+        "default_time": _duration(partition.default_seconds or partition.max_seconds),
+        "max_cpus_per_node": partition.max_cpus_per_node,
+        "max_memory_per_node": _memory(partition.max_memory_per_node_mib),
+        "exclusive": partition.exclusive or None,
+        "accounts": partition.allow_accounts and list(partition.allow_accounts),
+        "qos": partition.allow_qos and list(partition.allow_qos),
     }
-    return [remark for remark, applies in remarks.items() if applies]
+    for name, value in _accepted(models.Partition, limits).items():
+        _set(table, name, value, "jobs get whole nodes" * (name == "exclusive"))
+
+
+def _memory(mebibytes: int | None) -> str | None:
+    return values.size_text(mebibytes) if mebibytes else None
+
+
+def _duration(seconds: int | None) -> str | None:
+    """Return a time limit; None for zero, which Slurm does not mean."""
+    if seconds is None:
+        return "unlimited"
+    return values.format_time(seconds) if seconds > 0 else None
 
 
 def _node_type(table: Table, group: NodeGroup, origin: Origin) -> None:
-    node = group.sample
+    node, look = group.sample, origin.looks.get(group.name)
     if group.uneven:
         _remark(table, f"Nodes differ in {', '.join(group.uneven)}: these are the least values.")
-    folded = fold(node.name for node in group.nodes)
-    if len(folded) <= _NODES_CHARS and values.fits("Line", folded):
-        table.add("nodes", folded)
-    else:
-        _remark(table, f"nodes: {folded[:80]}… (too many to list)")
-    _set(table, "count", values.count(len(group.nodes)))
-    for name in ("cpus", "sockets", "cores_per_socket", "threads_per_core"):
-        _set(table, name, values.count(getattr(node, name)))
-    _set(table, "memory", values.memory(node.memory_mib))
-    if group.gpus:
-        gpus, typed = values.gpus(group.gpus)
-        types = ", ".join(f"{gres.kind}:{gres.count}" for gres in group.gpus)
-        _set(table, "gpus", gpus, "" if typed else f"Slurm calls them {types}")
-    others = [f"{one.name}:{one.kind}:{one.count}" for one in node.gres if one not in group.gpus]
+    hardware = {
+        "nodes": fold(node.name for node in group.nodes),
+        "count": len(group.nodes),
+        "cpus": node.cpus,
+        "sockets": node.sockets,
+        "cores_per_socket": node.cores_per_socket,
+        "threads_per_core": node.threads_per_core,
+        "memory": _memory(node.memory_mib),
+        "gpus": gpu_text(group.gpus) if group.gpus else None,
+        "local_disk": _memory(node.tmp_disk_mib),
+        "features": sorted(node.features) or None,
+        "topology": origin.topologies.get(group.name),
+    }
+    if isinstance(look, Look):
+        hardware["interfaces"] = list(look.network[:1]) or None
+        scratch = look.scratch
+        if scratch is not None:
+            hardware["scratch"] = scratch.name if scratch.name[0] == "$" else scratch.path
+    for name, value in _accepted(models.NodeType, hardware).items():
+        _set(table, name, value)
+    others = [f"{gres.name}:{gres.kind}:{gres.count}" for gres in node.gres if gres.name != "gpu"]
     if others:
-        _remark(table, f"Other generic resources: {values.first_few(others)}.")
-    _set(table, "local_disk", values.memory(node.tmp_disk_mib), "Slurm's TmpDisk")
-    features, _ = values.names(sorted(node.features))
-    _set(table, "features", features or None)
-    _out_of_service(table, group)
-    look = origin.looks.get(group.name)
+        _remark(table, f"Other generic resources: {first_few(others)}.")
+    out = [f"{node.name} ({node.reason})" for node in group.nodes if not node.up]
+    if out:
+        _remark(table, f"Out of service when this was written: {len(out)} of {len(group.nodes)}.")
+        _remark(table, first_few(out, 5))
     if isinstance(look, str):
         _remark(table, f"Not probed: {look}.")
     elif look is not None:
         _look(table, look)
-    if group.name in origin.topologies:
-        _set(table, "topology", origin.topologies[group.name])
-    elif look is not None:
-        _topology_hint(table, group)
-
-
-def _out_of_service(table: Table, group: NodeGroup) -> None:
-    reasons: dict[str, list[str]] = {}
-    for node in group.nodes:
-        if not node.up:
-            state = "+".join(sorted(node.states))
-            reason = f"{state}: {node.reason}" if node.reason else state
-            reasons.setdefault(reason, []).append(node.name)
-    if reasons:
-        out = sum(len(nodes) for nodes in reasons.values())
-        _remark(table, f"Out of service when this was written: {out} of {len(group.nodes)}.")
-    for reason, nodes in list(reasons.items())[:_REASONS_SHOWN]:
-        _remark(table, f"- {values.first_few(nodes)}: {reason[:300]}")
-    if len(reasons) > _REASONS_SHOWN:
-        _remark(table, f"- and {len(reasons) - _REASONS_SHOWN} more reasons: see `sinfo -R`")
 
 
 def _look(table: Table, look: Look) -> None:
     """Add what a probe found on a node of this kind."""
     _remark(table, f"Found on {look.host}:")
-    if look.ram is None or not look.ram.writable:
+    if not any(place.path == "/dev/shm" and place.writable for place in look.places):  # noqa: S108
         _remark(table, "- no writable /dev/shm: stage with `target: local`")
     for place in look.places:
-        kind = "RAM" if place.in_ram else "shared" if place.shared else "local"
         path = f"{place.name} = {place.path}" if place.name[0] == "$" else place.path
         closed = "" if place.writable else ", not writable"
-        _remark(table, f"- {path}: {place.filesystem} ({kind}), {_free(place)}{closed}")
+        _remark(table, f"- {path}: {place.filesystem} ({_kind(place)}), {_free(place)}{closed}")
     for interface in look.interfaces:
         speed = interface.speed_mbps
         parts = [f"{speed / 1000:g} Gbit/s" if speed else "speed unknown"]
         parts += ["IP over InfiniBand"] * interface.infiniband
         parts += ["no IPv4 address"] * (not interface.addressed)
         _remark(table, f"- {interface.name}: {', '.join(parts)}")
-    scratch = look.scratch
-    if scratch is not None:
-        path = scratch.name if scratch.name[0] == "$" else scratch.path
-        if values.fits("NodePath", path):
-            _set(table, "scratch", path, "local disk")
-    interfaces, _ = values.names(look.network[:1], "InterfaceName")
-    _set(table, "interfaces", interfaces or None)
+
+
+def _kind(place: Place) -> str:
+    return "RAM" if place.in_ram else "shared" if place.shared else "local"
 
 
 def _free(place: Place) -> str:
     return f"{place.free_kib / 1024**2:.1f} of {place.total_kib / 1024**2:.1f} GiB free"
 
 
-def _topology_hint(table: Table, group: NodeGroup) -> None:
-    """Say how to make a topology file without lstopo, by a command that stays on one line."""
-    partition = next(iter(group.sample.partitions), "")
-    where = [
-        f"{option} {name}"
-        for option, name in (("-p", partition), ("-w", group.sample.name))
-        if values.fits("PlainWord", name)
-    ]
-    file = f"{group.name if values.fits('PlainWord', group.name) else 'node'}.json"
-    _remark(table, "Without lstopo, this makes the topology file that binding by srun needs:")
-    _raw(table, f"#   {' '.join(['srun -N1 -n1 --exclusive', *where])} hpml topo --json > {file}")
-    _remark(table, f'topology = "{file}"')
-
-
 def _resources(table: Table, cluster: Cluster) -> None:
     """Add defaults: set where only one value is possible, else proposed."""
     _remark(table, "Defaults of jobs here: any field of a job file.")
     default = cluster.default_partition
-    names, _ = values.names(partition.name for partition in cluster.partitions)
-    if default is None and names:
-        if len(cluster.partitions) == 1:
-            _set(table, "partition", names[0], "the only one; Slurm has no default")
-        else:
-            listed = values.first_few(names)
-            remark = f"Slurm has no default partition: every job must name one of {listed}."
-            _propose(table, "partition", names[0], remark)
+    names = [partition.name for partition in cluster.partitions if _is_word(partition.name)]
+    if default is None and len(names) == len(cluster.partitions) == 1:
+        _set(table, "partition", names[0], "the only one; Slurm has no default")
+    elif default is None and names:
+        remark = f"Slurm has no default partition: every job must name one of {first_few(names)}."
+        _propose(table, "partition", names[0], remark)
     _account(table, cluster)
-    limit = values.duration(default.max_seconds) if default else None
+    limit = _duration(default.max_seconds) if default else None
     remark = f"{default.name}, Slurm's default, allows {limit}" if default and limit else ""
     _propose(table, "time", "01:00:00", remark)
     _propose(table, "cpus_per_rank", 8, "loader workers included")
@@ -394,41 +385,16 @@ def _account(table: Table, cluster: Cluster) -> None:
     if cluster.associations is None:
         _remark(table, "Accounts: Slurm's accounting did not answer.")
         return
-    accounts = list(dict.fromkeys(one.account for one in cluster.associations))
-    good, _ = values.names(accounts)
-    default = next((one.account for one in cluster.associations if one.default), "")
+    associations = [one for one in cluster.associations if _is_word(one.account)]
+    accounts = list(dict.fromkeys(association.account for association in associations))
+    default = next((one.account for one in associations if one.default), "")
     if not accounts:
         enforced = "associations" in cluster.limits.accounting_enforce
         support = ", and Slurm refuses jobs without one: ask the site's support" * enforced
         _remark(table, f"Accounts: {user} has none{support}.")
-    elif not good:
-        _remark(table, f"Accounts: {values.first_few(accounts)}.")
-    elif not default and len(accounts) == 1:
-        _set(table, "account", good[0], f"the only one of {user}")
+    elif len(accounts) == 1 and not default:
+        _set(table, "account", accounts[0], f"the only one of {user}")
     else:
         charged = f"; {default} is charged when none is given" if default else ""
-        remark = f"Accounts of {user}: {values.first_few(accounts)}{charged}."
-        _propose(table, "account", default if default in good else good[0], remark)
-
-
-def _directives(document: Section, cluster: Cluster) -> None:
-    limits = cluster.limits
-    document.add(tomlkit.nl())
-    _remark(document, _DIRECTIVES)
-    if not limits.memory_consumable:
-        _remark(document, "Slurm does not track memory here: --mem is accepted and not enforced.")
-    if limits.gres_names and "gpu" not in limits.gres_names:
-        _remark(document, "Slurm has no GPUs here: it refuses jobs that ask for some.")
-    examples = [("mem", 'forbid = "memory follows the CPUs here: ask for more CPUs"')]
-    if limits.whole_nodes:
-        _remark(document, "Jobs get whole nodes here (select/linear): GPUs only by --gres.")
-        rules = _add(document, "directives", named=True)
-        _set(_add(rules, "gpus-per-node"), "rename", "--gres=gpu:{item}")
-    else:
-        examples.append(("gpus-per-node", 'rename = "--gres=gpu:{item}"'))
-    examples.append(("exclusive", "omit = true"))
-    if any(node.threads_per_core > 1 for node in cluster.nodes):
-        examples.append(("hint", 'default = "nomultithread"  # one task per core'))
-    for option, rule in examples:
-        _raw(document, f"#[directives.{option}]")
-        _raw(document, f"#{rule}")
+        remark = f"Accounts of {user}: {first_few(accounts)}{charged}."
+        _propose(table, "account", default or accounts[0], remark)

@@ -55,7 +55,7 @@ LINES = [
     ("check none.yaml", 3, "no such job file: ", ""),
     ("render good.yaml --explain -o out", 2, "--explain: cannot be given together with --o", ""),
     ("render good.yaml --force", 2, "--force: needs --output DIR", ""),
-    ("render good.yaml -o good.yaml/x", 2, "--output: cannot be made", ""),
+    ("render good.yaml -o good.yaml/x", 2, "--output: cannot be written", ""),
     ("schema sweep", 2, "WHAT: must be job or site (got 'sweep')", ""),
     ("show nothing", 3, "no run 'nothing' under ", ""),
     ("show probe", 2, "RUN: names 2 runs: probe-20240102-000000-bbbbbb, probe-2024010", ""),

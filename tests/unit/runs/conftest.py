@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.records import events
-from hpml_orchestrator.records.files import append_line, write_json, write_text
+from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.status import State, states
@@ -69,10 +69,12 @@ class World:
 
     def state(self, submission: Submission) -> State:
         """Ask for the state of a submission."""
-        (found,) = states(
-            self.store, [submission], backends=lambda *_: self.scheduler, now=self.clock.time
-        )
-        return found
+        (state,) = states(self.store, [submission], backends=self.backends, now=self.clock.time)
+        return state
+
+    def backends(self, _name: str = "", _host: str = "") -> FakeScheduler:
+        """The one scheduler, whatever name and host are asked for."""
+        return self.scheduler
 
     def starts(self, submission: Submission, job_id: str, number: int = 0) -> Path:
         """Write what a job writes when it starts."""
@@ -91,11 +93,6 @@ class World:
         node = "batch" if event in ("started", "ended") else "n1"
         path = attempt / "events" / f"{node}.jsonl"
         events.append(path, event, node=node, rank=rank, now=self.clock.now, **data)
-
-    def binds(self, attempt: Path, rank: int) -> None:
-        """Write where a rank runs."""
-        line = json.dumps({"rank": rank, "node": "n1", "cpus": [rank]})
-        append_line(attempt / "binding" / "n1.jsonl", line)
 
     def ends(
         self, attempt: Path, code: int = 0, reason: str = "completed", state: str = ""

@@ -9,8 +9,6 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.runs import cancel as cancel_module
-from hpml_orchestrator.runs import status as status_module
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.show import array_lines, task_rows
 from hpml_orchestrator.runs.status import states
@@ -138,17 +136,15 @@ def test_a_killed_submission_of_an_array_is_one_array(world: World, fault: Fault
     assert list(world.scheduler.jobs) == [f"1_{index}" for index in range(4)]
 
 
-def test_cancelling(world: World, submitted: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling(world: World, submitted: Submission) -> None:
     """One task or all of them; the end is written down at once."""
-    for module in (cancel_module, status_module):
-        monkeypatch.setattr(module, "open_backend", lambda *_, **__: world.scheduler)
-    (one,) = cancel(world.store, [task(submitted, 3)])
+    (one,) = cancel(world.store, [task(submitted, 3)], backends=world.backends)
     assert (one["id"], one["outcome"]) == (f"{submitted.sid}.3", "cancelled job 1_3")
     assert sorted(read_json(submitted.directory / "ends.json")["tasks"]) == ["3"]
     assert world.state(submitted).reason == "0 of 4 done, 3 waiting, 1 cancelled"
-    (again,) = cancel(world.store, [task(submitted, 3)])
+    (again,) = cancel(world.store, [task(submitted, 3)], backends=world.backends)
     assert again["outcome"] == "is over already (CANCELLED)"
-    (rest,) = cancel(world.store, [submitted])
+    (rest,) = cancel(world.store, [submitted], backends=world.backends)
     assert (rest["id"], rest["outcome"]) == (submitted.sid, "cancelled job 1")
     assert read_json(submitted.directory / "final.json")["state"] == "CANCELLED"
 
