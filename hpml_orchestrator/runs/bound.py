@@ -26,35 +26,20 @@ _SHOWN_NODES = 3
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank ran.
-
-    Attributes:
-        rank: number among all ranks.
-        local_rank: number among the ranks of its node.
-        node: Slurm's name of its node.
-        gpu: PCI address (or name) of its GPU; None without one, and where it is not known.
-        cpus: CPUs that it may run on, in the kernel's list format; empty where not known.
-        cores: number of physical cores of those; None where not known.
-        numa: NUMA domains that those are in.
-        distance: largest NUMA distance from its GPU to one of its CPUs; None where not known.
-        nic: its network card; empty without one.
-        threads: OMP_NUM_THREADS; None where not set.
-        right: whether it is bound as planned; None where that was not verified.
-        wrong: what is wrong, one sentence each.
-    """
+    """Where one rank ran."""
 
     rank: int
     local_rank: int
-    node: str
-    gpu: str | None = None
-    cpus: str = ""
-    cores: int | None = None
-    numa: tuple[int, ...] = ()
-    distance: int | None = None
-    nic: str = ""
-    threads: int | None = None
-    right: bool | None = None
-    wrong: tuple[str, ...] = ()
+    node: str  # Slurm's name of it
+    gpu: str | None = None  # PCI address (or name); None without one, and where it is not known
+    cpus: str = ""  # CPUs that it may run on, in the kernel's list format; empty where not known
+    cores: int | None = None  # number of physical cores of those
+    numa: tuple[int, ...] = ()  # NUMA domains that those are in
+    distance: int | None = None  # largest NUMA distance from its GPU to one of its CPUs
+    nic: str = ""  # its network card; empty without one
+    threads: int | None = None  # OMP_NUM_THREADS; None where not set
+    right: bool | None = None  # whether it is bound as planned; None where that was not verified
+    wrong: tuple[str, ...] = ()  # what is wrong, one sentence each
 
 
 @dataclass(frozen=True)
@@ -67,21 +52,13 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Bound:
-    """The binding of an attempt, as far as it was recorded.
+    """The binding of an attempt, as far as it was recorded."""
 
-    Attributes:
-        line: a summary in one line; empty where nothing was recorded.
-        places: by rank.
-        proofs: of the nodes, by name.
-        unreadable: nodes with unreadable proofs.
-        fatal: whether the job failed because of ranks in `places` that are wrong.
-    """
-
-    line: str = ""
-    places: tuple[Place, ...] = ()
-    proofs: tuple[NodeProof, ...] = ()
+    line: str = ""  # a summary in one line; empty where nothing was recorded
+    places: tuple[Place, ...] = ()  # by rank
+    proofs: tuple[NodeProof, ...] = ()  # of the nodes, by name
     unreadable: tuple[Unreadable, ...] = ()
-    fatal: bool = False
+    fatal: bool = False  # whether the job failed because of ranks in `places` that are wrong
 
     def to_json(self) -> dict[str, Any]:
         """Return ranks, proofs and unreadable proofs for programs."""

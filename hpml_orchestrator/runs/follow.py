@@ -115,12 +115,7 @@ class Tail:
 
 
 def start_of_last(path: Path, count: int) -> int:
-    """Return the offset at which the last lines of a file begin, reading only its end.
-
-    Args:
-        path: the file.
-        count: number of lines, 1 or more.
-    """
+    """Return the offset at which the last `count` lines of a file begin, reading only its end."""
     with path.open("rb") as stream:
         size = begin = stream.seek(0, 2)
         data = b""

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job, ResolvedJob, Stage
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["NodeRoom", "chosen_targets", "is_compressed", "measured", "room_of_site"]
+__all__ = ["NodeRoom", "is_compressed", "measured", "room_of_site"]
 
 RAM_SHARE = 0.5
 """Of the memory that a node has beside what the job asks for, how much staging may take: the rest
 is for the page cache, for other jobs, and for what the job did not foresee."""
 
-_AUTO = "auto: "  # begins the origin of a target that was chosen; the reason follows
 _MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
 _ANY_BYTES = 1 << 62
@@ -35,15 +34,10 @@ _COMPRESSED = tuple(".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .zstd .tzst .lz4".sp
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """What the nodes that a job may land on have, each the least of them; None: not known.
+    """What the nodes that a job may land on have, each the least of them; None: not known."""
 
-    Attributes:
-        memory_mib: memory that jobs can have.
-        disk_mib: size of the local disk.
-    """
-
-    memory_mib: int | None = None
-    disk_mib: int | None = None
+    memory_mib: int | None = None  # that jobs can have
+    disk_mib: int | None = None  # size of the local disk
 
 
 def room_of_site(job: Job, site: Site | None) -> NodeRoom:
@@ -62,15 +56,15 @@ def room_of_site(job: Job, site: Site | None) -> NodeRoom:
     )
 
 
-def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob:
+def measured(
+    resolved: ResolvedJob, room: NodeRoom = NodeRoom()
+) -> tuple[ResolvedJob, dict[str, str]]:
     """Return the job with a target for every `auto`, and the size of all that goes to RAM.
+
+    The second value is why each `auto` became what it is, by the name of its entry.
 
     Files in /dev/shm count as the job's memory, so `--mem` has to include them: where memory is
     asked for, the size is measured if the job file does not give it.
-
-    Args:
-        resolved: the job.
-        room: what the nodes have; not known when left out.
 
     Raises:
         InputError: the source does not exist, or is a compressed archive whose size must be given.
@@ -79,6 +73,7 @@ def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob
     own = _mebibytes(job.resources.memory)
     origins = dict(resolved.origins)
     stages: list[Stage] = []
+    reasons: dict[str, str] = {}
     in_ram = 0
     for index, given in enumerate(job.stage):
         stage = given
@@ -88,41 +83,22 @@ def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob
             origins[f"stage.{index}.size"] = "measured"
         size = _mebibytes(stage.size)
         if stage.target == "auto":
-            target, why = _target(size, own, in_ram, room or NodeRoom())
+            target, why = _target(size, own, in_ram, room)
             stage = stage.model_copy(update={"target": target})
-            origins[f"stage.{index}.target"] = f"{_AUTO}{why}"
+            origins[f"stage.{index}.target"] = f"auto: {why}"
+            reasons[stage.name] = why
         if stage.target == "shm":
             in_ram += size
         stages.append(stage)
-    if stages == job.stage:
-        return resolved
-    return dataclasses.replace(
-        resolved, job=job.model_copy(update={"stage": stages}), origins=origins
-    )
-
-
-def chosen_targets(resolved: ResolvedJob) -> dict[str, str]:
-    """Return why each `target: auto` of a measured job became what it is, by the entry's name."""
-    origins = resolved.origins
-    reasons = {
-        stage.name: origins.get(f"stage.{index}.target", "")
-        for index, stage in enumerate(resolved.job.stage)
-    }
-    return {
-        name: reason.removeprefix(_AUTO)
-        for name, reason in reasons.items()
-        if reason.startswith(_AUTO)
-    }
+    job = job.model_copy(update={"stage": stages})
+    return dataclasses.replace(resolved, job=job, origins=origins), reasons
 
 
 def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]:
-    """Return where one entry of `stage` goes, and why, in words that need no quoting in a script.
+    """Return where an entry of `stage` goes, and why, in words that need no quoting in a script.
 
-    Args:
-        size: of the data once staged, per node, in MiB; 0 when it is not known.
-        own: memory that the job asks for itself, per node, in MiB; 0 where it says nothing.
-        in_ram: what other entries bring to RAM, in MiB.
-        room: what the nodes have.
+    Sizes are in MiB per node: of its data once staged (0: not known), of what the job asks for
+    itself (0: nothing), and of what other entries bring to RAM.
     """
     if not own:
         return "local", "the job asks for no memory, to which what goes to RAM would be added"

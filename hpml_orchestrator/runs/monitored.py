@@ -32,50 +32,32 @@ _HALF_GPU = 0.5
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a run on one node, or several taken together.
+    """One GPU of a run on one node, or several taken together."""
 
-    Attributes:
-        uuid, name: of the GPU; empty where several are meant.
-        seconds: how long it was monitored.
-        figures: those that the driver reports: `utilization_ratio` (share of the time in which a
-            kernel was resident), `busy_seconds`, `sm_active_ratio`, `tensor_active_ratio`,
-            `dram_active_ratio`, `power_watts` (all means), `energy_joules`, `memory_peak_bytes`,
-            `temperature_peak_celsius`.
-        throttled_seconds: by reason.
-        xid_errors: how many, by XID.
-    """
-
-    uuid: str = ""
+    uuid: str = ""  # empty where several are meant, as is the name
     name: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # how long it was monitored
+    # What the driver reports: `utilization_ratio` (share of the time in which a kernel was
+    # resident), `busy_seconds`, `sm_active_ratio`, `tensor_active_ratio`, `dram_active_ratio`,
+    # `power_watts` (all means), `energy_joules`, `memory_peak_bytes`, `temperature_peak_celsius`.
     figures: Mapping[str, float] = field(default_factory=dict)
-    throttled_seconds: Mapping[str, float] = field(default_factory=dict)
-    xid_errors: Mapping[str, float] = field(default_factory=dict)
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason
+    xid_errors: Mapping[str, float] = field(default_factory=dict)  # how many, by XID
 
 
 @dataclass(frozen=True)
 class Monitored:
-    """What a run used on one node, or on all of them, as its monitor recorded it.
+    """What a run used on one node, or on all of them, as its monitor recorded it."""
 
-    Attributes:
-        node: its name; empty where all nodes are meant.
-        nodes: number of monitored nodes.
-        seconds: how long, on the node that was monitored longest.
-        updated: when it was last recorded, seconds since the epoch.
-        figures: `cpu_seconds`, `mean_cpus`, `cpus`, `memory_peak_bytes` (without the page cache; of
-            all nodes: on the one that had most), `memory_with_cache_peak_bytes` (the kernel's),
-            `memory_limit_bytes`, `io_read_bytes` and `io_write_bytes` (storage),
-            `io_syscall_read_bytes` and `io_syscall_write_bytes` (all that was read and written),
-            `oom_events`, `gpus_allocated`, `gpus_used`.
-        training: what its ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
-        gpus: each GPU.
-    """
-
-    node: str = ""
-    nodes: int = 1
-    seconds: float = 0.0
-    updated: float = 0.0
+    node: str = ""  # its name; empty where all nodes are meant
+    nodes: int = 1  # number of monitored nodes
+    seconds: float = 0.0  # how long, on the node that was monitored longest
+    updated: float = 0.0  # when it was last recorded, seconds since the epoch
+    # `memory_peak_bytes` is without the page cache, of all nodes that of the one that had most;
+    # `memory_with_cache_peak_bytes` is the kernel's; `io_read_bytes` and `io_write_bytes` are of
+    # storage, `io_syscall_…_bytes` all that was read and written.
     figures: Mapping[str, float] = field(default_factory=dict)
+    # What ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
     training: Mapping[str, float] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
 

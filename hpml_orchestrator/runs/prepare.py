@@ -39,22 +39,15 @@ __all__ = ["Rendered", "explained", "output_directory", "prepare", "render_job",
 
 @dataclass(frozen=True)
 class Rendered:
-    """A job and its script, ready to be submitted or printed.
-
-    Attributes:
-        resolved: the complete job.
-        script: the text of its script.
-        site: the site profile that it is for, if any.
-        snapshot: the repository to take a snapshot of at submission, if any.
-        topologies: of the site profile's node types that it may land on, by the type's name.
-        targets: why each `target: auto` became what it is, by the name of its entry.
-    """
+    """A job and its script, ready to be submitted or printed."""
 
     resolved: ResolvedJob
     script: str
     site: ResolvedSite | None = None
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # the repository to copy at submission
+    # Of the site profile's node types that it may land on, by the type's name.
     topologies: Mapping[str, Topology] = field(default_factory=dict)
+    # Why each `target: auto` became what it is, by the name of its entry.
     targets: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,9 +75,10 @@ def render_job(
         from hpml_orchestrator.runs import measure  # noqa: PLC0415
 
         profile = site.site if site else None
-        room = measure.NodeRoom(memory_mb() or None) if here else None
-        resolved = measure.measured(resolved, room or measure.room_of_site(resolved.job, profile))
-        targets = measure.chosen_targets(resolved)
+        room = measure.room_of_site(resolved.job, profile)
+        if here:
+            room = measure.NodeRoom(memory_mb() or None)
+        resolved, targets = measure.measured(resolved, room)
     job = resolved.job
     if job.environment.setup:
         from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it

@@ -41,38 +41,23 @@ _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own block size
 
 @dataclass(frozen=True)
 class Removed:
-    """A submission that was removed, or would be.
-
-    Attributes:
-        id: of the submission.
-        state: how it ended; `LEFT OVER` where an earlier removal was interrupted.
-        ended: seconds since the epoch, None where not known.
-        runs: number of its run directories.
-        bytes: freed disk space; a file with several hard links counts when the last is removed.
-    """
+    """A submission that was removed, or would be."""
 
     id: str
-    state: str
-    ended: float | None
-    runs: int
-    bytes: int
+    state: str  # how it ended; `LEFT OVER` where an earlier removal was interrupted
+    ended: float | None  # seconds since the epoch
+    runs: int  # number of its run directories
+    bytes: int  # freed disk space; a file with several hard links counts when the last is removed
 
 
 @dataclass
 class Pruned:
-    """What a prune did, or would do.
+    """What a prune did, or would do."""
 
-    Attributes:
-        removed: newest first.
-        kept: id and reason of what was chosen and must stay.
-        bytes: freed disk space, all together.
-        interrupted: whether Ctrl-C came before all was removed; the next prune completes it.
-    """
-
-    removed: list[Removed] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    bytes: int = 0
-    interrupted: bool = False
+    removed: list[Removed] = field(default_factory=list)  # newest first
+    kept: list[tuple[str, str]] = field(default_factory=list)  # id, and why it must stay
+    bytes: int = 0  # freed disk space, all together
+    interrupted: bool = False  # by Ctrl-C; the next prune completes it
 
     def to_json(self) -> dict[str, Any]:
         """Return it for programs."""
@@ -104,7 +89,7 @@ def prune(
         keep: number of the newest to keep, of those that the other arguments choose.
         dry_run: whether to report only and remove nothing.
         backends: the schedulers; the real ones when left out.
-        now: the clock, in seconds since the epoch.
+        now: the clock.
 
     Raises:
         RecordError: the records cannot be read.

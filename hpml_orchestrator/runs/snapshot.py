@@ -43,17 +43,11 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The repository to take a snapshot of.
+    """The repository to take a snapshot of."""
 
-    Attributes:
-        top: top of its working tree, without symbolic links.
-        workdir: the job's working directory, relative to the top; empty for the top.
-        script: the job's script, relative to the top; None where it lies outside.
-    """
-
-    top: str
-    workdir: str
-    script: str | None = None
+    top: str  # of its working tree, without symbolic links
+    workdir: str  # the job's working directory, relative to the top; empty for the top
+    script: str | None = None  # the job's script, relative to the top; None where it lies outside
 
     def holds(self, path: str | Path) -> bool:
         """Whether a path is the top or lies below it."""

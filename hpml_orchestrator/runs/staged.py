@@ -21,41 +21,25 @@ _SHORT_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Staged:
-    """One entry of `stage`, on all nodes.
-
-    Attributes:
-        name: the entry's.
-        path: its place on the first node.
-        nodes: number of nodes that had it.
-        bytes, files: on all of them together.
-        seconds: of the slowest node.
-        bytes_per_second: of the slowest node that copied something; 0 where none did.
-        methods: how it was copied, each once.
-        reused: number of nodes where it was already.
-        kept: number of nodes where it stays for later jobs.
-        private: why later jobs cannot reuse it, if so.
-        evicted: sources that were removed to make room for it.
-        digests: of names, sizes and contents, each once.
-        payback: of the node on which staging pays last: times of one epoch and of staging in
-            seconds, and `epochs` after which it has paid, None for never; empty if not measured.
-        epochs: how often the job file says that the data is read; 0 where it does not.
-    """
+    """One entry of `stage`, on all nodes; figures of time are those of the slowest node."""
 
     name: str
-    path: str = ""
-    nodes: int = 0
-    bytes: int = 0
+    path: str = ""  # on the first node
+    nodes: int = 0  # number of nodes that had it
+    bytes: int = 0  # on all of them together
     files: int = 0
     seconds: float = 0.0
-    bytes_per_second: float = 0.0
-    methods: tuple[str, ...] = ()
-    reused: int = 0
-    kept: int = 0
-    private: str = ""
-    evicted: tuple[str, ...] = ()
-    digests: tuple[str, ...] = ()
+    bytes_per_second: float = 0.0  # 0 where no node copied anything
+    methods: tuple[str, ...] = ()  # how it was copied, each once
+    reused: int = 0  # number of nodes where it was already
+    kept: int = 0  # number of nodes where it stays for later jobs
+    private: str = ""  # why later jobs cannot reuse it
+    evicted: tuple[str, ...] = ()  # sources that were removed to make room for it
+    digests: tuple[str, ...] = ()  # of names, sizes and contents, each once
+    # Of the node on which staging pays last: `stage_seconds`, `remote_seconds`, `local_seconds` of
+    # one epoch, and `epochs` after which it has paid, None for never; None if not measured.
     payback: Mapping[str, Any] | None = None
-    epochs: int = 0
+    epochs: int = 0  # how often the job file says that the data is read; 0 where it does not
 
 
 def staged_entries(ready: Sequence[Event]) -> list[Staged]:

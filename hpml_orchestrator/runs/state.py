@@ -47,39 +47,27 @@ _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
 class State:
     """One submission and its job, or one task of an array, as far as known.
 
-    Attributes:
-        submission: the submission; its index is the task's where this is one of an array.
-        name, backend: from its record.
-        job_id: the scheduler's id; empty while it is not known.
-        state: a scheduler's state, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`.
-        reason: why, in a few words; of an array how many tasks are in which state; may be empty.
-        nodes: node list; may be empty.
-        created, started, ended: seconds since the epoch, None where not known.
-        exit_code: exit status of the script, None where not known; of an array its worst task's.
-        attempts: number of starts.
-        over: whether nothing more will happen by itself.
-        lost: whether the scheduler answers but no longer knows the job, and the job did not record
-            its end: it is not running, and how it ended will not be known.
-        raw_state: the scheduler's own name of the state, once it is over.
-        tasks: of an array, one state per task, by index.
+    Times are seconds since the epoch.
     """
 
-    submission: Submission
+    submission: Submission  # its index is the task's where this is one of an array
     name: str
     backend: str
-    job_id: str
-    state: str
-    reason: str = ""
-    nodes: str = ""
+    job_id: str  # the scheduler's; empty while it is not known
+    state: str  # a scheduler's, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`
+    reason: str = ""  # why, in a few words; of an array how many tasks are in which state
+    nodes: str = ""  # node list
     created: float = 0.0
     started: float | None = None
     ended: float | None = None
-    exit_code: int | None = None
-    attempts: int = 0
-    over: bool = False
+    exit_code: int | None = None  # of the script; of an array its worst task's
+    attempts: int = 0  # number of starts
+    over: bool = False  # whether nothing more will happen by itself
+    # Whether the scheduler answers but no longer knows the job, and the job did not record its end:
+    # it is not running, and how it ended will not be known.
     lost: bool = False
-    raw_state: str = ""
-    tasks: tuple[State, ...] = ()
+    raw_state: str = ""  # the scheduler's own name of the state, once it is over
+    tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
     @staticmethod
     def of(submission: Submission, record: Mapping[str, Any], **known: Any) -> State:

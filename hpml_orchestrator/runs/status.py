@@ -48,12 +48,6 @@ def states(
     """Return the state of each submission or task, in the order given.
 
     What is over is in the submission's own record; each scheduler is asked once for all the rest.
-
-    Args:
-        store: where records live.
-        submissions: which ones.
-        backends: the schedulers; the real ones when left out.
-        now: the clock, in seconds since the epoch.
     """
     backends = backends or backends_of(store)
     wanted = list(submissions)
@@ -127,36 +121,31 @@ def _without_job(
 
 @dataclass(frozen=True)
 class _Unfinished:
-    """A submission that has a job and is not known to be over.
-
-    Attributes:
-        job_id: the scheduler's id.
-        task_ids: of an array, the scheduler's id of each task by its index; else empty.
-        ends: states of an array's tasks that are known to be over, by index.
-    """
+    """A submission that has a job and is not known to be over."""
 
     submission: Submission
     record: Mapping[str, Any]
     job_id: str
-    task_ids: dict[int, str]
-    ends: dict[int, State]
+    job_ids: dict[int | None, str]  # by the index of an array's task; of a single job by None
+    ends: Mapping[int | None, State]  # of an array's tasks that are known to be over, by index
 
     @staticmethod
     def read(submission: Submission, record: Mapping[str, Any]) -> _Unfinished:
         """Read what its own records say."""
         job_id = str((submission.job() or {})["job_id"])
         if not submission.is_array():
-            return _Unfinished(submission, record, job_id, {}, {})
-        task_ids = {index: f"{job_id}_{index}" for index, _ in submission.runs()}
-        ends = read_ends(submission, record, job_id)
-        return _Unfinished(submission, record, job_id, task_ids, ends)
+            return _Unfinished(submission, record, job_id, {None: job_id}, {})
+        job_ids: dict[int | None, str] = {
+            index: f"{job_id}_{index}" for index, _ in submission.runs()
+        }
+        return _Unfinished(
+            submission, record, job_id, job_ids, {**read_ends(submission, record, job_id)}
+        )
 
     @property
     def job_ids_to_query(self) -> list[str]:
         """The ids to ask the scheduler about."""
-        if not self.task_ids:
-            return [self.job_id]
-        return [job_id for index, job_id in self.task_ids.items() if index not in self.ends]
+        return [job_id for index, job_id in self.job_ids.items() if index not in self.ends]
 
     def state(self, answer: Mapping[str, JobStatus], trouble: str, now: float) -> State:
         """Combine the scheduler's answer with the records, and record what is over.
@@ -166,25 +155,21 @@ class _Unfinished:
             trouble: why there is no answer; empty where there is one.
             now: seconds since the epoch.
         """
-        judge = partial(_judge, self.record, trouble=trouble, now=now)
-        if not self.task_ids:
-            state = judge(self.submission, self.job_id, answer.get(self.job_id))
-        else:
-            any_known = bool(self.ends) or any(
-                job_id in answer for job_id in self.task_ids.values()
-            )
-            tasks = []
-            for index, job_id in self.task_ids.items():
-                if index in self.ends:
-                    tasks.append(self.ends[index])
-                    continue
-                status, task = answer.get(job_id), replace(self.submission, index=index)
-                if status is None and any_known and not trouble and not run_of(task).attempts():
-                    # Slurm keeps no record of a task that is cancelled while its array waits.
-                    status = JobStatus(job_id, JobState.CANCELLED)
-                tasks.append(judge(task, job_id, status))
+        any_known = bool(self.ends) or any(job_id in answer for job_id in self.job_ids.values())
+        states = []
+        for index, job_id in self.job_ids.items():
+            if index in self.ends:
+                states.append(self.ends[index])
+                continue
+            status, run = answer.get(job_id), replace(self.submission, index=index)
+            if status is None and any_known and not trouble and not run_of(run).attempts():
+                # Slurm keeps no record of a task that is cancelled while its array waits.
+                status = JobStatus(job_id, JobState.CANCELLED)
+            states.append(_judge(self.record, run, job_id, status, trouble=trouble, now=now))
+        state = states[0]
+        if None not in self.job_ids:
             whole = State.of(self.submission, self.record, job_id=self.job_id, state="UNKNOWN")
-            state = array_state(whole, tasks)
+            state = array_state(whole, states)
         if state.over or sum(task.over for task in state.tasks) > len(self.ends):
             keep_ends(state)
         return state

@@ -157,18 +157,8 @@ def resume(
 
     The job is looked for first. It is submitted only when it is certain that there is none and that
     no sbatch of an earlier hpml can still make one; of several hpml that find so at the same time,
-    one submits it.
-
-    Args:
-        store: where records live.
-        submission: which one.
-        scheduler: the one that it is for.
-        environment: of the submitting process.
-        clock: seconds since the epoch.
-        sleep: pauses for so many seconds.
-        notice: takes a line to show while it waits.
-        after: returns which of the runs that it waits for are not over yet, as
-            `after.outstanding`; those on record when left out.
+    one submits it. `after` returns which of the runs that it waits for are not over yet, as
+    `outstanding` does; those on record count when it is left out.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one.

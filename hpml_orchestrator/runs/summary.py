@@ -30,59 +30,37 @@ __all__ = ["Phase", "Summary", "Timeline", "binding_of", "phases", "summarise"]
 class Phase:
     """One stretch of a run's time.
 
-    Attributes:
-        name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`, `end`;
-            `running` where the program reports nothing of itself.
-        seconds: wall-clock time.
+    The names are `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`,
+    `end`; `running` where the program reports nothing of itself.
     """
 
     name: str
-    seconds: float
+    seconds: float  # wall-clock time
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures.
+    """A run in figures."""
 
-    Attributes:
-        phases: the last attempt's time, phase by phase, without gaps.
-        staged_bytes, staged_files: on all nodes together.
-        staging_seconds: of the slowest node.
-        stages: each entry of `stage`, on all nodes.
-        nodes: nodes that became ready.
-        ranks: ranks that recorded their binding.
-        world_size: number of ranks by those records; 0 without any.
-        result: figures that the training reported at its end, units in the keys.
-        last_step: rank 0's last counters.
-        data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
-        samples_per_second: of all ranks, as the result says, else by the counters since the warm-up
-            ended; None if neither is known.
-        binding: whether the ranks are bound as planned, in one line; empty if not known.
-        binding_failed: whether the job failed because they are not.
-        monitor: what the job's monitor saw on all nodes together; None without a monitor.
-        monitored: the same of each node.
-        monitor_lines: both as text.
-        signals: those that did not end the job, by name: how often they came, and when last, in
-            seconds since the epoch.
-    """
-
-    phases: list[Phase] = field(default_factory=list)
-    staged_bytes: int = 0
+    phases: list[Phase] = field(default_factory=list)  # of the last attempt, without gaps
+    staged_bytes: int = 0  # on all nodes together
     staged_files: int = 0
-    staging_seconds: float = 0.0
+    staging_seconds: float = 0.0  # of the slowest node
     stages: list[Staged] = field(default_factory=list)
-    nodes: int = 0
-    ranks: int = 0
-    world_size: int = 0
-    result: dict[str, Any] = field(default_factory=dict)
-    last_step: dict[str, Any] = field(default_factory=dict)
-    data_wait_ratio: float | None = None
+    nodes: int = 0  # that became ready
+    ranks: int = 0  # that recorded their binding
+    world_size: int = 0  # by those records; 0 without any
+    result: dict[str, Any] = field(default_factory=dict)  # what the training reported at its end
+    last_step: dict[str, Any] = field(default_factory=dict)  # rank 0's last counters
+    data_wait_ratio: float | None = None  # share of the ranks' step time spent waiting for data
+    # Of all ranks, as the result says, else by the counters since the warm-up ended.
     samples_per_second: float | None = None
-    binding: str = ""
-    binding_failed: bool = False
-    monitor: Monitored | None = None
-    monitored: list[Monitored] = field(default_factory=list)
-    monitor_lines: list[str] = field(default_factory=list)
+    binding: str = ""  # whether the ranks are bound as planned, in one line
+    binding_failed: bool = False  # whether the job failed because they are not
+    monitor: Monitored | None = None  # of all nodes together; None without a monitor
+    monitored: list[Monitored] = field(default_factory=list)  # of each node
+    monitor_lines: list[str] = field(default_factory=list)  # both as text
+    # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -26,21 +26,13 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Template:
-    """One template.
+    """One template of batch scripts."""
 
-    Attributes:
-        name: such as `torchrun`.
-        purpose: what it is for.
-        origin: `hpml`, or the user's directory that it is in.
-        file: its path.
-        blocks: blocks that it writes.
-    """
-
-    name: str
+    name: str  # such as `torchrun`
     purpose: str
-    origin: str
+    origin: str  # `hpml`, or the user's directory that it is in
     file: str
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # that it writes
 
 
 def templates(directory: str | None = None) -> list[Template]:

@@ -37,19 +37,12 @@ _SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
-
-    Attributes:
-        check: what.
-        result: `ok`, `none` (absent, and hpml works without), or `missing`.
-        found: what there is.
-        hint: what to do, where something is missing.
-    """
+    """One thing that was checked."""
 
     check: str
-    result: str
+    result: str  # `ok`, `none` (absent, and hpml works without), or `missing`
     found: str
-    hint: str = ""
+    hint: str = ""  # what to do, where something is missing
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding for programs."""

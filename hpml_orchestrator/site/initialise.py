@@ -38,21 +38,14 @@ _REFUSALS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Profile:
-    """A site profile, written or to be written.
+    """A site profile, written or to be written."""
 
-    Attributes:
-        cluster: what it was made of.
-        groups: its kinds of nodes.
-        text: of the file.
-        looks: per kind what a probe found, or why there is none.
-        files: topology files beside it: relative path -> text.
-    """
-
-    cluster: Cluster
+    cluster: Cluster  # what it was made of
     groups: Sequence[NodeGroup]
     text: str
+    # By kind of node, what a probe found, or why there is none.
     looks: Mapping[str, Look | str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # topologies: relative path -> text
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, for programs."""

@@ -54,21 +54,13 @@ class Interface:
 
 @dataclass(frozen=True)
 class Look:
-    """What was found on one node.
-
-    Attributes:
-        host: its host name.
-        places: directories for temporary data.
-        interfaces: networks, the best first.
-        modules: environment modules; None where there is no `module` command.
-        topology: hwloc XML of version 2; empty where there is none.
-    """
+    """What was found on one node."""
 
     host: str
-    places: tuple[Place, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
-    modules: tuple[str, ...] | None = None
-    topology: str = ""
+    places: tuple[Place, ...] = ()  # directories for temporary data
+    interfaces: tuple[Interface, ...] = ()  # the best first
+    modules: tuple[str, ...] | None = None  # None where there is no `module` command
+    topology: str = ""  # hwloc XML of version 2
 
     @property
     def network(self) -> tuple[str, ...]:

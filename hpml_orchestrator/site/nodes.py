@@ -32,19 +32,12 @@ _DIFFERING: dict[str, Callable[[Node], Hashable]] = {
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike.
+    """Nodes that are alike."""
 
-    Attributes:
-        name: such as `a100x4`, `cpu`, `a100x4-2`.
-        nodes: the nodes, in the cluster's order.
-        sample: a node with what all of them have: the least memory and disk, common features.
-        uneven: what differs within the group all the same, such as `memory`.
-    """
-
-    name: str
-    nodes: tuple[Node, ...]
-    sample: Node
-    uneven: tuple[str, ...] = ()
+    name: str  # such as `a100x4`, `cpu`, `a100x4-2`
+    nodes: tuple[Node, ...]  # in the cluster's order
+    sample: Node  # with what all of them have: the least memory and disk, common features
+    uneven: tuple[str, ...] = ()  # what differs within the group all the same, such as `memory`
 
     @property
     def gpus(self) -> tuple[Gres, ...]:

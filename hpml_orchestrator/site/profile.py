@@ -28,19 +28,12 @@ __all__ = [
 
 
 class NodePaths(NamedTuple):
-    """Where this node stages data, and the site's limits on opening files.
+    """Where this node stages data, and the site's limits on opening files."""
 
-    Attributes:
-        ram, scratch: a directory in RAM and one on the local disk; empty where there is none.
-        opens_per_node, opens_per_job: files per second, of a node and of all `nodes` of the job
-            together; 0 for no limit.
-        nodes: number of the job's nodes.
-    """
-
-    ram: str
-    scratch: str
-    opens_per_node: float = 0
-    opens_per_job: float = 0
+    ram: str  # a directory in RAM; empty where there is none
+    scratch: str  # one on the local disk
+    opens_per_node: float = 0  # files per second; 0 for no limit
+    opens_per_job: float = 0  # of all `nodes` of the job together
     nodes: int = 1
 
 

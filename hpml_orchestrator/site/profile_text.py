@@ -38,20 +38,14 @@ rename = "--gres=gpu:{item}"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a profile is written from, besides the cluster.
+    """What a profile is written from, besides the cluster."""
 
-    Attributes:
-        version: of hpml.
-        writer: such as `ada@login1`.
-        when: the date, as text.
-        looks: per kind of node what a probe found, or why there is none; empty without probes.
-        topologies: per kind of node its topology file, relative to the profile.
-    """
-
-    version: str = "(unknown)"
-    writer: str = "(unknown)"
+    version: str = "(unknown)"  # of hpml
+    writer: str = "(unknown)"  # such as `ada@login1`
     when: str = "(unknown)"
+    # By kind of node, what a probe found, or why there is none; empty without probes.
     looks: Mapping[str, Look | str] = field(default_factory=dict)
+    # By kind of node, its topology file, relative to the profile.
     topologies: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.status import State, states
-from hpml_orchestrator.runs.submit import submit
+from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.testing import FakeClock, FakeScheduler
@@ -60,6 +60,18 @@ class World:
     def go(self, submission: Submission) -> str:
         """Submit what was prepared."""
         return submit(submission, self.scheduler, environment={}, clock=self.clock.time)
+
+    def resume(self, submission: Submission, said: list[str] | None = None, **more: Any) -> str:
+        """Complete a submission that was cut off; its notices are added to `said`."""
+        return resume(
+            self.store,
+            submission,
+            self.scheduler,
+            environment={},
+            clock=self.clock.time,
+            notice=(said if said is not None else []).append,
+            **{"sleep": self.clock.sleep, **more},
+        )
 
     def submit(self, name: str = "probe", **fields: Any) -> Submission:
         """Prepare and submit a small job, which then waits in the queue."""

@@ -10,7 +10,6 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.scheduler.model import Dependency, JobState
 from hpml_orchestrator.testing import Fault, Killed
 
@@ -96,15 +95,7 @@ def test_a_resumed_submission_still_waits(world: World, monkeypatch: pytest.Monk
     with pytest.raises(Killed):
         world.go(submission)
     world.scheduler.move("2", JobState.FAILED)
-    resume(
-        world.store,
-        submission,
-        world.scheduler,
-        environment={},
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-        after=lambda words: found(world, words),
-    )
+    world.resume(submission, after=lambda words: found(world, words))
     assert [request.after for request in asked[-2:]] == [
         (Dependency("1", "ok"), Dependency("2", "any")),
         (Dependency("1", "ok"),),

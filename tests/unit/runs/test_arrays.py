@@ -12,9 +12,7 @@ from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.show import array_lines, task_rows
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
-from hpml_orchestrator.testing import Fault, Killed
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
@@ -112,28 +110,6 @@ def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submissi
     (third,) = states(world.store, [task(submitted, 1)], backends=nobody)
     assert third == first.tasks[1]
     assert not (submitted.directory / "ends.json").exists()
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.BOTH_KILLED, Fault.KILLED_AFTER],
-)
-def test_a_killed_submission_of_an_array_is_one_array(world: World, fault: Fault) -> None:
-    """Resumed, it has one array with all its tasks, whenever hpml was killed."""
-    submission = world.prepare(array="0-3")
-    world.scheduler.faults = [fault]
-    with pytest.raises(Killed):
-        world.go(submission)
-    job_id = resume(
-        world.store,
-        submission,
-        world.scheduler,
-        environment={},
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-    )
-    assert job_id == "1"
-    assert list(world.scheduler.jobs) == [f"1_{index}" for index in range(4)]
 
 
 def test_cancelling(world: World, submitted: Submission) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.packing.pack import PackRequest, pack
-from hpml_orchestrator.runs.measure import NodeRoom, chosen_targets, measured, room_of_site
+from hpml_orchestrator.runs.measure import NodeRoom, measured, room_of_site
 from hpml_orchestrator.script.template import directive
 from hpml_orchestrator.spec import Job, ResolvedJob, load_job
 from hpml_orchestrator.spec.site import Site
@@ -37,7 +37,7 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
             {"name": "c", "source": "/none", "target": "shm", "size": "7M"},
         ],
     )
-    after = measured(before)
+    after, _ = measured(before)
     assert [stage.size for stage in after.job.stage] == ["4M", None, "7M"]
     assert after.origins["stage.0.size"] == "measured"
     assert before.origins["stage.0.size"] == "default"
@@ -72,8 +72,8 @@ def test_ram_where_it_fits_well(
         {"name": name, "source": f"{name}.tar.zst", "target": "auto", "size": size}
         for name, size in zip(names, sizes, strict=True)
     ]
-    after = measured(resolved(tmp_path, entries, memory), room)
-    reason = chosen_targets(after)[names[-1]]
+    after, reasons = measured(resolved(tmp_path, entries, memory), room)
+    reason = reasons[names[-1]]
     assert after.job.stage[-1].target == target
     assert why in reason
     assert directive(reason) == reason
@@ -125,7 +125,7 @@ def test_a_pack_is_measured_as_the_tree_that_it_becomes(
         with pytest.raises(InputError, match="stage.0.source: .* is damaged"):
             measured(resolved(tmp_path, [{**entry, "kind": "pack"}]))
     else:
-        assert measured(resolved(tmp_path, [entry])).job.stage[0].size == size
+        assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == size
 
 
 def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
             for number in range(600):
                 archive.add(tmp_path / "one", str(number))
     entry = {"name": "a", "source": "d.tar", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "3M"
-    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}])).job.stage[0].size == "2M"
+    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == "3M"
+    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size == "2M"
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
 
@@ -149,7 +149,7 @@ def test_the_size_of_a_compressed_archive_has_to_be_said(tmp_path: Path, name: s
     stage = {"name": "a", "source": name, "target": "shm"}
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [stage]))
-    as_file = measured(resolved(tmp_path, [{**stage, "kind": "file"}]))
+    as_file, _ = measured(resolved(tmp_path, [{**stage, "kind": "file"}]))
     assert as_file.job.stage[0].size == "1M"
 
 

@@ -27,6 +27,19 @@ def no_scheduler(name: str, host: str) -> Scheduler:
     raise AssertionError(f"the scheduler {name} of {host} was asked")
 
 
+def moments_of_questions(world: World) -> list[float]:
+    """Have the scheduler note when it is asked."""
+    asked: list[float] = []
+    original = world.scheduler.query
+
+    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        asked.append(world.clock.now)
+        return original(job_ids)
+
+    world.scheduler.query = query  # type: ignore[method-assign]
+    return asked
+
+
 @pytest.fixture
 def submitted(world: World) -> Submission:
     """A submission whose job waits in the queue."""
@@ -69,14 +82,7 @@ def test_a_scheduler_is_asked_once_for_all(world: World) -> None:
         record = submission.record()
         write_json(submission.directory / "submit.json", {**record, "host": host})
         made.append(submission)
-    asked: list[list[str]] = []
-    original = world.scheduler.query
-
-    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        asked.append(list(job_ids))
-        return original(job_ids)
-
-    world.scheduler.query = query  # type: ignore[method-assign]
+    asked = moments_of_questions(world)
     found = states(world.store, [*made, made[0]], backends=world.backends, now=world.clock.time)
     assert [state.job_id for state in found] == ["1", "2", "3", "1"]
     assert len(asked) == 1
@@ -232,19 +238,6 @@ def wait(world: World) -> Callable[..., State]:
         now=world.clock.time,
         backends=world.backends,
     )
-
-
-def moments_of_questions(world: World) -> list[float]:
-    """Have the scheduler note when it is asked."""
-    asked: list[float] = []
-    original = world.scheduler.query
-
-    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        asked.append(world.clock.now)
-        return original(job_ids)
-
-    world.scheduler.query = query  # type: ignore[method-assign]
-    return asked
 
 
 def test_waiting_asks_ever_more_rarely(
