@@ -148,28 +148,24 @@ class Snapshot:
     def _copy(self, path: str, entries: dict[str, _Entry], target: Path) -> int | None:
         """Copy one entry and return its bytes; None for a directory, and for what is gone."""
         source, copy = os.path.join(self.top, path), os.path.join(target, path)
-        info = entries[path].info
-        os.makedirs(copy if stat.S_ISDIR(info.st_mode) else os.path.dirname(copy), exist_ok=True)
-        if stat.S_ISDIR(info.st_mode):
-            return None
+        mode = entries[path].info.st_mode
+        os.makedirs(copy if stat.S_ISDIR(mode) else os.path.dirname(copy), exist_ok=True)
         try:
-            if stat.S_ISLNK(info.st_mode):
+            if stat.S_ISDIR(mode):
+                return None
+            if stat.S_ISLNK(mode):
                 os.symlink(self._link(path, os.readlink(source), entries), copy)
                 return 0
-            opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            shutil.copy2(source, copy, follow_symlinks=False)
+            os.chmod(copy, stat.S_IMODE(mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except PermissionError as error:
             raise _refused(
-                f"cannot copy {source!r}: {error.strerror or error}",
+                f"cannot copy {source!r}: {error.strerror}",
                 "make it readable, or list it in .gitignore if it is not code",
             ) from error
-        with open(opened, "rb") as reading, open(copy, "xb") as writing:
-            shutil.copyfileobj(reading, writing)
-            size = writing.tell()
-        os.chmod(copy, stat.S_IMODE(info.st_mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
-        os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
-        return size
+        return os.path.getsize(copy)
 
     def _link(self, path: str, text: str, entries: dict[str, _Entry]) -> str:
         """Return where a copied link leads: to the copy of a file of the tree, else as before."""

@@ -143,7 +143,9 @@ def read_final(submission: Submission, record: Mapping[str, Any]) -> State | Non
     return _ended(submission, record, final, job_id=job_id, tasks=tasks)
 
 
-def read_ends(submission: Submission, record: Mapping[str, Any], job_id: str) -> dict[int, State]:
+def read_ends(
+    submission: Submission, record: Mapping[str, Any], job_id: str
+) -> dict[int | None, State]:
     """Return the tasks of an array that are known to be over while others are not, by index."""
     return _tasks(submission, record, _read(submission.directory / _ENDS), job_id)
 
@@ -157,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _tasks(
     submission: Submission, record: Mapping[str, Any], ends: Mapping[str, Any], job_id: str
-) -> dict[int, State]:
+) -> dict[int | None, State]:
     return {
         index: _ended(replace(submission, index=index), record, end, job_id=f"{job_id}_{index}")
         for index, end in sorted((int(key), end) for key, end in ends.get("tasks", {}).items())

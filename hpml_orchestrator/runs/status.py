@@ -138,9 +138,8 @@ class _Unfinished:
         job_ids: dict[int | None, str] = {
             index: f"{job_id}_{index}" for index, _ in submission.runs()
         }
-        return _Unfinished(
-            submission, record, job_id, job_ids, {**read_ends(submission, record, job_id)}
-        )
+        ends = read_ends(submission, record, job_id)
+        return _Unfinished(submission, record, job_id, job_ids, ends)
 
     @property
     def job_ids_to_query(self) -> list[str]:

@@ -104,60 +104,31 @@ FAILED = "; the job failed for it (verify: strict)"
 OFF = {**LOCAL, "verify": "off"}
 
 
+ONE = node(0, ranks=(rank(0, 0, "off"),), expected=1)
+BEHIND = node(0, ranks=(rank(0, 0),))
+ODD = node(0, ranks=WRONG)
+ALONE = node(0, ranks=OWN)
+DONE, FATAL = (0, "completed"), (79, "binding")
+
+
 @pytest.mark.parametrize(
     ("proofs", "records", "ended", "asked", "line"),
     [
         ([], [], None, LOCAL, ""),
-        ([node(0, ranks=WRONG), node(1)], [], None, LOCAL, "gpu-local, 2 of 8 ranks WRONG"),
-        (
-            [node(0, ranks=WRONG), node(1, "rank 3 was never seen")],
-            [],
-            (143, "terminated"),
-            LOCAL,
-            "gpu-local, 2 of 8 ranks WRONG, node n1 WRONG",
-        ),
-        (
-            [node(0, ranks=(rank(0, 0, "off"),), expected=1)],
-            [],
-            (79, "binding"),
-            None,
-            f"gpu-local, 1 of 1 rank WRONG{FAILED}",
-        ),
+        ([], [], (1, "failed"), LOCAL, ""),  # before any rank was to start
+        ([ODD, node(1)], [], None, LOCAL, "2 of 8 ranks WRONG"),
+        ([ODD, node(1, "x")], [], DONE, LOCAL, "2 of 8 ranks WRONG, node n1 WRONG"),
+        ([ONE], [], FATAL, None, f"1 of 1 rank WRONG{FAILED}"),
         ([node(0, policy="none")], [], None, LOCAL, "none: nothing was bound"),
         ([], [0], None, {"policy": "none"}, "none: nothing was bound"),
         ([], [0], None, OFF, "not proven: gpu-local, verify is off"),
         ([], [0, 1], None, LOCAL, "not proven: gpu-local, no rank verified so far"),
-        ([], [0], (0, "completed"), LOCAL, "not proven: gpu-local, no rank verified"),
-        ([], [0], (79, "binding"), LOCAL, f"not proven: gpu-local, no rank verified{FAILED}"),
-        (
-            [node(0, ranks=(rank(0, 0),))],
-            [0, 1],
-            None,
-            LOCAL,
-            "not proven: gpu-local, 1 of 4 ranks verified so far",
-        ),
-        (
-            [node(0, ranks=OWN)],
-            [],
-            None,
-            LOCAL,
-            "gpu-local, 4 of 4 ranks bound as planned (1 by their own record alone)",
-        ),
-        (
-            [node(0, warnings=(FAR,)), node(1, warnings=(FAR,))],
-            [],
-            None,
-            LOCAL,
-            "gpu-local, 8 of 8 ranks bound as planned; 1 warning",
-        ),
-        (
-            [],
-            [],
-            (0, "completed"),
-            LOCAL,
-            "not proven: gpu-local, there is no record of any rank",
-        ),
-        ([], [], (1, "failed"), LOCAL, ""),  # before any rank was to start
+        ([], [0], DONE, LOCAL, "not proven: gpu-local, no rank verified"),
+        ([], [0], FATAL, LOCAL, f"not proven: gpu-local, no rank verified{FAILED}"),
+        ([BEHIND], [0, 1], None, LOCAL, "not proven: gpu-local, 1 of 4 ranks verified so far"),
+        ([ALONE], [], None, LOCAL, "4 of 4 ranks bound as planned (1 by their own record alone)"),
+        ([node(0, warnings=(FAR,))], [], None, LOCAL, "4 of 4 ranks bound as planned; 1 warning"),
+        ([], [], DONE, LOCAL, "not proven: gpu-local, there is no record of any rank"),
     ],
 )
 def test_the_binding_in_one_line(
@@ -174,7 +145,8 @@ def test_the_binding_in_one_line(
     if ended:
         end(attempt, *ended)
     bound = bound_of(attempt, asked)
-    assert bound.line == line
+    begins = line[:1].isdigit() * "gpu-local, "
+    assert bound.line == f"{begins}{line}"
     assert bound.fatal == ("WRONG" in line and FAILED in line)
 
 

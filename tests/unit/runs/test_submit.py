@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.script import archive
@@ -181,3 +182,14 @@ def test_the_same_travels_to_every_backend(world: World) -> None:
     world.scheduler.submit = spy  # type: ignore[method-assign]
     submit(submission, world.scheduler, environment={"PATH": "/b", "X": "y", "SLURM_JOB_ID": "3"})
     assert seen == {"PATH": "/b"}
+
+
+def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm where sbatch is found, else this machine; other names are refused."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choose("auto") == "local"
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert (choose("auto"), choose("local"), choose("slurm")) == ("slurm", "local", "slurm")
+    with pytest.raises(InputError, match="--backend: must be auto, slurm or local"):
+        choose("pbs")
