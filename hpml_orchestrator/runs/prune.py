@@ -96,16 +96,15 @@ def prune(
     """
     before = None if older_seconds is None else now() - older_seconds
     remover = _Remover(store, dry_run=dry_run)
-    kept = remover.done.kept
     mine = []
     for submission in dict.fromkeys(named) or store.submissions():
         if before is not None and stamp_of(submission.sid) > stamp(before):
             continue  # it cannot have ended before it was made
-        owner = _owner(submission.directory)
-        if owner == os.getuid():
+        if _is_own(submission.directory):
             mine.append(submission)
-        elif named and owner is not None:
-            kept.append((submission.sid, f"belongs to {owner_name(submission.directory)}"))
+        elif named and submission.directory.exists():
+            owner = owner_name(submission.directory)
+            remover.done.kept.append((submission.sid, f"belongs to {owner}"))
     over = []
     for state in states(store, mine, backends=backends, now=now):
         if in_states and state.state not in (*in_states, *_UNDECIDED):
@@ -114,7 +113,7 @@ def prune(
             continue
         reason = _stays(state, remover.runs[state.submission.sid])
         if reason:
-            kept.append((state.submission.sid, reason))
+            remover.done.kept.append((state.submission.sid, reason))
         else:
             over.append(state)
     over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
@@ -122,12 +121,11 @@ def prune(
     return remover.done
 
 
-def _owner(directory: Path) -> int | None:
-    """Return the user id of a directory; None where it is gone."""
-    try:
-        return directory.stat().st_uid
-    except OSError:
-        return None
+def _is_own(path: Path) -> bool:
+    """Whether a file or directory is there and belongs to the caller."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.getuid()
+    return False
 
 
 def _stays(state: State, runs: Iterable[Path]) -> str:
@@ -164,7 +162,7 @@ class _Remover:
             for name in _names(self._store.submissions_dir):
                 hidden = _HIDDEN.fullmatch(name)
                 directory = self._store.submissions_dir / name
-                if hidden and _owner(directory) == os.getuid():
+                if hidden and _is_own(directory):
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
@@ -203,7 +201,7 @@ class _Remover:
         links = info.st_nlink
         if self._dry_run:
             links -= self._links[info.st_dev, info.st_ino]
-        if links == 1 and info.st_uid == os.getuid() and path.suffix == ".pyz":
+        if links == 1 and _is_own(path) and path.suffix == ".pyz":
             if not self._dry_run:
                 os.unlink(path)
             self.done.bytes += info.st_blocks * _BLOCK_BYTES

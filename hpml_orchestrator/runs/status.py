@@ -68,16 +68,16 @@ def states(
         except (NotFoundError, RecordError) as error:
             known[submission.sid] = _unreadable(submission, error)
     for scheduler, group in unfinished.items():
-        job_ids = [job_id for one in group for job_id in one.job_ids_to_query]
+        job_ids = [job_id for pending in group for job_id in pending.job_ids_to_query]
         try:
             answer, trouble = backends(*scheduler).query(job_ids), ""
         except SchedulerUnavailable as error:
             answer, trouble = {}, str(error)
-        for one in group:
+        for pending in group:
             try:
-                known[one.submission.sid] = one.state(answer, trouble, now())
+                known[pending.submission.sid] = pending.state(answer, trouble, now())
             except RecordError as error:
-                known[one.submission.sid] = _unreadable(one.submission, error)
+                known[pending.submission.sid] = _unreadable(pending.submission, error)
     return [_chosen(known[submission.sid], submission) for submission in wanted]
 
 

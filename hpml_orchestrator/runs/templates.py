@@ -42,11 +42,11 @@ def templates(directory: str | None = None) -> list[Template]:
         InputError: one of the user's cannot be parsed, or there is no such directory.
     """
     environment = UserEnvironment(directory) if directory else template.environment()
-    found: dict[str, Template] = {}
+    listed: dict[str, Template] = {}
     for folder in filter(None, (directory, own_directory())):
         for path in sorted(Path(folder).rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if not path.is_file() or name in found:
+            if not path.is_file() or name in listed:
                 continue
             origin = "hpml" if folder == own_directory() else folder
             try:
@@ -59,9 +59,12 @@ def templates(directory: str | None = None) -> list[Template]:
                 raise fault_of(error, folder, name) from error
             blocks = tuple(block.name for block in tree.find_all(jinja2.nodes.Block))
             plain = name.removesuffix(_SUFFIX)
-            found[name] = Template(plain, _purpose(plain), origin, str(path), blocks)
+            listed[name] = Template(plain, _purpose(plain), origin, str(path), blocks)
     order = {name: index for index, name in enumerate(own_names())}
-    return sorted(found.values(), key=lambda one: (order.get(one.name, len(order)), one.name))
+    return sorted(
+        listed.values(),
+        key=lambda template: (order.get(template.name, len(order)), template.name),
+    )
 
 
 def own_names() -> list[str]:

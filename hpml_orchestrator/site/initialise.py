@@ -66,7 +66,8 @@ class Profile:
                 }
                 for group in self.groups
             ],
-            "accounts": accounts and list(dict.fromkeys(one.account for one in accounts)),
+            "accounts": accounts
+            and list(dict.fromkeys(association.account for association in accounts)),
             "text": self.text,
         }
 

@@ -46,7 +46,7 @@ def probe(
     except BaseException:
         _cancel(name, run, env)  # Ctrl-C: no probe stays in the queue
         raise
-    return {group.name: found for group, found in zip(groups, looks, strict=True)}
+    return {group.name: seen for group, seen in zip(groups, looks, strict=True)}
 
 
 def _probe(

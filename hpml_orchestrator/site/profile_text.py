@@ -304,9 +304,9 @@ def _account(cluster: Cluster) -> str:
     user = cluster.user or "this user"
     if cluster.associations is None:
         return _remark("Accounts: Slurm's accounting did not answer.")
-    associations = [one for one in cluster.associations if _is_word(one.account)]
-    accounts = list(dict.fromkeys(association.account for association in associations))
-    default = next((one.account for one in associations if one.default), "")
+    known = [association for association in cluster.associations if _is_word(association.account)]
+    accounts = list(dict.fromkeys(association.account for association in known))
+    default = next((association.account for association in known if association.default), "")
     if not accounts:
         enforced = "associations" in cluster.limits.accounting_enforce
         support = ", and Slurm refuses jobs without one: ask the site's support" * enforced

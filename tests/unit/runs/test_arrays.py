@@ -10,7 +10,6 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.runs.cancel import cancel
-from hpml_orchestrator.runs.show import array_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
 
@@ -123,20 +122,6 @@ def test_cancelling(world: World, submitted: Submission) -> None:
     (rest,) = cancel(world.store, [submitted], backends=world.backends)
     assert (rest["id"], rest["outcome"]) == (submitted.sid, "cancelled job 1")
     assert read_json(submitted.directory / "final.json")["state"] == "CANCELLED"
-
-
-def test_tasks_for_people(world: World, submitted: Submission) -> None:
-    """A row per task, and a line for each that did not end well."""
-    world.scheduler.move("1_1", JobState.FAILED, exit_code=3)
-    found = world.state(submitted)
-    assert [row[:3] for row in task_rows(found)][:2] == [
-        (f"{submitted.sid}.0", "1_0", "PENDING"),
-        (f"{submitted.sid}.1", "1_1", "FAILED"),
-    ]
-    lines = dict(array_lines(found))
-    assert lines["job"] == "1 (slurm), 4 tasks"
-    assert lines["tasks"] == "0 of 4 done, 3 waiting, 1 failed"
-    assert lines["task 1"] == "FAILED, exit code 3"
 
 
 def test_what_a_backend_cannot_run(world: World) -> None:
