@@ -16,10 +16,10 @@ from hpml_orchestrator.errors import (
     NotFoundError,
     RecordError,
 )
+from hpml_orchestrator.runs.follow import Tail, start_of_last, wait_until_over
 from hpml_orchestrator.runs.state import run_of
-from hpml_orchestrator.runs.status import State, wait_until_over
+from hpml_orchestrator.runs.status import State
 from hpml_orchestrator.runs.summary import binding_of
-from hpml_orchestrator.runs.tail import Tail, start_of_last
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
@@ -43,7 +43,7 @@ def logs(
     """
     store = store_of(context)
     submission = one_run(store.resolve(run), field="RUN", has="output")
-    chosen = run_of(store, submission)
+    chosen = run_of(submission)
     has_output = chosen.has_output()
     position = start_of_last(chosen.output, lines) if has_output and lines else 0
     if following:
@@ -94,7 +94,7 @@ def follow(
         end_line: whether to complete a last line that has no newline.
         summary: whether a summary follows, which has the reason of the end.
     """
-    tail = Tail(run_of(store, submission).output, position=position)
+    tail = Tail(run_of(submission).output, position=position)
     printer = _Printer(out)
     shown = ""
 

@@ -38,8 +38,7 @@ from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import choose, open_backend
-from hpml_orchestrator.runs.output import write_rendered
-from hpml_orchestrator.runs.prepare import explained, prepare, render_job
+from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
 from hpml_orchestrator.script.static_form import describe, static_form

@@ -11,9 +11,8 @@ from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, print_
 from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.report import by_sentence
-from hpml_orchestrator.runs.attempts import attempt_reports
 from hpml_orchestrator.runs.bound import Bound
-from hpml_orchestrator.runs.show import array_lines, summary_lines, task_rows
+from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 from hpml_orchestrator.topology.cpulist import format_list

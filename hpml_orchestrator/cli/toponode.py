@@ -214,7 +214,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         InputError: it is an array, or the node's record is damaged.
     """
     submission = one_run(store.resolve(run), field="--run", has="nodes")
-    attempt = run_of(store, submission).newest()
+    attempt = run_of(submission).newest()
     if attempt is None:
         raise NotFoundError(
             f"{submission.label} has not started", hint=f"hpml status {submission.label}"

@@ -1,10 +1,14 @@
-"""Times and sizes as people read them."""
+"""Times, sizes and lists as people read them."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
-__all__ = ["clock_text", "exact_bytes", "human_bytes", "seconds_text"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["clock_text", "exact_bytes", "first_few", "human_bytes", "seconds_text"]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
@@ -54,3 +58,13 @@ def exact_bytes(count: int) -> str:
     ('1.5 KiB (1536 bytes)', '12 bytes')
     """
     return f"{human_bytes(count)} ({count} bytes)" if count >= _KIBI else human_bytes(count)
+
+
+def first_few(names: Sequence[str], most: int = 8) -> str:
+    """Return the first few of many names.
+
+    >>> first_few(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

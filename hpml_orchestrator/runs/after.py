@@ -9,10 +9,10 @@ from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hpml_orchestrator.records.store import Store, Submission
-    from hpml_orchestrator.scheduler.model import Scheduler
+    from hpml_orchestrator.runs.backend import Backends
 
 __all__ = ["outstanding"]
 
@@ -20,11 +20,7 @@ _WANTED = {"ok": "completed", "notok": "failed"}
 
 
 def outstanding(
-    store: Store,
-    dependencies: Sequence[str],
-    *,
-    backend: str,
-    backends: Callable[[str, str], Scheduler] | None = None,
+    store: Store, dependencies: Sequence[str], *, backend: str, backends: Backends | None = None
 ) -> list[dict[str, str]]:
     """Return `run`, `end` and `job_id` of each run that must still be waited for.
 
@@ -35,7 +31,7 @@ def outstanding(
         store: where records live.
         dependencies: `RUN`, or one after `ok:`, `any:` or `notok:`.
         backend: name of the scheduler that the job is for.
-        backends: `(name, host) -> Scheduler`; the real ones when left out.
+        backends: the schedulers; the real ones when left out.
 
     Raises:
         InputError: there is no such run, it is another scheduler's, has no job, or did not end as
@@ -54,10 +50,8 @@ def outstanding(
         as_wanted = state.over and (state.state == "COMPLETED") == (end == "ok")
         if end != "any" and not as_wanted:
             how = f"ended {state.state}" if state.over else "ended in an unknown way"
-            raise _wrong(
-                dependency,
-                f"{label} {how}, and the job is to start only after it {_WANTED[end]}",
-            )
+            wanted = f"the job is to start only after it {_WANTED[end]}"
+            raise _wrong(dependency, f"{label} {how}, and {wanted}")
     return waiting
 
 
@@ -71,13 +65,11 @@ def _resolve(store: Store, dependency: str, backend: str) -> Submission:
     if other == "local" and record["host"] != socket.gethostname():
         other = f"local backend of {record['host']}"
     if other != backend:
-        raise _wrong(
-            dependency, f"{submission.label} is a run of the {other}, this job is for {backend}"
-        )
+        message = f"{submission.label} is a run of the {other}, this job is for {backend}"
+        raise _wrong(dependency, message)
     return submission
 
 
 def _wrong(dependency: str, message: str, hint: str = "") -> InputError:
-    return InputError(
-        message, field="after", value=dependency, hint=hint or "`hpml list` shows the runs"
-    )
+    hint = hint or "`hpml list` shows the runs"
+    return InputError(message, field="after", value=dependency, hint=hint)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shutil
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
 
 from hpml_orchestrator.errors import InputError, did_you_mean
+from hpml_orchestrator.scheduler.model import Scheduler
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.spec import Job
 
-__all__ = ["BACKENDS", "check_backend", "choose", "open_backend"]
+__all__ = ["Backends", "backends_of", "check_backend", "choose", "open_backend"]
 
-BACKENDS = ("slurm", "local")
+Backends: TypeAlias = Callable[[str, str], Scheduler]
+"""`(name, host) -> Scheduler`: each machine has a local backend of its own."""
 
 
 def choose(wanted: str) -> str:
@@ -26,19 +29,19 @@ def choose(wanted: str) -> str:
     """
     if wanted == "auto":
         return "slurm" if shutil.which("sbatch") else "local"
-    if wanted not in BACKENDS:
+    if wanted not in ("slurm", "local"):
         raise InputError(
             "must be auto, slurm or local",
             field="--backend",
             value=wanted,
-            hint=did_you_mean(wanted, ("auto", *BACKENDS))
+            hint=did_you_mean(wanted, ("auto", "slurm", "local"))
             or "auto is Slurm where sbatch is found, else this machine",
         )
     return wanted
 
 
 def check_backend(job: Job, name: str) -> None:
-    """Refuse a job that the scheduler of that name cannot run, before anything is written.
+    """Refuse a job that the scheduler of that name cannot run.
 
     Raises:
         InputError: names the field and what would be right.
@@ -53,13 +56,7 @@ def check_backend(job: Job, name: str) -> None:
 
 
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:
-    """Return the scheduler of that name.
-
-    Args:
-        name: `slurm` or `local`.
-        store: where records live; the local backend keeps its own below it.
-        host: whose local backend; this machine's when left out.
-    """
+    """Return the scheduler `slurm`, or `local` of a host; of this machine without one."""
     if name == "slurm":
         from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler  # noqa: PLC0415
 
@@ -67,3 +64,8 @@ def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:
     from hpml_orchestrator.scheduler.local.backend import LocalScheduler  # noqa: PLC0415
 
     return LocalScheduler(store.local_home(host or socket.gethostname()))
+
+
+def backends_of(store: Store) -> Backends:
+    """Return `open_backend` for a store's records; each scheduler is opened once."""
+    return cache(lambda name, host: open_backend(name, store, host=host))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json, proof_of_json
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,51 +21,25 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Place", "Unreadable", "bound_of", "node_topology"]
 
 _SUFFIX = ".proof.json"
-_NAMED = 3
-_NUMBER, _TEXT = (int,), (str,)
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("rank", "local_rank", "pid", "cores", "expected", "looks"), _NUMBER),
-    **dict.fromkeys(("node", "policy", "verify", "uuid", "cpus", "memory", "nic"), _TEXT),
-    "gpu": (str, NoneType),
-    "distance": (int, NoneType),
-    "threads": (int, NoneType),
-    "time": (int, float),
-    "live": (bool,),
-}
-_ITEM_TYPES = {"numa": int, "wrong": str, "warnings": str, "ranks": RankProof}
+_SHOWN_NODES = 3
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank ran.
-
-    Attributes:
-        rank: number among all ranks.
-        local_rank: number among the ranks of its node.
-        node: Slurm's name of its node.
-        gpu: PCI address (or name) of its GPU; None without one, and where it is not known.
-        cpus: CPUs that it may run on, in the kernel's list format; empty where not known.
-        cores: number of physical cores of those; None where not known.
-        numa: NUMA domains that those are in.
-        distance: largest NUMA distance from its GPU to one of its CPUs; None where not known.
-        nic: its network card; empty without one.
-        threads: OMP_NUM_THREADS; None where not set.
-        right: whether it is bound as planned; None where that was not verified.
-        wrong: what is wrong, one sentence each.
-    """
+    """Where one rank ran."""
 
     rank: int
     local_rank: int
-    node: str
-    gpu: str | None = None
-    cpus: str = ""
-    cores: int | None = None
-    numa: tuple[int, ...] = ()
-    distance: int | None = None
-    nic: str = ""
-    threads: int | None = None
-    right: bool | None = None
-    wrong: tuple[str, ...] = ()
+    node: str  # Slurm's name of it
+    gpu: str | None = None  # PCI address (or name); None without one, and where it is not known
+    cpus: str = ""  # CPUs that it may run on, in the kernel's list format; empty where not known
+    cores: int | None = None  # number of physical cores of those
+    numa: tuple[int, ...] = ()  # NUMA domains that those are in
+    distance: int | None = None  # largest NUMA distance from its GPU to one of its CPUs
+    nic: str = ""  # its network card; empty without one
+    threads: int | None = None  # OMP_NUM_THREADS; None where not set
+    right: bool | None = None  # whether it is bound as planned; None where that was not verified
+    wrong: tuple[str, ...] = ()  # what is wrong, one sentence each
 
 
 @dataclass(frozen=True)
@@ -78,21 +52,13 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Bound:
-    """The binding of an attempt, as far as it was recorded.
+    """The binding of an attempt, as far as it was recorded."""
 
-    Attributes:
-        line: a summary in one line; empty where nothing was recorded.
-        places: by rank.
-        proofs: of the nodes, by name.
-        unreadable: nodes with unreadable proofs.
-        fatal: whether the job failed because of ranks in `places` that are wrong.
-    """
-
-    line: str = ""
-    places: tuple[Place, ...] = ()
-    proofs: tuple[NodeProof, ...] = ()
+    line: str = ""  # a summary in one line; empty where nothing was recorded
+    places: tuple[Place, ...] = ()  # by rank
+    proofs: tuple[NodeProof, ...] = ()  # of the nodes, by name
     unreadable: tuple[Unreadable, ...] = ()
-    fatal: bool = False
+    fatal: bool = False  # whether the job failed because of ranks in `places` that are wrong
 
     def to_json(self) -> dict[str, Any]:
         """Return ranks, proofs and unreadable proofs for programs."""
@@ -121,25 +87,20 @@ def bound_of(attempt: Attempt, asked: object = None) -> Bound:
     for record in records:
         place = _recorded(record)
         places.setdefault((place.node, place.local_rank), place)
-    sizes = [size for record in records if isinstance(size := record.get("world_size"), int)]
+    sizes = [record["world_size"] for record in records if record.get("world_size")]
     total = max([len(places), sum(proof.expected for proof in proofs), *sizes])
     ended = attempt.ended
+    failed = ended is not None and ended.get("reason") == "binding"
+    # Before any rank was to start there is nothing to record.
+    planned = next((attempt.directory / "plan").glob("*.txt"), None) is not None
+    had_ranks = ended is not None and (planned or failed or ended.get("exit_code") == 0)
     line = ""
-    if proofs or unreadable or records or (asked is not None and _had_ranks(attempt, ended)):
-        line = _line(proofs, unreadable, asked, total=total, verified=verified, ended=ended)
+    if proofs or unreadable or records or (asked is not None and had_ranks):
+        line, bad = _line(proofs, unreadable, asked, total, verified, over=ended is not None)
+        line += "; the job failed for it (verify: strict)" * (bad and failed)
     wrong = any(proof.wrong or any(rank.wrong for rank in proof.ranks) for proof in proofs)
     ordered = sorted(places.values(), key=lambda place: (place.rank, place.node, place.local_rank))
-    return Bound(
-        line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal=wrong and _failed(ended)
-    )
-
-
-def _had_ranks(attempt: Attempt, ended: Mapping[str, Any] | None) -> bool:
-    """Whether an attempt is over whose ranks should have left records."""
-    if ended is None:
-        return False
-    planned = next((attempt.directory / "plan").glob("*.txt"), None) is not None
-    return planned or ended.get("exit_code") == 0 or _failed(ended)
+    return Bound(line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal=wrong and failed)
 
 
 def node_topology(attempt: Attempt, node: str) -> Topology | None:
@@ -158,35 +119,14 @@ def _read_proofs(directory: Path) -> tuple[list[NodeProof], list[Unreadable]]:
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
         try:
             proof = proof_of_json(read_json(path))
-            _check_types(proof)
-        except (HpmlError, ValueError, RecursionError) as error:
-            why = error.message if isinstance(error, HpmlError) else str(error)
-            why = why.replace(f"{path} ", "").replace(str(path), path.name)
+            for rank in proof.ranks:
+                parse_list(rank.cpus)
+        except (HpmlError, AttributeError, TypeError, ValueError, RecursionError) as error:
+            why = str(error).replace(f"{path} ", "").replace(str(path), path.name)
             unreadable.append(Unreadable(path.name.removesuffix(_SUFFIX), why))
         else:
             proofs.append(proof)
     return proofs, unreadable
-
-
-def _check_types(record: NodeProof | RankProof) -> None:
-    """Refuse values of a wrong type, which would fail later, or mislead.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for name, value in vars(record).items():
-        if name in _ITEM_TYPES:
-            item = _ITEM_TYPES[name]
-            good = isinstance(value, tuple) and all(isinstance(one, item) for one in value)
-        else:
-            good = isinstance(value, _TYPES[name])
-        if not good:
-            raise ValueError(f"no proof of a node's binding: {name} is {value!r:.60}")
-    if isinstance(record, RankProof):
-        parse_list(record.cpus)
-    else:
-        for rank in record.ranks:
-            _check_types(rank)
 
 
 def _verified(proof: NodeProof, rank: RankProof) -> Place:
@@ -199,77 +139,57 @@ def _verified(proof: NodeProof, rank: RankProof) -> Place:
 
 def _recorded(record: Mapping[str, Any]) -> Place:
     """Return what hpml-bind recorded of a rank."""
-    rank, local_rank = int(record["rank"]), _integer(record.get("local_rank"))
-    number = rank if local_rank is None else local_rank
-    visible = record.get("visible")
-    gpus = [gpu.strip() for gpu in visible.split(",")] if isinstance(visible, str) else []
-    try:
-        cpus = format_list(parse_list(record["cpus"]))
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        cpus = ""
+    local_rank = record.get("local_rank")
+    number = record["rank"] if local_rank is None else local_rank
+    gpus = (record.get("visible") or "").split(",")
     return Place(
-        rank=rank,
+        rank=record["rank"],
         local_rank=number,
-        node=str(record.get("node") or "?"),
-        gpu=(gpus[number % len(gpus)] or None) if gpus else None,
-        cpus=cpus,
-        nic=str(record.get("nic") or ""),
-        threads=_integer(record.get("threads")),
+        node=record.get("node") or "?",
+        gpu=gpus[number % len(gpus)].strip() or None,
+        cpus=record.get("cpus") or "",
+        nic=record.get("nic") or "",
+        threads=record.get("threads"),
     )
-
-
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _line(
     proofs: Sequence[NodeProof],
     unreadable: Sequence[Unreadable],
     asked: object,
-    *,
     total: int,
     verified: int,
-    ended: Mapping[str, Any] | None,
-) -> str:
-    """Return in one line whether the ranks are bound as planned."""
+    *,
+    over: bool,
+) -> tuple[str, bool]:
+    """Return in one line whether the ranks are bound as planned, and whether that is in doubt."""
     policy, verify = str(asked or "none"), "warn"
     if proofs:
         policy, verify = proofs[0].policy, proofs[0].verify
     elif isinstance(asked, dict):
         policy, verify = str(asked.get("policy", "?")), str(asked.get("verify", "warn"))
-    of_all = f"of {total} rank{'s' * (total != 1)}"
+    of_all = f"of {counted(total, 'rank')}"
     wrong = sum(bool(rank.wrong) for proof in proofs for rank in proof.ranks)
     nodes = [proof.node for proof in proofs if proof.wrong]
-    problem = ""
     if wrong or nodes:
         parts = [f"{wrong} {of_all} WRONG"] * bool(wrong)
-        parts += [f"node{'s' * (len(nodes) > 1)} {_first_few(nodes)} WRONG"] * bool(nodes)
-        problem = f"{policy}, {', '.join(parts)}"
-    elif unreadable:
-        names = _first_few([node.node for node in unreadable])
-        problem = f"not proven: the proof of {names} cannot be read ({unreadable[0].why})"
-    elif policy == "none":
-        return "none: nothing was bound"
-    elif not total:
-        problem = f"not proven: {policy}, there is no record of any rank"
-    elif verify == "off":
-        problem = f"not proven: {policy}, verify is off"
-    elif verified < total:
+        names = first_few(nodes, _SHOWN_NODES)
+        parts += [f"node{'s' * (len(nodes) > 1)} {names} WRONG"] * bool(nodes)
+        return f"{policy}, {', '.join(parts)}", True
+    if unreadable:
+        names = first_few([node.node for node in unreadable], _SHOWN_NODES)
+        return f"not proven: the proof of {names} cannot be read ({unreadable[0].why})", True
+    if policy == "none":
+        return "none: nothing was bound", False
+    if not total:
+        return f"not proven: {policy}, there is no record of any rank", True
+    if verify == "off":
+        return f"not proven: {policy}, verify is off", True
+    if verified < total:
         count = f"{verified} {of_all}" if verified else "no rank"
-        problem = f"not proven: {policy}, {count} verified{'' if ended else ' so far'}"
-    if problem:
-        return f"{problem}{'; the job failed for it (verify: strict)' * _failed(ended)}"
+        return f"not proven: {policy}, {count} verified{'' if over else ' so far'}", True
     own = sum(not rank.live for proof in proofs for rank in proof.ranks)
     by = f" ({own} by their own record alone)" if own else ""
     warnings = len({warning for proof in proofs for warning in proof.warnings})
-    warned = f"; {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-    return f"{policy}, {total} {of_all} bound as planned{by}{warned}"
-
-
-def _failed(ended: Mapping[str, Any] | None) -> bool:
-    return ended is not None and ended.get("reason") == "binding"
-
-
-def _first_few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    warned = f"; {counted(warnings, 'warning')}" if warnings else ""
+    return f"{policy}, {total} {of_all} bound as planned{by}{warned}", False

@@ -6,13 +6,14 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.runs.backend import open_backend
+from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
 
 __all__ = ["NOT_CANCELLED", "cancel"]
 
@@ -30,39 +31,28 @@ def cancel(
     notice: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
+    backends: Backends | None = None,
 ) -> list[dict[str, str]]:
     """Cancel what is not over and return `id`, `job_id` and `outcome` of each.
 
-    A run that is being submitted is waited for, some seconds; if it still has no job, it is not
-    cancelled and its outcome begins with `NOT_CANCELLED`.
-
-    Args:
-        store: where records live.
-        submissions: what to cancel.
-        notice: takes a line to show while a job is waited for.
-        clock: seconds since the epoch.
-        sleep: pauses for so many seconds.
+    A run that is being submitted is waited for, some seconds, with a `notice`; if it still has no
+    job, it is not cancelled and its outcome begins with `NOT_CANCELLED`.
 
     Raises:
         SchedulerUnavailable: the scheduler gives no answer.
         RecordError: a record cannot be read; the others are cancelled all the same.
     """
+    backends = backends or backends_of(store)
     outcomes: dict[str, dict[str, str]] = {}
     unreadable: list[str] = []
-    waiting = submissions
-    until = None
-    while waiting:
-        if until is None:
-            until = clock() + _PATIENCE_SECONDS
-        elif clock() >= until:
-            break
-        else:
-            sleep(_AGAIN_SECONDS)
-        pending = _cancel(store, waiting, outcomes, unreadable, clock)
-        if pending and waiting is submissions:
-            names = ", ".join(submission.label for submission in pending)
-            notice(f"{names} is being submitted: waiting for its job")
-        waiting = pending
+    until = clock() + _PATIENCE_SECONDS
+    waiting = _cancel(store, submissions, outcomes, unreadable, clock, backends)
+    if waiting:
+        names = ", ".join(submission.label for submission in waiting)
+        notice(f"{names} is being submitted: waiting for its job")
+    while waiting and clock() < until:
+        sleep(_AGAIN_SECONDS)
+        waiting = _cancel(store, waiting, outcomes, unreadable, clock, backends)
     if unreadable:
         raise RecordError("\n".join(unreadable))
     return list(outcomes.values())
@@ -74,12 +64,13 @@ def _cancel(
     outcomes: dict[str, dict[str, str]],
     unreadable: list[str],
     clock: Callable[[], float],
+    backends: Backends,
 ) -> list[Submission]:
     """Cancel what has a job, add to the outcomes, and return what is still being submitted."""
     pending = []
     arrays = []
     job_ids: dict[tuple[str, str], list[str]] = {}
-    for state in states(store, dict.fromkeys(submissions), now=clock):
+    for state in states(store, dict.fromkeys(submissions), backends=backends, now=clock):
         submission = state.submission
         if state.state == UNREADABLE:
             unreadable.append(state.reason)
@@ -97,9 +88,9 @@ def _cancel(
                 arrays.append(submission)
         label = submission.label
         outcomes[label] = {"id": label, "job_id": state.job_id, "outcome": outcome}
-    for (name, host), ids in job_ids.items():
-        open_backend(name, store, host=host).cancel(ids)
+    for scheduler, ids in job_ids.items():
+        backends(*scheduler).cancel(ids)
     # A task that never started leaves no record of its own: its end is recorded now, before a
     # scheduler without accounting forgets it.
-    states(store, arrays)
+    states(store, arrays, backends=backends)
     return pending

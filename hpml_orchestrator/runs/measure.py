@@ -1,51 +1,79 @@
 """Fill in what `stage` leaves open: where data goes, and the size of what goes to RAM.
 
-The staging package is imported only when something is measured.
+`target: auto` becomes RAM where the data fits well beside the job, else the node's disk. The
+staging package is imported only when something is measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import os
-import stat
 import time
-import zipfile
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.runs.stage_target import NodeRoom, choose_target
+from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import ResolvedJob, Stage
+    from hpml_orchestrator.spec import Job, ResolvedJob, Stage
+    from hpml_orchestrator.spec.site import Site
 
-__all__ = ["chosen_targets", "is_compressed", "measured", "tree_bytes"]
+__all__ = ["NodeRoom", "is_compressed", "measured", "room_of_site"]
 
-_AUTO = "auto: "  # begins the origin of a target that was chosen; the reason follows
+RAM_SHARE = 0.5
+"""Of the memory that a node has beside what the job asks for, how much staging may take: the rest
+is for the page cache, for other jobs, and for what the job did not foresee."""
+
 _MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
-_INODE_BYTES = 1024  # of a tmpfs, as staging counts it
 _ANY_BYTES = 1 << 62
 _COMPRESSED = tuple(".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .zstd .tzst .lz4".split())
 
 
-def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob:
+@dataclass(frozen=True)
+class NodeRoom:
+    """What the nodes that a job may land on have, each the least of them; None: not known."""
+
+    memory_mib: int | None = None  # that jobs can have
+    disk_mib: int | None = None  # size of the local disk
+
+
+def room_of_site(job: Job, site: Site | None) -> NodeRoom:
+    """Return what a site profile tells of the nodes of a job's partition."""
+    if site is None:
+        return NodeRoom()
+    partition = job.resources.partition
+    kinds = site.node_types_of(partition)
+    profiles = [site.partitions.get(name) for name in site.partitions_of(partition)]
+    limits = [_mebibytes(profile.max_memory_per_node) for profile in profiles if profile]
+    memory = [_mebibytes(kind.memory) for kind in kinds]
+    disks = [_mebibytes(kind.local_disk) for kind in kinds]
+    return NodeRoom(
+        memory_mib=min([*memory, *filter(None, limits)]) if kinds and all(memory) else None,
+        disk_mib=min(disks) if kinds and all(disks) else None,
+    )
+
+
+def measured(
+    resolved: ResolvedJob, room: NodeRoom = NodeRoom()
+) -> tuple[ResolvedJob, dict[str, str]]:
     """Return the job with a target for every `auto`, and the size of all that goes to RAM.
+
+    The second value is why each `auto` became what it is, by the name of its entry.
 
     Files in /dev/shm count as the job's memory, so `--mem` has to include them: where memory is
     asked for, the size is measured if the job file does not give it.
-
-    Args:
-        resolved: the job.
-        room: what the nodes have; not known when left out.
 
     Raises:
         InputError: the source does not exist, or is a compressed archive whose size must be given.
     """
     job = resolved.job
-    own = int((job.resources.memory or "0M").removesuffix("M"))
+    own = _mebibytes(job.resources.memory)
     origins = dict(resolved.origins)
     stages: list[Stage] = []
+    reasons: dict[str, str] = {}
     in_ram = 0
     for index, given in enumerate(job.stage):
         stage = given
@@ -53,29 +81,40 @@ def measured(resolved: ResolvedJob, room: NodeRoom | None = None) -> ResolvedJob
         if needed and (stage.target == "shm" or not is_compressed(stage)):
             stage = stage.model_copy(update={"size": _size(stage, index)})
             origins[f"stage.{index}.size"] = "measured"
-        size = int(stage.size.removesuffix("M")) if stage.size else None
+        size = _mebibytes(stage.size)
         if stage.target == "auto":
-            target = choose_target(size, own_mib=own, in_ram_mib=in_ram, room=room or NodeRoom())
-            stage = stage.model_copy(update={"target": target.target})
-            origins[f"stage.{index}.target"] = f"{_AUTO}{target.why}"
+            target, why = _target(size, own, in_ram, room)
+            stage = stage.model_copy(update={"target": target})
+            origins[f"stage.{index}.target"] = f"auto: {why}"
+            reasons[stage.name] = why
         if stage.target == "shm":
-            in_ram += size or 0
+            in_ram += size
         stages.append(stage)
-    if stages == job.stage:
-        return resolved
-    return dataclasses.replace(
-        resolved, job=job.model_copy(update={"stage": stages}), origins=origins
-    )
+    job = job.model_copy(update={"stage": stages})
+    return dataclasses.replace(resolved, job=job, origins=origins), reasons
 
 
-def chosen_targets(resolved: ResolvedJob) -> dict[str, str]:
-    """Return why each `target: auto` of a measured job became what it is, by the entry's name."""
-    chosen = {}
-    for index, stage in enumerate(resolved.job.stage):
-        origin = resolved.origins.get(f"stage.{index}.target", "")
-        if origin.startswith(_AUTO):
-            chosen[stage.name] = origin.removeprefix(_AUTO)
-    return chosen
+def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]:
+    """Return where an entry of `stage` goes, and why, in words that need no quoting in a script.
+
+    Sizes are in MiB per node: of its data once staged (0: not known), of what the job asks for
+    itself (0: nothing), and of what other entries bring to RAM.
+    """
+    if not own:
+        return "local", "the job asks for no memory, to which what goes to RAM would be added"
+    if not size:
+        return "local", "its size is not known, and RAM has to be asked for"
+    if room.memory_mib is None:
+        return "local", "the memory of the nodes is not known, a site profile would tell it"
+    left = max(0, room.memory_mib - own)
+    beside = f"{size_text(left)} that a node has beside the {size_text(own)} of the job"
+    if room.disk_mib is not None and size > room.disk_mib and in_ram + size <= left:
+        disk = size_text(room.disk_mib)
+        return "shm", f"{size_text(size)} fit into the {beside}, not on a disk of {disk}"
+    data = size_text(size) + (f" with {size_text(in_ram)} of other data" if in_ram else "")
+    if in_ram + size <= RAM_SHARE * left:
+        return "shm", f"{data} are at most half of the {beside}"
+    return "local", f"{data} are more than half of the {beside}"
 
 
 def is_compressed(stage: Stage) -> bool:
@@ -89,26 +128,10 @@ def is_compressed(stage: Stage) -> bool:
     return kind == "squashfs" or (kind == "tar" and name.endswith(_COMPRESSED))
 
 
-def tree_bytes(path: str) -> int:
-    """Return the bytes that a file or tree takes in RAM: whole pages, and the inodes."""
-    info = os.stat(path)
-    if not stat.S_ISDIR(info.st_mode):
-        return _in_ram(info.st_size)
-    total = _in_ram(1)
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                total += tree_bytes(entry.path)
-            else:
-                size = 1 if entry.is_symlink() else entry.stat(follow_symlinks=False).st_size
-                total += _in_ram(size)
-    return total
-
-
 def _size(stage: Stage, index: int) -> str:
     """Return the measured size of an entry, such as `30M`, with errors that name its field."""
     try:
-        size = None if is_compressed(stage) else _bytes(stage)
+        size = None if is_compressed(stage) else _bytes_in_ram(stage)
     except (HpmlError, OSError) as error:
         if isinstance(error, OSError):
             message = f"cannot be read: {error.strerror or error}"
@@ -126,36 +149,26 @@ def _size(stage: Stage, index: int) -> str:
     return f"{max(1, -(-size // _MEBIBYTE))}M"
 
 
-def _bytes(stage: Stage) -> int | None:
-    """Return what an entry takes in RAM once staged; None where only unpacking would tell.
+def _bytes_in_ram(stage: Stage) -> int | None:
+    """Return what staging would take in RAM for an entry; None where only unpacking would tell.
 
     Raises:
         HpmlError: an archive or pack is damaged or not what the job file says.
         OSError: it cannot be read.
     """
-    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - few jobs stage data
-    from hpml_orchestrator.staging.packsource import PackSource  # noqa: PLC0415
-    from hpml_orchestrator.staging.request import kind_at  # noqa: PLC0415
-    from hpml_orchestrator.staging.tarplain import TarSource  # noqa: PLC0415
+    from hpml_orchestrator.staging.capacity import INODE_BYTES, Room  # noqa: PLC0415 - few stage
+    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
+    from hpml_orchestrator.staging.request import StageRequest, kind_of  # noqa: PLC0415
+    from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
 
-    source, links = stage.source, stage.outside_links
-    kind = kind_at(source, stage.kind)
-    retry = Retry(time.sleep, lambda: False)
-    if kind == "tar":
-        archive = TarSource(source, retry, most_bytes=_ANY_BYTES, outside_links=links)
-        return None if archive.ordered else archive.plan().need(_PAGE_BYTES, _INODE_BYTES).bytes
-    if kind == "pack":
-        pack = PackSource(source, retry, outside_links=links)
-        return pack.plan().need(_PAGE_BYTES, _INODE_BYTES).bytes
-    if kind == "zip":
-        try:
-            with zipfile.ZipFile(source) as members:
-                sizes = [max(1, member.file_size) for member in members.infolist()]
-        except (zipfile.BadZipFile, NotImplementedError) as error:
-            raise OSError(errno.EBADMSG, f"is no zip archive ({error})", source) from error
-        return sum(map(_in_ram, [1, *sizes]))
-    return None if kind == "squashfs" else tree_bytes(source)
+    request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
+    if kind_of(request) == "squashfs":
+        return None
+    room = Room(_ANY_BYTES, "", None, _PAGE_BYTES, in_memory=True)
+    with contextlib.closing(open_source(request, Retry(time.sleep, lambda: False), room)) as source:
+        return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes
 
 
-def _in_ram(size: int) -> int:
-    return -(-size // _PAGE_BYTES) * _PAGE_BYTES + _INODE_BYTES
+def _mebibytes(memory: str | None) -> int:
+    """Return an amount of memory as the models keep it, such as `512M`; 0 for None."""
+    return int((memory or "0M").removesuffix("M"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.errors import NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
 
-__all__ = ["Gpu", "Monitored", "joined", "monitor_lines", "monitored_nodes", "together"]
+__all__ = ["Gpu", "Monitored", "monitor_lines", "monitored_nodes", "numbers", "together"]
 
 _SUFFIX = ".monitor.json"
 _SHOWN_NODES = 8
 _MISSING_SECONDS = 15.0
-_SUMS = tuple(
+_SUMS = (
     "cpu_seconds mean_cpus cpus io_read_bytes io_write_bytes io_syscall_read_bytes "
-    "io_syscall_write_bytes oom_events gpus_allocated gpus_used".split()
-)
+    "io_syscall_write_bytes oom_events gpus_allocated gpus_used"
+).split()
 _PEAKS = ("memory_peak_bytes", "memory_with_cache_peak_bytes", "memory_limit_bytes")
 _JOULES_PER_KWH = 3.6e6
 _HALF_GPU = 0.5
@@ -31,52 +32,45 @@ _HALF_GPU = 0.5
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a run on one node, or several taken together.
+    """One GPU of a run on one node, or several taken together."""
 
-    Attributes:
-        uuid, name: of the GPU; empty where several are meant.
-        seconds: how long it was monitored.
-        figures: those that the driver reports: `utilization_ratio` (share of the time in which a
-            kernel was resident), `busy_seconds`, `sm_active_ratio`, `tensor_active_ratio`,
-            `dram_active_ratio`, `power_watts` (all means), `energy_joules`, `memory_peak_bytes`,
-            `temperature_peak_celsius`.
-        throttled_seconds: by reason.
-        xid_errors: how many, by XID.
-    """
-
-    uuid: str = ""
+    uuid: str = ""  # empty where several are meant, as is the name
     name: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # how long it was monitored
+    # What the driver reports: `utilization_ratio` (share of the time in which a kernel was
+    # resident), `busy_seconds`, `sm_active_ratio`, `tensor_active_ratio`, `dram_active_ratio`,
+    # `power_watts` (all means), `energy_joules`, `memory_peak_bytes`, `temperature_peak_celsius`.
     figures: Mapping[str, float] = field(default_factory=dict)
-    throttled_seconds: Mapping[str, float] = field(default_factory=dict)
-    xid_errors: Mapping[str, float] = field(default_factory=dict)
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason
+    xid_errors: Mapping[str, float] = field(default_factory=dict)  # how many, by XID
 
 
 @dataclass(frozen=True)
 class Monitored:
-    """What a run used on one node, or on all of them, as its monitor recorded it.
+    """What a run used on one node, or on all of them, as its monitor recorded it."""
 
-    Attributes:
-        node: its name; empty where all nodes are meant.
-        nodes: number of monitored nodes.
-        seconds: how long, on the node that was monitored longest.
-        updated: when it was last recorded, seconds since the epoch.
-        figures: `cpu_seconds`, `mean_cpus`, `cpus`, `memory_peak_bytes` (without the page cache; of
-            all nodes: on the one that had most), `memory_with_cache_peak_bytes` (the kernel's),
-            `memory_limit_bytes`, `io_read_bytes` and `io_write_bytes` (storage),
-            `io_syscall_read_bytes` and `io_syscall_write_bytes` (all that was read and written),
-            `oom_events`, `gpus_allocated`, `gpus_used`.
-        training: what its ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
-        gpus: each GPU.
-    """
-
-    node: str = ""
-    nodes: int = 1
-    seconds: float = 0.0
-    updated: float = 0.0
+    node: str = ""  # its name; empty where all nodes are meant
+    nodes: int = 1  # number of monitored nodes
+    seconds: float = 0.0  # how long, on the node that was monitored longest
+    updated: float = 0.0  # when it was last recorded, seconds since the epoch
+    # `memory_peak_bytes` is without the page cache, of all nodes that of the one that had most;
+    # `memory_with_cache_peak_bytes` is the kernel's; `io_read_bytes` and `io_write_bytes` are of
+    # storage, `io_syscall_…_bytes` all that was read and written.
     figures: Mapping[str, float] = field(default_factory=dict)
+    # What ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
     training: Mapping[str, float] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
+
+
+def numbers(record: Any) -> dict[str, float]:
+    """Return the finite numbers of a mapping; of a record of another form none."""
+    if not isinstance(record, dict):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    }
 
 
 def monitored_nodes(attempt: Attempt) -> list[Monitored]:
@@ -88,14 +82,14 @@ def monitored_nodes(attempt: Attempt) -> list[Monitored]:
         except (NotFoundError, RecordError):
             continue
         gpus = record.get("gpus")
-        numbers = _numbers(record)
+        times = numbers(record)
         nodes.append(
             Monitored(
                 node=path.name.removesuffix(_SUFFIX),
-                seconds=numbers.get("seconds", 0.0),
-                updated=numbers.get("updated", 0.0),
-                figures=_numbers(record.get("job")),
-                training=_numbers(record.get("training")),
+                seconds=times.get("seconds", 0.0),
+                updated=times.get("updated", 0.0),
+                figures=numbers(record.get("job")),
+                training=numbers(record.get("training")),
                 gpus=[
                     _gpu(gpu)
                     for gpu in (gpus if isinstance(gpus, list) else [])
@@ -107,26 +101,15 @@ def monitored_nodes(attempt: Attempt) -> list[Monitored]:
 
 
 def _gpu(record: Mapping[str, Any]) -> Gpu:
-    figures = _numbers(record)
+    figures = numbers(record)
     return Gpu(
         uuid=str(record.get("uuid", "")),
         name=str(record.get("name", "")),
         seconds=figures.pop("seconds", 0.0),
         figures=figures,
-        throttled_seconds=_numbers(record.get("throttled_seconds")),
-        xid_errors=_numbers(record.get("xid_errors")),
+        throttled_seconds=numbers(record.get("throttled_seconds")),
+        xid_errors=numbers(record.get("xid_errors")),
     )
-
-
-def _numbers(record: Any) -> dict[str, float]:
-    """Return the numbers of a mapping."""
-    if not isinstance(record, dict):
-        return {}
-    return {
-        str(name): float(value)
-        for name, value in record.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    }
 
 
 def _sums(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -146,9 +129,8 @@ def together(nodes: Sequence[Monitored]) -> Monitored | None:
         return None
     total = _sums(node.figures for node in nodes)
     figures = {name: value for name, value in total.items() if name in _SUMS}
-    for name in _PEAKS:
-        if name in total:
-            figures[name] = max(node.figures.get(name, 0.0) for node in nodes)
+    for name in filter(total.__contains__, _PEAKS):
+        figures[name] = max(node.figures.get(name, 0.0) for node in nodes)
     training = _sums(node.training for node in nodes)
     return Monitored(
         nodes=len(nodes),
@@ -164,20 +146,20 @@ def together(nodes: Sequence[Monitored]) -> Monitored | None:
     )
 
 
-def joined(gpus: Sequence[Gpu]) -> Gpu:
+def _joined(gpus: Sequence[Gpu]) -> Gpu:
     """Return several GPUs as one: means over their time, sums of energy, the largest peaks."""
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for gpu in gpus for name in gpu.figures):
-        values = [(gpu.figures[name], gpu.seconds) for gpu in gpus if name in gpu.figures]
+        having = [gpu for gpu in gpus if name in gpu.figures]
+        values = [gpu.figures[name] for gpu in having]
+        seconds = [gpu.seconds for gpu in having]
         if name in ("busy_seconds", "energy_joules"):
-            figures[name] = sum(value for value, _ in values)
+            figures[name] = sum(values)
         elif "_peak_" in name:
-            figures[name] = max(value for value, _ in values)
+            figures[name] = max(values)
         else:
-            weight = sum(seconds for _, seconds in values)
-            weighed = sum(value * seconds for value, seconds in values)
-            mean = sum(value for value, _ in values) / len(values)
-            figures[name] = weighed / weight if weight else mean
+            weights = seconds if any(seconds) else [1.0] * len(values)
+            figures[name] = sum(map(mul, values, weights)) / sum(weights)
     return Gpu(
         seconds=max((gpu.seconds for gpu in gpus), default=0.0),
         figures=figures,
@@ -213,9 +195,8 @@ def monitor_lines(
 
 
 def _line(node: Monitored) -> str:
-    gpu = joined(node.gpus)
+    gpu = _joined(node.gpus)
     figures = node.figures
-    parts = [_gpu_text(node, gpu)] if node.gpus else []
     host = []
     if "mean_cpus" in figures:
         of = f" of {figures['cpus']:.0f}" if figures.get("cpus") else ""
@@ -235,13 +216,15 @@ def _line(node: Monitored) -> str:
     errors += [f"XID {xid} ({count:.0f} x)" for xid, count in gpu.xid_errors.items() if count]
     if figures.get("oom_events"):
         errors.append(f"{figures['oom_events']:.0f} x out of memory")
-    parts += [", ".join(host), ", ".join(errors)]
+    parts = [_gpu_text(node, gpu), ", ".join(host), ", ".join(errors)]
     return "; ".join(filter(None, parts)) or "no data"
 
 
 def _gpu_text(node: Monitored, gpu: Gpu) -> str:
-    several = len(node.gpus) > 1
-    parts = [f"{len(node.gpus)} GPU{'s' * several}"]
+    """Return what the GPUs of a node did; empty where it has none."""
+    if not node.gpus:
+        return ""
+    parts = [counted(len(node.gpus), "GPU")]
     if "utilization_ratio" in gpu.figures:
         parts[0] += f" {gpu.figures['utilization_ratio']:.0%} busy"
     for name, what in (("sm_active_ratio", "SMs"), ("tensor_active_ratio", "tensor cores")):
@@ -249,7 +232,7 @@ def _gpu_text(node: Monitored, gpu: Gpu) -> str:
             parts.append(f"{what} {gpu.figures[name]:.0%}")
     if "memory_peak_bytes" in gpu.figures:
         most = human_bytes(gpu.figures["memory_peak_bytes"])
-        parts.append(f"{most} of memory at most{' on one' * several}")
+        parts.append(f"{most} of memory at most{' on one' * (len(node.gpus) > 1)}")
     if gpu.figures.get("energy_joules"):
         parts.append(f"{gpu.figures['energy_joules'] / _JOULES_PER_KWH:.3g} kWh")
     unused = node.figures.get("gpus_allocated", 0.0) - node.figures.get("gpus_used", 0.0)

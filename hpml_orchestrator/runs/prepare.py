@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import socket
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.owner import this_owner
@@ -19,38 +24,31 @@ from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, directives, render
 from hpml_orchestrator.script.directives import leaves_out
-from hpml_orchestrator.script.render import CODE_DIRECTORY
+from hpml_orchestrator.script.render import CODE_DIRECTORY, SnapshotPaths
 from hpml_orchestrator.site.profile import topologies_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.spec import ResolvedJob
     from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["Rendered", "explained", "prepare", "render_job"]
+__all__ = ["Rendered", "explained", "output_directory", "prepare", "render_job", "write_rendered"]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A job and its script, ready to be submitted or printed.
-
-    Attributes:
-        resolved: the complete job.
-        script: the text of its script.
-        site: the site profile that it is for, if any.
-        snapshot: the repository to take a snapshot of at submission, if any.
-        topologies: of the site profile's node types that it may land on, by the type's name.
-        targets: why each `target: auto` became what it is, by the name of its entry.
-    """
+    """A job and its script, ready to be submitted or printed."""
 
     resolved: ResolvedJob
     script: str
     site: ResolvedSite | None = None
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # the repository to copy at submission
+    # Of the site profile's node types that it may land on, by the type's name.
     topologies: Mapping[str, Topology] = field(default_factory=dict)
+    # Why each `target: auto` became what it is, by the name of its entry.
     targets: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -75,16 +73,13 @@ def render_job(
     """
     targets: dict[str, str] = {}
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
-        from hpml_orchestrator.runs.measure import chosen_targets, measured  # noqa: PLC0415
-        from hpml_orchestrator.runs.stage_target import NodeRoom, room_of_site  # noqa: PLC0415
+        from hpml_orchestrator.runs import measure  # noqa: PLC0415
 
-        room = (
-            NodeRoom(memory_mb() or None)
-            if here
-            else room_of_site(resolved.job, site.site if site else None)
-        )
-        resolved = measured(resolved, room)
-        targets = chosen_targets(resolved)
+        profile = site.site if site else None
+        room = measure.room_of_site(resolved.job, profile)
+        if here:
+            room = measure.NodeRoom(memory_mb() or None)
+        resolved, targets = measure.measured(resolved, room)
     job = resolved.job
     if job.environment.setup:
         from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it
@@ -96,7 +91,7 @@ def render_job(
         job,
         capabilities or Capabilities(),
         site,
-        snapshot=snapshot.paths if snapshot else None,
+        snapshot=SnapshotPaths(snapshot.workdir, snapshot.script) if snapshot else None,
         topologies=topologies,
         targets=targets,
     )
@@ -196,3 +191,72 @@ def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
             value = value[int(part)] if isinstance(value, list) else value[part]
         rows.append((name, value, origin))
     return rows
+
+
+def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -> Path:
+    """Write `job.sh`, `hpml-node.pyz` and a snapshot into a directory; return the script's path.
+
+    Raises:
+        InputError: the directory cannot be made or written, holds a different `job.sh` (perhaps
+            edited by hand) and `force` is not given, or holds a snapshot already; the snapshot
+            cannot be taken. A directory that was made is removed again.
+    """
+
+    def refused(message: str, hint: str) -> InputError:
+        return InputError(message, field="--output", value=directory, hint=hint)
+
+    target = Path(os.path.abspath(os.path.expanduser(directory)))
+    snapshot = rendered.snapshot
+    if snapshot is not None and snapshot.holds(target):
+        raise refused(
+            f"lies inside the repository {snapshot.top!r} that the snapshot is taken of",
+            "name a directory outside of it",
+        )
+    script, code = target / "job.sh", target / CODE_DIRECTORY
+    with output_directory(target, value=directory):
+        if not force and script.exists() and script.read_bytes() != rendered.script.encode():
+            raise refused(
+                "holds a job.sh that differs, perhaps edited by hand",
+                "name another directory, or replace it with --force",
+            )
+        if snapshot is not None:
+            if os.path.lexists(code):
+                raise refused(
+                    f"already holds a directory {CODE_DIRECTORY}",
+                    f"name another directory, or remove {code}",
+                )
+            with tempfile.TemporaryDirectory(prefix=f".{CODE_DIRECTORY}.", dir=target) as temporary:
+                snapshot.take(Path(temporary, CODE_DIRECTORY))
+                os.rename(Path(temporary, CODE_DIRECTORY), code)
+        write_text(target / "hpml-node.pyz", archive.build())
+        write_text(script, rendered.script, mode=0o755)
+    return script
+
+
+@contextlib.contextmanager
+def output_directory(path: Path, *, value: str) -> Iterator[None]:
+    """Make a directory for what is written within; if that fails, a new one is removed again.
+
+    Args:
+        path: the directory, absolute.
+        value: of `--output`, for the error.
+
+    Raises:
+        InputError: it cannot be made or written to.
+    """
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        if made:
+            shutil.rmtree(path, ignore_errors=True)
+        if not isinstance(error, (OSError, RecordError)):
+            raise
+        cause = error.__cause__ if isinstance(error, RecordError) else error
+        raise InputError(
+            f"cannot be written: {getattr(cause, 'strerror', None) or cause or error}",
+            field="--output",
+            value=value,
+            hint="name a directory that you may write to and that has room",
+        ) from error

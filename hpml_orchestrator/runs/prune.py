@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.scheduler.model import Scheduler
 
 __all__ = ["OVER", "Pruned", "Removed", "prune"]
 
@@ -36,44 +36,28 @@ OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBM
 
 _UNDECIDED = (JobState.UNKNOWN.value, UNREADABLE, "SUBMITTING")
 _HIDDEN = re.compile(r"\.(.+)\.pruned")
-_LEFT_OVER = "LEFT OVER"
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own block size
 
 
 @dataclass(frozen=True)
 class Removed:
-    """A submission that was removed, or would be.
-
-    Attributes:
-        id: of the submission.
-        state: how it ended; `LEFT OVER` where an earlier removal was interrupted.
-        ended: seconds since the epoch, None where not known.
-        runs: number of its run directories.
-        bytes: freed disk space; a file with several hard links counts when the last is removed.
-    """
+    """A submission that was removed, or would be."""
 
     id: str
-    state: str
-    ended: float | None
-    runs: int
-    bytes: int
+    state: str  # how it ended; `LEFT OVER` where an earlier removal was interrupted
+    ended: float | None  # seconds since the epoch
+    runs: int  # number of its run directories
+    bytes: int  # freed disk space; a file with several hard links counts when the last is removed
 
 
 @dataclass
 class Pruned:
-    """What a prune did, or would do.
+    """What a prune did, or would do."""
 
-    Attributes:
-        removed: newest first.
-        kept: id and reason of what was chosen and must stay.
-        bytes: freed disk space, all together.
-        interrupted: whether Ctrl-C came before all was removed; the next prune completes it.
-    """
-
-    removed: list[Removed] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    bytes: int = 0
-    interrupted: bool = False
+    removed: list[Removed] = field(default_factory=list)  # newest first
+    kept: list[tuple[str, str]] = field(default_factory=list)  # id, and why it must stay
+    bytes: int = 0  # freed disk space, all together
+    interrupted: bool = False  # by Ctrl-C; the next prune completes it
 
     def to_json(self) -> dict[str, Any]:
         """Return it for programs."""
@@ -90,7 +74,7 @@ def prune(
     in_states: Sequence[str] = (),
     keep: int = 0,
     dry_run: bool = True,
-    backends: Callable[[str, str], Scheduler] | None = None,
+    backends: Backends | None = None,
     now: Callable[[], float] = time.time,
 ) -> Pruned:
     """Remove submissions that are over, with all of their runs.
@@ -104,24 +88,23 @@ def prune(
         in_states: only those that ended in one of these states of `OVER`; any when empty.
         keep: number of the newest to keep, of those that the other arguments choose.
         dry_run: whether to report only and remove nothing.
-        backends: as `states` takes it.
-        now: the clock, in seconds since the epoch.
+        backends: the schedulers; the real ones when left out.
+        now: the clock.
 
     Raises:
         RecordError: the records cannot be read.
     """
     before = None if older_seconds is None else now() - older_seconds
     remover = _Remover(store, dry_run=dry_run)
-    kept = remover.done.kept
     mine = []
     for submission in dict.fromkeys(named) or store.submissions():
         if before is not None and stamp_of(submission.sid) > stamp(before):
             continue  # it cannot have ended before it was made
-        owner = _owner(submission.directory)
-        if owner == os.getuid():
+        if _is_own(submission.directory):
             mine.append(submission)
-        elif named and owner is not None:
-            kept.append((submission.sid, f"belongs to {owner_name(submission.directory)}"))
+        elif named and submission.directory.exists():
+            owner = owner_name(submission.directory)
+            remover.done.kept.append((submission.sid, f"belongs to {owner}"))
     over = []
     for state in states(store, mine, backends=backends, now=now):
         if in_states and state.state not in (*in_states, *_UNDECIDED):
@@ -130,7 +113,7 @@ def prune(
             continue
         reason = _stays(state, remover.runs[state.submission.sid])
         if reason:
-            kept.append((state.submission.sid, reason))
+            remover.done.kept.append((state.submission.sid, reason))
         else:
             over.append(state)
     over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
@@ -138,12 +121,11 @@ def prune(
     return remover.done
 
 
-def _owner(directory: Path) -> int | None:
-    """Return the user id of a directory; None where it is gone."""
-    try:
-        return directory.stat().st_uid
-    except OSError:
-        return None
+def _is_own(path: Path) -> bool:
+    """Whether a file or directory is there and belongs to the caller."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.getuid()
+    return False
 
 
 def _stays(state: State, runs: Iterable[Path]) -> str:
@@ -180,11 +162,14 @@ class _Remover:
             for name in _names(self._store.submissions_dir):
                 hidden = _HIDDEN.fullmatch(name)
                 directory = self._store.submissions_dir / name
-                if hidden and _owner(directory) == os.getuid():
+                if hidden and _is_own(directory):
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
-            self._remove_archives()
+            # the store's node archives that no submission links to any more
+            for name in _names(self._store.archives_dir):
+                with contextlib.suppress(OSError):
+                    self._remove_archive(self._store.archives_dir / name)
         except KeyboardInterrupt:
             self.done.interrupted = True
 
@@ -198,48 +183,39 @@ class _Remover:
                 directory = hidden
                 self._links.clear()  # those before are gone from the files' own counts
             freed = sum(self._freed(path) for path in (*runs, directory))
-            if not self._dry_run:
-                for path in (*runs, directory):
-                    while os.path.lexists(path):  # another prune may be removing it too
-                        with contextlib.suppress(FileNotFoundError):
-                            shutil.rmtree(path)
+            for path in () if self._dry_run else (*runs, directory):
+                while os.path.lexists(path):  # another prune may be removing it too
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.rmtree(path)
         except FileNotFoundError:
             return  # another prune was faster
         except OSError as error:
             self.done.kept.append((sid, f"cannot be removed: {error.strerror}: {error.filename}"))
             return
         self.done.bytes += freed
-        end = (state.state, state.ended) if state else (_LEFT_OVER, None)
+        end = (state.state, state.ended) if state else ("LEFT OVER", None)
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
 
-    def _remove_archives(self) -> None:
-        """Remove the store's node archives that no submission links to any more."""
-        directory = self._store.root / "archives"
-        for name in _names(directory):
-            with contextlib.suppress(OSError):
-                info = os.lstat(directory / name)
-                links = info.st_nlink
-                if self._dry_run:
-                    links -= self._links[info.st_dev, info.st_ino]
-                if links > 1 or info.st_uid != os.getuid() or not name.endswith(".pyz"):
-                    continue
-                if not self._dry_run:
-                    os.unlink(directory / name)
-                self.done.bytes += info.st_blocks * _BLOCK_BYTES
+    def _remove_archive(self, path: Path) -> None:
+        info = os.lstat(path)
+        links = info.st_nlink
+        if self._dry_run:
+            links -= self._links[info.st_dev, info.st_ino]
+        if links == 1 and _is_own(path) and path.suffix == ".pyz":
+            if not self._dry_run:
+                os.unlink(path)
+            self.done.bytes += info.st_blocks * _BLOCK_BYTES
 
     def _freed(self, top: Path) -> int:
         """Return the disk space that removing a directory frees, as far as it can be read."""
         freed = 0
         for folder, _, files in os.walk(top):
-            with contextlib.suppress(OSError):
-                freed += os.lstat(folder).st_blocks * _BLOCK_BYTES
-            for name in files:
+            for path in (folder, *(os.path.join(folder, name) for name in files)):
                 with contextlib.suppress(OSError):
-                    info = os.lstat(os.path.join(folder, name))
-                    links = self._links[info.st_dev, info.st_ino] + 1
-                    if info.st_nlink > 1:
-                        self._links[info.st_dev, info.st_ino] = links
-                    if links >= info.st_nlink:  # the last one
+                    info = os.lstat(path)
+                    self._links[info.st_dev, info.st_ino] += 1
+                    links = self._links[info.st_dev, info.st_ino]
+                    if path == folder or links >= info.st_nlink:  # a file's last name
                         freed += info.st_blocks * _BLOCK_BYTES
         return freed
 

@@ -7,18 +7,14 @@ Git lists the names, the files are copied as they lie on disk: `git archive` wou
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import shutil
 import stat
 import subprocess
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.script.render import SnapshotPaths
+from hpml_orchestrator.records.texts import first_few, human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,19 +22,14 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.spec import Job
 
-__all__ = ["MAX_UNTRACKED_BYTES", "MAX_UNTRACKED_FILE_BYTES", "Snapshot", "find"]
+__all__ = ["Snapshot", "find"]
 
-MAX_UNTRACKED_FILE_BYTES = 10 * 1024**2
-"""Largest file that git neither tracks nor ignores: above that it is hardly code."""
+MAX_UNTRACKED_BYTES = 100 * 1024**2
+"""Largest size of all files that git neither tracks nor ignores: more is hardly code."""
 
-MAX_UNTRACKED_BYTES = 200 * 1024**2
-"""Largest size of all such files together."""
-
-_FIELD = "snapshot"
 _NOTICE_FILES = 20_000
 _NOTICE_BYTES = 512 * 1024**2
-_TRIES = 2
-_NAMED = 5
+_SHOWN = 5
 # Inside a git hook, the other GIT_ variables name another repository than the job's.
 _KEPT_VARIABLES = ("GIT_CONFIG_", "GIT_CEILING_", "GIT_DISCOVERY_")
 
@@ -52,22 +43,11 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The repository to take a snapshot of.
+    """The repository to take a snapshot of."""
 
-    Attributes:
-        top: top of its working tree, without symbolic links.
-        workdir: the job's working directory, relative to the top; empty for the top.
-        script: the job's script, relative to the top; None where it lies outside.
-    """
-
-    top: str
-    workdir: str
-    script: str | None = None
-
-    @property
-    def paths(self) -> SnapshotPaths:
-        """The paths that the job's script needs."""
-        return SnapshotPaths(self.workdir, self.script)
+    top: str  # of its working tree, without symbolic links
+    workdir: str  # the job's working directory, relative to the top; empty for the top
+    script: str | None = None  # the job's script, relative to the top; None where it lies outside
 
     def holds(self, path: str | Path) -> bool:
         """Whether a path is the top or lies below it."""
@@ -97,33 +77,27 @@ class Snapshot:
             OSError: the target cannot be written.
         """
         entries, version = self._read(leave_out)
-        for _ in range(_TRIES):
-            self._check(entries)
-            total = sum(entry.info.st_size for entry in entries.values())
-            if len(entries) > _NOTICE_FILES or total > _NOTICE_BYTES:
-                notice(f"copying {len(entries)} files, {human_bytes(total)}, of {self.top}")
-            target.mkdir(mode=0o700)
-            sizes = [self._copy(path, entries, target) for path in entries]
-            (target / self.workdir).mkdir(parents=True, exist_ok=True)  # it may be empty
-            new_entries, new_version = self._read(leave_out)
-            if new_version == version:
-                copied = [size for size in sizes if size is not None]
-                return {
-                    "commit": version["commit"],
-                    "branch": version["branch"],
-                    "files": len(copied),
-                    "bytes": sum(copied),
-                    "untracked": sum(not entry.tracked for entry in entries.values()),
-                }
-            keys = sorted({*version, *new_version})
-            changes = [repr(key) for key in keys if version.get(key) != new_version.get(key)]
-            entries, version = new_entries, new_version
-            shutil.rmtree(target)
-        raise InputError(
-            f"the code changes while it is copied: {_first_few(changes)}",
-            field=_FIELD,
-            hint="submit again once nothing writes to it; git should not track what programs write",
-        )
+        self._check(entries)
+        total = sum(entry.info.st_size for entry in entries.values())
+        if len(entries) > _NOTICE_FILES or total > _NOTICE_BYTES:
+            notice(f"copying {len(entries)} files, {human_bytes(total)}, of {self.top}")
+        target.mkdir(mode=0o700)
+        sizes = [self._copy(path, entries, target) for path in entries]
+        (target / self.workdir).mkdir(parents=True, exist_ok=True)  # it may be empty
+        changes = {name for name, _ in version.items() ^ self._read(leave_out)[1].items()}
+        if changes:
+            raise _refused(
+                f"the code changes while it is copied: {first_few(sorted(changes), _SHOWN)}",
+                "submit again once nothing writes to it; git should not track what programs write",
+            )
+        copied = [size for size in sizes if size is not None]
+        return {
+            "commit": version["commit"],
+            "branch": version["branch"],
+            "files": len(copied),
+            "bytes": sum(copied),
+            "untracked": sum(not entry.tracked for entry in entries.values()),
+        }
 
     def _read(self, leave_out: Sequence[Path]) -> tuple[dict[str, _Entry], dict[str, Any]]:
         """Return the entries, and what a copy must be consistent with: HEAD and tracked files.
@@ -133,69 +107,65 @@ class Snapshot:
         commit = _git(self.top, "rev-parse", "--verify", "--quiet", "HEAD", check=False)
         branch = _git(self.top, "symbolic-ref", "--short", "--quiet", "HEAD", check=False)
         version: dict[str, Any] = {"commit": commit.strip(), "branch": branch.strip()}
-        places = tuple(f"{place}/" for path in leave_out if (place := _relative(path, self.top)))
+        records = tuple(f"{place}/" for path in leave_out if (place := _relative(path, self.top)))
         entries = {}
         for path, entry in sorted(_list_entries(self.top).items()):
             info = entry.info
             if entry.tracked:
                 version[f"./{path}"] = (info.st_mode, info.st_ino, info.st_size, info.st_mtime_ns)
-            if entry.tracked or not path.startswith(places):
+            if entry.tracked or not path.startswith(records):
                 entries[path] = entry
         return entries, version
 
     def _check(self, entries: dict[str, _Entry]) -> None:
         """Refuse a snapshot without the job's script or workdir, or with far more than code."""
+        ignored = ""
         if self.script is not None and self.script not in entries:
-            path = os.path.join(self.top, self.script)
-            if os.path.lexists(path):
-                raise _ignored("script", path)
-            raise InputError(f"no such script: {path!r}", field=_FIELD)
-        if self.workdir and not any(path.startswith(f"{self.workdir}/") for path in entries):
-            name = f"./{self.workdir}"
-            if _git(self.top, "check-ignore", "--", name, check=False):
-                raise _ignored("workdir", os.path.join(self.top, self.workdir))
-        sizes = {path: one.info.st_size for path, one in entries.items() if not one.tracked}
-        large = {path: size for path, size in sizes.items() if size > MAX_UNTRACKED_FILE_BYTES}
+            ignored = f"script {os.path.join(self.top, self.script)!r}"
+            if not os.path.lexists(os.path.join(self.top, self.script)):
+                raise _refused(f"no such {ignored}")
+        elif not any(path.startswith(self.workdir) for path in entries) and _git(
+            self.top, "check-ignore", "--", f"./{self.workdir}", check=False
+        ):
+            ignored = f"workdir {os.path.join(self.top, self.workdir)!r}"
+        if ignored:
+            raise _refused(
+                f"git ignores the {ignored}, so the snapshot would not contain it",
+                "remove it from .gitignore, or `git add --force` it",
+            )
+        sizes = {path: entry.info.st_size for path, entry in entries.items() if not entry.tracked}
         total = sum(sizes.values())
-        if large or total > MAX_UNTRACKED_BYTES:
-            limit = human_bytes(MAX_UNTRACKED_FILE_BYTES if large else MAX_UNTRACKED_BYTES)
-            what = f"files that git neither tracks nor ignores, over {limit}"
-            what = what if large else f"{human_bytes(total)} in {len(sizes)} {what}"
-            largest = sorted((large or sizes).items(), key=lambda item: -item[1])
-            named = _first_few([f"{path!r} ({human_bytes(size)})" for path, size in largest])
-            raise InputError(
-                f"the repository {self.top!r} has {what}: {named}",
-                field=_FIELD,
-                hint="list what is not code in .gitignore, or commit it",
+        if total > MAX_UNTRACKED_BYTES:
+            largest = sorted(sizes.items(), key=lambda item: -item[1])
+            named = [f"{path!r} ({human_bytes(size)})" for path, size in largest]
+            raise _refused(
+                f"the repository {self.top!r} has {human_bytes(total)} in {len(sizes)} files that "
+                f"git neither tracks nor ignores, over {human_bytes(MAX_UNTRACKED_BYTES)}: "
+                f"{first_few(named, _SHOWN)}",
+                "list what is not code in .gitignore, or commit it",
             )
 
     def _copy(self, path: str, entries: dict[str, _Entry], target: Path) -> int | None:
         """Copy one entry and return its bytes; None for a directory, and for what is gone."""
         source, copy = os.path.join(self.top, path), os.path.join(target, path)
-        info = entries[path].info
-        folder = copy if stat.S_ISDIR(info.st_mode) else os.path.dirname(copy)
-        os.makedirs(folder, exist_ok=True)
-        if folder == copy:
-            return None
+        mode = entries[path].info.st_mode
+        os.makedirs(copy if stat.S_ISDIR(mode) else os.path.dirname(copy), exist_ok=True)
         try:
-            if stat.S_ISLNK(info.st_mode):
+            if stat.S_ISDIR(mode):
+                return None
+            if stat.S_ISLNK(mode):
                 os.symlink(self._link(path, os.readlink(source), entries), copy)
                 return 0
-            opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            shutil.copy2(source, copy, follow_symlinks=False)
+            os.chmod(copy, stat.S_IMODE(mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise InputError(
-                f"cannot copy {source!r}: {error.strerror or error}",
-                field=_FIELD,
-                hint="make it readable, or list it in .gitignore if it is not code",
+        except PermissionError as error:
+            raise _refused(
+                f"cannot copy {source!r}: {error.strerror}",
+                "make it readable, or list it in .gitignore if it is not code",
             ) from error
-        with open(opened, "rb") as reading, open(copy, "xb") as writing:
-            shutil.copyfileobj(reading, writing)
-            size = writing.tell()
-        os.chmod(copy, stat.S_IMODE(info.st_mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
-        os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
-        return size
+        return os.path.getsize(copy)
 
     def _link(self, path: str, text: str, entries: dict[str, _Entry]) -> str:
         """Return where a copied link leads: to the copy of a file of the tree, else as before."""
@@ -214,7 +184,7 @@ def find(job: Job) -> Snapshot:
         InputError: there is none, or git cannot read it.
     """
     if not os.path.isdir(job.workdir):
-        raise InputError(f"no such workdir: {job.workdir!r}", field=_FIELD)
+        raise _refused(f"no such workdir: {job.workdir!r}")
     top = _git(job.workdir, "rev-parse", "--show-toplevel").removesuffix("\n")
     workdir = _git(job.workdir, "rev-parse", "--show-prefix").removesuffix("\n").rstrip("/")
     script = None
@@ -224,8 +194,8 @@ def find(job: Job) -> Snapshot:
         if Snapshot(top, workdir).holds(folder):
             script = os.path.join(_relative(folder, top), os.path.basename(job.script))
     for path in (workdir, script or ""):
-        if not path.isascii() and any("\ud800" <= letter <= "\udfff" for letter in path):
-            raise InputError(f"{path!r} must be valid Unicode text", field=_FIELD)
+        if any("\ud800" <= letter <= "\udfff" for letter in path):
+            raise _refused(f"{path!r} must be valid Unicode text")
     return Snapshot(top, workdir, script)
 
 
@@ -241,35 +211,30 @@ def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[st
     All files of a repository that lies inside and is no submodule count as untracked.
     """
     directory = os.path.join(top, below)
-
-    @cache
-    def is_real(folder: str) -> bool:
-        return os.path.realpath(os.path.join(top, folder)) == os.path.join(top, folder).rstrip("/")
-
     if below and _git(directory, "rev-parse", "--show-cdup", check=False).strip():
-        raise InputError(
+        raise _refused(
             f"{directory!r} has a .git that is no repository",
-            field=_FIELD,
-            hint="for a submodule: git submodule update --init; else remove it",
+            "for a submodule: git submodule update --init; else remove it",
         )
-    found: dict[str, _Entry] = {}
+    entries: dict[str, _Entry] = {}
     for listed in ("--cached", "--others"):
         known = tracked and listed == "--cached"
         for name in _git(directory, "ls-files", "-z", listed, "--exclude-standard").split("\0"):
             path = below + name.rstrip("/")
             place = os.path.join(top, path)
-            # A tracked directory may have become a link to another one.
-            if not name or path in found or not is_real(os.path.dirname(path)):
-                continue
             try:
                 info = os.lstat(place)
             except (FileNotFoundError, NotADirectoryError):
                 continue
+            if not name or path in entries:
+                continue
             if stat.S_ISDIR(info.st_mode) and os.path.lexists(os.path.join(place, ".git")):
-                found |= _list_entries(top, f"{path}/", tracked=known)
+                entries |= _list_entries(top, f"{path}/", tracked=known)
             elif stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode) or known:
-                found[path] = _Entry(known, info)
-    return found
+                entries[path] = _Entry(known, info)
+    # A tracked directory may have become a link to another one.
+    links = tuple(f"{path}/" for path, entry in entries.items() if stat.S_ISLNK(entry.info.st_mode))
+    return {path: entry for path, entry in entries.items() if not path.startswith(links)}
 
 
 def _git(directory: str, *arguments: str, check: bool = True) -> str:
@@ -294,44 +259,22 @@ def _git(directory: str, *arguments: str, check: bool = True) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise InputError(
+        raise _refused(
             "the command git is not on PATH",
-            field=_FIELD,
-            hint="install git (or `module load git`), or remove `snapshot: true`",
+            "install git (or `module load git`), or remove `snapshot: true`",
         ) from None
-    if check and done.returncode != 0:
-        raise _refusal(directory, os.fsdecode(done.stderr))
-    return os.fsdecode(done.stdout)
-
-
-def _refusal(directory: str, stderr: str) -> InputError:
-    """Return the error for what git wrote on stderr."""
-    if "dubious ownership" in stderr or "unsafe repository" in stderr:
-        match = re.search(r"repository (?:at )?\(?'(.+?)'", stderr)
-        top = shlex.quote(match[1] if match else directory)
-        return InputError(
-            f"the git repository of {directory!r} belongs to another user, and git refuses it",
-            field=_FIELD,
-            hint=f"if you trust it: git config --global --add safe.directory {top}",
-        )
-    if "not a git repository" in stderr:
-        return InputError(
+    if not check or done.returncode == 0:
+        return os.fsdecode(done.stdout)
+    lines = os.fsdecode(done.stderr).strip().splitlines() or ["no reason given"]
+    if "not a git repository" in lines[0]:
+        raise _refused(
             f"{directory!r} is not in a git repository",
-            field=_FIELD,
-            hint="create one with `git init`, or remove `snapshot: true`",
+            "create one with `git init`, or remove `snapshot: true`",
         )
-    reason = (stderr.strip() or "no reason given").splitlines()[0].removeprefix("fatal: ")
-    return InputError(f"git cannot read {directory!r}: {reason}", field=_FIELD)
+    # The last line of git's message about another user's repository is the command that trusts it.
+    hint = f"if you trust it: {lines[-1].strip()}" if "safe.directory" in lines[-1] else ""
+    raise _refused(f"git cannot read {directory!r}: {lines[0].removeprefix('fatal: ')}", hint)
 
 
-def _ignored(what: str, path: str) -> InputError:
-    return InputError(
-        f"git ignores the {what} {path!r}, so the snapshot would not contain it",
-        field=_FIELD,
-        hint="remove it from .gitignore, or `git add --force` it",
-    )
-
-
-def _first_few(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _refused(message: str, hint: str = "") -> InputError:
+    return InputError(message, field="snapshot", hint=hint)

@@ -22,13 +22,13 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Submission
 
 __all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "run_of"]
 
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
-_KEPT = ("state", "raw_state", "reason", "nodes", "started", "ended", "exit_code", "attempts")
+_KEPT = "state raw_state reason nodes started ended exit_code attempts".split()
 # An array that is over has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
     "FAILED OUT_OF_MEMORY TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL PREEMPTED CANCELLED COMPLETED"
@@ -47,53 +47,38 @@ _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
 class State:
     """One submission and its job, or one task of an array, as far as known.
 
-    Attributes:
-        submission: the submission; its index is the task's where this is one of an array.
-        run: its run; an array as a whole has none, and this directory does not exist.
-        name, backend: from its record.
-        job_id: the scheduler's id; empty while it is not known.
-        state: a scheduler's state, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`.
-        reason: why, in a few words; of an array how many tasks are in which state; may be empty.
-        nodes: node list; may be empty.
-        created, started, ended: seconds since the epoch, None where not known.
-        exit_code: exit status of the script, None where not known; of an array its worst task's.
-        attempts: number of starts.
-        over: whether nothing more will happen by itself.
-        lost: whether the scheduler answers but no longer knows the job, and the job did not record
-            its end: it is not running, and how it ended will not be known.
-        raw_state: the scheduler's own word, once it is over.
-        tasks: of an array, one state per task, by index.
+    Times are seconds since the epoch.
     """
 
-    submission: Submission
-    run: Run
+    submission: Submission  # its index is the task's where this is one of an array
     name: str
     backend: str
-    job_id: str
-    state: str
-    reason: str = ""
-    nodes: str = ""
+    job_id: str  # the scheduler's; empty while it is not known
+    state: str  # a scheduler's, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`
+    reason: str = ""  # why, in a few words; of an array how many tasks are in which state
+    nodes: str = ""  # node list
     created: float = 0.0
     started: float | None = None
     ended: float | None = None
-    exit_code: int | None = None
-    attempts: int = 0
-    over: bool = False
+    exit_code: int | None = None  # of the script; of an array its worst task's
+    attempts: int = 0  # number of starts
+    over: bool = False  # whether nothing more will happen by itself
+    # Whether the scheduler answers but no longer knows the job, and the job did not record its end:
+    # it is not running, and how it ended will not be known.
     lost: bool = False
-    raw_state: str = ""
-    tasks: tuple[State, ...] = ()
+    raw_state: str = ""  # the scheduler's own name of the state, once it is over
+    tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
     @staticmethod
-    def of(store: Store, submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
+    def of(submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
         """Return the state of a submission with what its record says and what else is known."""
-        return State(
-            submission,
-            run_of(store, submission),
-            name=str(record["name"]),
-            backend=str(record["backend"]),
-            created=float(record["created"]),
-            **known,
-        )
+        name, backend = str(record["name"]), str(record["backend"])
+        return State(submission, name, backend, created=float(record["created"]), **known)
+
+    @property
+    def run(self) -> Run:
+        """Its run; of an array as a whole a directory that does not exist."""
+        return run_of(self.submission)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for programs; `tasks` is empty for what is no array."""
@@ -106,101 +91,86 @@ class State:
             "directory": None if self.tasks else str(self.run.directory),
             "submission": str(self.submission.directory),
             "output": None if self.tasks else str(self.run.output),
-            "tasks": [task.task_json() for task in self.tasks],
+            "tasks": [
+                {
+                    "index": task.submission.index,
+                    "run": task.run.rid,
+                    **{name: getattr(task, name) for name in _SHOWN},
+                    "directory": str(task.run.directory),
+                    "output": str(task.run.output),
+                }
+                for task in self.tasks
+            ],
         }
 
-    def task_json(self) -> dict[str, Any]:
-        """Return one task of an array for programs."""
-        return {
-            "index": self.submission.index,
-            "run": self.run.rid,
-            **{name: getattr(self, name) for name in _SHOWN},
-            "directory": str(self.run.directory),
-            "output": str(self.run.output),
-        }
 
-
-def run_of(store: Store, submission: Submission) -> Run:
-    """Return the run of a submission or of one task; its directory need not exist.
-
-    An array as a whole has no run, and gets a directory that never existed.
-    """
-    return Run(store.runs_dir / submission.label)
+def run_of(submission: Submission) -> Run:
+    """Return the run of a submission or of one task; its directory need not exist."""
+    return Run(submission.directory.parents[1] / "runs" / submission.label)
 
 
 def keep_ends(state: State) -> None:
     """Record how a submission ended, or the tasks of an array that are over already."""
+
+    def end(ended: State) -> dict[str, Any]:
+        return {name: getattr(ended, name) for name in _KEPT}
+
     directory = state.submission.directory
-    over = [task for task in state.tasks if task.over]
-    tasks = {"tasks": {str(task.submission.index): _end(task) for task in over}} if over else {}
+    over = {str(task.submission.index): end(task) for task in state.tasks if task.over}
+    tasks = {"tasks": over} if over else {}
     # Somebody else's records, or a full disk: then the scheduler is asked again.
-    with contextlib.suppress(RecordError):
+    with contextlib.suppress(RecordError, OSError):
         if not state.over:
             write_json(directory / _ENDS, tasks)
             return
-        write_json(directory / _FINAL, {"job_id": state.job_id, **_end(state), **tasks})
-        with contextlib.suppress(OSError):
-            (directory / _ENDS).unlink()
-    _withdraw_targets(state)
-
-
-def _end(state: State) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in _KEPT}
-
-
-def _withdraw_targets(state: State) -> None:
-    """Remove the run's Prometheus targets, which its agents could not if they were killed."""
+        write_json(directory / _FINAL, {"job_id": state.job_id, **end(state), **tasks})
+        (directory / _ENDS).unlink(missing_ok=True)
+    # Prometheus targets, which the agents could not withdraw if they were killed
     with contextlib.suppress(HpmlError, KeyError, TypeError):
         monitor = state.submission.record()["job"]["monitor"]
         if monitor["enabled"]:
-            root = state.submission.directory.parents[1]
-            directory = monitor["targets"] or targets.default_directory(root)
-            targets.withdraw_run(Path(directory), state.submission.label)
+            default = targets.default_directory(directory.parents[1])
+            targets.withdraw_run(Path(monitor["targets"] or default), state.submission.label)
 
 
-def read_final(store: Store, submission: Submission, record: Mapping[str, Any]) -> State | None:
+def read_final(submission: Submission, record: Mapping[str, Any]) -> State | None:
     """Return the last state of a submission that is known to be over, else None."""
-    try:
-        final = read_json(submission.directory / _FINAL)
-    except (NotFoundError, RecordError):
+    final = _read(submission.directory / _FINAL)
+    if not final:
         return None
-    tasks = _read_tasks(store, submission, record, final, str(final["job_id"]))
-    known = {name: final[name] for name in _KEPT if name in final}
-    return State.of(
-        store, submission, record, job_id=str(final["job_id"]), over=True, tasks=tasks, **known
-    )
+    job_id = str(final["job_id"])
+    tasks = tuple(_tasks(submission, record, final, job_id).values())
+    return _ended(submission, record, final, job_id=job_id, tasks=tasks)
 
 
 def read_ends(
-    store: Store, submission: Submission, record: Mapping[str, Any], job_id: str
-) -> tuple[State, ...]:
-    """Return the tasks of an array that are known to be over while others are not."""
+    submission: Submission, record: Mapping[str, Any], job_id: str
+) -> dict[int | None, State]:
+    """Return the tasks of an array that are known to be over while others are not, by index."""
+    return _tasks(submission, record, _read(submission.directory / _ENDS), job_id)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        ends = read_json(submission.directory / _ENDS)
+        return dict(read_json(path))
     except (NotFoundError, RecordError):
-        return ()
-    return _read_tasks(store, submission, record, ends, job_id)
+        return {}
 
 
-def _read_tasks(
-    store: Store,
-    submission: Submission,
-    record: Mapping[str, Any],
-    ends: Mapping[str, Any],
-    job_id: str,
-) -> tuple[State, ...]:
-    tasks = sorted((int(index), end) for index, end in ends.get("tasks", {}).items())
-    return tuple(
-        State.of(
-            store,
-            replace(submission, index=index),
-            record,
-            job_id=f"{job_id}_{index}",
-            over=True,
-            **{name: end[name] for name in _KEPT if name in end},
-        )
-        for index, end in tasks
-    )
+def _tasks(
+    submission: Submission, record: Mapping[str, Any], ends: Mapping[str, Any], job_id: str
+) -> dict[int | None, State]:
+    return {
+        index: _ended(replace(submission, index=index), record, end, job_id=f"{job_id}_{index}")
+        for index, end in sorted((int(key), end) for key, end in ends.get("tasks", {}).items())
+    }
+
+
+def _ended(
+    submission: Submission, record: Mapping[str, Any], end: Mapping[str, Any], **known: Any
+) -> State:
+    kept = {name: end[name] for name in _KEPT if name in end}
+    return State.of(submission, record, over=True, **kept, **known)
 
 
 def array_state(whole: State, tasks: Sequence[State]) -> State:
@@ -216,13 +186,12 @@ def array_state(whole: State, tasks: Sequence[State]) -> State:
     over = all(task.over for task in tasks)
     worst = min(tasks, key=_badness)
     state = worst.state if over else _unfinished(tasks)
-    starts = [task.started for task in tasks if task.started is not None]
     ends = [task.ended for task in tasks if task.ended is not None]
     return replace(
         whole,
         state=state,
         reason=_counts(tasks, state),
-        started=min(starts, default=None),
+        started=min((task.started for task in tasks if task.started is not None), default=None),
         ended=max(ends, default=None) if over else None,
         exit_code=worst.exit_code if over else None,
         attempts=sum(task.attempts for task in tasks),
@@ -257,11 +226,9 @@ def _counted_as(task: State) -> str:
 def _counts(tasks: Sequence[State], state: str) -> str:
     """Return `3 of 10 done, 2 running, 1 failed`, and why tasks wait where none runs."""
     counts = Counter(_counted_as(task) for task in tasks)
-    done = counts.pop("done", 0)
-    kinds = [kind for kind in _COUNT_ORDER if kind in counts]
-    kinds += [kind for kind in counts if kind not in _COUNT_ORDER]
-    parts = [f"{done} of {len(tasks)} done", *(f"{counts[kind]} {kind}" for kind in kinds)]
-    text = ", ".join(parts)
+    kinds = [*_COUNT_ORDER, *(kind for kind in counts if kind not in (*_COUNT_ORDER, "done"))]
+    parts = [f"{counts['done']} of {len(tasks)} done"]
+    text = ", ".join([*parts, *(f"{counts[kind]} {kind}" for kind in kinds if counts[kind])])
     if state in ("PENDING", "UNKNOWN"):
         why = next((task.reason for task in tasks if not task.over and task.reason), "")
         return f"{text}: {why}" if why else text

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
-from hpml_orchestrator.runs.backend import open_backend
+from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.state import (
     State,
     array_state,
@@ -21,106 +20,81 @@ from hpml_orchestrator.runs.state import (
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
-from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from hpml_orchestrator.records.store import Attempt, Run, Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
 
-__all__ = ["UNREADABLE", "State", "states", "wait_until_over"]
+__all__ = ["UNREADABLE", "State", "states"]
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
-_LOST_ANSWERS = 3
-_WATCHED_TASKS = 16
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
-_LOOK_SECONDS = {"local": 0.2, "slurm": 1.0}
-_LOCAL_END_SECONDS = 0.5
 
 
 def states(
     store: Store,
     submissions: Iterable[Submission],
     *,
-    backends: Callable[[str, str], Scheduler] | None = None,
+    backends: Backends | None = None,
     now: Callable[[], float] = time.time,
 ) -> list[State]:
-    """Return the state of each submission, in the order given.
+    """Return the state of each submission or task, in the order given.
 
     What is over is in the submission's own record; each scheduler is asked once for all the rest.
-
-    Args:
-        store: where records live.
-        submissions: which ones.
-        backends: `(name, host) -> Scheduler`; the real ones when left out.
-        now: the clock, in seconds since the epoch.
     """
-    open_once = cache(backends or _opener(store))
+    backends = backends or backends_of(store)
     wanted = list(submissions)
     known: dict[str, State] = {}
-    unfinished: dict[tuple[str, str], list[UnfinishedSubmission]] = {}
-    for submission in dict.fromkeys(replace(one, index=None) for one in wanted):
+    unfinished: dict[tuple[str, str], list[_Unfinished]] = {}
+    for submission in dict.fromkeys(replace(submission, index=None) for submission in wanted):
         try:
             record = submission.record()
-            key = _scheduler_key(record)
-            state = read_final(store, submission, record) or _without_job(
-                store, submission, record, partial(open_once, *key), now()
+            name = str(record["backend"])
+            scheduler = name, str(record["host"]) if name == "local" else ""
+            state = read_final(submission, record) or _without_job(
+                store, submission, record, partial(backends, *scheduler), now()
             )
             if state is None:
-                found = UnfinishedSubmission.read(store, submission, record)
-                unfinished.setdefault(key, []).append(found)
+                unfinished.setdefault(scheduler, []).append(_Unfinished.read(submission, record))
             else:
                 known[submission.sid] = state
         except (NotFoundError, RecordError) as error:
-            known[submission.sid] = _unreadable(store, submission, str(error))
-    for key, group in unfinished.items():
-        job_ids = [job_id for one in group for job_id in one.job_ids_to_query]
+            known[submission.sid] = _unreadable(submission, error)
+    for scheduler, group in unfinished.items():
+        job_ids = [job_id for pending in group for job_id in pending.job_ids_to_query]
         try:
-            answer, trouble = open_once(*key).query(job_ids), ""
+            answer, trouble = backends(*scheduler).query(job_ids), ""
         except SchedulerUnavailable as error:
             answer, trouble = {}, str(error)
-        for one in group:
-            sid = one.submission.sid
+        for pending in group:
             try:
-                known[sid] = one.state(answer, trouble, now())
+                known[pending.submission.sid] = pending.state(answer, trouble, now())
             except RecordError as error:
-                known[sid] = _unreadable(store, one.submission, str(error))
-    return [_chosen(store, known[submission.sid], submission) for submission in wanted]
+                known[pending.submission.sid] = _unreadable(pending.submission, error)
+    return [_chosen(known[submission.sid], submission) for submission in wanted]
 
 
-def _opener(store: Store) -> Callable[[str, str], Scheduler]:
-    return lambda name, host: open_backend(name, store, host=host)
-
-
-def _scheduler_key(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return backend and host of a scheduler: each machine has a local one of its own."""
-    name = str(record["backend"])
-    return name, str(record["host"]) if name == "local" else ""
-
-
-def _chosen(store: Store, state: State, submission: Submission) -> State:
+def _chosen(state: State, submission: Submission) -> State:
     """Return the state of the chosen task, or that of the whole submission."""
-    if submission.index is None:
-        return state
-    for task in state.tasks:
-        if task.submission.index == submission.index:
-            return task
-    return replace(state, submission=submission, run=run_of(store, submission))
+    whole = replace(state, submission=submission)
+    tasks = (task for task in state.tasks if task.submission.index == submission.index)
+    return state if submission.index is None else next(tasks, whole)
 
 
-def _unreadable(store: Store, submission: Submission, reason: str) -> State:
-    run = run_of(store, submission)
-    return State(submission, run, "?", "?", job_id="", state=UNREADABLE, reason=reason)
+def _unreadable(submission: Submission, error: Exception) -> State:
+    return State(submission, "?", "?", job_id="", state=UNREADABLE, reason=str(error))
 
 
 def _without_job(
     store: Store,
     submission: Submission,
-    record: dict[str, Any],
+    record: Mapping[str, Any],
     scheduler: Callable[[], Scheduler],
     now: float,
 ) -> State | None:
@@ -141,46 +115,37 @@ def _without_job(
         if not reason:
             state = "NOT SUBMITTED"
             reason = f"hpml was interrupted; `hpml submit --resume {submission.sid}` submits it"
-    return State.of(store, submission, record, job_id="", state=state, reason=reason, over=over)
+    return State.of(submission, record, job_id="", state=state, reason=reason, over=over)
 
 
 @dataclass(frozen=True)
-class UnfinishedSubmission:
-    """A submission that has a job and is not known to be over.
+class _Unfinished:
+    """A submission that has a job and is not known to be over."""
 
-    Attributes:
-        job_ids: index and the scheduler's id of each of its runs.
-        ends: states of an array's tasks that are known to be over, by index.
-        is_array: whether it has tasks.
-    """
-
-    store: Store
     submission: Submission
-    record: dict[str, Any]
+    record: Mapping[str, Any]
     job_id: str
-    job_ids: tuple[tuple[int, str], ...]
-    ends: dict[int, State]
-    is_array: bool
+    job_ids: dict[int | None, str]  # by the index of an array's task; of a single job by None
+    ends: Mapping[int | None, State]  # of an array's tasks that are known to be over, by index
 
     @staticmethod
-    def read(store: Store, submission: Submission, record: dict[str, Any]) -> UnfinishedSubmission:
+    def read(submission: Submission, record: Mapping[str, Any]) -> _Unfinished:
         """Read what its own records say."""
         job_id = str((submission.job() or {})["job_id"])
-        is_array = submission.is_array()
-        job_ids: tuple[tuple[int, str], ...] = ((0, job_id),)
-        ends: dict[int, State] = {}
-        if is_array:
-            job_ids = tuple((index, f"{job_id}_{index}") for index, _ in submission.runs())
-            for task in read_ends(store, submission, record, job_id):
-                ends[int(task.submission.index or 0)] = task
-        return UnfinishedSubmission(store, submission, record, job_id, job_ids, ends, is_array)
+        if not submission.is_array():
+            return _Unfinished(submission, record, job_id, {None: job_id}, {})
+        job_ids: dict[int | None, str] = {
+            index: f"{job_id}_{index}" for index, _ in submission.runs()
+        }
+        ends = read_ends(submission, record, job_id)
+        return _Unfinished(submission, record, job_id, job_ids, ends)
 
     @property
     def job_ids_to_query(self) -> list[str]:
         """The ids to ask the scheduler about."""
-        return [job_id for index, job_id in self.job_ids if index not in self.ends]
+        return [job_id for index, job_id in self.job_ids.items() if index not in self.ends]
 
-    def state(self, answer: dict[str, JobStatus], trouble: str, now: float) -> State:
+    def state(self, answer: Mapping[str, JobStatus], trouble: str, now: float) -> State:
         """Combine the scheduler's answer with the records, and record what is over.
 
         Args:
@@ -188,84 +153,80 @@ class UnfinishedSubmission:
             trouble: why there is no answer; empty where there is one.
             now: seconds since the epoch.
         """
-        if not self.is_array:
-            status = answer.get(self.job_id)
-            state = self._judge(self.submission, self.job_id, status, trouble, now)
-        else:
-            siblings_known = bool(self.ends) or any(job_id in answer for _, job_id in self.job_ids)
-            tasks = []
-            for index, job_id in self.job_ids:
-                status = answer.get(job_id)
-                task = replace(self.submission, index=index)
-                if index in self.ends:
-                    tasks.append(self.ends[index])
-                    continue
-                unknown = status is None and siblings_known and not trouble
-                if unknown and not run_of(self.store, task).attempts():
-                    # Slurm keeps no record of a task that is cancelled while its array waits.
-                    status = JobStatus(job_id, JobState.CANCELLED)
-                tasks.append(self._judge(task, job_id, status, trouble, now))
-            whole = State.of(
-                self.store, self.submission, self.record, job_id=self.job_id, state="UNKNOWN"
-            )
-            state = array_state(whole, tasks)
+        any_known = bool(self.ends) or any(job_id in answer for job_id in self.job_ids.values())
+        states = []
+        for index, job_id in self.job_ids.items():
+            if index in self.ends:
+                states.append(self.ends[index])
+                continue
+            status, run = answer.get(job_id), replace(self.submission, index=index)
+            if status is None and any_known and not trouble and not run_of(run).attempts():
+                # Slurm keeps no record of a task that is cancelled while its array waits.
+                status = JobStatus(job_id, JobState.CANCELLED)
+            states.append(_judge(self.record, run, job_id, status, trouble=trouble, now=now))
+        state = states[0]
+        if None not in self.job_ids:
+            whole = State.of(self.submission, self.record, job_id=self.job_id, state="UNKNOWN")
+            state = array_state(whole, states)
         if state.over or sum(task.over for task in state.tasks) > len(self.ends):
             keep_ends(state)
         return state
 
-    def _judge(
-        self,
-        submission: Submission,
-        job_id: str,
-        status: JobStatus | None,
-        trouble: str,
-        now: float,
-    ) -> State:
-        """Combine what the scheduler says of one job with what the job recorded itself."""
-        run = run_of(self.store, submission)
-        # A waiting task has recorded nothing, and there may be ten thousand of them.
-        waits = submission.index is not None and status is not None and status.state.waiting
-        attempts = [] if waits and status and not status.restarts else run.attempts()
-        own = attempts[-1] if attempts else None
-        end = own.ended if own is not None else None
-        lost = False
-        if status is None or (status.state is JobState.UNKNOWN and end is not None):
-            if own is not None and not trouble:
-                own.check_readable()
-            status, lost = _own_status(submission, job_id, end, trouble, now)
-        if not status.state.over:
-            end = None
-        exit_code = status.exit_code
-        if end is not None and (not exit_code or status.state is JobState.FAILED):
-            exit_code = int(end["exit_code"])
-        never_started = status.started is None and own is None
-        if status.state is JobState.CANCELLED and never_started:
-            exit_code = None
-        over, reason = status.state.over, _reason(status, own, self.record)
-        if over and self.record["backend"] == "slurm" and _may_be_requeued(status, now):
-            over, reason = False, "it may be requeued"
-        begun = own.started if own is not None else None
-        nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
-        return State.of(
-            self.store,
-            submission,
-            self.record,
-            job_id=job_id,
-            state=status.state.value,
-            reason=reason,
-            nodes=status.nodes or nodes,
-            started=status.started or (begun.time if begun is not None else None),
-            ended=status.ended or (float(end["time"]) if end else None),
-            exit_code=exit_code,
-            attempts=len(attempts),
-            over=over,
-            lost=lost,
-            raw_state=status.raw_state if over else "",
-        )
+
+def _judge(
+    record: Mapping[str, Any],
+    submission: Submission,
+    job_id: str,
+    status: JobStatus | None,
+    *,
+    trouble: str,
+    now: float,
+) -> State:
+    """Combine what the scheduler says of one job with what the job recorded itself."""
+    # A waiting task has recorded nothing, and there may be ten thousand of them.
+    waits = submission.index is not None and status is not None and status.state.waiting
+    attempts = [] if waits and status and not status.restarts else run_of(submission).attempts()
+    own = attempts[-1] if attempts else None
+    end = own.ended if own is not None else None
+    lost = False
+    if status is None or (status.state is JobState.UNKNOWN and end is not None):
+        if own is not None and not trouble:
+            own.check_readable()
+        status, lost = _own_status(submission, job_id, end, trouble, now)
+    if not status.state.over:
+        end = None
+    exit_code = status.exit_code
+    if end is not None and (not exit_code or status.state is JobState.FAILED):
+        exit_code = int(end["exit_code"])
+    if status.state is JobState.CANCELLED and status.started is None and own is None:
+        exit_code = None
+    over, reason = status.state.over, _reason(status, own, record)
+    # A preempted job, and one whose node failed, passes through that state on its way back into
+    # Slurm's queue; if it is not back after a while, that was its end.
+    recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
+    if record["backend"] == "slurm" and status.state in _BEFORE_REQUEUE and recent:
+        over, reason = False, "it may be requeued"
+    begun = own.started if own is not None else None
+    nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
+    return State.of(
+        submission,
+        record,
+        job_id=job_id,
+        state=status.state.value,
+        reason=reason,
+        nodes=status.nodes or nodes,
+        started=status.started or (begun.time if begun is not None else None),
+        ended=status.ended or (float(end["time"]) if end else None),
+        exit_code=exit_code,
+        attempts=len(attempts),
+        over=over,
+        lost=lost,
+        raw_state=status.raw_state if over else "",
+    )
 
 
 def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -> str:
-    """Return why a job waits or ended; hpml's own records come before the scheduler's word."""
+    """Return why a job waits or ended; hpml's own records come before the scheduler's reason."""
     if status.reason.startswith("Dependency"):
         runs = ", ".join(f"{run['run']} ({run['end']})" for run in record.get("after", ()))
         if runs and status.state.waiting:
@@ -289,26 +250,14 @@ def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -
 def _binding_error(attempt: Attempt) -> str:
     """Return the first rank that is not bound as planned; missing ranks have no proof."""
     wrong = [
-        (proof.get("node"), rank)
+        f"rank {rank.get('rank')} on {proof.get('node')} {rank['wrong'][0]}"
         for proof in attempt.proofs()
         for rank in proof.get("ranks", ())
         if rank.get("wrong")
     ]
     if not wrong:
         return "ranks are not bound as planned: the job's output says which"
-    node, rank = wrong[0]
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"rank {rank.get('rank')} on {node} {rank['wrong'][0]}{more}"
-
-
-def _may_be_requeued(status: JobStatus, now: float) -> bool:
-    """Whether Slurm may be about to requeue a job that it calls over.
-
-    A preempted job, and one whose node failed, passes through that state on its way back into the
-    queue; if it is not back after a while, that was its end.
-    """
-    recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
-    return status.state in _BEFORE_REQUEUE and recent
+    return wrong[0] + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
 
 
 def _own_status(
@@ -328,69 +277,7 @@ def _own_status(
         )
         return status, not status.state.over
     lost = now - (submission.started_at() or now) >= _FORGOTTEN_SECONDS
-    reason = (
-        "the scheduler has forgotten it, and the job did not record its end"
-        if lost
-        else "the scheduler does not know it (yet)"
-    )
+    reason = "the scheduler does not know it (yet)"
+    if lost:
+        reason = "the scheduler has forgotten it, and the job did not record its end"
     return JobStatus(job_id, JobState.UNKNOWN, reason=reason), lost
-
-
-def wait_until_over(
-    store: Store,
-    submission: Submission,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    now: Callable[[], float] = time.time,
-    each: Callable[[State], None] = lambda _: None,
-    pauses: PollSchedule | None = None,
-) -> State:
-    """Return the submission's last state, once it is over.
-
-    The scheduler is asked after 1 s and then less and less often, up to 30 s apart. The job's own
-    record of its end triggers the next question at once: it is looked for five times a second, for
-    a Slurm job, whose records may lie on a shared file system, once a second. A job that its
-    scheduler does not know in three answers in a row is given up.
-
-    Raises:
-        RecordError: its record cannot be read.
-    """
-    pauses = pauses or PollSchedule()
-    lost = 0
-    end_seen = False  # before the scheduler was asked: what is written meanwhile is news
-    backends = cache(_opener(store))
-    while True:
-        state = states(store, [submission], backends=backends, now=now)[0]
-        each(state)
-        if state.state == UNREADABLE:
-            raise RecordError(state.reason)
-        lost = lost + 1 if state.lost else 0
-        if state.over or lost >= _LOST_ANSWERS:
-            return state
-        watched = _watched(state)
-        end_seen = end_seen and _ends_recorded(watched)
-        local = state.backend == "local"
-        pause = next(pauses)
-        deadline = now() + (min(pause, _LOCAL_END_SECONDS) if end_seen and local else pause)
-        while now() < deadline:
-            each(state)
-            sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
-            if not end_seen and _ends_recorded(watched):
-                end_seen = True
-                pauses.reset()
-                break
-
-
-def _watched(state: State) -> list[Run]:
-    """Return the runs whose records are watched: of an array only the last few tasks."""
-    if not state.tasks:
-        return [state.run]
-    going = [task.run for task in state.tasks if not task.over]
-    return going if len(going) <= _WATCHED_TASKS else []
-
-
-def _ends_recorded(runs: list[Run]) -> bool:
-    newest = [run.attempts()[-1:] for run in runs]
-    return bool(newest) and all(
-        attempts and os.path.exists(attempts[0].directory / "ended.json") for attempts in newest
-    )

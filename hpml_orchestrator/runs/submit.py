@@ -54,7 +54,8 @@ def submit(
         SchedulerError: refused; the refusal is written down and no job exists.
         SchedulerUnavailable: not known; `resume` finds out.
     """
-    job_id = _start(submission, scheduler, 1, environment=environment, clock=clock)
+    after = submission.record().get("after", ())
+    job_id = _start(submission, scheduler, 1, after, environment, clock)
     if job_id is None:
         raise SchedulerUnavailable(
             f"another hpml is submitting {submission.sid}, or writing its records was too slow",
@@ -67,17 +68,15 @@ def _start(
     submission: Submission,
     scheduler: Scheduler,
     number: int,
-    *,
+    after: Sequence[Mapping[str, str]],
     environment: Mapping[str, str],
     clock: Callable[[], float],
-    after: Sequence[Mapping[str, str]] | None = None,
 ) -> str | None:
     """Call sbatch as the start of that number and return the job's id.
 
     None where another hpml has made that start, or it may take ours for one that failed.
     """
     record = submission.record()
-    dependencies = record.get("after", ()) if after is None else after
     request = SubmitRequest(
         directory=submission.directory,
         output=Path(record["output"]),
@@ -85,7 +84,7 @@ def _start(
         comment=record["comment"],
         environment=travelling(environment, record["job"]["environment"]["inherit"]),
         array=record["job"].get("array") is not None,
-        after=tuple(Dependency(run["job_id"], run["end"]) for run in dependencies),
+        after=tuple(Dependency(run["job_id"], run["end"]) for run in after),
     )
     arguments = scheduler.arguments(request)
     encoded = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
@@ -107,46 +106,39 @@ def _start(
     return job_id
 
 
-def settle(
-    store: Store,
-    submission: Submission,
-    scheduler: Scheduler,
-    *,
-    now: float | None = None,
-) -> Outcome:
+def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: float) -> Outcome:
     """Find out what became of a submission whose job is not recorded; never submits.
 
     Returns:
         `Found` (its job is recorded then), `Absent` (there is no job and there will be none), or
         `Undecided` with the reason and when to ask again.
     """
-    moment = time.time() if now is None else now
     record = submission.record()
     if submission.is_array():  # a task that has not started has no directory
         runs = [Run(store.runs_dir / rid) for _, rid in submission.runs()]
     else:
         runs = [store.run(submission.sid)]
     claimed = [attempt.submitted_id for run in runs for attempt in run.attempts() if attempt.job_id]
-    started = submission.started_at()
+    started, created = submission.started_at(), float(record["created"])
     outcome = recover(
         scheduler,
         submission.directory,
         name=record["name"],
-        prepared_at=float(record["created"]),
+        prepared_at=created,
         sbatch_started_at=started,
         attempt_job_ids=claimed,
-        now=moment,
+        now=now,
         grace_seconds=_SHORT_GRACE_SECONDS if submission.submitter_is_gone() else GRACE_SECONDS,
     )
     if isinstance(outcome, Absent) and started is None:
         # The hpml that prepared it a moment ago may be about to call sbatch.
-        recent = abs(moment - float(record["created"])) < GRACE_SECONDS
+        recent = abs(now - created) < GRACE_SECONDS
         if recent and "submitter" in record and owner_is_alive(Owner(**record["submitter"])):
             return Undecided("hpml is about to call sbatch", _AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
-        submission.record_refusal(outcome.refused, now=moment)
+        submission.record_refusal(outcome.refused, now=now)
     if isinstance(outcome, Found):
-        submission.record_job(outcome.job_id, how=outcome.how, now=moment)
+        submission.record_job(outcome.job_id, how=outcome.how, now=now)
     return outcome
 
 
@@ -165,18 +157,8 @@ def resume(
 
     The job is looked for first. It is submitted only when it is certain that there is none and that
     no sbatch of an earlier hpml can still make one; of several hpml that find so at the same time,
-    one submits it.
-
-    Args:
-        store: where records live.
-        submission: which one.
-        scheduler: the one that it is for.
-        environment: of the submitting process.
-        clock: seconds since the epoch.
-        sleep: pauses for so many seconds.
-        notice: takes a line to show while it waits.
-        after: returns which of the runs that it waits for are not over yet, as
-            `after.outstanding`; those on record when left out.
+    one submits it. `after` returns which of the runs that it waits for are not over yet, as
+    `outstanding` does; those on record count when it is left out.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one.
@@ -200,28 +182,15 @@ def resume(
             runs = submission.record().get("after", ())
             if after is not None and runs:
                 runs = after([f"{run['end']}:{run['run']}" for run in runs])
-            job_id = _start(
-                submission,
-                scheduler,
-                starts + 1,
-                environment=environment,
-                clock=clock,
-                after=runs,
-            )
+            job_id = _start(submission, scheduler, starts + 1, runs, environment, clock)
             if job_id is not None:
                 return job_id
             outcome = Undecided("another hpml is submitting it", _AGAIN_SECONDS)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
-        _pause(submission, outcome.retry_after, sleep)
-
-
-def _pause(submission: Submission, seconds: float, sleep: Callable[[float], None]) -> None:
-    """Sleep until the time is up or another hpml has recorded the answer."""
-    left = seconds
-    while left > 0 and submission.job() is None and submission.refused() is None:
-        step = min(left, _AGAIN_SECONDS)
-        sleep(step)
-        left -= step
+        left = outcome.retry_after
+        while left > 0 and submission.job() is None and submission.refused() is None:
+            sleep(min(left, _AGAIN_SECONDS))  # another hpml may record the answer meanwhile
+            left -= _AGAIN_SECONDS
 
 
 def _hint(submission: Submission) -> str:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.runs.bound import Bound, bound_of
-from hpml_orchestrator.runs.monitored import Monitored, monitor_lines, monitored_nodes, together
+from hpml_orchestrator.runs.monitored import (
+    Monitored,
+    monitor_lines,
+    monitored_nodes,
+    numbers,
+    together,
+)
 from hpml_orchestrator.runs.staged import Staged, staged_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["Phase", "Summary", "Timeline", "binding_of", "phases", "summarise"]
@@ -24,59 +30,37 @@ __all__ = ["Phase", "Summary", "Timeline", "binding_of", "phases", "summarise"]
 class Phase:
     """One stretch of a run's time.
 
-    Attributes:
-        name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`, `end`;
-            `running` where the program reports nothing of itself.
-        seconds: wall-clock time.
+    The names are `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`,
+    `end`; `running` where the program reports nothing of itself.
     """
 
     name: str
-    seconds: float
+    seconds: float  # wall-clock time
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures.
+    """A run in figures."""
 
-    Attributes:
-        phases: the last attempt's time, phase by phase, without gaps.
-        staged_bytes, staged_files: on all nodes together.
-        staging_seconds: of the slowest node.
-        stages: each entry of `stage`, on all nodes.
-        nodes: nodes that became ready.
-        ranks: ranks that recorded their binding.
-        world_size: number of ranks by those records; 0 without any.
-        result: figures that the training reported at its end, units in the keys.
-        last_step: rank 0's last counters.
-        data_wait_ratio: share of the ranks' step time spent waiting for data; None if not reported.
-        samples_per_second: of all ranks, as the result says, else by the counters since the warm-up
-            ended; None if neither is known.
-        binding: whether the ranks are bound as planned, in one line; empty if not known.
-        binding_failed: whether the job failed because they are not.
-        monitor: what the job's monitor saw on all nodes together; None without a monitor.
-        monitored: the same of each node.
-        monitor_lines: both as text.
-        signals: those that did not end the job, by name: how often they came, and when last, in
-            seconds since the epoch.
-    """
-
-    phases: list[Phase] = field(default_factory=list)
-    staged_bytes: int = 0
+    phases: list[Phase] = field(default_factory=list)  # of the last attempt, without gaps
+    staged_bytes: int = 0  # on all nodes together
     staged_files: int = 0
-    staging_seconds: float = 0.0
+    staging_seconds: float = 0.0  # of the slowest node
     stages: list[Staged] = field(default_factory=list)
-    nodes: int = 0
-    ranks: int = 0
-    world_size: int = 0
-    result: dict[str, Any] = field(default_factory=dict)
-    last_step: dict[str, Any] = field(default_factory=dict)
-    data_wait_ratio: float | None = None
+    nodes: int = 0  # that became ready
+    ranks: int = 0  # that recorded their binding
+    world_size: int = 0  # by those records; 0 without any
+    result: dict[str, Any] = field(default_factory=dict)  # what the training reported at its end
+    last_step: dict[str, Any] = field(default_factory=dict)  # rank 0's last counters
+    data_wait_ratio: float | None = None  # share of the ranks' step time spent waiting for data
+    # Of all ranks, as the result says, else by the counters since the warm-up ended.
     samples_per_second: float | None = None
-    binding: str = ""
-    binding_failed: bool = False
-    monitor: Monitored | None = None
-    monitored: list[Monitored] = field(default_factory=list)
-    monitor_lines: list[str] = field(default_factory=list)
+    binding: str = ""  # whether the ranks are bound as planned, in one line
+    binding_failed: bool = False  # whether the job failed because they are not
+    monitor: Monitored | None = None  # of all nodes together; None without a monitor
+    monitored: list[Monitored] = field(default_factory=list)  # of each node
+    monitor_lines: list[str] = field(default_factory=list)  # both as text
+    # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,50 +72,60 @@ def summarise(state: State) -> Summary:
     """Return the summary of a run's last attempt; empty where nothing was recorded.
 
     Raises:
-        RecordError: its records may not be read.
+        RecordError: its records may not be read, or are damaged.
     """
     attempt = state.run.newest()
     if attempt is None:
         return Summary()
+    try:
+        return _summary(state, attempt)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RecordError(f"a record in {attempt.directory} is damaged: {error!r}") from error
+
+
+def _summary(state: State, attempt: Attempt) -> Summary:
     timeline = Timeline(attempt.milestones())
     ready = sorted(timeline.ready, key=lambda event: event.time)
-    steps = {rank: last.data for rank, (_, last) in timeline.steps.items()}
+    staged = [numbers(event.data) for event in ready]
     result = dict(timeline.result.data) if timeline.result else {}
     result.pop("final", None)
-    rate = _rate(timeline.steps.values())
+    last_step = dict(timeline.steps[0][1].data) if 0 in timeline.steps else {}
+    rate = _rate(timeline)
     if "samples_per_second" in result:
-        rate = _number(result, "samples_per_second") or None
+        rate = numbers(result).get("samples_per_second") or None
     bindings = attempt.bindings()
+    ranks = [numbers(record) for record in bindings]
     bound = binding_of(state)
     script_ended = None if attempt.ended is None else float(attempt.ended["time"])
     # The scheduler's time may be rounded; the script's comes before the scheduler clears up.
     ends = [end for end in (state.ended, script_ended) if end is not None]
     monitored = monitored_nodes(attempt)
-    nodes = [event.node for event in ready]
     return Summary(
         phases=phases(
             timeline,
             queued=timeline.first.get("queued"),
-            bound=[time for record in bindings if (time := _number(record, "time"))],
+            bound=[rank["time"] for rank in ranks if rank.get("time")],
             left=script_ended,
             ended=max(ends, default=None),
         ),
-        staged_bytes=sum(int(_number(event.data, "bytes")) for event in ready),
-        staged_files=sum(int(_number(event.data, "files")) for event in ready),
-        staging_seconds=max((_number(event.data, "seconds") for event in ready), default=0.0),
+        staged_bytes=int(sum(node.get("bytes", 0.0) for node in staged)),
+        staged_files=int(sum(node.get("files", 0.0) for node in staged)),
+        staging_seconds=max((node.get("seconds", 0.0) for node in staged), default=0.0),
         stages=staged_entries(ready),
         nodes=len(ready),
         ranks=len(bindings),
-        world_size=max((int(_number(record, "world_size")) for record in bindings), default=0),
+        world_size=int(max((rank.get("world_size", 0.0) for rank in ranks), default=0.0)),
         result=result,
-        last_step=dict(steps.get(0, {})),
-        data_wait_ratio=_data_wait(steps.values()),
+        last_step=last_step,
+        data_wait_ratio=_data_wait(timeline),
         samples_per_second=rate,
         binding=bound.line,
         binding_failed=bound.fatal,
         monitor=together(monitored),
         monitored=monitored,
-        monitor_lines=monitor_lines(monitored, ready=nodes, ended=script_ended),
+        monitor_lines=monitor_lines(
+            monitored, ready=[event.node for event in ready], ended=script_ended
+        ),
         signals=_signals(timeline.signals),
     )
 
@@ -190,7 +184,7 @@ class Timeline:
         if event.event == "signal":
             came = self.signals.setdefault(str(event.data.get("name")), {})
             count, before = came.get(event.node, (0, time))
-            came[event.node] = count + int(_number(event.data, "count")), max(before, time)
+            came[event.node] = count + int(numbers(event.data).get("count", 0.0)), max(before, time)
         if event.event == "step" and event.rank is not None:
             first, last = self.steps.get(event.rank, (event, event))
             self.steps[event.rank] = (
@@ -232,32 +226,28 @@ def phases(
         "warm-up": first.get("step"),
         "training": trained,
     }
-    last = "" if trained is not None else _last_begun(first, launched=bool(bound))
-    if last:
-        marks[last] = ended if left is None else left
+    begun = {
+        "start-up": "started" in first,
+        "staging": "staging" in first,
+        "launch": "ready" in first,
+        "running": bool(bound),
+        "rendezvous": "rendezvous" in first,
+        "warm-up": "warm-up" in first,
+    }
+    last = [name for name, has_begun in begun.items() if has_begun][-1:]
+    if trained is None and last:
+        marks[last[0]] = ended if left is None else left
     marks["end"] = ended
-    found = []
+    stretches = []
     here = queued
     if here is None:
         here = first.get("started")
         del marks["queue"]
     for name, mark in marks.items():
         if mark is not None and here is not None:
-            found.append(Phase(name, round(max(0.0, mark - here), 6)))
+            stretches.append(Phase(name, round(max(0.0, mark - here), 6)))
             here = max(here, mark)
-    return found
-
-
-def _last_begun(first: Mapping[str, float], *, launched: bool) -> str:
-    """Return the phase that began last; empty where nothing began."""
-    for event in ("warm-up", "rendezvous"):
-        if event in first:
-            return event
-    if "ready" in first or launched:
-        return "running" if launched else "launch"
-    if "staging" in first:
-        return "staging"
-    return "start-up" if "started" in first else ""
+    return stretches
 
 
 def _signals(came: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, tuple[int, float]]:
@@ -270,26 +260,22 @@ def _signals(came: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, t
     return signals
 
 
-def _data_wait(steps: Collection[Mapping[str, Any]]) -> float | None:
+def _data_wait(timeline: Timeline) -> float | None:
     """Return waited / (steps' whole time), both summed over the ranks."""
-    waited = sum(_number(step, "data_wait_seconds_total") for step in steps)
-    stepped = sum(_number(step, "step_seconds_total") for step in steps)
+    steps = [numbers(last.data) for _, last in timeline.steps.values()]
+    waited = sum(step.get("data_wait_seconds_total", 0.0) for step in steps)
+    stepped = sum(step.get("step_seconds_total", 0.0) for step in steps)
     return waited / stepped if stepped > 0 else None
 
 
-def _rate(steps: Collection[tuple[Event, Event]]) -> float | None:
+def _rate(timeline: Timeline) -> float | None:
     """Return samples/s of all ranks between their first counters and their last."""
-    counted = [
-        _number(last.data, "samples_total") - _number(first.data, "samples_total")
-        for first, last in steps
-    ]
+    steps = timeline.steps.values()
     began = min((first.time for first, _ in steps), default=0.0)
     took = max((last.time for _, last in steps), default=0.0) - began
-    samples = sum(max(0.0, count) for count in counted)
+    name = "samples_total"
+    samples = sum(
+        max(0.0, numbers(last.data).get(name, 0.0) - numbers(first.data).get(name, 0.0))
+        for first, last in steps
+    )
     return samples / took if samples and took > 0 else None
-
-
-def _number(data: Mapping[str, Any], key: str) -> float:
-    """Return a number that a rank reported; 0 where it reported none, or something else."""
-    value = data.get(key)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

@@ -13,7 +13,7 @@ import jinja2.nodes
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.runs.output import output_directory
+from hpml_orchestrator.runs.prepare import output_directory
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.template import own_directory
 from hpml_orchestrator.script.user_template import UserEnvironment, fault_of
@@ -26,21 +26,13 @@ _BASE = "base"
 
 @dataclass(frozen=True)
 class Template:
-    """One template.
+    """One template of batch scripts."""
 
-    Attributes:
-        name: such as `torchrun`.
-        purpose: what it is for.
-        origin: `hpml`, or the user's directory that it is in.
-        file: its path.
-        blocks: blocks that it writes.
-    """
-
-    name: str
+    name: str  # such as `torchrun`
     purpose: str
-    origin: str
+    origin: str  # `hpml`, or the user's directory that it is in
     file: str
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # that it writes
 
 
 def templates(directory: str | None = None) -> list[Template]:
@@ -50,11 +42,11 @@ def templates(directory: str | None = None) -> list[Template]:
         InputError: one of the user's cannot be parsed, or there is no such directory.
     """
     environment = UserEnvironment(directory) if directory else template.environment()
-    found: dict[str, Template] = {}
+    listed: dict[str, Template] = {}
     for folder in filter(None, (directory, own_directory())):
         for path in sorted(Path(folder).rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if not path.is_file() or name in found:
+            if not path.is_file() or name in listed:
                 continue
             origin = "hpml" if folder == own_directory() else folder
             try:
@@ -67,9 +59,12 @@ def templates(directory: str | None = None) -> list[Template]:
                 raise fault_of(error, folder, name) from error
             blocks = tuple(block.name for block in tree.find_all(jinja2.nodes.Block))
             plain = name.removesuffix(_SUFFIX)
-            found[name] = Template(plain, _purpose(plain), origin, str(path), blocks)
+            listed[name] = Template(plain, _purpose(plain), origin, str(path), blocks)
     order = {name: index for index, name in enumerate(own_names())}
-    return sorted(found.values(), key=lambda one: (order.get(one.name, len(order)), one.name))
+    return sorted(
+        listed.values(),
+        key=lambda template: (order.get(template.name, len(order)), template.name),
+    )
 
 
 def own_names() -> list[str]:

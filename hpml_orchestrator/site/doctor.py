@@ -37,19 +37,12 @@ _SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
-
-    Attributes:
-        check: what.
-        result: `ok`, `none` (absent, and hpml works without), or `missing`.
-        found: what there is.
-        hint: what to do, where something is missing.
-    """
+    """One thing that was checked."""
 
     check: str
-    result: str
+    result: str  # `ok`, `none` (absent, and hpml works without), or `missing`
     found: str
-    hint: str = ""
+    hint: str = ""  # what to do, where something is missing
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding for programs."""
@@ -69,39 +62,41 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
     git = _output(["git", "--version"])
     gpus = _output(["nvidia-smi", "-L"])
     mpirun = (_output(["mpirun", "--version"]) or "not on PATH").partition("\n")[0]
-    horovodrun = shutil.which("horovodrun")
     return [
         Finding("hpml", "ok", f"{__version__} on Python {platform.python_version()}"),
-        _required(
+        _finding(
             "interpreter for the nodes",
             interpreter if starts else None,
             f"{interpreter} does not start with -I -S",
             "install hpml into a virtual environment made with `python3 -m venv`",
         ),
         _templates(),
-        _required("bash", bash, "not on PATH", "install bash 4 or newer"),
-        _optional("git", git, "not on PATH: records have no commit, and there are no snapshots"),
+        _finding("bash", bash, "not on PATH", "install bash 4 or newer"),
+        _finding("git", git, "not on PATH: records have no commit, and there are no snapshots"),
         _records(store),
         _site(site),
         *_slurm(),
         _space("RAM staging (/dev/shm)", "/dev/shm"),  # noqa: S108 - the node's RAM
         _space("local staging (/tmp)", "/tmp"),  # noqa: S108 - the node's local directory
-        _optional("GPUs of this machine", gpus and f"{len(gpus.splitlines())}", "no NVIDIA driver"),
-        _optional(
+        _finding("GPUs of this machine", gpus and f"{len(gpus.splitlines())}", "no NVIDIA driver"),
+        _finding(
             "mpirun",
             mpirun if "Open MPI" in mpirun else None,
             f"{mpirun[:60]}: `launcher: mpirun` needs Open MPI's",
         ),
-        _optional("horovodrun", horovodrun, "not on PATH: `launcher: horovodrun` needs it"),
+        _finding(
+            "horovodrun",
+            shutil.which("horovodrun"),
+            "not on PATH: `launcher: horovodrun` needs it",
+        ),
     ]
 
 
-def _required(check: str, found: str | None, problem: str, hint: str) -> Finding:
-    return Finding(check, "ok", found) if found else Finding(check, "missing", problem, hint)
-
-
-def _optional(check: str, found: str | None, absent: str) -> Finding:
-    return Finding(check, "ok", found) if found else Finding(check, "none", absent)
+def _finding(check: str, found: str | None, absent: str, hint: str = "") -> Finding:
+    """Return `ok` with what was found, else `missing` with a hint, or `none` without one."""
+    if found:
+        return Finding(check, "ok", found)
+    return Finding(check, "missing" if hint else "none", absent, hint)
 
 
 def _templates() -> Finding:
@@ -112,15 +107,13 @@ def _templates() -> Finding:
 
 
 def _records(store: Store) -> Finding:
-    problem = ""
     try:
         store.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root):
-            pass
+            return Finding("records", "ok", str(store.root))
     except OSError as error:
-        problem = f"{store.root}: {error.strerror or error}"
-    hint = "set HPML_HOME to a directory that you can write to and that the nodes see"
-    return _required("records", None if problem else str(store.root), problem, hint)
+        hint = "set HPML_HOME to a directory that you can write to and that the nodes see"
+        return Finding("records", "missing", f"{store.root}: {error.strerror or error}", hint)
 
 
 def _site(chosen: str) -> Finding:
@@ -135,22 +128,33 @@ def _site(chosen: str) -> Finding:
         hints = "; ".join(dict.fromkeys(error.hint for error in errors))
         return Finding("site profile", "missing", found, hints)
     sources = ", ".join(str(path) for path in site.sources) if site is not None else ""
-    return _optional("site profile", sources, "none here: `hpml init` writes one")
+    return _finding("site profile", sources, "none here: `hpml init` writes one")
 
 
 def _slurm() -> list[Finding]:
     absent = [name for name in _SLURM_COMMANDS if shutil.which(name) is None]
     if len(absent) == len(_SLURM_COMMANDS):
         return [Finding("Slurm", "none", "no commands on PATH: jobs run on this machine")]
-    problem = (f"not on PATH: {', '.join(absent)}", "load Slurm's module") if absent else None
-    if problem is None:
-        problem = _slurm_problem()
-    if problem is not None:
-        return [Finding("Slurm", "missing", *problem)]
+    if absent:
+        return [_slurm_fault(f"not on PATH: {', '.join(absent)}", "load Slurm's module")]
+    try:
+        check_configuration("scontrol", os.environ)
+    except ConfigurationMissing as error:
+        return [_slurm_fault(error.message, error.hint)]
+    version = _output(["sbatch", "--version"]) or "of unknown version"
+    if " is UP" not in (_output(["scontrol", "ping"]) or ""):
+        hint = "`scontrol ping` says more; is SLURM_CONF right?"
+        return [_slurm_fault(f"{version}, and its controller does not answer", hint)]
+    try:
+        is_old = () < slurm_version(SubprocessRunner())[:2] < _OLDEST_SLURM
+    except SchedulerUnavailable:
+        is_old = False
+    if is_old:
+        return [_slurm_fault(f"{version} is too old", "hpml needs Slurm 22.05 or newer")]
     accounting = _output(["sacct", "-n", "-X", "-S", "now", "-o", "jobid"])
     return [
-        Finding("Slurm", "ok", f"{_output(['sbatch', '--version'])}, controller is up"),
-        _optional(
+        Finding("Slurm", "ok", f"{version}, controller is up"),
+        _finding(
             "accounting",
             None if accounting is None else "sacct answers",
             "sacct does not answer: job ends come from squeue and records",
@@ -158,23 +162,8 @@ def _slurm() -> list[Finding]:
     ]
 
 
-def _slurm_problem() -> tuple[str, str] | None:
-    """Return what is wrong with Slurm and what to do; None where it answers and is new enough."""
-    try:
-        check_configuration("scontrol", os.environ)
-    except ConfigurationMissing as error:
-        return error.message, error.hint
-    version = _output(["sbatch", "--version"]) or "of unknown version"
-    if " is UP" not in (_output(["scontrol", "ping"]) or ""):
-        hint = "`scontrol ping` says more; is SLURM_CONF right?"
-        return f"{version}, and its controller does not answer", hint
-    try:
-        numbers = slurm_version(SubprocessRunner())
-    except SchedulerUnavailable:
-        numbers = ()
-    if numbers and numbers[:2] < _OLDEST_SLURM:
-        return f"{version} is too old", "hpml needs Slurm 22.05 or newer"
-    return None
+def _slurm_fault(found: str, hint: str) -> Finding:
+    return Finding("Slurm", "missing", found, hint)
 
 
 def _space(check: str, path: str) -> Finding:

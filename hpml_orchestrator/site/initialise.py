@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, SchedulerError
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import CommandMissing, ConfigurationMissing
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
-from hpml_orchestrator.site import profile_values as values
 from hpml_orchestrator.site.look import Look
-from hpml_orchestrator.site.nodes import group_nodes
+from hpml_orchestrator.site.nodes import gpu_text, group_nodes
 from hpml_orchestrator.site.probe import probe
-from hpml_orchestrator.site.profile_text import Origin, profile_text
+from hpml_orchestrator.site.profile_text import Origin, profile_text, release
 from hpml_orchestrator.spec.site import Site
 from hpml_orchestrator.spec.site_find import PROJECT_NAME, user_path
 
@@ -36,79 +38,66 @@ _REFUSALS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Profile:
-    """A site profile, written or to be written.
+    """A site profile, written or to be written."""
 
-    Attributes:
-        cluster: what it was made of.
-        groups: its kinds of nodes.
-        text: of the file.
-        looks: per kind what a probe found, or why there is none.
-        files: topology files beside it: relative path -> text.
-    """
-
-    cluster: Cluster
+    cluster: Cluster  # what it was made of
     groups: Sequence[NodeGroup]
     text: str
+    # By kind of node, what a probe found, or why there is none.
     looks: Mapping[str, Look | str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def _accounts(self) -> list[str] | None:
-        associations = self.cluster.associations
-        return (
-            None if associations is None else list(dict.fromkeys(a.account for a in associations))
-        )
+    files: Mapping[str, str] = field(default_factory=dict)  # topologies: relative path -> text
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, for programs."""
         limits, default = self.cluster.limits, self.cluster.default_partition
         hosts = {kind: look.host for kind, look in self.looks.items() if isinstance(look, Look)}
+        accounts = self.cluster.associations
         return {
             "cluster": limits.cluster,
-            "slurm": values.release(limits.version),
+            "slurm": release(limits.version),
             "default_partition": default.name if default else None,
             "partitions": [partition.name for partition in self.cluster.partitions],
             "node_types": [
                 {
                     "name": group.name,
                     "count": len(group.nodes),
-                    "gpus": values.gpus(group.gpus)[0] if group.gpus else "0",
+                    "gpus": gpu_text(group.gpus) if group.gpus else "0",
                     "looked_at": hosts.get(group.name),
                 }
                 for group in self.groups
             ],
-            "accounts": self._accounts,
+            "accounts": accounts
+            and list(dict.fromkeys(association.account for association in accounts)),
             "text": self.text,
         }
 
     def lines(self) -> list[str]:
         """Return what was found, for people: a few lines."""
-        limits, cluster, accounts = self.cluster.limits, self.cluster, self._accounts
-        version = values.release(limits.version)
-        partitions = [
-            partition.name + ("" if partition.state == "UP" else f" ({partition.state})")
-            for partition in cluster.partitions
-        ]
-        names, default = values.first_few(partitions), cluster.default_partition
-        kinds = values.first_few([f"{len(group.nodes)} {group.name}" for group in self.groups])
+        cluster, known = self.cluster, self.to_json()
+        partitions = first_few(
+            [
+                partition.name + f" ({partition.state})" * (partition.state != "UP")
+                for partition in cluster.partitions
+            ]
+        )
+        kinds = first_few([f"{len(group.nodes)} {group.name}" for group in self.groups])
         nodes = f"{len(cluster.nodes)}: {kinds}"
         if "nodes" in cluster.hidden:
             nodes = "not shown by the cluster (PrivateData)"
+        accounts = "unknown: Slurm's accounting did not answer"
+        if known["accounts"] is not None:
+            accounts = first_few(known["accounts"]) or "none of yours"
         lines = [
-            f"cluster     {limits.cluster or '(without a name)'}, Slurm {version or '?'}",
-            f"partitions  {names}; default: {default.name if default else 'none'}",
+            f"cluster     {known['cluster'] or '(without a name)'}, Slurm {known['slurm'] or '?'}",
+            f"partitions  {partitions}; default: {known['default_partition'] or 'none'}",
             f"nodes       {nodes}",
         ]
         out = sum(not node.up for node in cluster.nodes)
-        if out:
-            lines.append(f"            {out} out of service")
-        known = "unknown: Slurm's accounting did not answer"
-        if accounts is not None:
-            known = values.first_few(accounts) or "none of yours"
-        lines.append(f"accounts    {known}")
+        lines += [f"            {out} out of service"] * bool(out)
+        lines.append(f"accounts    {accounts}")
         if self.looks:
             probed = [kind for kind, look in self.looks.items() if isinstance(look, Look)]
-            lines.append(f"probed      {values.first_few(probed) or 'no kind of node'}")
+            lines.append(f"probed      {first_few(probed) or 'no kind of node'}")
             refused = [
                 f"            not {kind}: {look}"
                 for kind, look in self.looks.items()
@@ -123,7 +112,7 @@ def profile_path(output: str, *, user: bool, force: bool, environment: Mapping[s
 
     Args:
         output: a path; empty for `hpml.toml` in the current directory.
-        user: whether it is the user's own, for all projects.
+        user: whether it is the user's own, for all projects; its directory is made.
         force: whether an existing file may be replaced.
         environment: of the process.
 
@@ -133,21 +122,21 @@ def profile_path(output: str, *, user: bool, force: bool, environment: Mapping[s
     if user and output:
         raise InputError("give one of --user and --output", field="--output", value=output)
     path = Path(os.path.abspath(os.path.expanduser(output or PROJECT_NAME)))
-    try:
-        if user:
-            own = user_path(environment)
-            if own is None:
-                raise InputError(
-                    "there is no home directory to write to",
-                    field="--user",
-                    hint="set HOME, or XDG_CONFIG_HOME to an absolute path, or give --output FILE",
-                )
-            path = own
+    if user:
+        own = user_path(environment)
+        if own is None:
+            raise InputError(
+                "there is no home directory to write to",
+                field="--user",
+                hint="set HOME, or XDG_CONFIG_HOME to an absolute path, or give --output FILE",
+            )
+        path = own
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise InputError("is a directory: give a file", field="--output", value=str(path))
-    except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from error
+        except OSError as error:
+            raise _cannot_write(path, error.strerror or str(error)) from error
+    if path.is_dir():
+        raise InputError("is a directory: give a file", field="--output", value=str(path))
     _refuse_existing(path, force=force)
     if not path.parent.is_dir():
         raise _cannot_write(path, "there is no such directory")
@@ -174,7 +163,8 @@ def initialise(
     Raises:
         NotFoundError: there is no Slurm here.
         SchedulerUnavailable: it does not answer.
-        SchedulerError: it does not show this user its partitions.
+        SchedulerError: it does not show this user its partitions, or has names that no profile
+            can hold.
     """
     try:
         cluster = read_cluster(run)
@@ -196,13 +186,18 @@ def initialise(
     groups = group_nodes(cluster)
     looks = probe(cluster, groups, run, travelling(environment, "minimal")) if look else {}
     topologies = {
-        kind: found.topology
-        for kind, found in looks.items()
-        if isinstance(found, Look) and found.topology
+        kind: seen.topology
+        for kind, seen in looks.items()
+        if isinstance(seen, Look) and seen.topology
     }
     names = {kind: f"topology/{kind}.xml" for kind in topologies}
     text = profile_text(cluster, Origin(__version__, writer, when, looks, names), groups)
-    Site.model_validate(tomllib.loads(text))  # a bug of hpml must not become a file
+    try:
+        Site.model_validate(tomllib.loads(text))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise SchedulerError(f"a profile cannot hold what Slurm says of {field}") from error
     files = {names[kind]: xml for kind, xml in topologies.items()}
     return Profile(cluster, groups, text, looks, files)
 

@@ -1,15 +1,13 @@
-"""Look at a node: a short POSIX shell program, and the parser of its output.
-
-The program changes nothing and needs only sh and df. It prints one finding per line, separated by
-tabs, between two marks, so that a greeting of the login shell does no harm.
-"""
+"""Look at a node: the parser of what the shell program `templates/look.sh` prints there."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-__all__ = ["SCRIPT", "Interface", "Look", "Place", "command", "parse"]
+from hpml_orchestrator import assets
+
+__all__ = ["Interface", "Look", "Place", "command", "parse"]
 
 _BEGIN, _END = "=== hpml look ===", "=== hpml end ==="
 _TOPOLOGY = "=== hpml topology ==="
@@ -19,64 +17,7 @@ _SHARED = re.compile(
 _MEMORY = ("tmpfs", "ramfs")
 _MODULE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./+@:=~-]{0,254}[A-Za-z0-9_+@=~-])?")
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
-_PLACE_PARTS, _INTERFACE_PARTS = 6, 5
 _TMP = "/tmp"  # noqa: S108 - where hpml stages when nothing else is known
-
-# $1: directory of TmpFS; $2: `xml` where the hardware's description is wanted as well.
-SCRIPT = rf"""
-PATH=${{PATH:-/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin}}; export PATH; LC_ALL=C; export LC_ALL
-tab=$(printf '\t')
-within() {{ # seconds, command: given up after that, where there is a program for it
-  seconds=$1; shift
-  if command -v timeout >/dev/null 2>&1; then timeout -k 1 "$seconds" "$@"; else "$@"; fi
-}}
-place() {{ # name, directory
-  test -d "$2" || return 0
-  writable=no; test -w "$2" && writable=yes
-  type=$(within 5 df -PT "$2" 2>/dev/null | awk 'NR == 2 {{ print $2 }}')
-  within 5 df -Pk "$2" 2>/dev/null | awk -v n="$1" -v d="$2" -v t="$type" -v w="$writable" \
-    'NR == 2 {{ printf "place\t%s\t%s\t%s\t%s\t%s\t%s\n", n, d, t, $2, $4, w }}'
-}}
-echo '{_BEGIN}'
-printf 'host\t%s\n' "$(uname -n)"
-place ram /dev/shm
-for name in SLURM_TMPDIR TMPDIR $(env | sed -n 's/^\([A-Za-z0-9_]*SCRATCH[A-Za-z0-9_]*\)=.*/\1/p') \
-  LOCALDIR LOCAL_TMPDIR JOBFS PBS_JOBFS BBPATH; do
-  eval "value=\${{$name:-}}"
-  case $value in /*) place "\$$name" "$value" ;; esac
-done
-place TmpFS "$1"
-for directory in /tmp /scratch /local /localscratch /local_scratch /local/scratch /lscratch \
-  /scratch/local /mnt/scratch /mnt/local /mnt/nvme /nvme /raid /raid/scratch /ssd; do
-  place path "$directory"
-done
-for path in /sys/class/net/*; do
-  name=${{path##*/}}
-  case $name in lo|docker*|veth*|virbr*|br-*|cni*|flannel*|cali*|tap*|tun*) continue ;; esac
-  case $name in dummy*|ifb*|sit*|'*') continue ;; esac
-  state=$(cat "$path/operstate" 2>/dev/null)
-  case $state in up|unknown) ;; *) continue ;; esac
-  speed=$(cat "$path/speed" 2>/dev/null)
-  type=$(cat "$path/type" 2>/dev/null)
-  address=no; grep -q "^$name$tab" /proc/net/route 2>/dev/null && address=yes
-  printf 'interface\t%s\t%s\t%s\t%s\t%s\n' \
-    "$name" "$state" "${{speed:-?}}" "${{type:-?}}" "$address"
-done
-if command -v bash >/dev/null 2>&1; then
-  within 20 bash -lc 'type module >/dev/null 2>&1 && echo "modules yes"; module -t avail 2>&1' \
-    </dev/null 2>/dev/null | sed 's/^/module\t/' | head -n 20000
-fi
-if test "$2" = xml; then
-  for program in lstopo-no-graphics lstopo; do
-    command -v "$program" >/dev/null 2>&1 || continue
-    echo '{_TOPOLOGY}'
-    "$program" --disallowed --of xml - 2>/dev/null ||
-      "$program" --whole-system --of xml - 2>/dev/null
-    break
-  done
-fi
-echo '{_END}'
-"""
 
 
 @dataclass(frozen=True)
@@ -113,26 +54,13 @@ class Interface:
 
 @dataclass(frozen=True)
 class Look:
-    """What was found on one node.
-
-    Attributes:
-        host: its host name.
-        places: directories for temporary data.
-        interfaces: networks, the best first.
-        modules: environment modules; None where there is no `module` command.
-        topology: hwloc XML of version 2; empty where there is none.
-    """
+    """What was found on one node."""
 
     host: str
-    places: tuple[Place, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
-    modules: tuple[str, ...] | None = None
-    topology: str = ""
-
-    @property
-    def ram(self) -> Place | None:
-        """`/dev/shm`."""
-        return next((place for place in self.places if place.name == "ram"), None)
+    places: tuple[Place, ...] = ()  # directories for temporary data
+    interfaces: tuple[Interface, ...] = ()  # the best first
+    modules: tuple[str, ...] | None = None  # None where there is no `module` command
+    topology: str = ""  # hwloc XML of version 2
 
     @property
     def network(self) -> tuple[str, ...]:
@@ -165,7 +93,8 @@ class Look:
 
 def command(tmp_fs: str, *, topology: bool) -> list[str]:
     """Return the command that looks, as an argument list."""
-    return ["/bin/sh", "-c", SCRIPT, "hpml-look", tmp_fs, "xml" if topology else ""]
+    script = assets.path("templates/look.sh").read_text("utf-8")
+    return ["/bin/sh", "-c", script, "hpml-look", tmp_fs, "xml" if topology else ""]
 
 
 def parse(text: str) -> Look | None:
@@ -174,43 +103,30 @@ def parse(text: str) -> Look | None:
     if match is None:
         return None
     lines, _, xml = match[1].partition(f"{_TOPOLOGY}\n")
-    rows: dict[str, list[list[str]]] = {}
+    places: dict[str, Place] = {}
+    interfaces: list[Interface] = []
+    modules: list[str] = []
+    host = ""
     for line in lines.split("\n"):
-        kind, *parts = line.split("\t")
-        rows.setdefault(kind, []).append(parts)
-    host = "".join(rows.get("host", [[]])[0][:1])
-    modules = [parts[0] for parts in rows.get("module", []) if parts]
+        match line.split("\t"):
+            case ["host", host]:
+                pass
+            case ["place", name, path, kind, total, free, writable] if (total + free).isdecimal():
+                place = Place(name, path, kind, int(total), int(free), writable == "yes")
+                places.setdefault(path, place)
+            case ["interface", name, speed, kind, addressed]:
+                mbps = int(speed) if speed.isdecimal() else 0  # -1: not known
+                interfaces.append(Interface(name, mbps, kind == _INFINIBAND, addressed == "yes"))
+            case ["module", module]:
+                modules.append(re.sub(r"\s*(\([^)]*\)|<[^>]*>)$", "", module.strip()))
+    interfaces.sort(key=lambda link: (-link.infiniband, -link.speed_mbps, link.name))
     whole = '<topology version="2.' in xml[:2000] and xml.rstrip().endswith("</topology>")
+    # `module -t avail` prints paths as well, which end in a colon.
+    names = dict.fromkeys(name for name in modules[1:] if _MODULE.fullmatch(name))
     return Look(
         host=host,
-        places=_places(rows.get("place", [])),
-        interfaces=_interfaces(rows.get("interface", [])),
-        modules=_modules(modules[1:]) if modules[:1] == ["modules yes"] else None,
+        places=tuple(places.values()),
+        interfaces=tuple(interfaces),
+        modules=tuple(names) if modules[:1] == ["modules yes"] else None,
         topology=xml if whole else "",
     )
-
-
-def _places(rows: list[list[str]]) -> tuple[Place, ...]:
-    places: dict[str, Place] = {}
-    for row in rows:
-        if len(row) == _PLACE_PARTS and all(re.fullmatch("[0-9]{1,18}", size) for size in row[3:5]):
-            name, path, filesystem, total, free, writable = row
-            place = Place(name, path, filesystem, int(total), int(free), writable == "yes")
-            places.setdefault(path, place)
-    return tuple(places.values())
-
-
-def _interfaces(rows: list[list[str]]) -> tuple[Interface, ...]:
-    found = []
-    for row in rows:
-        if len(row) == _INTERFACE_PARTS:
-            name, _, speed, kind, addressed = row
-            mbps = int(speed) if re.fullmatch("[0-9]{1,9}", speed) else 0  # -1: not known
-            found.append(Interface(name, mbps, kind == _INFINIBAND, addressed == "yes"))
-    return tuple(sorted(found, key=lambda one: (-one.infiniband, -one.speed_mbps, one.name)))
-
-
-def _modules(lines: list[str]) -> tuple[str, ...]:
-    """Return the names in the output of `module -t avail`: paths end in a colon."""
-    names = (re.sub(r"\s*(\([^)]*\)|<[^>]*>)$", "", line.strip()) for line in lines)
-    return tuple(dict.fromkeys(name for name in names if _MODULE.fullmatch(name)))

@@ -5,39 +5,39 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler import nodelist
+from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Gres, Node
 
-__all__ = ["MAX_KINDS", "NodeGroup", "fold", "group_nodes"]
+__all__ = ["NodeGroup", "fold", "gpu_text", "group_nodes"]
 
-MAX_KINDS = 64
-"""With more kinds than this, features are no longer compared, then disks, then memory."""
+_MAX_KINDS = 64
+"""With more kinds than this, features are no longer compared, then disks and memory."""
 
-_GPU = "gpu"
+_DIFFERING: dict[str, Callable[[Node], Hashable]] = {
+    "features": lambda node: node.features,
+    "memory": lambda node: node.memory_mib,
+    "local disk": lambda node: node.tmp_disk_mib,
+    "CPUs": lambda node: node.cpus,
+    "GPUs": lambda node: frozenset(_gpus(node)),
+}
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike.
+    """Nodes that are alike."""
 
-    Attributes:
-        name: such as `a100x4`, `cpu`, `a100x4-2`.
-        nodes: the nodes, in the cluster's order.
-        sample: a node with what all of them have: the least memory and disk, common features.
-        uneven: what differs within the group all the same, such as `memory`.
-    """
-
-    name: str
-    nodes: tuple[Node, ...]
-    sample: Node
-    uneven: tuple[str, ...] = ()
+    name: str  # such as `a100x4`, `cpu`, `a100x4-2`
+    nodes: tuple[Node, ...]  # in the cluster's order
+    sample: Node  # with what all of them have: the least memory and disk, common features
+    uneven: tuple[str, ...] = ()  # what differs within the group all the same, such as `memory`
 
     @property
     def gpus(self) -> tuple[Gres, ...]:
@@ -54,13 +54,19 @@ def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
     """Return the kinds of nodes, those with GPUs and the larger ones first.
 
     Compared are sockets, cores, threads, CPUs, GPUs, memory, local disk and features, but less
-    where that makes more than `MAX_KINDS`.
+    where that makes more than 64 kinds.
     """
-    for same in _COMPARISONS:
+    comparisons: tuple[Callable[[Node], Hashable], ...] = (
+        lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib, node.features),
+        lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib),
+        _hardware,
+        _gpus,
+    )
+    for same in comparisons:
         kinds: dict[Hashable, list[Node]] = {}
         for node in cluster.nodes:
             kinds.setdefault(same(node), []).append(node)
-        if len(kinds) <= MAX_KINDS:
+        if len(kinds) <= _MAX_KINDS:
             break
     ordered = sorted(kinds.values(), key=lambda nodes: (not _gpus(nodes[0]), -len(nodes)))
     taken: set[str] = set()
@@ -80,33 +86,25 @@ def fold(names: Iterable[str]) -> str:
         return ",".join(listed)
 
 
+def gpu_text(gpus: Sequence[Gres]) -> str:
+    """Return GPUs as a job file names them; their number where it cannot name their types."""
+    typed = ",".join(f"{gres.kind}:{gres.count}" if gres.kind else f"{gres.count}" for gres in gpus)
+    try:
+        return str(values.parse_gpus(typed))
+    except ValueError:
+        return str(sum(gres.count for gres in gpus))
+
+
 def _gpus(node: Node) -> tuple[Gres, ...]:
-    return tuple(sorted(gres for gres in node.gres if gres.name == _GPU and gres.count))
+    return tuple(sorted(gres for gres in node.gres if gres.name == "gpu" and gres.count))
 
 
 def _hardware(node: Node) -> tuple[Hashable, ...]:
     return (node.sockets, node.cores_per_socket, node.threads_per_core, node.cpus, _gpus(node))
 
 
-_COMPARISONS: tuple[Callable[[Node], Hashable], ...] = (
-    lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib, node.features),
-    lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib),
-    lambda node: (_hardware(node), node.memory_mib),
-    _hardware,
-    _gpus,
-    lambda node: bool(_gpus(node)),
-)
-
-
 def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
-    differing: dict[str, Callable[[Node], Hashable]] = {
-        "features": lambda node: node.features,
-        "memory": lambda node: node.memory_mib,
-        "local disk": lambda node: node.tmp_disk_mib,
-        "CPUs": lambda node: node.cpus,
-        "GPUs": _gpus,
-    }
-    uneven = [name for name, value in differing.items() if len(set(map(value, nodes))) > 1]
+    uneven = [name for name, value in _DIFFERING.items() if len(set(map(value, nodes))) > 1]
     sample = min(nodes, key=lambda node: (node.gpus(), node.cpus, node.memory_mib))
     sample = replace(
         sample,
@@ -115,17 +113,13 @@ def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
         cpus=min(node.cpus for node in nodes),
         features=frozenset.intersection(*(node.features for node in nodes)),
     )
-    return NodeGroup(_name(nodes[0], taken), tuple(nodes), sample, tuple(uneven))
-
-
-def _name(node: Node, taken: set[str]) -> str:
-    counts = Counter({gres.kind or _GPU: gres.count for gres in _gpus(node)})
+    counts = Counter({gres.kind or "gpu": gres.count for gres in _gpus(nodes[0])})
     parts = [
-        f"{re.sub(r'[^A-Za-z0-9_]', '', kind) or _GPU}x{number}"
+        f"{re.sub(r'[^A-Za-z0-9_]', '', kind) or 'gpu'}x{number}"
         for kind, number in sorted(counts.items())
     ]
     base = "-".join(parts)[:64] or "cpu"
     names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
     name = next(name for name in names if name not in taken)
     taken.add(name)
-    return name
+    return NodeGroup(name, tuple(nodes), sample, tuple(uneven))

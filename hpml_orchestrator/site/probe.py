@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
@@ -41,22 +42,21 @@ def probe(
     name = f"hpml-probe-{secrets.token_hex(4)}"
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            looks = list(pool.map(lambda group: _probe(cluster, group, run, env, name), groups))
+            looks = list(pool.map(partial(_probe, cluster, run=run, env=env, name=name), groups))
     except BaseException:
         _cancel(name, run, env)  # Ctrl-C: no probe stays in the queue
         raise
-    return {group.name: found for group, found in zip(groups, looks, strict=True)}
+    return {group.name: seen for group, seen in zip(groups, looks, strict=True)}
 
 
 def _probe(
-    cluster: Cluster, group: NodeGroup, run: Runner, env: Mapping[str, str], name: str
+    cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], name: str
 ) -> look.Look | str:
     node = next((node for node in group.nodes if node.up and "IDLE" in node.states), None)
     if node is None:
-        up = any(node.up for node in group.nodes)
-        return (
-            "no node of this kind was idle" if up else "all nodes of this kind are out of service"
-        )
+        if any(node.up for node in group.nodes):
+            return "no node of this kind was idle"
+        return "all nodes of this kind are out of service"
     argv = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--time=1", "--quiet"]
     argv += [f"--immediate={_IMMEDIATE_SECONDS}", f"--job-name={name}", f"--nodelist={node.name}"]
     argv += ["--chdir=/", "--mpi=none", "--cpu-bind=none"]
@@ -70,9 +70,9 @@ def _probe(
         except HpmlError as error:
             _cancel(name, run, env)
             return _short(str(error))
-        found = look.parse(done.stdout)
-        if found is not None:
-            return found
+        seen = look.parse(done.stdout)
+        if seen is not None:
+            return seen
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         lines = [line for line in lines if "error" in line.lower()] or lines
         reason = f"srun ended with status {done.returncode}"
@@ -93,7 +93,7 @@ def _attempts(cluster: Cluster, group: NodeGroup, node: Node) -> list[list[str]]
         and not (partition.root_only or partition.reservation_only)
     ][:_PARTITIONS_TRIED]
     gpus = [f"--gres=gpu:{gpu.kind}:1" if gpu.kind else "--gres=gpu:1" for gpu in group.gpus[:1]]
-    return [[one] for one in partitions] + [[one, gpu] for one in partitions for gpu in gpus]
+    return [[name] for name in partitions] + [[name, gpu] for name in partitions for gpu in gpus]
 
 
 def _cancel(name: str, run: Runner, env: Mapping[str, str]) -> None:

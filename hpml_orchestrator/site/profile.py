@@ -27,19 +27,12 @@ __all__ = [
 
 
 class NodePaths(NamedTuple):
-    """Where this node stages data, and the site's limits on opening files.
+    """Where this node stages data, and the site's limits on opening files."""
 
-    Attributes:
-        ram, scratch: a directory in RAM and one on the local disk; empty where there is none.
-        opens_per_node, opens_per_job: files per second, of a node and of all `nodes` of the job
-            together; 0 for no limit.
-        nodes: number of the job's nodes.
-    """
-
-    ram: str
-    scratch: str
-    opens_per_node: float = 0
-    opens_per_job: float = 0
+    ram: str  # a directory in RAM; empty where there is none
+    scratch: str  # one on the local disk
+    opens_per_node: float = 0  # files per second; 0 for no limit
+    opens_per_job: float = 0  # of all `nodes` of the job together
     nodes: int = 1
 
 
@@ -89,23 +82,19 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
     """
     if site is None:
         return {}
-    files = {
-        name: kind.topology
-        for name, kind in kinds_for(job, site).items()
-        if kind.topology is not None
-    }
-    return {name: _read(name, path, site) for name, path in files.items()}
+    kinds = kinds_for(job, site)
+    return {name: _read(name, kind.topology, site) for name, kind in kinds.items() if kind.topology}
 
 
 def topology_faults(site: ResolvedSite) -> list[InputError]:
     """Return the errors of the topology files of all node types."""
     faults = []
     for name, kind in site.site.node_types.items():
-        if kind.topology is not None:
-            try:
+        try:
+            if kind.topology:
                 _read(name, kind.topology, site)
-            except InputError as error:
-                faults.append(error)
+        except InputError as error:
+            faults.append(error)
     return faults
 
 
@@ -113,19 +102,17 @@ def _read(name: str, path: str, site: ResolvedSite) -> Topology:
     from hpml_orchestrator.topology.recognise import read_topology  # noqa: PLC0415 - as above
 
     field = f"node_types.{name}.topology"
+    where = f"in {site.origin(field)}"
     try:
-        found = read_topology(Path(path))
+        topology = read_topology(Path(path))
     except (InputError, NotFoundError) as error:
         raise InputError(
-            error.message, field=field, hint=f"in {site.origin(field)}; {error.hint}".rstrip("; ")
+            error.message, field=field, hint=f"{where}; {error.hint}".rstrip("; ")
         ) from None
-    if not found.cores:
-        raise InputError(
-            f"{path}: describes no CPUs",
-            field=field,
-            hint=f"in {site.origin(field)}; `hpml topo --json` on such a node writes one",
-        )
-    return found
+    if not topology.cores:
+        hint = f"{where}; `hpml topo --json` on such a node writes one"
+        raise InputError(f"{path}: describes no CPUs", field=field, hint=hint)
+    return topology
 
 
 def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str = "") -> NodePaths:
@@ -150,12 +137,10 @@ def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str =
     resolved = site_for(directory / "job.yaml", environment, chosen=chosen)
     if resolved is None:
         return NodePaths(ram, scratch, nodes=nodes)
-    site = resolved.site
-    partition = environment.get("SLURM_JOB_PARTITION")
-    own_ram, own_scratch = site.path("ram", partition), site.path("scratch", partition)
+    site, partition = resolved.site, environment.get("SLURM_JOB_PARTITION")
     return NodePaths(
-        ram if own_ram is None else _expanded(own_ram, environment),
-        scratch if own_scratch is None else _expanded(own_scratch, environment),
+        _expanded(site.path("ram", partition) or ram, environment),
+        _expanded(site.path("scratch", partition) or scratch, environment),
         site.staging.opens_per_second or 0,
         site.staging.opens_per_second_per_job or 0,
         nodes,

@@ -1,89 +1,51 @@
-"""The text of a site profile: a pure function of what a cluster reports and probes found."""
+"""The text of a site profile: a pure function of what a cluster reports and probes found.
+
+`templates/site-profile.txt` is what every profile has; this fills it with sections in TOML.
+"""
 
 from __future__ import annotations
 
+import string
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tomlkit
-from tomlkit.items import Comment, Table, Trivia
+from pydantic import BaseModel, ValidationError
 
-from hpml_orchestrator.site import profile_values as values
-from hpml_orchestrator.site.look import Look, Place
-from hpml_orchestrator.site.nodes import fold, group_nodes
-from hpml_orchestrator.spec.job import MAX_LIST
+from hpml_orchestrator import assets
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.site.look import Look
+from hpml_orchestrator.site.nodes import fold, gpu_text, group_nodes
+from hpml_orchestrator.spec import site as models
+from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
     from hpml_orchestrator.site.nodes import NodeGroup
 
-__all__ = ["Origin", "profile_text"]
-
-Section = tomlkit.TOMLDocument | Table
+__all__ = ["Origin", "profile_text", "release"]
 
 _WIDTH = 98
-_NODES_CHARS = 1024
-_REASONS_SHOWN = 5
-_HEADER = """\
-Site profile of {cluster} for hpml, written by hpml {version} for {writer} on {when}, \
-from {slurm}{looked}.
-
-It describes what this cluster has, which sbatch options it wants, and the defaults of jobs here. \
-Edit it freely: `hpml init` never replaces it without --force.
-
-Precedence: command line > job file > the project's hpml.toml > your ~/.config/hpml/site.toml > \
-/etc/hpml/site.toml > hpml's own defaults.
-
-A line that begins with # and a space is a comment. One that begins with # and a name is a setting \
-that is off: remove the # to use it. `hpml schema site` prints all settings."""
-_NO_NODES = """\
-The cluster shows its nodes to administrators only (PrivateData), so the node types, \
-[node_types.NAME], are missing."""
-_PATHS = """\
-Where jobs stage data: `target: local` is $SLURM_TMPDIR, else $TMPDIR as the site sets it in a \
-job, else /tmp; `target: shm` is /dev/shm."""
-_STAGING = """\
-Limits for jobs that stage data, and what the shared file system can do; ask its administrators. \
-Rates are bytes per second: by them a job of several nodes decides whether each node reads or one \
-reads and passes on."""
-_STAGING_EXAMPLES: tuple[tuple[str, Any, str], ...] = (
-    ("opens_per_second", 2000, "most files that a node opens"),
-    ("opens_per_second_per_job", 10_000, "most that all nodes of a job open"),
-    ("array_jitter", 60, "seconds over which an array's tasks begin to read"),
-    ("shared_rate", "20G", "read from the shared file system by all nodes"),
-    ("metadata_rate", 20_000, "files opened by all nodes"),
-    ("link_rate", "10G", "sent from node to node"),
-    ("disk_rate", "2G", "written by a node's disk"),
-)
-_DIRECTIVES = """\
-Rules for sbatch options, by name: forbid (with the reason), omit, rename ({value}, or {item} for \
-each part of it), default."""
-_STATES = {
-    "DOWN": "DOWN when this was written: accepts jobs and starts none.",
-    "DRAIN": "DRAIN when this was written: accepts no new jobs.",
-    "INACTIVE": "INACTIVE when this was written: accepts no jobs and starts none.",
-}
+_SHOWN_OUT = 5
+_WHOLE_NODES = """\
+# Jobs get whole nodes here (select/linear): GPUs only by --gres.
+[directives.gpus-per-node]
+rename = "--gres=gpu:{item}"
+"""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a profile is written from, besides the cluster.
+    """What a profile is written from, besides the cluster."""
 
-    Attributes:
-        version: of hpml.
-        writer: such as `ada@login1`.
-        when: the date, as text.
-        looks: per kind of node what a probe found, or why there is none; empty without probes.
-        topologies: per kind of node its topology file, relative to the profile.
-    """
-
-    version: str = "(unknown)"
-    writer: str = "(unknown)"
+    version: str = "(unknown)"  # of hpml
+    writer: str = "(unknown)"  # such as `ada@login1`
     when: str = "(unknown)"
+    # By kind of node, what a probe found, or why there is none; empty without probes.
     looks: Mapping[str, Look | str] = field(default_factory=dict)
+    # By kind of node, its topology file, relative to the profile.
     topologies: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -93,342 +55,264 @@ def profile_text(
     """Return a site profile in TOML that `spec.Site` accepts, with comments.
 
     Equal input gives equal text. What the profile's model cannot hold, such as names with spaces,
-    is named in a comment and left out.
+    is left out.
     """
     origin = origin or Origin()
     groups = group_nodes(cluster) if groups is None else groups
-    document = tomlkit.document()
-    _head(document, cluster, origin)
-    _limits(_add(document, "limits"), cluster)
-    _paths(_add(document, "paths"), cluster, origin)
-    staging = _add(document, "staging")
-    _remark(staging, _STAGING)
-    for name, value, remark in _STAGING_EXAMPLES:
-        _propose(staging, name, value, remark)
-    if cluster.partitions:
-        _partitions(_add(document, "partitions", named=True), cluster, groups)
-    if "nodes" in cluster.hidden:
-        _remark(document, _NO_NODES)
-    if groups:
-        node_types = _add(document, "node_types", named=True)
-        for group in groups:
-            _node_type(_add(node_types, group.name), group, origin)
-    defaults = _add(document, "defaults", named=True)
-    _resources(_add(defaults, "resources"), cluster)
-    _propose(_add(defaults, "environment"), "modules", ["cuda/12.4"])
-    _directives(document, cluster)
-    return tomlkit.dumps(document)
+    slurm, default = release(cluster.limits.version), cluster.default_partition
+    looks = [look for look in origin.looks.values() if isinstance(look, Look)]
+    looked = f" and a probe of {len(looks)} of {len(origin.looks)} kinds of nodes"
+    modules = list(dict.fromkeys(name for look in looks for name in look.modules or ()))
+    head = {"cluster": cluster.limits.cluster, "slurm": slurm, "modules": modules or None}
+    partitions = [partition for partition in cluster.partitions if _is_word(partition.name)]
+    limit = _duration(default.max_seconds) if default else None
+    skeleton = string.Template(assets.path("templates/site-profile.txt").read_text("utf-8"))
+    text = skeleton.substitute(
+        cluster=_plain(cluster.limits.cluster) or "a cluster",
+        version=_plain(origin.version),
+        writer=_plain(origin.writer),
+        when=_plain(origin.when),
+        slurm=slurm,
+        looked=looked if origin.looks else "",
+        head=_toml(models.Site, head, {"modules": "on the nodes, for reference"}),
+        limits=_limits(cluster),
+        paths=_paths(cluster, origin),
+        partitions="".join(
+            _partition(partition, groups, default=partition is default) for partition in partitions
+        ),
+        node_types="".join(_node_type(group, origin) for group in groups) + _hidden(cluster),
+        resources=_resources(cluster) + _account(cluster),
+        time_limit=f" # {_plain(default.name)} allows {limit}" if default and limit else "",
+        directives=_WHOLE_NODES if cluster.limits.whole_nodes else "",
+    )
+    return text.encode("utf-8", "replace").decode()
 
 
-def _add(section: Section, name: str, *, named: bool = False) -> Table:
-    """Add a table; a `named` one has no header and holds a table for each name."""
-    table = tomlkit.table(is_super_table=named)
-    section.add(name, table)
-    return table
+def release(version: Sequence[int]) -> str:
+    """Return Slurm's version as Slurm writes it.
+
+    >>> release((22, 5, 8))
+    '22.05.8'
+    """
+    return ".".join(
+        f"{part:02d}" if place == 1 else f"{part}" for place, part in enumerate(version)
+    )
 
 
 def _plain(text: str) -> str:
     """Return a text in one line, with `?` for what cannot be printed."""
-    return "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 
-def _remark(section: Section, text: str) -> None:
-    for line in textwrap.wrap(_plain(text), _WIDTH, break_long_words=False) or [""]:
-        section.add(tomlkit.comment(line))
+def _remark(text: str) -> str:
+    """Return a comment, wrapped to the width of the file."""
+    lines = textwrap.wrap(_plain(text), _WIDTH, break_long_words=False)
+    return "".join(f"# {line}\n" for line in lines)
 
 
-def _set(section: Section, name: str, value: Any, remark: str = "") -> None:
-    """Add a setting, unless it has no value, with its comment behind it or above it."""
-    if value is None:
-        return
-    item = tomlkit.item(value)
-    width = len(name) + len(item.as_string()) + len(remark)
-    if width > _WIDTH and remark:
-        _remark(section, remark)
-    elif remark:
-        item.comment(_plain(remark))
-    if isinstance(value, list) and width > _WIDTH:
-        item.multiline(True)
-    section.add(name, item)
+def _toml(
+    model: type[BaseModel], given: Mapping[str, Any], remarks: Mapping[str, str] | None = None
+) -> str:
+    """Return settings of a section of the profile, without what is None or the section refuses."""
+    known = {name: value for name, value in given.items() if value is not None}
+    refused: set[object] = set()
+    try:
+        model.model_validate(known)
+    except ValidationError as error:
+        refused = {problem["loc"][0] for problem in error.errors()}
+    document = tomlkit.document()
+    for name, value in known.items():
+        if name not in refused:
+            item = tomlkit.item(value)
+            if isinstance(value, list) and len(item.as_string()) > _WIDTH:
+                item.multiline(True)
+            if remarks and name in remarks:
+                item.comment(remarks[name])
+            document.add(name, item)
+    return tomlkit.dumps(document)
 
 
-def _propose(section: Section, name: str, value: Any, remark: str = "") -> None:
-    """Add a setting that is off."""
-    proposed = tomlkit.document()
-    _set(proposed, name, value, remark)
-    for line in tomlkit.dumps(proposed).splitlines():
-        _raw(section, line if line.startswith("# ") else f"#{line}")
+def _off(name: str, value: str, remark: str = "") -> str:
+    """Return a setting that is off, below its remark."""
+    return f"{_remark(remark)}#{name} = {tomlkit.item(value).as_string()}\n"
 
 
-def _raw(section: Section, comment: str) -> None:
-    section.add(Comment(Trivia(comment=comment)))
+def _is_word(name: str) -> bool:
+    """Whether a profile can hold the name of a partition or account."""
+    return bool(_toml(models.Site, {"cluster": name}))
 
 
-def _head(document: Section, cluster: Cluster, origin: Origin) -> None:
-    version = values.release(cluster.limits.version)
-    looks = [look for look in origin.looks.values() if isinstance(look, Look)]
-    looked = f" and a probe of {len(looks)} of {len(origin.looks)} kinds of nodes"
-    header = _HEADER.format(
-        cluster=cluster.limits.cluster or "a cluster",
-        version=origin.version,
-        writer=origin.writer,
-        when=origin.when,
-        slurm=f"Slurm {version}" if version else "Slurm",
-        looked=looked if origin.looks else "",
+def _hidden(cluster: Cluster) -> str:
+    if "nodes" not in cluster.hidden:
+        return ""
+    return "\n" + _remark(
+        "The cluster shows its nodes to administrators only (PrivateData), so the node types, "
+        "[node_types.NAME], are missing."
     )
-    for paragraph in header.split("\n"):
-        _remark(document, paragraph)
-    document.add(tomlkit.nl())
-    _set(document, "schema_version", 1)
-    for name, value in (("cluster", cluster.limits.cluster), ("slurm", version)):
-        if value and values.fits("PlainWord", value):
-            _set(document, name, value)
-    _propose(document, "templates", "templates", "made by `hpml template eject`")
-    known = [look.modules for look in looks if look.modules is not None]
-    if known:
-        listed = dict.fromkeys(name for modules in known for name in modules)
-        modules, _ = values.names(listed, "ModuleName")
-        _set(document, "modules", modules, "on the nodes, for reference")
 
 
-def _limits(table: Table, cluster: Cluster) -> None:
+def _limits(cluster: Cluster) -> str:
     limits = cluster.limits
-    size = values.count(limits.max_array_size)
-    _set(table, "max_array_size", size, "array indices end one below")
-    _set(table, "max_script_bytes", values.count(limits.max_script_bytes), "longest batch script")
-    if limits.submit_plugins:
-        plugins = values.first_few(limits.submit_plugins)
-        _remark(table, f"This site has unknown rules of its own (job_submit plugins: {plugins}).")
-
-
-def _paths(table: Table, cluster: Cluster, origin: Origin) -> None:
-    _remark(table, _PATHS)
-    tmp_fs = cluster.limits.tmp_fs
-    disk = values.memory(max((node.tmp_disk_mib for node in cluster.nodes), default=0))
-    plain = values.fits("NodePath", tmp_fs) and "%" not in tmp_fs
-    if plain and tmp_fs.rstrip("/") not in ("", "/tmp"):  # noqa: S108 - used without a profile too
-        add = _set if disk and not origin.looks else _propose
-        add(table, "scratch", tmp_fs, f"Slurm's TmpFS, {disk} on some node" if disk else "TmpFS")
-    else:
-        _propose(table, "scratch", "$LOCAL_SCRATCH")
-    _propose(table, "ram", "/dev/shm")  # noqa: S108 - as Linux has it
-
-
-def _partitions(table: Table, cluster: Cluster, groups: Sequence[NodeGroup]) -> None:
-    group_of = {node.name: group.name for group in groups for node in group.nodes}
-    for number, partition in enumerate(cluster.partitions):
-        if number >= MAX_LIST or not values.fits("PlainWord", partition.name):
-            continue
-        found = Counter(group_of[name] for name in partition.nodes if name in group_of)
-        names = [
-            group.name
-            for group in groups
-            if group.name in found or partition.name in group.partitions
-        ]
-        default = partition is cluster.default_partition
-        _partition(_add(table, partition.name), partition, names, default=default)
-
-
-def _partition(table: Table, partition: Partition, groups: list[str], *, default: bool) -> None:
-    for remark in _partition_remarks(partition):
-        _remark(table, remark)
-    default_seconds = partition.default_seconds
-    for name, value in (
-        ("default", default or None),
-        ("node_types", groups),
-        ("nodes", values.count(partition.total_nodes)),
-        ("max_nodes", values.count(partition.max_nodes)),
-        ("max_time", values.duration(partition.max_seconds)),
-        ("default_time", None if default_seconds is None else values.duration(default_seconds)),
-        ("max_cpus_per_node", values.count(partition.max_cpus_per_node)),
-        ("max_memory_per_node", values.memory(partition.max_memory_per_node_mib)),
-    ):
-        _set(table, name, value)
-    _set(table, "exclusive", partition.exclusive or None, "jobs get whole nodes")
-    for name, allowed in (("accounts", partition.allow_accounts), ("qos", partition.allow_qos)):
-        good, bad = values.names(allowed or ())
-        if bad:  # an incomplete list would refuse what Slurm accepts
-            _remark(table, f"{name}: only {values.first_few([*good, *bad])}.")
-        elif allowed is not None:
-            _set(table, name, good)
-
-
-def _partition_remarks(partition: Partition) -> list[str]:
-    state = partition.state
-    per_cpu = values.memory(partition.default_memory_per_cpu_mib)
-    per_node = values.memory(partition.default_memory_per_node_mib)
-    most = values.memory(partition.max_memory_per_cpu_mib)
     remarks = {
-        _STATES.get(state, f"{state} when this was written."): state != "UP",
+        "max_array_size": "array indices end one below",
+        "max_script_bytes": "longest batch script",
+    }
+    text = _toml(models.Limits, {name: getattr(limits, name) for name in remarks}, remarks)
+    if limits.submit_plugins:
+        plugins = first_few(limits.submit_plugins)
+        text += _remark(f"This site has rules of its own (job_submit plugins: {plugins}).")
+    if not limits.memory_consumable:
+        text += _remark("Slurm does not track memory here: --mem is accepted and not enforced.")
+    return text
+
+
+def _paths(cluster: Cluster, origin: Origin) -> str:
+    tmp_fs = cluster.limits.tmp_fs
+    is_plain = "%" not in tmp_fs and tmp_fs.rstrip("/") not in ("", "/tmp")  # noqa: S108 - default
+    text = _toml(models.Paths, {"scratch": tmp_fs}, {"scratch": "Slurm's TmpFS"})
+    if not is_plain or not text:
+        return _off("scratch", "$LOCAL_SCRATCH")
+    has_disk = any(node.tmp_disk_mib for node in cluster.nodes)
+    return text if has_disk and not origin.looks else f"#{text}"
+
+
+def _partition(partition: Partition, groups: Sequence[NodeGroup], *, default: bool) -> str:
+    state = partition.state
+    most = partition.max_memory_per_cpu_mib
+    per_cpu, per_node = partition.default_memory_per_cpu_mib, partition.default_memory_per_node_mib
+    remarks = {
+        f"{state} when this was written.": state != "UP",
         "Only root may use it.": partition.root_only,
         "Only jobs in a reservation may use it: add --reservation.": partition.reservation_only,
         f"Jobs must ask for at least {partition.min_nodes} nodes.": partition.min_nodes > 1,
         f"It has a QOS, {partition.qos}, with more limits.": partition.qos,
-        f"Not for accounts {values.first_few(partition.deny_accounts)}.": partition.deny_accounts,
-        f"Not with QOS {values.first_few(partition.deny_qos)}.": partition.deny_qos,
-        f"Only for groups {values.first_few(partition.allow_groups or ())}.": (
-            partition.allow_groups is not None
-        ),
-        f"At most {most} of memory per CPU.": most,
-        f"Jobs that ask for no memory get {per_cpu} per CPU.": per_cpu,
-        f"Jobs that ask for no memory get {per_node} per node.": per_node,
+        f"Not for accounts {first_few(partition.deny_accounts)}.": partition.deny_accounts,
+        f"Not with QOS {first_few(partition.deny_qos)}.": partition.deny_qos,
+        f"Only for groups {first_few(partition.allow_groups or ())}.": partition.allow_groups,
+        f"At most {most} MiB of memory per CPU.": most,
+        f"Jobs that ask for no memory get {per_cpu} MiB per CPU.": per_cpu,
+        f"Jobs that ask for no memory get {per_node} MiB per node.": per_node,
     }
-    return [remark for remark, applies in remarks.items() if applies]
+    members = set(partition.nodes)
+    default_seconds = partition.default_seconds
+    limits = {
+        "default": default or None,
+        "node_types": [
+            group.name
+            for group in groups
+            if partition.name in group.partitions or members & {node.name for node in group.nodes}
+        ],
+        "nodes": partition.total_nodes,
+        "max_nodes": partition.max_nodes,
+        "max_time": _duration(partition.max_seconds),
+        "default_time": None if default_seconds is None else _duration(default_seconds),
+        "max_cpus_per_node": partition.max_cpus_per_node,
+        "max_memory_per_node": _memory(partition.max_memory_per_node_mib),
+        "exclusive": partition.exclusive or None,
+        "accounts": partition.allow_accounts and list(partition.allow_accounts),
+        "qos": partition.allow_qos and list(partition.allow_qos),
+    }
+    return (
+        f"\n[partitions.{tomlkit.key(partition.name).as_string()}]\n"
+        + "".join(_remark(remark) for remark, applies in remarks.items() if applies)
+        + _toml(models.Partition, limits, {"exclusive": "jobs get whole nodes"})
+    )
 
 
-def _node_type(table: Table, group: NodeGroup, origin: Origin) -> None:
-    node = group.sample
+def _memory(mebibytes: int | None) -> str | None:
+    return values.size_text(mebibytes) if mebibytes else None
+
+
+def _duration(seconds: int | None) -> str | None:
+    """Return a time limit; None for zero, which Slurm does not mean."""
+    if seconds is None:
+        return "unlimited"
+    return values.format_time(seconds) if seconds > 0 else None
+
+
+def _node_type(group: NodeGroup, origin: Origin) -> str:
+    node, look = group.sample, origin.looks.get(group.name)
+    text = f"\n[node_types.{group.name}]\n"
     if group.uneven:
-        _remark(table, f"Nodes differ in {', '.join(group.uneven)}: these are the least values.")
-    folded = fold(node.name for node in group.nodes)
-    if len(folded) <= _NODES_CHARS and values.fits("Line", folded):
-        table.add("nodes", folded)
-    else:
-        _remark(table, f"nodes: {folded[:80]}… (too many to list)")
-    _set(table, "count", values.count(len(group.nodes)))
-    for name in ("cpus", "sockets", "cores_per_socket", "threads_per_core"):
-        _set(table, name, values.count(getattr(node, name)))
-    _set(table, "memory", values.memory(node.memory_mib))
-    if group.gpus:
-        gpus, typed = values.gpus(group.gpus)
-        types = ", ".join(f"{gres.kind}:{gres.count}" for gres in group.gpus)
-        _set(table, "gpus", gpus, "" if typed else f"Slurm calls them {types}")
-    others = [f"{one.name}:{one.kind}:{one.count}" for one in node.gres if one not in group.gpus]
+        text += _remark(f"Nodes differ in {', '.join(group.uneven)}: these are the least values.")
+    hardware = {
+        "nodes": fold(node.name for node in group.nodes),
+        "count": len(group.nodes),
+        "cpus": node.cpus,
+        "sockets": node.sockets,
+        "cores_per_socket": node.cores_per_socket,
+        "threads_per_core": node.threads_per_core,
+        "memory": _memory(node.memory_mib),
+        "gpus": gpu_text(group.gpus) if group.gpus else None,
+        "local_disk": _memory(node.tmp_disk_mib),
+        "features": sorted(node.features) or None,
+        "topology": origin.topologies.get(group.name),
+    }
+    if isinstance(look, Look):
+        hardware["interfaces"] = list(look.network[:1]) or None
+        scratch = look.scratch
+        if scratch is not None:
+            hardware["scratch"] = scratch.name if scratch.name[0] == "$" else scratch.path
+    text += _toml(models.NodeType, hardware)
+    others = [f"{gres.name}:{gres.kind}:{gres.count}" for gres in node.gres if gres.name != "gpu"]
     if others:
-        _remark(table, f"Other generic resources: {values.first_few(others)}.")
-    _set(table, "local_disk", values.memory(node.tmp_disk_mib), "Slurm's TmpDisk")
-    features, _ = values.names(sorted(node.features))
-    _set(table, "features", features or None)
-    _out_of_service(table, group)
-    look = origin.looks.get(group.name)
+        text += _remark(f"Other generic resources: {first_few(others)}.")
+    out = [f"{node.name}: {node.reason}" for node in group.nodes if not node.up]
+    if out:
+        text += _remark(f"Out of service when this was written: {len(out)} of {len(group.nodes)}.")
+        text += _remark(first_few(out, _SHOWN_OUT))
     if isinstance(look, str):
-        _remark(table, f"Not probed: {look}.")
+        text += _remark(f"Not probed: {look}.")
     elif look is not None:
-        _look(table, look)
-    if group.name in origin.topologies:
-        _set(table, "topology", origin.topologies[group.name])
-    elif look is not None:
-        _topology_hint(table, group)
+        text += _look(look)
+    return text
 
 
-def _out_of_service(table: Table, group: NodeGroup) -> None:
-    reasons: dict[str, list[str]] = {}
-    for node in group.nodes:
-        if not node.up:
-            state = "+".join(sorted(node.states))
-            reason = f"{state}: {node.reason}" if node.reason else state
-            reasons.setdefault(reason, []).append(node.name)
-    if reasons:
-        out = sum(len(nodes) for nodes in reasons.values())
-        _remark(table, f"Out of service when this was written: {out} of {len(group.nodes)}.")
-    for reason, nodes in list(reasons.items())[:_REASONS_SHOWN]:
-        _remark(table, f"- {values.first_few(nodes)}: {reason[:300]}")
-    if len(reasons) > _REASONS_SHOWN:
-        _remark(table, f"- and {len(reasons) - _REASONS_SHOWN} more reasons: see `sinfo -R`")
-
-
-def _look(table: Table, look: Look) -> None:
-    """Add what a probe found on a node of this kind."""
-    _remark(table, f"Found on {look.host}:")
-    if look.ram is None or not look.ram.writable:
-        _remark(table, "- no writable /dev/shm: stage with `target: local`")
+def _look(look: Look) -> str:
+    """Return what a probe found on a node of this kind."""
+    lines = [f"Found on {look.host}:"]
+    if not any(place.name == "ram" and place.writable for place in look.places):
+        lines.append("- no writable /dev/shm: stage with `target: local`")
     for place in look.places:
-        kind = "RAM" if place.in_ram else "shared" if place.shared else "local"
         path = f"{place.name} = {place.path}" if place.name[0] == "$" else place.path
+        kind = "RAM" if place.in_ram else "shared" if place.shared else "local"
+        free = f"{place.free_kib / 1024**2:.1f} of {place.total_kib / 1024**2:.1f} GiB free"
         closed = "" if place.writable else ", not writable"
-        _remark(table, f"- {path}: {place.filesystem} ({kind}), {_free(place)}{closed}")
+        lines.append(f"- {path}: {place.filesystem} ({kind}), {free}{closed}")
     for interface in look.interfaces:
         speed = interface.speed_mbps
         parts = [f"{speed / 1000:g} Gbit/s" if speed else "speed unknown"]
         parts += ["IP over InfiniBand"] * interface.infiniband
         parts += ["no IPv4 address"] * (not interface.addressed)
-        _remark(table, f"- {interface.name}: {', '.join(parts)}")
-    scratch = look.scratch
-    if scratch is not None:
-        path = scratch.name if scratch.name[0] == "$" else scratch.path
-        if values.fits("NodePath", path):
-            _set(table, "scratch", path, "local disk")
-    interfaces, _ = values.names(look.network[:1], "InterfaceName")
-    _set(table, "interfaces", interfaces or None)
+        lines.append(f"- {interface.name}: {', '.join(parts)}")
+    return "".join(map(_remark, lines))
 
 
-def _free(place: Place) -> str:
-    return f"{place.free_kib / 1024**2:.1f} of {place.total_kib / 1024**2:.1f} GiB free"
+def _resources(cluster: Cluster) -> str:
+    """Return the partition for jobs: set where only one is possible, else proposed."""
+    names = [partition.name for partition in cluster.partitions if _is_word(partition.name)]
+    if cluster.default_partition is not None or not names:
+        return ""
+    if len(cluster.partitions) == 1:
+        return f'partition = "{names[0]}" # the only one; Slurm has no default\n'
+    remark = f"Slurm has no default partition: every job must name one of {first_few(names)}."
+    return _off("partition", names[0], remark)
 
 
-def _topology_hint(table: Table, group: NodeGroup) -> None:
-    """Say how to make a topology file without lstopo, by a command that stays on one line."""
-    partition = next(iter(group.sample.partitions), "")
-    where = [
-        f"{option} {name}"
-        for option, name in (("-p", partition), ("-w", group.sample.name))
-        if values.fits("PlainWord", name)
-    ]
-    file = f"{group.name if values.fits('PlainWord', group.name) else 'node'}.json"
-    _remark(table, "Without lstopo, this makes the topology file that binding by srun needs:")
-    _raw(table, f"#   {' '.join(['srun -N1 -n1 --exclusive', *where])} hpml topo --json > {file}")
-    _remark(table, f'topology = "{file}"')
-
-
-def _resources(table: Table, cluster: Cluster) -> None:
-    """Add defaults: set where only one value is possible, else proposed."""
-    _remark(table, "Defaults of jobs here: any field of a job file.")
-    default = cluster.default_partition
-    names, _ = values.names(partition.name for partition in cluster.partitions)
-    if default is None and names:
-        if len(cluster.partitions) == 1:
-            _set(table, "partition", names[0], "the only one; Slurm has no default")
-        else:
-            listed = values.first_few(names)
-            remark = f"Slurm has no default partition: every job must name one of {listed}."
-            _propose(table, "partition", names[0], remark)
-    _account(table, cluster)
-    limit = values.duration(default.max_seconds) if default else None
-    remark = f"{default.name}, Slurm's default, allows {limit}" if default and limit else ""
-    _propose(table, "time", "01:00:00", remark)
-    _propose(table, "cpus_per_rank", 8, "loader workers included")
-
-
-def _account(table: Table, cluster: Cluster) -> None:
+def _account(cluster: Cluster) -> str:
+    """Return the account of jobs: set where only one is possible, else proposed."""
     user = cluster.user or "this user"
     if cluster.associations is None:
-        _remark(table, "Accounts: Slurm's accounting did not answer.")
-        return
-    accounts = list(dict.fromkeys(one.account for one in cluster.associations))
-    good, _ = values.names(accounts)
-    default = next((one.account for one in cluster.associations if one.default), "")
+        return _remark("Accounts: Slurm's accounting did not answer.")
+    known = [association for association in cluster.associations if _is_word(association.account)]
+    accounts = list(dict.fromkeys(association.account for association in known))
+    default = next((association.account for association in known if association.default), "")
     if not accounts:
         enforced = "associations" in cluster.limits.accounting_enforce
         support = ", and Slurm refuses jobs without one: ask the site's support" * enforced
-        _remark(table, f"Accounts: {user} has none{support}.")
-    elif not good:
-        _remark(table, f"Accounts: {values.first_few(accounts)}.")
-    elif not default and len(accounts) == 1:
-        _set(table, "account", good[0], f"the only one of {user}")
-    else:
-        charged = f"; {default} is charged when none is given" if default else ""
-        remark = f"Accounts of {user}: {values.first_few(accounts)}{charged}."
-        _propose(table, "account", default if default in good else good[0], remark)
-
-
-def _directives(document: Section, cluster: Cluster) -> None:
-    limits = cluster.limits
-    document.add(tomlkit.nl())
-    _remark(document, _DIRECTIVES)
-    if not limits.memory_consumable:
-        _remark(document, "Slurm does not track memory here: --mem is accepted and not enforced.")
-    if limits.gres_names and "gpu" not in limits.gres_names:
-        _remark(document, "Slurm has no GPUs here: it refuses jobs that ask for some.")
-    examples = [("mem", 'forbid = "memory follows the CPUs here: ask for more CPUs"')]
-    if limits.whole_nodes:
-        _remark(document, "Jobs get whole nodes here (select/linear): GPUs only by --gres.")
-        rules = _add(document, "directives", named=True)
-        _set(_add(rules, "gpus-per-node"), "rename", "--gres=gpu:{item}")
-    else:
-        examples.append(("gpus-per-node", 'rename = "--gres=gpu:{item}"'))
-    examples.append(("exclusive", "omit = true"))
-    if any(node.threads_per_core > 1 for node in cluster.nodes):
-        examples.append(("hint", 'default = "nomultithread"  # one task per core'))
-    for option, rule in examples:
-        _raw(document, f"#[directives.{option}]")
-        _raw(document, f"#{rule}")
+        return _remark(f"Accounts: {user} has none{support}.")
+    if len(accounts) == 1 and not default:
+        return f'account = "{accounts[0]}" # the only one of {_plain(user)}\n'
+    charged = f"; {default} is charged when none is given" if default else ""
+    remark = f"Accounts of {user}: {first_few(accounts)}{charged}."
+    return _off("account", default or accounts[0], remark)

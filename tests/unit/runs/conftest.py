@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.records import events
-from hpml_orchestrator.records.files import append_line, write_json, write_text
+from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.status import State, states
-from hpml_orchestrator.runs.submit import submit
+from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.testing import FakeClock, FakeScheduler
@@ -61,6 +61,18 @@ class World:
         """Submit what was prepared."""
         return submit(submission, self.scheduler, environment={}, clock=self.clock.time)
 
+    def resume(self, submission: Submission, said: list[str] | None = None, **more: Any) -> str:
+        """Complete a submission that was cut off; its notices are added to `said`."""
+        return resume(
+            self.store,
+            submission,
+            self.scheduler,
+            environment={},
+            clock=self.clock.time,
+            notice=(said if said is not None else []).append,
+            **{"sleep": self.clock.sleep, **more},
+        )
+
     def submit(self, name: str = "probe", **fields: Any) -> Submission:
         """Prepare and submit a small job, which then waits in the queue."""
         submission = self.prepare(name, **fields)
@@ -69,10 +81,12 @@ class World:
 
     def state(self, submission: Submission) -> State:
         """Ask for the state of a submission."""
-        (found,) = states(
-            self.store, [submission], backends=lambda *_: self.scheduler, now=self.clock.time
-        )
-        return found
+        (state,) = states(self.store, [submission], backends=self.backends, now=self.clock.time)
+        return state
+
+    def backends(self, _name: str = "", _host: str = "") -> FakeScheduler:
+        """The one scheduler, whatever name and host are asked for."""
+        return self.scheduler
 
     def starts(self, submission: Submission, job_id: str, number: int = 0) -> Path:
         """Write what a job writes when it starts."""
@@ -91,11 +105,6 @@ class World:
         node = "batch" if event in ("started", "ended") else "n1"
         path = attempt / "events" / f"{node}.jsonl"
         events.append(path, event, node=node, rank=rank, now=self.clock.now, **data)
-
-    def binds(self, attempt: Path, rank: int) -> None:
-        """Write where a rank runs."""
-        line = json.dumps({"rank": rank, "node": "n1", "cpus": [rank]})
-        append_line(attempt / "binding" / "n1.jsonl", line)
 
     def ends(
         self, attempt: Path, code: int = 0, reason: str = "completed", state: str = ""

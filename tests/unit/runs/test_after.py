@@ -10,8 +10,6 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.scheduler.model import Dependency, JobState
 from hpml_orchestrator.testing import Fault, Killed
 
@@ -21,13 +19,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import SubmitRequest
     from tests.unit.runs.conftest import World
 
-ENVIRONMENT = {"PATH": "/bin"}
-
 
 def found(world: World, words: Sequence[str], backend: str = "slurm") -> list[dict[str, str]]:
-    return outstanding(
-        world.store, words, backend=backend, backends=lambda _name, _host: world.scheduler
-    )
+    return outstanding(world.store, words, backend=backend, backends=world.backends)
 
 
 def run(world: World, name: str, **fields: Any) -> str:
@@ -99,17 +93,9 @@ def test_a_resumed_submission_still_waits(world: World, monkeypatch: pytest.Monk
     assert json.loads((submission.directory / "submit.json").read_text())["after"] == waits
     world.scheduler.faults.append(Fault.KILLED_BEFORE)
     with pytest.raises(Killed):
-        submit(submission, world.scheduler, environment=ENVIRONMENT, clock=world.clock.time)
+        world.go(submission)
     world.scheduler.move("2", JobState.FAILED)
-    resume(
-        world.store,
-        submission,
-        world.scheduler,
-        environment=ENVIRONMENT,
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-        after=lambda words: found(world, words),
-    )
+    world.resume(submission, after=lambda words: found(world, words))
     assert [request.after for request in asked[-2:]] == [
         (Dependency("1", "ok"), Dependency("2", "any")),
         (Dependency("1", "ok"),),
@@ -125,5 +111,4 @@ def test_a_resumed_submission_still_waits(world: World, monkeypatch: pytest.Monk
     ]:
         world.scheduler.move("3", state)
         job.status = job.status.__class__(**{**vars(job.status), "reason": reason})
-        (status,) = states(world.store, [submission], backends=lambda _n, _h: world.scheduler)
-        assert status.reason.startswith(told)
+        assert world.state(submission).reason.startswith(told)

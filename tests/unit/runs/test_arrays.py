@@ -9,14 +9,9 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.runs import cancel as cancel_module
-from hpml_orchestrator.runs import status as status_module
 from hpml_orchestrator.runs.cancel import cancel
-from hpml_orchestrator.runs.show import array_lines, task_rows
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
-from hpml_orchestrator.testing import Fault, Killed
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
@@ -116,55 +111,17 @@ def test_what_is_over_is_never_asked_for_again(world: World, submitted: Submissi
     assert not (submitted.directory / "ends.json").exists()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.BOTH_KILLED, Fault.KILLED_AFTER],
-)
-def test_a_killed_submission_of_an_array_is_one_array(world: World, fault: Fault) -> None:
-    """Resumed, it has one array with all its tasks, whenever hpml was killed."""
-    submission = world.prepare(array="0-3")
-    world.scheduler.faults = [fault]
-    with pytest.raises(Killed):
-        world.go(submission)
-    job_id = resume(
-        world.store,
-        submission,
-        world.scheduler,
-        environment={},
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-    )
-    assert job_id == "1"
-    assert list(world.scheduler.jobs) == [f"1_{index}" for index in range(4)]
-
-
-def test_cancelling(world: World, submitted: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling(world: World, submitted: Submission) -> None:
     """One task or all of them; the end is written down at once."""
-    for module in (cancel_module, status_module):
-        monkeypatch.setattr(module, "open_backend", lambda *_, **__: world.scheduler)
-    (one,) = cancel(world.store, [task(submitted, 3)])
+    (one,) = cancel(world.store, [task(submitted, 3)], backends=world.backends)
     assert (one["id"], one["outcome"]) == (f"{submitted.sid}.3", "cancelled job 1_3")
     assert sorted(read_json(submitted.directory / "ends.json")["tasks"]) == ["3"]
     assert world.state(submitted).reason == "0 of 4 done, 3 waiting, 1 cancelled"
-    (again,) = cancel(world.store, [task(submitted, 3)])
+    (again,) = cancel(world.store, [task(submitted, 3)], backends=world.backends)
     assert again["outcome"] == "is over already (CANCELLED)"
-    (rest,) = cancel(world.store, [submitted])
+    (rest,) = cancel(world.store, [submitted], backends=world.backends)
     assert (rest["id"], rest["outcome"]) == (submitted.sid, "cancelled job 1")
     assert read_json(submitted.directory / "final.json")["state"] == "CANCELLED"
-
-
-def test_tasks_for_people(world: World, submitted: Submission) -> None:
-    """A row per task, and a line for each that did not end well."""
-    world.scheduler.move("1_1", JobState.FAILED, exit_code=3)
-    found = world.state(submitted)
-    assert [row[:3] for row in task_rows(found)][:2] == [
-        (f"{submitted.sid}.0", "1_0", "PENDING"),
-        (f"{submitted.sid}.1", "1_1", "FAILED"),
-    ]
-    lines = dict(array_lines(found))
-    assert lines["job"] == "1 (slurm), 4 tasks"
-    assert lines["tasks"] == "0 of 4 done, 3 waiting, 1 failed"
-    assert lines["task 1"] == "FAILED, exit code 3"
 
 
 def test_what_a_backend_cannot_run(world: World) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import append_line, write_json
@@ -106,60 +104,31 @@ FAILED = "; the job failed for it (verify: strict)"
 OFF = {**LOCAL, "verify": "off"}
 
 
+ONE = node(0, ranks=(rank(0, 0, "off"),), expected=1)
+BEHIND = node(0, ranks=(rank(0, 0),))
+ODD = node(0, ranks=WRONG)
+ALONE = node(0, ranks=OWN)
+DONE, FATAL = (0, "completed"), (79, "binding")
+
+
 @pytest.mark.parametrize(
     ("proofs", "records", "ended", "asked", "line"),
     [
         ([], [], None, LOCAL, ""),
-        ([node(0, ranks=WRONG), node(1)], [], None, LOCAL, "gpu-local, 2 of 8 ranks WRONG"),
-        (
-            [node(0, ranks=WRONG), node(1, "rank 3 was never seen")],
-            [],
-            (143, "terminated"),
-            LOCAL,
-            "gpu-local, 2 of 8 ranks WRONG, node n1 WRONG",
-        ),
-        (
-            [node(0, ranks=(rank(0, 0, "off"),), expected=1)],
-            [],
-            (79, "binding"),
-            None,
-            f"gpu-local, 1 of 1 rank WRONG{FAILED}",
-        ),
+        ([], [], (1, "failed"), LOCAL, ""),  # before any rank was to start
+        ([ODD, node(1)], [], None, LOCAL, "2 of 8 ranks WRONG"),
+        ([ODD, node(1, "x")], [], DONE, LOCAL, "2 of 8 ranks WRONG, node n1 WRONG"),
+        ([ONE], [], FATAL, None, f"1 of 1 rank WRONG{FAILED}"),
         ([node(0, policy="none")], [], None, LOCAL, "none: nothing was bound"),
         ([], [0], None, {"policy": "none"}, "none: nothing was bound"),
         ([], [0], None, OFF, "not proven: gpu-local, verify is off"),
         ([], [0, 1], None, LOCAL, "not proven: gpu-local, no rank verified so far"),
-        ([], [0], (0, "completed"), LOCAL, "not proven: gpu-local, no rank verified"),
-        ([], [0], (79, "binding"), LOCAL, f"not proven: gpu-local, no rank verified{FAILED}"),
-        (
-            [node(0, ranks=(rank(0, 0),))],
-            [0, 1],
-            None,
-            LOCAL,
-            "not proven: gpu-local, 1 of 4 ranks verified so far",
-        ),
-        (
-            [node(0, ranks=OWN)],
-            [],
-            None,
-            LOCAL,
-            "gpu-local, 4 of 4 ranks bound as planned (1 by their own record alone)",
-        ),
-        (
-            [node(0, warnings=(FAR,)), node(1, warnings=(FAR,))],
-            [],
-            None,
-            LOCAL,
-            "gpu-local, 8 of 8 ranks bound as planned; 1 warning",
-        ),
-        (
-            [],
-            [],
-            (0, "completed"),
-            LOCAL,
-            "not proven: gpu-local, there is no record of any rank",
-        ),
-        ([], [], (1, "failed"), LOCAL, ""),  # before any rank was to start
+        ([], [0], DONE, LOCAL, "not proven: gpu-local, no rank verified"),
+        ([], [0], FATAL, LOCAL, f"not proven: gpu-local, no rank verified{FAILED}"),
+        ([BEHIND], [0, 1], None, LOCAL, "not proven: gpu-local, 1 of 4 ranks verified so far"),
+        ([ALONE], [], None, LOCAL, "4 of 4 ranks bound as planned (1 by their own record alone)"),
+        ([node(0, warnings=(FAR,))], [], None, LOCAL, "4 of 4 ranks bound as planned; 1 warning"),
+        ([], [], DONE, LOCAL, "not proven: gpu-local, there is no record of any rank"),
     ],
 )
 def test_the_binding_in_one_line(
@@ -176,7 +145,8 @@ def test_the_binding_in_one_line(
     if ended:
         end(attempt, *ended)
     bound = bound_of(attempt, asked)
-    assert bound.line == line
+    begins = line[:1].isdigit() * "gpu-local, "
+    assert bound.line == f"{begins}{line}"
     assert bound.fatal == ("WRONG" in line and FAILED in line)
 
 
@@ -204,9 +174,6 @@ def damaged(**values: Any) -> str:
         ("[]", "holds no JSON object"),
         ('{"schema_version": 99}', "has schema_version 99"),
         ("{}", "no proof of a node's binding"),
-        (damaged(node=5), "node is 5"),
-        (damaged(wrong="x"), "wrong is 'x'"),
-        (damaged(ranks=[{"rank": "1", "local_rank": 0}]), "rank is '1'"),
         (
             damaged(ranks=[{"rank": 1, "local_rank": 0, "cpus": "0-9999999999"}]),
             "not a list of CPUs",
@@ -223,34 +190,3 @@ def test_a_damaged_proof_is_told(attempt: Attempt, text: str, why: str) -> None:
     assert why in told.unreadable[0].why
     assert str(attempt.directory) not in told.line
     assert len(told.places) == 4
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from([[float("inf")], float("inf"), float("nan"), 10**400, "9" * 5000]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=8,
-)
-
-
-@given(st.data())
-@settings(deadline=None)
-def test_no_record_breaks_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Any value in any field of a proof, a rank's record or a topology: told or passed over."""
-    directory = tmp_path_factory.mktemp("any") / "0"
-    for name in ("binding", "nodes"):
-        (directory / name).mkdir(parents=True)
-    proof = json.loads(json.dumps(proof_json(node(0))))
-    target = data.draw(st.sampled_from([proof, proof["ranks"][1]]))
-    target[data.draw(st.sampled_from(sorted(target)))] = data.draw(JSON)
-    (directory / "binding" / "n0.proof.json").write_text(json.dumps(proof))
-    line = record(1, node="n1")
-    line[data.draw(st.sampled_from(sorted(set(line) - {"rank"})))] = data.draw(JSON)
-    (directory / "binding" / "n1.jsonl").write_text(f"{json.dumps(line)}\n[]\n7\n")
-    bound = bound_of(Attempt(directory), LOCAL)
-    assert bound.line
-    assert json.dumps(bound.to_json())

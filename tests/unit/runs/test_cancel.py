@@ -7,18 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.records.store import Submission
-from hpml_orchestrator.runs import cancel as cancel_module
-from hpml_orchestrator.runs import status as status_module
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing import Fault, Killed
 from tests.unit.runs.conftest import World
-
-
-@pytest.fixture(autouse=True)
-def _scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cancel_module, status_module):
-        monkeypatch.setattr(module, "open_backend", lambda *_, **__: world.scheduler)
 
 
 def cut_off(world: World, seconds: float) -> Submission:
@@ -41,6 +33,7 @@ def cancelled(
         notice=said.append,
         clock=world.clock.time,
         sleep=sleep or world.clock.sleep,
+        backends=world.backends,
     )
     return done, said
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.packing.pack import PackRequest, pack
-from hpml_orchestrator.runs.measure import chosen_targets, measured, tree_bytes
-from hpml_orchestrator.runs.stage_target import NodeRoom
-from hpml_orchestrator.script.directives import memory_mebibytes
-from hpml_orchestrator.spec import ResolvedJob, load_job
-from hpml_orchestrator.staging.capacity import INODE_BYTES
+from hpml_orchestrator.runs.measure import NodeRoom, measured, room_of_site
+from hpml_orchestrator.script.template import directive
+from hpml_orchestrator.spec import Job, ResolvedJob, load_job
+from hpml_orchestrator.spec.site import Site
 
-PAGE = 4096
+GIB = 1024
 
 
 def resolved(tmp_path: Path, stage: list[dict[str, Any]], memory: str | None = "1G") -> ResolvedJob:
@@ -28,22 +26,9 @@ def resolved(tmp_path: Path, stage: list[dict[str, Any]], memory: str | None = "
     return load_job(path)
 
 
-def test_files_take_whole_pages(tmp_path: Path) -> None:
-    """Each file and directory is rounded up; links count as one page and are not followed."""
-    tree = tmp_path / "tree"
-    (tree / "sub").mkdir(parents=True)
-    (tree / "empty").touch()
-    (tree / "one").write_bytes(b"x")
-    (tree / "sub" / "page").write_bytes(b"x" * PAGE)
-    (tree / "sub" / "more").write_bytes(b"x" * (PAGE + 1))
-    os.symlink("/usr", tree / "link")
-    assert tree_bytes(str(tree)) == PAGE * (2 + 0 + 1 + 1 + 2 + 1) + 7 * INODE_BYTES
-    assert tree_bytes(str(tree / "one")) == PAGE + INODE_BYTES
-
-
 def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
     """Only what goes to RAM and has no size; everything else stays as it is."""
-    (tmp_path / "data").write_bytes(b"x" * (3 * 1024**2 + 1))
+    (tmp_path / "data").write_bytes(b"x" * (3 * 1024**2 + 1))  # and staging's own manifest
     before = resolved(
         tmp_path,
         [
@@ -52,43 +37,81 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
             {"name": "c", "source": "/none", "target": "shm", "size": "7M"},
         ],
     )
-    after = measured(before)
+    after, _ = measured(before)
     assert [stage.size for stage in after.job.stage] == ["4M", None, "7M"]
     assert after.origins["stage.0.size"] == "measured"
     assert before.origins["stage.0.size"] == "default"
     assert before.job.stage[0].size is None
 
 
-def test_auto_becomes_a_target_with_its_reason(tmp_path: Path) -> None:
-    """Measured like RAM; what the earlier entries take of it counts, and the reason is kept."""
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(b"x" * (30 * 1024**2 - 4096))
-    entries = [{"name": name, "source": name, "target": "auto"} for name in ("a", "b")]
-    entries.append({"name": "c", "source": "c.tar.zst", "target": "auto"})
-    before = resolved(tmp_path, entries)
-    after = measured(before, NodeRoom(1024 + 100))
-    assert [stage.target for stage in after.job.stage] == ["shm", "local", "local"]
-    assert after.job.stage[0].size == "30M"
-    assert memory_mebibytes(after.job) == 1024 + 30
-    told = chosen_targets(after)
-    assert told["a"] == "30M are at most half of the 100M that a node has beside the 1G of the job"
-    assert told["b"].startswith("30M with 30M of other data are more than half")
-    assert told["c"].startswith("its size is not known")
-    assert after.origins["stage.0.target"] == f"auto: {told['a']}"
-    assert chosen_targets(before) == {}
-    assert measured(after, NodeRoom(1)).job == after.job, "what is chosen stays"
+@pytest.mark.parametrize(
+    ("sizes", "memory", "room", "target", "why"),
+    [
+        (["30G"], "4G", NodeRoom(64 * GIB), "shm", "30G are at most half of the 60G that a node"),
+        (["31G"], "4G", NodeRoom(64 * GIB), "local", "more than half of the 60G"),
+        (["1M", "30G"], "4G", NodeRoom(64 * GIB), "local", "30G with 1M of other data are more"),
+        (["40G"], "4G", NodeRoom(64 * GIB, 20 * GIB), "shm", "not on a disk of 20G"),
+        (["61G"], "4G", NodeRoom(64 * GIB, 20 * GIB), "local", "more than half"),
+        (["1M"], "64G", NodeRoom(32 * GIB), "local", "more than half of the 0M"),
+        ([None], "4G", NodeRoom(64 * GIB), "local", "its size is not known"),
+        (["1M"], None, NodeRoom(), "local", "the job asks for no memory"),
+        (["1M"], "4G", NodeRoom(), "local", "the memory of the nodes is not known"),
+    ],
+)
+def test_ram_where_it_fits_well(
+    tmp_path: Path,
+    sizes: list[str | None],
+    memory: str | None,
+    room: NodeRoom,
+    target: str,
+    why: str,
+) -> None:
+    """Half of what a node has beside the job; and the reason can stand in a script as it is."""
+    names = [f"d{number}" for number in range(len(sizes))]
+    entries = [
+        {"name": name, "source": f"{name}.tar.zst", "target": "auto", "size": size}
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    after, reasons = measured(resolved(tmp_path, entries, memory), room)
+    reason = reasons[names[-1]]
+    assert after.job.stage[-1].target == target
+    assert why in reason
+    assert directive(reason) == reason
 
 
-def test_auto_without_memory_or_room_is_the_disk(tmp_path: Path) -> None:
-    """Nothing is measured for it, so a source may be on the nodes alone."""
-    entry = {"name": "a", "source": "/none", "target": "auto"}
-    assert measured(resolved(tmp_path, [entry], memory=None)).job.stage[0].target == "local"
-    sized = resolved(tmp_path, [{**entry, "size": "1G"}])
-    assert measured(sized).job.stage[0].target == "local"
+def test_the_least_node_of_the_partition_counts() -> None:
+    """Memory and disk of the smallest node, the partition's own limit, and whether it is known."""
+    site = Site.model_validate(
+        {
+            "partitions": {
+                "small": {"default": True, "node_types": ["a", "b"]},
+                "capped": {"node_types": ["a"], "max_memory_per_node": "32G"},
+                "vague": {"node_types": ["a", "c"]},
+            },
+            "node_types": {
+                "a": {"memory": "128G", "local_disk": "1T"},
+                "b": {"memory": "64G", "local_disk": "2T"},
+                "c": {},
+            },
+        }
+    )
+
+    def room(partition: str | None) -> NodeRoom:
+        resources = {"partition": partition} if partition else {}
+        job = Job.model_validate({"name": "a", "command": ["x"], "resources": resources})
+        return room_of_site(job, site)
+
+    assert room(None) == NodeRoom(64 * GIB, 1024 * GIB)
+    assert room("capped") == NodeRoom(32 * GIB, 1024 * GIB)
+    assert room("vague") == room("unknown") == NodeRoom()
 
 
-@pytest.mark.parametrize("kind", ["auto", "pack"])
-def test_a_pack_is_measured_as_the_tree_that_it_becomes(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size"), [("auto", "3M"), ("pack", "3M"), ("tree", "1M"), ("damaged", "")]
+)
+def test_a_pack_is_measured_as_the_tree_that_it_becomes(
+    tmp_path: Path, kind: str, size: str
+) -> None:
     """By its index: small files take a page each in RAM, which they do not in the pack."""
     tree = tmp_path / "tree"
     (tree / "sub").mkdir(parents=True)
@@ -96,13 +119,13 @@ def test_a_pack_is_measured_as_the_tree_that_it_becomes(tmp_path: Path, kind: st
         (tree / "sub" / f"{number}").write_bytes(b"x")
     pack(PackRequest(str(tree), str(tmp_path / "packed"), workers=1))
     entry = {"name": "a", "source": "packed", "target": "shm", "kind": kind}
-    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "3M"
-    as_it_is = {**entry, "kind": "tree"}
-    assert measured(resolved(tmp_path, [as_it_is])).job.stage[0].size == "1M"
-    index = tmp_path / "packed" / "pack.index"
-    index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(InputError, match="stage.0.source: .* is damaged"):
-        measured(resolved(tmp_path, [entry]))
+    if kind == "damaged":
+        index = tmp_path / "packed" / "pack.index"
+        index.write_bytes(index.read_bytes()[:-1])
+        with pytest.raises(InputError, match="stage.0.source: .* is damaged"):
+            measured(resolved(tmp_path, [{**entry, "kind": "pack"}]))
+    else:
+        assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == size
 
 
 def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
@@ -113,8 +136,8 @@ def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
             for number in range(600):
                 archive.add(tmp_path / "one", str(number))
     entry = {"name": "a", "source": "d.tar", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry])).job.stage[0].size == "3M"
-    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}])).job.stage[0].size == "2M"
+    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == "3M"
+    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size == "2M"
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
 
@@ -126,7 +149,7 @@ def test_the_size_of_a_compressed_archive_has_to_be_said(tmp_path: Path, name: s
     stage = {"name": "a", "source": name, "target": "shm"}
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [stage]))
-    as_file = measured(resolved(tmp_path, [{**stage, "kind": "file"}]))
+    as_file, _ = measured(resolved(tmp_path, [{**stage, "kind": "file"}]))
     assert as_file.job.stage[0].size == "1M"
 
 

@@ -11,15 +11,7 @@ import pytest
 
 from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.store import Attempt
-from hpml_orchestrator.runs.monitored import (
-    Gpu,
-    Monitored,
-    joined,
-    monitor_lines,
-    monitored_nodes,
-    together,
-)
-from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.runs.monitored import Monitored, monitor_lines, monitored_nodes, together
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -102,15 +94,12 @@ def test_nodes_are_added_up(attempt: Attempt) -> None:
     assert lines[2].startswith("n2: 1.5 of 4 CPUs busy")
 
 
-def test_gpus_are_weighed_by_their_time() -> None:
-    """100 s at 50 % and 300 s at 90 % are 80 %; energy and errors are sums, memory the most."""
-    one = Gpu("a", "", 100, {"utilization_ratio": 0.5, "memory_peak_bytes": 9, "energy_joules": 1})
-    two = Gpu("b", "", 300, {"utilization_ratio": 0.9, "memory_peak_bytes": 5, "energy_joules": 2})
-    two = Gpu("b", "", 300, two.figures, {"power": 5}, {"79": 1})
-    both = joined([one, two])
-    assert both.figures["utilization_ratio"] == pytest.approx(0.8)
-    assert (both.figures["memory_peak_bytes"], both.figures["energy_joules"]) == (9, 3)
-    assert (both.throttled_seconds, both.xid_errors) == ({"power": 5}, {"79": 1})
+def test_gpus_are_weighed_by_their_time(attempt: Attempt) -> None:
+    """100 s at 50 % and 300 s at 90 % are 80 %; energy is a sum, memory the most."""
+    one = gpu("a", 0.5, 100, memory_peak_bytes=9 * GIB, energy_joules=3.6e6)
+    two = gpu("b", 0.9, 300, memory_peak_bytes=5 * GIB, energy_joules=7.2e6)
+    (line,) = monitor_lines(write(attempt, n1=record(one, two)))
+    assert line == "2 GPUs 80% busy, 9.0 GiB of memory at most on one, 3 kWh"
 
 
 def test_trouble_is_told(attempt: Attempt) -> None:
@@ -154,12 +143,8 @@ def test_a_known_end_takes_the_targets_along(world: World) -> None:
     submission = world.submit(monitor=True)
     left = world.store.root / "targets" / f"{submission.sid}.c-1@n1.json"
     targets.publish(left, "a:1", {"jobid": "1", "run": submission.sid, "node": "n1"})
-
-    def look() -> None:
-        states(world.store, [submission], backends=lambda *_: world.scheduler, now=world.clock.time)
-
-    look()
+    world.state(submission)
     assert left.exists()
     world.scheduler.move("1", JobState.FAILED)
-    look()
+    world.state(submission)
     assert not left.exists()

@@ -6,13 +6,14 @@ import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.records.files import read_json, write_json, write_text
-from hpml_orchestrator.runs import status as module
-from hpml_orchestrator.runs.status import State, states, wait_until_over
+from hpml_orchestrator.runs.follow import wait_until_over
+from hpml_orchestrator.runs.status import State, states
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 from hpml_orchestrator.testing import Fault, Killed
@@ -24,6 +25,19 @@ if TYPE_CHECKING:
 
 def no_scheduler(name: str, host: str) -> Scheduler:
     raise AssertionError(f"the scheduler {name} of {host} was asked")
+
+
+def moments_of_questions(world: World) -> list[float]:
+    """Have the scheduler note when it is asked."""
+    asked: list[float] = []
+    original = world.scheduler.query
+
+    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        asked.append(world.clock.now)
+        return original(job_ids)
+
+    world.scheduler.query = query  # type: ignore[method-assign]
+    return asked
 
 
 @pytest.fixture
@@ -68,17 +82,8 @@ def test_a_scheduler_is_asked_once_for_all(world: World) -> None:
         record = submission.record()
         write_json(submission.directory / "submit.json", {**record, "host": host})
         made.append(submission)
-    asked: list[list[str]] = []
-    original = world.scheduler.query
-
-    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        asked.append(list(job_ids))
-        return original(job_ids)
-
-    world.scheduler.query = query  # type: ignore[method-assign]
-    found = states(
-        world.store, [*made, made[0]], backends=lambda *_: world.scheduler, now=world.clock.time
-    )
+    asked = moments_of_questions(world)
+    found = states(world.store, [*made, made[0]], backends=world.backends, now=world.clock.time)
     assert [state.job_id for state in found] == ["1", "2", "3", "1"]
     assert len(asked) == 1
 
@@ -209,7 +214,7 @@ def test_damaged_records_do_not_hide_the_others(world: World) -> None:
         for state in states(
             world.store,
             world.store.submissions(),
-            backends=lambda *_: world.scheduler,
+            backends=world.backends,
             now=world.clock.time,
         )
     }
@@ -224,29 +229,15 @@ def test_damaged_records_do_not_hide_the_others(world: World) -> None:
 
 
 @pytest.fixture
-def wait(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., State]:
+def wait(world: World) -> Callable[..., State]:
     """Wait for a submission's end in the world's own time."""
-    monkeypatch.setattr(module, "open_backend", lambda *_, **__: world.scheduler)
-
-    def wait_for(submission: Submission, **more: Any) -> State:
-        return wait_until_over(
-            world.store, submission, sleep=world.clock.sleep, now=world.clock.time, **more
-        )
-
-    return wait_for
-
-
-def moments_of_questions(world: World) -> list[float]:
-    """Have the scheduler note when it is asked."""
-    asked: list[float] = []
-    original = world.scheduler.query
-
-    def query(job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        asked.append(world.clock.now)
-        return original(job_ids)
-
-    world.scheduler.query = query  # type: ignore[method-assign]
-    return asked
+    return partial(
+        wait_until_over,
+        world.store,
+        sleep=world.clock.sleep,
+        now=world.clock.time,
+        backends=world.backends,
+    )
 
 
 def test_waiting_asks_ever_more_rarely(

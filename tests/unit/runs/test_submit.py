@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.runs.submit import resume, submit
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.runs.backend import choose
+from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.testing import Fault, Killed
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
     from tests.unit.runs.conftest import World
-
-ENVIRONMENT = {"PATH": "/bin"}
-
-
-def go(world: World, submission: Submission) -> str:
-    return submit(submission, world.scheduler, environment=ENVIRONMENT, clock=world.clock.time)
-
-
-def again(world: World, submission: Submission, said: list[str] | None = None) -> str:
-    return resume(
-        world.store,
-        submission,
-        world.scheduler,
-        environment=ENVIRONMENT,
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-        notice=(said if said is not None else []).append,
-    )
 
 
 def test_a_prepared_submission_says_everything(world: World) -> None:
@@ -57,14 +37,14 @@ def test_a_prepared_submission_says_everything(world: World) -> None:
 def test_the_job_is_recorded(world: World) -> None:
     """The marker stands before sbatch is called, the id after it, the arguments to the byte."""
     submission = world.prepare()
-    assert go(world, submission) == "1"
+    assert world.go(submission) == "1"
     job = submission.job()
     assert job is not None
     assert (job["job_id"], job["how"]) == ("1", "sbatch")
     assert submission.started_at() == world.clock.now
     arguments = (submission.directory / "arguments").read_bytes().split(b"\0")[:-1]
     assert arguments == [b"sbatch", str(submission.script).encode()]
-    assert again(world, submission) == "1"
+    assert world.resume(submission) == "1"
     assert len(world.scheduler.jobs) == 1
 
 
@@ -73,12 +53,12 @@ def test_a_refusal_is_recorded(world: World) -> None:
     submission = world.prepare()
     world.scheduler.faults = [Fault.REFUSED]
     with pytest.raises(SchedulerError, match="Invalid account"):
-        go(world, submission)
+        world.go(submission)
     refused = submission.refused()
     assert refused is not None
     assert "Invalid account" in refused["reason"]
     with pytest.raises(InputError, match="the scheduler refused it: .*Invalid account"):
-        again(world, submission)
+        world.resume(submission)
     assert world.scheduler.jobs == {}
 
 
@@ -88,29 +68,31 @@ def test_no_answer_is_no_refusal(world: World, fault: Fault) -> None:
     submission = world.prepare()
     world.scheduler.faults = [fault]
     with pytest.raises(SchedulerUnavailable) as caught:
-        go(world, submission)
+        world.go(submission)
     assert f"hpml submit --resume {submission.sid}" in caught.value.hint
     said: list[str] = []
-    assert again(world, submission, said) == "1"
+    assert world.resume(submission, said) == "1"
     assert len(world.scheduler.jobs) == 1
     job = submission.job()
     assert job is not None
     assert job["how"] == ("queue" if fault is Fault.LOST_ANSWER else "sbatch")
 
 
+@pytest.mark.parametrize("array", [None, "0-3"])
 @pytest.mark.parametrize(
     "fault", [Fault.KILLED_BEFORE, Fault.KILLED_DURING, Fault.BOTH_KILLED, Fault.KILLED_AFTER]
 )
-def test_a_killed_hpml_makes_one_job(world: World, fault: Fault) -> None:
-    """Wherever it is killed: resuming, twice, leaves exactly one job."""
-    submission = world.prepare()
+def test_a_killed_hpml_makes_one_job(world: World, fault: Fault, array: str | None) -> None:
+    """Wherever it is killed: resuming, twice, leaves exactly one job, or one array."""
+    submission = world.prepare(array=array)
     world.scheduler.faults = [fault]
     with pytest.raises(Killed):
-        go(world, submission)
-    first = again(world, submission)
+        world.go(submission)
+    first = world.resume(submission)
     world.clock.sleep(1000)
-    assert again(world, submission) == first
-    assert len(world.scheduler.jobs) == 1
+    assert world.resume(submission) == first
+    tasks = [f"1_{index}" for index in range(4)]
+    assert list(world.scheduler.jobs) == (tasks if array else ["1"])
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -130,11 +112,11 @@ def test_who_looked_too_early_does_not_submit(world: World, killed: bool) -> Non
         found = look(directory, name=name, since=since)
         if not between:
             between.append("")  # the other one's own look
-            between.append(again(world, submission))
+            between.append(world.resume(submission))
         return found
 
     world.scheduler.find = find  # type: ignore[method-assign]
-    assert again(world, submission) == between[1] == "1"
+    assert world.resume(submission) == between[1] == "1"
     assert len(world.scheduler.jobs) == 1
     assert submission.starts() == 1 + killed
 
@@ -142,9 +124,9 @@ def test_who_looked_too_early_does_not_submit(world: World, killed: bool) -> Non
 def test_a_submission_that_another_hpml_has_taken_is_left_to_it(world: World) -> None:
     """Resumed in the moment between its records and its sbatch: the first hpml calls none."""
     submission = world.prepare()
-    assert again(world, submission) == "1"
+    assert world.resume(submission) == "1"
     with pytest.raises(SchedulerUnavailable, match="another hpml") as caught:
-        go(world, submission)
+        world.go(submission)
     assert f"hpml submit --resume {submission.sid}" in caught.value.hint
     assert len(world.scheduler.jobs) == 1
 
@@ -154,9 +136,9 @@ def test_a_start_that_was_long_under_way_is_not_used(world: World) -> None:
     submission = world.prepare()
     times = iter([100.0, 400.0])
     with pytest.raises(SchedulerUnavailable, match="too slow"):
-        submit(submission, world.scheduler, environment=ENVIRONMENT, clock=lambda: next(times))
+        submit(submission, world.scheduler, environment={}, clock=lambda: next(times))
     assert world.scheduler.jobs == {}
-    assert again(world, submission) == "1"
+    assert world.resume(submission) == "1"
 
 
 def test_a_waiting_hpml_sees_the_job_of_the_other_at_once(world: World) -> None:
@@ -170,15 +152,7 @@ def test_a_waiting_hpml_sees_the_job_of_the_other_at_once(world: World) -> None:
         if world.clock.now - begun >= 3:
             submission.record_job("7", how="sbatch", now=world.clock.now)
 
-    got = resume(
-        world.store,
-        submission,
-        world.scheduler,
-        environment=ENVIRONMENT,
-        clock=world.clock.time,
-        sleep=sleep,
-    )
-    assert got == "7"
+    assert world.resume(submission, sleep=sleep) == "7"
     assert world.clock.now - begun < 5
     assert world.scheduler.jobs == {}
 
@@ -188,28 +162,11 @@ def test_a_job_that_has_started_is_known_by_its_own_word(world: World) -> None:
     submission = world.prepare()
     submission.mark_started(now=world.clock.now)
     world.starts(submission, "77")
-    assert again(world, submission) == "77"
+    assert world.resume(submission) == "77"
     job = submission.job()
     assert job is not None
     assert job["how"] == "job"
     assert world.scheduler.jobs == {}
-
-
-@pytest.mark.parametrize(
-    ("environment", "inherit", "travels"),
-    [
-        ({"PATH": "/b", "HOME": "/h", "TOKEN": "x", "LC_ALL": "C"}, "minimal", "PATH HOME LC_ALL"),
-        ({"CUDA_HOME": "/c", "TOKEN": "x", "A B": "y", "BASH_FUNC_f%%": "() {"}, "all", None),
-        ({"SLURM_JOB_ID": "1", "SBATCH_ACCOUNT": "a", "SLURM_CONF": "/c"}, "all", "SLURM_CONF"),
-        ({"RANK": "0", "MASTER_ADDR": "x", "PMI_RANK": "0", "OMPI_COMM": "1"}, "all", ""),
-        ({"TMPDIR": "/t", "HOSTNAME": "h", "SSH_AUTH_SOCK": "/s", "HPML_HOME": "/r"}, "all", ""),
-        ({"CUDA_VISIBLE_DEVICES": "0", "BASH_ENV": "/x", "ENV": "/y"}, "all", ""),
-    ],
-)
-def test_what_travels(environment: Mapping[str, str], inherit: str, travels: str | None) -> None:
-    """All but the session's, the scheduler's and the launcher's; or only what a login has."""
-    kept = environment if travels is None else {name: environment[name] for name in travels.split()}
-    assert travelling(environment, inherit) == kept
 
 
 def test_the_same_travels_to_every_backend(world: World) -> None:
@@ -225,3 +182,14 @@ def test_the_same_travels_to_every_backend(world: World) -> None:
     world.scheduler.submit = spy  # type: ignore[method-assign]
     submit(submission, world.scheduler, environment={"PATH": "/b", "X": "y", "SLURM_JOB_ID": "3"})
     assert seen == {"PATH": "/b"}
+
+
+def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm where sbatch is found, else this machine; other names are refused."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choose("auto") == "local"
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert (choose("auto"), choose("local"), choose("slurm")) == ("slurm", "local", "slurm")
+    with pytest.raises(InputError, match="--backend: must be auto, slurm or local"):
+        choose("pbs")

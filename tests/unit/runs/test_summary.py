@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.records.events import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.runs.attempts import attempt_reports
-from hpml_orchestrator.runs.show import summary_lines
+from hpml_orchestrator.runs.show import attempt_reports, summary_lines
 from hpml_orchestrator.runs.summary import Timeline, phases, summarise
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -66,30 +65,19 @@ def test_stretches_add_up(
 
 def test_a_mark_counts_when_the_last_reaches_it() -> None:
     """Nodes are ready when the last is; a beginning counts when the first begins."""
+    marks = (
+        "10 started batch, 11 staging n1, 12 staging n2, 13 ready n1, 20 ready n2, "
+        "22 rendezvous n1, 23 rendezvous n2, 25 warm-up n1, 27 step n1, 40 step n2"
+    )
     events = [
-        Event(10, "started", "batch"),
-        Event(11, "staging", "n1"),
-        Event(12, "staging", "n2"),
-        Event(13, "ready", "n1"),
-        Event(20, "ready", "n2"),
-        Event(22, "rendezvous", "n1", 0),
-        Event(23, "rendezvous", "n2", 1),
-        Event(25, "warm-up", "n1", 0),
-        Event(27, "step", "n1", 0),
-        Event(40, "step", "n2", 1),
-        Event(45, "evaluation", "n1", 0, {"final": True}),
+        Event(float(time), name, node, None if name in ("started", "ready") else 0)
+        for time, name, node in (mark.split() for mark in marks.split(", "))
     ]
+    events.append(Event(45, "evaluation", "n1", 0, {"final": True}))
     found = phases(Timeline(events), queued=4, ended=50)
-    assert [(one.name, one.seconds) for one in found] == [
-        ("queue", 6),
-        ("start-up", 1),
-        ("staging", 9),
-        ("launch", 2),
-        ("rendezvous", 3),
-        ("warm-up", 2),
-        ("training", 18),
-        ("end", 5),
-    ]
+    assert ", ".join(f"{phase.name} {phase.seconds:g}" for phase in found) == (
+        "queue 6, start-up 1, staging 9, launch 2, rendezvous 3, warm-up 2, training 18, end 5"
+    )
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_an_existing_template_stays(tmp_path: Path) -> None:
     assert eject("srun.sh.j2", tmp_path, force=True).read_text() != "mine"
     with pytest.raises(InputError, match="must be one of base, horovodrun, mpirun, srun, torchrun"):
         eject("../srun", tmp_path)
-    with pytest.raises(InputError, match="cannot be made: File exists"):
+    with pytest.raises(InputError, match="cannot be written: File exists"):
         eject("torchrun", path)
 
 

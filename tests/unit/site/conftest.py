@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.scheduler.cluster import Association, Cluster, Gres, Limits, Node, Partition
+from hpml_orchestrator.scheduler.cluster import Association, Cluster, Limits, Node, Partition
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.testing import FakeRunner
 from tests.unit.site.clusters import A100, IDLE, nodes_of, slurm_answers
@@ -46,43 +46,6 @@ def small() -> Cluster:
         nodes=tuple(nodes),
         user="ada",
         associations=(Association("physics"),),
-    )
-
-
-@pytest.fixture
-def big() -> Cluster:
-    """10,000 nodes of 40 kinds in 60 partitions, one with MIG."""
-    nodes = []
-    for number in range(10_000):
-        kind = number % 40
-        gres: tuple[Gres, ...] = ()
-        if kind == 39:
-            gres = (Gres("gpu", "1g.10gb", 7), Gres("gpu", "a100", 1))
-        elif kind % 2:
-            gres = (Gres("gpu", f"h{100 + kind}", 4), Gres("shard", "", 16))
-        nodes.append(
-            Node(
-                f"n{number:05}",
-                IDLE,
-                (f"p{number % 60}",),
-                *(2, 32, 1, 64, 256_000 + kind, 0, gres),
-                features=frozenset({f"rack{number // 40}", "ib"}),
-            )
-        )
-    return Cluster(
-        limits=Limits(version=(24, 11, 5), cluster="mole"),
-        partitions=tuple(
-            Partition(
-                f"p{number}",
-                default=number == 0,
-                nodes=nodes_of(nodes, f"p{number}"),
-                total_nodes=sum(f"p{number}" in node.partitions for node in nodes),
-                max_seconds=(number + 1) * 3_600,
-                max_nodes=number + 1,
-            )
-            for number in range(60)
-        ),
-        nodes=tuple(nodes),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.runs.tail import Tail, start_of_last
+from hpml_orchestrator.runs.follow import Tail, start_of_last
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:

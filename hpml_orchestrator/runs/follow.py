@@ -1,0 +1,128 @@
+"""Follow a run: wait until it is over, and read its output as it grows."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.runs.backend import backends_of
+from hpml_orchestrator.runs.status import UNREADABLE, State, states
+from hpml_orchestrator.scheduler.slurm.client import PollSchedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Run, Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
+
+__all__ = ["Tail", "start_of_last", "wait_until_over"]
+
+_BLOCK_BYTES = 1 << 20
+_LOST_ANSWERS = 3
+_WATCHED_TASKS = 16
+_LOOK_SECONDS = {"local": 0.2, "slurm": 1.0}
+_LOCAL_END_SECONDS = 0.5
+
+
+def wait_until_over(
+    store: Store,
+    submission: Submission,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+    each: Callable[[State], None] = lambda _: None,
+    pauses: PollSchedule | None = None,
+    backends: Backends | None = None,
+) -> State:
+    """Return the submission's last state, once it is over.
+
+    The scheduler is asked after 1 s and then less and less often, up to 30 s apart. The job's own
+    record of its end triggers the next question at once: it is looked for five times a second, for
+    a Slurm job, whose records may lie on a shared file system, once a second. A job that its
+    scheduler does not know in three answers in a row is given up.
+
+    Raises:
+        RecordError: its record cannot be read.
+    """
+    pauses = pauses or PollSchedule()
+    backends = backends or backends_of(store)
+    lost = 0
+    end_seen = False  # before the scheduler was asked: what is written meanwhile is news
+    while True:
+        state = states(store, [submission], backends=backends, now=now)[0]
+        each(state)
+        if state.state == UNREADABLE:
+            raise RecordError(state.reason)
+        lost = lost + 1 if state.lost else 0
+        if state.over or lost >= _LOST_ANSWERS:
+            return state
+        watched = _watched(state)
+        end_seen = end_seen and _ends_recorded(watched)
+        pause = next(pauses)
+        if end_seen and state.backend == "local":
+            pause = min(pause, _LOCAL_END_SECONDS)
+        deadline = now() + pause
+        while now() < deadline:
+            each(state)
+            sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
+            if not end_seen and _ends_recorded(watched):
+                end_seen = True
+                pauses.reset()
+                break
+
+
+def _watched(state: State) -> list[Run]:
+    """Return the runs whose records are watched: of an array only the last few tasks."""
+    runs = [task.run for task in state.tasks if not task.over] if state.tasks else [state.run]
+    return runs if len(runs) <= _WATCHED_TASKS else []
+
+
+def _ends_recorded(runs: list[Run]) -> bool:
+    newest = [run.attempts()[-1:] for run in runs]
+    return bool(newest) and all(
+        attempts and os.path.exists(attempts[0].directory / "ended.json") for attempts in newest
+    )
+
+
+class Tail:
+    """Reads what was added to a file since the last call; the file need not exist yet."""
+
+    def __init__(self, path: Path, *, position: int = 0) -> None:
+        self._path = path
+        self._position = position
+
+    def read(self) -> bytes:
+        """Return what is new, at most 1 MiB; empty when there is nothing."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._position)
+                data = stream.read(_BLOCK_BYTES)
+        except FileNotFoundError:
+            return b""
+        self._position += len(data)
+        return data
+
+    def read_to_end(
+        self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
+    ) -> bytes:
+        """Return all that is new, and what is written within a moment: the end may be late."""
+        parts = list(iter(self.read, b""))
+        sleep(settle_seconds)
+        return b"".join([*parts, self.read()])
+
+
+def start_of_last(path: Path, count: int) -> int:
+    """Return the offset at which the last `count` lines of a file begin, reading only its end."""
+    with path.open("rb") as stream:
+        size = begin = stream.seek(0, 2)
+        data = b""
+        while begin > 0 and data.count(b"\n") <= count:
+            end, begin = begin, max(0, begin - (1 << 16))
+            stream.seek(begin)
+            data = stream.read(end - begin) + data
+    # Not splitlines(): progress bars end theirs in \r. The last line may have no end yet.
+    lines = data.removesuffix(b"\n").split(b"\n")[-count:]
+    return size - len(b"\n".join(lines)) - data.endswith(b"\n")
