@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,6 @@ from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import HPML, Desk
 
 SHORT = {"time": "00:01:00"}
-
-
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A user's desk on the shared cluster."""
-    return Desk(slurm_cluster, tmp_path)
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
         assert "no node has the type of GPU h100; nodes have up to a100:2" in told.stderr
         assert "`--no-check` submits it as it is" in told.stderr
     assert not (desk.records / "submissions").exists()
-    good = desk.json("submit", desk.job("good", command=["true"], resources=SHORT))
+    good = desk.submit("good", command=["true"], resources=SHORT)
     assert int(good["job_id"]) == before + 1
 
 

@@ -19,8 +19,7 @@ from hpml_exporters.options import NodeOptions
 from hpml_exporters.roots import Roots
 
 from tests.cluster.conftest import SlurmCluster, booted
-from tests.cluster.hpml_on_slurm import eventually
-from tests.cluster.prolog import install_prolog
+from tests.cluster.hpml_on_slurm import eventually, install_prolog
 from tests.storage import in_memory, stored_folder
 
 MIB = 1 << 20
@@ -66,21 +65,13 @@ class Site:
 
     def wait(self, *paths: str) -> None:
         """Wait until the work says that it is done."""
-        deadline = time.monotonic() + 120
-        while not all((self.where / path).exists() for path in paths):
-            assert time.monotonic() < deadline, list(self.where.iterdir())
-            time.sleep(0.05)
+        eventually(lambda: all((self.where / path).exists() for path in paths), what=str(paths))
 
     def cancel(self, *jobids: str) -> None:
         """End jobs, and wait until their epilogs have run."""
         self.cluster.run("scancel", *jobids)
-        deadline = time.monotonic() + 120
-        while True:
-            states = self.cluster.run("squeue", "-h", "-o", "%A").stdout.split()
-            if not set(states) & set(jobids):
-                return
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        listing = ("squeue", "-h", "-o", "%A")
+        eventually(lambda: not {*self.cluster.run(*listing).stdout.split()} & {*jobids})
 
 
 class Exporter:
@@ -120,15 +111,12 @@ def place() -> Iterator[Path]:
     """A folder that the nodes see, with the work in it."""
     with stored_folder() as folder:
         folder.chmod(0o755)
-        yield _furnished(folder / "shared")
-
-
-def _furnished(where: Path) -> Path:
-    where.mkdir()
-    python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin") or "python3"
-    script = where / "work.sh"
-    script.write_text(WORK.replace("{where}", str(where)).replace("{python}", python))
-    return where
+        where = folder / "shared"
+        where.mkdir()
+        python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin") or "python3"
+        work = WORK.replace("{where}", str(where)).replace("{python}", python)
+        (where / "work.sh").write_text(work)
+        yield where
 
 
 def own_cluster(where: Path, settings: str) -> AbstractContextManager[SlurmCluster]:
@@ -202,10 +190,7 @@ def test_the_map_of_a_running_job(grouped: Site) -> None:
         draft.touch()
     os.utime(old, (time.time() - 720,) * 2)
     grouped.cancel(jobid)
-    deadline = time.monotonic() + 60
-    while old.exists() or (jobs / f"{jobid}.json").exists():
-        assert time.monotonic() < deadline, "the real epilog removes both"
-        time.sleep(0.1)
+    eventually(lambda: not old.exists() and not (jobs / f"{jobid}.json").exists())
     new.unlink()  # raises where that was swept as well
     assert value == {
         "schema_version": 1,
@@ -225,14 +210,12 @@ def test_a_job_on_two_slurmd_of_one_machine(grouped: Site) -> None:
     command = ("sbatch", "--parsable", "-N2", "-n2", "-o/dev/null", f"--wrap={script}")
     jobid = grouped.cluster.run(*command).stdout.strip()
     exporter = Exporter(grouped.options)
-    deadline = time.monotonic() + 120
-    rss = 0.0
-    while rss < 200 * MIB:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-        found = of(exporter.sample(), jobid)
-        rss = found.get(("hpml_job_memory_bytes", "rss"), 0)
-    assert rss / MIB == pytest.approx(200, abs=30)
+
+    def held() -> float:
+        rss = of(exporter.sample(), jobid).get(("hpml_job_memory_bytes", "rss"), 0)
+        return rss if rss >= 200 * MIB else 0
+
+    assert eventually(held) / MIB == pytest.approx(200, abs=30)
     seen = exporter.context.jobs.now.by_id[jobid]
     assert {"batch", "extern", "0"} == set(seen.steps)
     assert len(seen.steps["0"]) == 2
@@ -244,16 +227,14 @@ def test_array_tasks_are_jobs_of_their_own(grouped: Site) -> None:
     command = ("sbatch", "--parsable", "--array=1-3", "-o/dev/null", "--wrap=sleep 600")
     array = grouped.cluster.run(*command).stdout.strip()
     exporter = Exporter(grouped.options)
-    deadline = time.monotonic() + 120
-    while True:
-        output = grouped.cluster.run("squeue", "-h", "-tR", "-o", "%A %F").stdout
-        ids = {line.split()[0] for line in output.splitlines() if line.split()[1] == array}
+
+    def running() -> list[str]:
+        rows = grouped.cluster.run("squeue", "-h", "-tR", "-o", "%F %A").stdout.splitlines()
+        ids = [row.split()[1] for row in rows if row.split()[0] == array]
         exporter.sample()
-        if len(ids) == 3 and ids <= set(exporter.context.jobs.now.by_id):
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    grouped.cancel(*ids)
+        return ids if len(ids) == 3 and {*ids} <= {*exporter.context.jobs.now.by_id} else []
+
+    grouped.cancel(*eventually(running))
 
 
 def test_inside_of_a_job_only_that_job(grouped: Site) -> None:

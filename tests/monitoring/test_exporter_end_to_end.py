@@ -20,8 +20,7 @@ import pytest
 
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
-from tests.cluster.hpml_on_slurm import AS_ROOT, ROOT, Desk
-from tests.cluster.prolog import install_prolog
+from tests.cluster.hpml_on_slurm import ROOT, Desk, install_prolog
 from tests.monitoring.gpusim_support import Gpusim
 from tests.monitoring.prometheus_support import files, static
 from tests.storage import in_memory, stored_folder
@@ -260,11 +259,11 @@ def test_two_jobs_share_a_node(
 @contextlib.contextmanager
 def training(node: Node, **fields: Any) -> Iterator[tuple[Job, Desk, str]]:
     """Run the trainer through hpml for as long as the block lasts; gives the run's id too."""
-    desk = Desk(node.cluster, node.disk, words=AS_ROOT)
+    desk = Desk(node.cluster, node.disk, as_root=True)
     (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
     shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
     command = ["python3", "trainer.py", str(node.disk)]
-    submitted = desk.json("submit", desk.job("training", command=command, **fields))
+    submitted = desk.submit("training", command=command, **fields)
     jobid = str(submitted["job_id"])
     try:
         yield Job(jobid, node.disk), desk, submitted["id"]

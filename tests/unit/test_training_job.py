@@ -1,7 +1,6 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
 import contextlib
-import importlib.util
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
 from hpml_orchestrator.runs.summary import Timeline, phases
-from tests.unit.training_runs import DIGITS, JOBS, finish, result_of, run, start
+from tests.unit.training_runs import DIGITS, JOBS, finish, load, result_of, run, start
 
 TRAIN = JOBS / "ddp_images.py"
 
@@ -60,12 +59,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """Return ddp_images.py as a module, for what needs no process of its own."""
-    spec = importlib.util.spec_from_file_location("ddp_images_under_test", TRAIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(TRAIN)
 
 
 def test_digits_are_written_once_and_whole(digits: Path, tmp_path: Path) -> None:
