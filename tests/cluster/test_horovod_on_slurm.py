@@ -97,9 +97,8 @@ def test_four_ranks_on_two_nodes_reach_the_accuracy(desk: Desk, patient: Path, h
 
 
 def test_two_ranks_by_horovodrun(desk: Desk) -> None:
-    """The job file as it is, on the local backend."""
-    ran = desk.json("run", "--local", f"--set=environment.python={PYTHON}", "digits_horovod.yaml")
+    """The job file as it is, but for its epochs, on the local backend."""
+    sets = (f"--set=environment.python={PYTHON}", "--set=args.1=--epochs=1")
+    ran = desk.json("run", "--local", *sets, "digits_horovod.yaml")
     assert ran["state"] == "COMPLETED"
-    result = ran["summary"]["result"]
-    assert result["test_accuracy"] >= 0.95
-    assert result["world_size"] == 2
+    assert ran["summary"]["result"]["world_size"] == ran["summary"]["ranks"] == 2
