@@ -67,15 +67,16 @@ class SlurmCluster:
         `env` adds to the environment; the other options are those of subprocess.run.
         """
         environment = self.environment | options.pop("env", {})
+        if "input" not in options:
+            options["stdin"] = subprocess.DEVNULL
         standard = {"capture_output": True, "text": True, "timeout": _COMMAND_SECONDS}
-        check = options.pop("check", True)
-        return subprocess.run(
+        done: subprocess.CompletedProcess[str] = subprocess.run(
             [*map(str, command)],
             env=environment,
-            check=check,
-            **({"stdin": subprocess.DEVNULL} if "input" not in options else {}),
+            check=options.pop("check", True),
             **(standard | options),
         )
+        return done
 
     def exec(self, node: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs a command on a node, outside of any job; the caller looks at its status."""

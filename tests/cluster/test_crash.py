@@ -65,7 +65,7 @@ def points(desk: Desk) -> list[Point]:
     traced = strace(desk, "-s", "400", "-o", str(trace), "-e", f"trace={CALLS}")
     assert traced.returncode == 0, traced.stderr
     counts: Counter[str] = Counter()
-    found = []
+    found: list[Point] = []
     for line in trace.read_text(errors="replace").splitlines():
         if match := re.match(r"(\w+)\(", line):
             counts[match[1]] += 1
