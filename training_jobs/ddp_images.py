@@ -286,13 +286,18 @@ class Training:
                 problem = f"{options.data}: {len(train)} images for {ranks.world_size} ranks"
         except JobError as error:
             problem = str(error)
-        ranks.fail_together(problem)
         self.train_images, self.test_images = len(train), len(test)
         self.sampler = EpochSampler(len(train), ranks, options.seed, options.batch_size)
         self.train_loader = self._loader(Images(train, mode, size), self.sampler)
         mine = test[ranks.rank :: ranks.world_size]  # no image twice, none left out
         self.test_loader = self._loader(Images(mine, mode, size), None)
         self.channels = 1 if mode == "L" else 3
+        if options.workers and not problem:
+            # Workers fork before the first collective: gloo's threads create Python thread states
+            # after each one, and up to Python 3.11 a fork in that moment leaves a worker that hangs
+            iter(self.train_loader)
+            iter(self.test_loader)
+        ranks.fail_together(problem)
 
     def _loader(self, images: Images, sampler: EpochSampler | None) -> DataLoader[Any]:
         workers = self.options.workers
@@ -865,8 +870,8 @@ def train(
     options: argparse.Namespace, ranks: Ranks, channel: Channel, kind: type[Training] = Training
 ) -> None:
     """Train and report; nothing of the training lives on after the return."""
-    ranks.use_cores()
     training = kind(options, ranks, channel)
+    ranks.use_cores()
     try:
         if options.resume:
             training.resume()

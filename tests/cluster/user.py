@@ -7,6 +7,7 @@ else may look. So the user gets a virtual environment below /tmp, made of hard l
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pwd
 import shutil
@@ -79,9 +80,11 @@ def hand_over(directory: Path) -> None:
     """Give a directory and all in it to the user, and let the user get there."""
     if not _IS_ROOT:
         return
-    for path in [directory, *directory.rglob("*")]:
-        if path.lstat().st_uid == 0:
-            os.lchown(path, UID, _USER.pw_gid)
+    for folder, _, files in os.walk(directory):
+        for path in (folder, *(os.path.join(folder, name) for name in files)):
+            with contextlib.suppress(FileNotFoundError):  # a running job's files come and go
+                if os.lstat(path).st_uid == 0:
+                    os.lchown(path, UID, _USER.pw_gid)
     for parent in directory.parents:
         if parent.stat().st_uid == 0 and parent.is_relative_to(tempfile.gettempdir()):
             parent.chmod(parent.stat().st_mode | 0o111)

@@ -168,7 +168,8 @@ def test_jobs_take_turns_in_order(bench: Bench) -> None:
 
 def test_jobs_that_fit_run_side_by_side_on_their_own_cpus_and_gpus(bench: Bench) -> None:
     """No CPU and no GPU is given to two jobs; one that waits is cancelled at once."""
-    body = "#SBATCH -n 1 --gpus=1\n{ echo $CUDA_VISIBLE_DEVICES; taskset -cp $$; } > has; sleep 600"
+    show = "{ echo $CUDA_VISIBLE_DEVICES; taskset -cp $$; } > now; mv now has"
+    body = f"#SBATCH -n 1 --gpus=1\n{show}; sleep 600"
     for directory in ("a", "b"):
         bench.submit(body, directory=directory)
     has = [bench.file("has", directory).split() for directory in ("a", "b")]
