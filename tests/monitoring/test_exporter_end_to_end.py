@@ -23,6 +23,7 @@ from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import ROOT, Desk, install_prolog
 from tests.monitoring.gpusim_support import Gpusim
 from tests.monitoring.prometheus_support import files, static
+from tests.patience import eventually
 from tests.storage import in_memory, stored_folder
 
 if TYPE_CHECKING:
@@ -106,10 +107,7 @@ class Job:
 
     def told(self, name: str, seconds: float = 240.0) -> str:
         """Wait for a file of the job; returns what is in it."""
-        end = time.monotonic() + seconds
-        while not (self.folder / name).exists():
-            assert time.monotonic() < end, [*self.folder.iterdir()]
-            time.sleep(0.05)
+        eventually((self.folder / name).exists, name, seconds)
         return (self.folder / name).read_text("utf-8")
 
     def pids(self) -> set[int]:
@@ -147,14 +145,14 @@ class Node:
 
     def gpu_numbers(self, job: Job) -> list[int]:
         """Which GPUs a job has, as Slurm says: the numbers of their device files."""
-        end = time.monotonic() + 240
-        told, found = "", None
-        while found is None:
-            assert time.monotonic() < end, told
-            told = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
-            found = re.search(r"GRES=gpu\S*\(IDX:([\d,-]+)\)", told)
-        parts = [part.split("-") for part in found[1].split(",")]
-        return [one for part in parts for one in range(int(part[0]), int(part[-1]) + 1)]
+
+        def numbers() -> str:
+            shown = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
+            match = re.search(r"GRES=gpu\S*\(IDX:([\d,-]+)\)", shown)
+            return match[1] if match else ""
+
+        parts = [part.split("-") for part in eventually(numbers, pause=0.2).split(",")]
+        return [gpu for part in parts for gpu in range(int(part[0]), int(part[-1]) + 1)]
 
 
 @pytest.fixture(params=LAYOUTS)
