@@ -36,6 +36,8 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
     bad = {"partition": "mian", "gpus": "h100:3", **SHORT}
     file = desk.job("bad", command=["true"], resources=bad)
     before = last_job_id(desk)
+    report = desk.json("check", file, code=2)
+    assert [finding["field"] for finding in report["findings"]] == ["resources.partition"]
     for command in ("submit", "run"):
         told = desk.hpml(command, file, code=2)
         assert told.stdout == ""
@@ -46,28 +48,6 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
     assert not (desk.records / "submissions").exists()
     good = desk.submit("good", command=["true"], resources=SHORT)
     assert int(good["job_id"]) == before + 1
-
-
-def test_check_says_the_same_and_submits_nothing(desk: Desk) -> None:
-    """Status 2 and findings by field for programs; 0 for a job that would be taken."""
-    file = desk.job("wide", command=["true"], resources={"nodes": 9, **SHORT})
-    before = last_job_id(desk)
-    report = desk.json("check", file, code=2)
-    assert report["ok"] is False
-    (finding,) = report["findings"]
-    assert finding["code"] == "nodes.most"
-    assert (finding["field"], finding["value"], finding["limit"]) == ("resources.nodes", 9, 2)
-    fits = desk.hpml("check", file, "--set", "resources.nodes=2")
-    assert fits.stdout == "wide: OK, main would accept this job (can start now, 2 nodes idle)\n"
-    assert last_job_id(desk) == before
-    assert not desk.records.exists()
-
-
-def test_slurm_has_the_last_word(desk: Desk) -> None:
-    """With `--no-check` Slurm itself refuses, with its own status."""
-    file = desk.job("bad", command=["true"], resources={"partition": "mian", **SHORT})
-    told = desk.hpml("submit", "--no-check", file, code=4)
-    assert "Invalid partition name specified" in told.stderr
 
 
 def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -178,8 +179,11 @@ def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
     assert ended(job, 1)["reason"] == "requeued"
     says(job, "begins", 6)
     go.touch()
-    desk.hpml("wait", job["id"])
+    assert desk.json("wait", job["id"])["attempts"] == 3
     assert ended(job, 2)["reason"] == "completed"
+    shown = desk.hpml("show", job["id"]).stdout
+    assert re.search(r"^attempts {3}0: preempted after \d+ s on node", shown, re.MULTILINE), shown
+    assert re.search(r"^ {11}2: completed after \d+ s on node", shown, re.MULTILINE), shown
 
 
 WAITS = (

@@ -30,6 +30,7 @@ def test_the_profile_says_what_slurm_says(desk: Desk) -> None:
     kind = data["node_types"]["a100x2"]
     assert (kind["cpus"], kind["memory"], kind["count"]) == (int(cpus), f"{memory}M", int(count))
     assert kind["gpus"] == "a100:2"
+    assert desk.hpml("init", "-o", "-").stdout.startswith("#")  # as TOML, and no file
     before = (desk.directory / "hpml.toml").read_bytes()
     again = desk.hpml("init", code=2)
     assert "--force" in again.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -107,17 +106,6 @@ def test_ranks_started_by_srun_see_their_data_and_their_places(desk: Desk, data:
     assert desk.staged(ran["job_id"]) == []
 
 
-def test_a_cancelled_job_leaves_no_data_on_its_nodes(desk: Desk, data: Path) -> None:
-    """After `hpml cancel` of a running job the nodes hold nothing of it, and its state says so."""
-    two = {"nodes": 2}
-    job = desk.submit("cancelled", command=["sleep", "600"], resources=two, stage=stage_both(data))
-    eventually(lambda: desk.json("show", job["id"])["summary"]["ranks"] == 2)
-    assert len(desk.staged(job["job_id"])) > 2 * 2 * 200
-    assert "cancelled job" in desk.hpml("cancel", job["id"]).stdout
-    assert desk.json("wait", job["id"], code=6)["state"] == "CANCELLED"
-    eventually(lambda: desk.staged(job["job_id"]) == [])
-
-
 def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) -> None:
     """One rank that fails ends the others, the output names it, and `hpml run` exits 6."""
     program = "import os, sys, time; os.environ['RANK'] == '3' and sys.exit(9); time.sleep(600)"
@@ -142,28 +130,6 @@ def test_ranks_never_start_when_a_node_cannot_be_made_ready(desk: Desk) -> None:
     assert "node1: " in log
     assert "/no/such/data" in log
     assert desk.staged(ran["job_id"]) == []
-
-
-def test_a_requeued_job_makes_a_second_attempt_of_the_same_run(desk: Desk, data: Path) -> None:
-    """`scontrol requeue` starts attempt 1 of the run; the record keeps both."""
-    program = (
-        "import os, sys, time; p = os.environ['HPML_RUN_DIR'] + '/tried';"
-        "sys.exit(0) if os.path.exists(p) else open(p, 'w').close(); time.sleep(600)"
-    )
-    submitted = desk.submit("requeued", command=[PYTHON, "-c", program], stage=stage_both(data))
-    eventually(Path(submitted["directory"], "tried").exists)
-    desk.slurm("scontrol", "requeue", submitted["job_id"])
-    done = desk.json("wait", submitted["id"])
-    assert (done["state"], done["attempts"]) == ("COMPLETED", 2)
-    assert done["job_id"] == submitted["job_id"]
-    first, second = desk.json("show", submitted["id"])["history"]
-    assert first["nodes"].startswith("node")
-    assert first["started"] < second["started"]
-    assert (first["over"], second["reason"]) == (True, "completed")
-    shown = desk.hpml("show", submitted["id"]).stdout
-    assert re.search(r"^attempts {3}0: .* after \d+ s on node", shown, re.MULTILINE), shown
-    assert re.search(r"^ {11}1: completed after \d+ s on node", shown, re.MULTILINE), shown
-    eventually(lambda: desk.staged(submitted["job_id"]) == [])
 
 
 def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
@@ -191,22 +157,6 @@ def test_the_ranks_need_no_hpml_of_their_own(desk: Desk) -> None:
     ran = desk.run("bare", command=command, environment=minimal, resources={"nodes": 2})
     assert Path(ran["output"]).read_text().count(f"HPML None {venv} hpml") == 2
     assert ran["summary"]["ranks"] == 2
-
-
-def test_a_rendered_script_runs_when_given_to_sbatch_by_hand(desk: Desk, data: Path) -> None:
-    """`hpml render -o DIR`, then sbatch in DIR: the job runs and records itself there."""
-    file = desk.job(
-        "by-hand", command=["sh", "-c", "ls {stage.ram} | wc -l"], stage=stage_both(data)
-    )
-    target = desk.directory / "by hand"
-    desk.hpml("render", file, "-o", target)
-    done = desk.call("sbatch", "--wait", "--parsable", "job.sh", cwd=target, code=None)
-    job_id = done.stdout.strip()
-    assert done.returncode == 0, (target / f"slurm-{job_id}.out").read_text()
-    assert "\n10\n" in (target / f"slurm-{job_id}.out").read_text()
-    ended = json.loads((target / "runs" / job_id / "attempts" / "0" / "ended.json").read_text())
-    assert ended["exit_code"] == 0
-    assert desk.staged(job_id) == []
 
 
 def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> None:

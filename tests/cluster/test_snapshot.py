@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -62,10 +63,15 @@ def test_the_code_of_the_submission_runs(desk: Desk, tmp_path: Path) -> None:
 
 
 def test_a_rendered_directory_runs_by_hand(desk: Desk, tmp_path: Path) -> None:
-    """`render -o` puts the code beside the script, and sbatch in that directory is all it takes."""
+    """`render -o` puts the code beside the script, and sbatch in that directory is all it takes.
+
+    The job stages its data, cleans up after it and records itself there.
+    """
     top = tmp_path / "code"
     top.mkdir()
-    (top / "train.py").write_text("print('by hand')\n")
+    (top / "train.py").write_text("import os, sys; print('by hand', *os.listdir(sys.argv[1]))\n")
+    (top / "data").mkdir()
+    (top / "data" / "word").touch()
     git(top, "init", "--quiet")
     job = desk.job(
         "hand",
@@ -73,10 +79,15 @@ def test_a_rendered_directory_runs_by_hand(desk: Desk, tmp_path: Path) -> None:
         workdir=str(top),
         snapshot=True,
         environment={"python": PYTHON},
+        args=["{stage.d}"],
+        stage=[{"name": "d", "source": str(top / "data"), "target": "shm"}],
         resources={"time": "5:00"},
     )
-    desk.hpml("render", job, "-o", "out")
+    desk.hpml("render", job, "-o", "by hand")
     (top / "train.py").unlink()
-    out = tmp_path / "out"
-    desk.call("sbatch", "--wait", "--output=output", "job.sh", cwd=out)
-    assert (out / "output").read_text().count("by hand\n") == 1
+    out = tmp_path / "by hand"
+    done = desk.call("sbatch", "--wait", "--parsable", "--output=output", "job.sh", cwd=out)
+    assert (out / "output").read_text().count("by hand word\n") == 1
+    ended = out / "runs" / done.stdout.strip() / "attempts" / "0" / "ended.json"
+    assert json.loads(ended.read_text())["exit_code"] == 0
+    assert desk.staged(done.stdout.strip()) == []

@@ -11,8 +11,9 @@ import getpass
 import os
 import re
 import shutil
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,8 @@ class Node:
     """The cluster's only node."""
 
     cluster: SlurmCluster
-    disk: Path
+    disk: Path  # a folder of this test's own
+    gpus: Path  # the state of the GPUs that its jobs see
     options: tuple[str, ...]  # of its exporter
 
     @contextlib.contextmanager
@@ -155,10 +157,16 @@ class Node:
         return [gpu for part in parts for gpu in range(int(part[0]), int(part[-1]) + 1)]
 
 
-@pytest.fixture(params=LAYOUTS)
-def node(
-    request: pytest.FixtureRequest, tmp_path: Path, gpusim_library: Simulator
-) -> Iterator[Node]:
+@pytest.fixture
+def node(site: Node) -> Node:
+    """The cluster's node, and a folder for one test."""
+    disk = Path(tempfile.mkdtemp(dir=site.disk))
+    disk.chmod(0o755)
+    return replace(site, disk=disk)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def site(request: pytest.FixtureRequest, gpusim_library: Simulator) -> Iterator[Node]:
     """Boots a cluster of one node with 8 CPUs and 4 GPUs.
 
     Its jobs have numbers of their own: clusters of other tests use the same control groups. Its
@@ -168,7 +176,6 @@ def node(
     if request.param == "cgroup" and not Path("/sys/fs/cgroup/freezer/tasks").exists():
         pytest.skip("HARDWARE: no control groups of version 1 here")
     first = 1_000_000 + os.getpid() % 1_000_000
-    own = tmp_path / "slurm.conf"
     options = ("--nodes", "1", "--cpus", "8", "--gpus", "4", "--no-accounting")
     # on a disk: what is written to a file system in memory is not written to storage
     with stored_folder() as disk:
@@ -184,13 +191,13 @@ def node(
         prolog.chmod(0o755)
         lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
         lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it knows which GPUs a job was given
-        own.write_text(lines, encoding="utf-8")
-        with booted(*options, "--slurm-conf", own) as cluster:
+        (disk / "own.conf").write_text(lines, encoding="utf-8")
+        with booted(*options, "--slurm-conf", disk / "own.conf") as cluster:
             exporter: tuple[str, ...] = ("--root", f"run={disk}/run")
             if request.param == "environment":
                 # groups of other clusters on this machine say nothing of a node that has none
                 exporter += ("--root", f"cgroup={disk}")
-            yield Node(cluster, disk, exporter)
+            yield Node(cluster, disk, disk / "gpus", exporter)
 
 
 def four_gpus() -> State:
@@ -307,12 +314,12 @@ def test_a_training_tells_the_exporter_of_its_node(
         assert server.counters_that_fell("5m", "node", job.jobid) == []
 
 
-@pytest.mark.parametrize("node", ["environment"], indirect=True)
+@pytest.mark.parametrize("site", ["environment"], indirect=True)
 def test_a_job_monitors_itself(
     node: Node, gpusim_library: Simulator, prometheus: BootPrometheus
 ) -> None:
     """Without anybody's leave: Prometheus finds it by a file, and a summary of it stays."""
-    gpusim = Gpusim(node.disk / "gpus", gpusim_library)  # nodes have a /tmp of their own
+    gpusim = Gpusim(node.gpus, gpusim_library)  # nodes have a /tmp of their own
     state = gpusim.write(four_gpus())
     server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
