@@ -69,8 +69,14 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.leave()
 
 
-@pytest.mark.alone  # ranks are bound to cores, which the tests beside them would share
-@pytest.mark.parametrize("page", pages_with("console"))
+@pytest.mark.parametrize(
+    "page",
+    [
+        # these train: ranks are bound to cores, which the tests beside them would share
+        pytest.param(page, marks=pytest.mark.alone if "make_digits" in read(page) else ())
+        for page in pages_with("console")
+    ],
+)
 def test_commands_of_a_page_do_what_it_says(page: str, reader: Reader) -> None:
     """Every console block runs, with the exit status and the output that stand there."""
     for module in ("torch", "sklearn", "PIL"):
