@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -155,8 +154,7 @@ class Reader:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            stacks = _stacks(self.directory.parent)
-            pytest.fail(f"$ {command}: {error}\n{error.stdout!r}\n{stacks}")
+            pytest.fail(f"$ {command}: {error}\n{error.stdout!r}")
 
     def follow(self, page: str, tag: str) -> int:
         """Write the page's files and run its commands of that tag; return how many these were."""
@@ -186,20 +184,3 @@ class Reader:
         if left.startswith("["):
             for run in json.loads(left):
                 self.call(f"hpml cancel {run['id']} && hpml wait {run['id']}")
-
-
-def _stacks(directory: Path) -> str:
-    """Return all processes, and the stacks of those that name a directory: why one hangs."""
-    listing = _output("ps", "-eLww", "-o", "pid,ppid,sid,psr,stat,etimes,time,wchan:20,args")
-    pids = re.findall(rf"^ *(\d+) .*{re.escape(str(directory))}", listing, re.MULTILINE)
-    spy = Path(sys.executable).with_name("py-spy")
-    return listing + "".join(_output(spy, "dump", "--pid", pid) for pid in dict.fromkeys(pids))
-
-
-def _output(*command: str | Path) -> str:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
