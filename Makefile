@@ -82,7 +82,8 @@ test: lint system horovod
 
 # All of it, the tests of unchanged tools too, and the main job and its binding on Debian testing's Slurm.
 test-long: lint system horovod
-	@status=0; HPML_TOOLS=1 $(BIN)/pytest -m 'not alone' || status=1; $(BIN)/pytest -n0 -m alone || status=1; \
+	@status=0; export HPML_LONG=1; HPML_TOOLS=1 $(BIN)/pytest -m 'not alone' || status=1; \
+	$(BIN)/pytest -n0 -m alone || status=1; \
 	if [ "$$(id -u)" = 0 ]; then \
 	  command -v debootstrap >/dev/null || apt-get install -y -qq debootstrap; \
 	  deploy/devcluster/with-suite testing tests/cluster/test_main_job.py tests/cluster/test_binding.py || status=1; \

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 # An example that takes 200 ms, hypothesis' limit, is one during which the machine was busy.
 # CI tries the same examples each time: it judges a change, and people's runs look for new ones.
+# `make test-long` tries more of them.
 settings.register_profile(
     "patient",
     settings(),
+    max_examples=200 if os.environ.get("HPML_LONG") == "1" else 40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=os.environ.get("CI") == "true",
@@ -45,10 +47,10 @@ def ignored_signals() -> Iterator[None]:
     Such a shell has SIGINT ignored, nohup SIGHUP, and programs inherit that. A handler they do not
     inherit: they start with the default, and pytest itself goes on as before.
     """
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGHUP)}
-    for one, handler in before.items():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number, handler in before.items():
         if handler is signal.SIG_IGN:
-            signal.signal(one, lambda *_: None)
+            signal.signal(number, lambda *_: None)
     yield
-    for one, handler in before.items():
-        signal.signal(one, handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.testing import FakeClock
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import eventually
 
 __all__ = ["WEEK_SECONDS", "counters", "pause_after", "record_training"]
 
@@ -78,9 +78,7 @@ def record_training(
                 say(rank, "step", **counters(rank, clock.now))
                 for event in chatter:
                     say(rank, event, seconds=clock.now, note="x" * 100)
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while reader.received < sent and time.monotonic() < deadline:
-                time.sleep(0.0002)
+            eventually(lambda: reader.received >= sent, pause=0.0002)
             time.sleep(0.0002)  # it writes what is due before the clock goes on
         say(0, "evaluation", final=True, test_accuracy=0.97)
     return reader

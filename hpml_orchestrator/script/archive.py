@@ -9,6 +9,7 @@ import importlib.util
 import io
 import marshal
 import zipfile
+from functools import cache
 from pathlib import Path
 
 __all__ = ["BIND_CODE", "build"]
@@ -38,6 +39,7 @@ _MARSHAL_VERSION = 2 if marshal.version < 5 else marshal.version  # noqa: PLR200
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
+@cache
 def build() -> bytes:
     """Return the archive's bytes; equal sources give equal bytes with equal interpreters.
 

@@ -10,16 +10,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.cluster.hpml_on_slurm import Desk
 from tests.cluster.user import Directories, install
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 DEVCLUSTER = Path(__file__).parents[2] / "deploy" / "devcluster" / "devcluster"
 # The programs a cluster needs, as they are found with the system folders on the path.
@@ -68,19 +67,16 @@ class SlurmCluster:
         `env` adds to the environment; the other options are those of subprocess.run.
         """
         environment = self.environment | options.pop("env", {})
-        standard: dict[str, Any] = {
-            "capture_output": True,
-            "text": True,
-            "timeout": _COMMAND_SECONDS,
-            "check": True,
-        }
         if "input" not in options:
-            standard["stdin"] = subprocess.DEVNULL
-        return subprocess.run(  # noqa: PLW1510 - `standard` has it
-            [str(word) for word in command],
+            options["stdin"] = subprocess.DEVNULL
+        standard = {"capture_output": True, "text": True, "timeout": _COMMAND_SECONDS}
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            [*map(str, command)],
             env=environment,
+            check=options.pop("check", True),
             **(standard | options),
         )
+        return done
 
     def exec(self, node: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs a command on a node, outside of any job; the caller looks at its status."""
@@ -101,40 +97,30 @@ class SlurmCluster:
         return sorted(jobs, key=lambda job: int(job["job_id"]))
 
 
-def _obstacle() -> str | None:
-    """Says what keeps a cluster from being booted here."""
-    missing = [name for name in _PROGRAMS if shutil.which(name, path=_SYSTEM_PATH) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} (deploy/devcluster/devcluster install)"
-    if os.geteuid() != 0:
-        return "not root, which virtual nodes need"
-    return None
-
-
 def require_cluster() -> None:
     """Skips, or fails on CI, where no cluster can be booted; the reason names what is missing."""
-    obstacle = _obstacle()
-    if obstacle is not None:
-        pytest.skip(f"NO CLUSTER TESTS: {obstacle}")
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_SYSTEM_PATH) is None]
+    if missing:
+        hint = "deploy/devcluster/devcluster install"
+        pytest.skip(f"NO CLUSTER TESTS: not installed: {', '.join(missing)} ({hint})")
+    if os.geteuid() != 0:
+        pytest.skip("NO CLUSTER TESTS: not root, which virtual nodes need")
 
 
 @contextlib.contextmanager
-def booted(*options: str | Path, shares: Sequence[Path] = ()) -> Iterator[SlurmCluster]:
-    """Boots a cluster and takes it down again; what is shared, and this checkout, is on its nodes.
+def booted(*options: str | Path, shares: Iterable[Path] = ()) -> Iterator[SlurmCluster]:
+    """Boots a cluster and takes it down again.
 
-    Its box is not in pytest's folder: that is closed to other users, of which MariaDB's is one.
+    On its nodes are the user's directory with all of pytest's tmp_path, this checkout, and what
+    is shared. Its box is not in pytest's folder: that is closed to other users, MariaDB's too.
     """
     require_cluster()
     box = Path(tempfile.mkdtemp(prefix="hpml-devcluster-test-", dir="/tmp"))
+    shared = (*shares, DEVCLUSTER.parents[2], install())  # a checkout may itself lie below /tmp
     try:
         started = devcluster(
             *("up", "--json", "--box", box, *options),
-            # a checkout may itself lie below /tmp
-            *(
-                word
-                for share in (*shares, DEVCLUSTER.parents[2], install())
-                for word in ("--share", share)
-            ),
+            *(word for path in shared for word in ("--share", path)),
         )
         if started.returncode != 0:
             pytest.fail(f"the cluster does not boot:\n{started.stderr}", pytrace=False)
@@ -165,20 +151,30 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: Directories) -> P
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Boots 2 nodes of 4 CPUs and 2 GPUs with accounting; all of pytest's tmp_path is on them.
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Boots 2 nodes of 4 CPUs and 2 GPUs with accounting.
 
     The tests' own environment stays as it is: SLURM_CONF is set by `run` alone, so a test of
     code that starts sbatch itself sets it with monkeypatch (`environment` has it).
     """
-    options = ("--nodes", "2", "--cpus", "4", "--gpus", "2")
-    with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
+    with booted("--nodes", "2", "--cpus", "4", "--gpus", "2") as cluster:
         yield cluster
 
 
 @pytest.fixture
-def bare_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def bare_cluster() -> Iterator[SlurmCluster]:
     """Boots one node without accounting."""
-    options = ("--nodes", "1", "--no-accounting")
-    with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
+    with booted("--nodes", "1", "--no-accounting") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
+    """An ordinary user's empty desk in front of the session's cluster."""
+    return Desk(slurm_cluster, tmp_path)
+
+
+@pytest.fixture
+def bare(bare_cluster: SlurmCluster, tmp_path: Path) -> Desk:
+    """A desk in front of a one-node cluster of its own, without accounting."""
+    return Desk(bare_cluster, tmp_path)

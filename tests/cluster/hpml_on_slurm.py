@@ -6,21 +6,44 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator import assets
 from tests import patience
-from tests.cluster.user import AS_ROOT, HPML, PYTHON, UID, VENV, hand_over
-
-__all__ = ["AS_ROOT", "HPML", "PYTHON", "ROOT", "UID", "Desk", "eventually"]
+from tests.cluster.user import AS_USER, HPML, PYTHON, UID, VENV, hand_over
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import SlurmCluster
 
+__all__ = [
+    "HPML",
+    "MPIRUN_AS_ROOT",
+    "PYTHON",
+    "ROOT",
+    "UID",
+    "Desk",
+    "eventually",
+    "install_prolog",
+]
+
 ROOT = Path(__file__).parents[2]
+# Open MPI wants to be told that it may run as root, as whom tests run.
+MPIRUN_AS_ROOT = (
+    {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if os.geteuid() == 0
+    else {}
+)
 _SECONDS = 240
+_WRAPPER = """\
+#!/bin/sh
+HPML_RUN={where}/run
+export HPML_RUN
+exec {script}
+"""
 
 
 @dataclass
@@ -29,8 +52,8 @@ class Desk:
 
     cluster: SlurmCluster
     directory: Path
-    more: dict[str, str] = field(default_factory=dict)
-    words: list[str] = field(default_factory=lambda: HPML)  # how hpml is called, and as whom
+    more: dict[str, str] = field(default_factory=dict)  # variables
+    as_root: bool = False
 
     def __post_init__(self) -> None:
         """Let the user work there."""
@@ -38,7 +61,7 @@ class Desk:
 
     def hand_over(self) -> None:
         """Give what lies there to the user, files that a test has made too."""
-        if self.words is HPML:
+        if not self.as_root:
             hand_over(self.directory)
 
     @property
@@ -56,22 +79,30 @@ class Desk:
             **self.more,
         }
 
-    def hpml(
-        self, *arguments: str | Path, code: int | None = 0, seconds: float = _SECONDS
+    def call(
+        self, *command: str | Path, code: int | None = 0, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Call hpml; `code` is the exit status that is wanted, None for any."""
+        """Call a command as the user; `code` is the exit status that is wanted, None for any."""
         self.hand_over()
         done = subprocess.run(
-            [*self.words, *map(str, arguments)],
+            [*([] if self.as_root else AS_USER), *map(str, command)],
             env=self.environment,
-            cwd=self.directory,
+            cwd=cwd or self.directory,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=_SECONDS,
             check=False,
         )
         assert code is None or done.returncode == code, f"{done.stdout}\n{done.stderr}"
+        return done
+
+    def hpml(
+        self, *arguments: str | Path, code: int | None = 0
+    ) -> subprocess.CompletedProcess[str]:
+        """Call hpml as `call` does any command."""
+        python = sys.executable if self.as_root else PYTHON
+        done = self.call(python, "-m", "hpml_orchestrator.cli", *arguments, code=code)
         # hpml's own: the output of the job stands there too, and torchrun may log one and go on.
         assert not re.search(r"Traceback[^\0]*hpml_orchestrator", done.stderr), done.stderr
         return done
@@ -86,17 +117,26 @@ class Desk:
         path.write_text(json.dumps({"name": name, "launcher": "srun", **fields}))
         return path
 
+    def submit(self, name: str, **fields: Any) -> Any:
+        """Submit a job; returns its state."""
+        return self.json("submit", self.job(name, **fields))
+
+    def run(self, name: str, *, code: int = 0, **fields: Any) -> Any:
+        """Run a job to its end; returns its record."""
+        return self.json("run", self.job(name, **fields), code=code)
+
     def slurm(self, *command: str) -> str:
-        """Call one of Slurm's commands and return its output."""
+        """Call one of Slurm's commands as root and return its output."""
         return self.cluster.run(*command).stdout
 
-    def staged(self) -> list[str]:
-        """What of hpml's staging lies on the nodes."""
+    def staged(self, job_id: str = "") -> list[str]:
+        """What of hpml's staging lies on the nodes, of one job or of all."""
+        own = re.compile(rf"/hpml-{UID}.*-{job_id}(/|$)" if job_id else f"/hpml-{UID}")
         return [
             f"{node}:{path}"
             for node in self.cluster.nodes
             for path in self.cluster.leftovers(node)
-            if f"/hpml-{UID}" in path
+            if own.search(path)
         ]
 
     def jobs_of(self, submission: Path) -> list[str]:
@@ -112,3 +152,12 @@ class Desk:
 def eventually(check: Callable[[], Any], seconds: float = 120, what: str = "") -> Any:
     """Return the first true answer; a look asks Slurm, so that there are few."""
     return patience.eventually(check, what, seconds, pause=0.2)
+
+
+def install_prolog(where: Path) -> str:
+    """Write a prolog and an epilog that keep their map in `where`/run; returns slurm.conf lines."""
+    for name in ("prolog", "epilog"):
+        script = assets.path(f"templates/prolog/hpml-{name}.sh")
+        (where / name).write_text(_WRAPPER.format(where=where, script=script))
+        (where / name).chmod(0o755)
+    return f"Prolog={where}/prolog\nEpilog={where}/epilog\n"

@@ -7,7 +7,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tests.cluster.conftest import SlurmCluster, booted, clean_environment
@@ -71,13 +70,12 @@ modify user root set qos+=fast,slow
 
 
 @contextlib.contextmanager
-def rich_cluster(*shares: Path) -> Iterator[SlurmCluster]:
+def rich_cluster() -> Iterator[SlurmCluster]:
     """Boot the cluster, and take it down again."""
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as lines:
         lines.write(CONFIGURATION)
         lines.flush()
-        options = ("--nodes", "4", "--slurm-conf", lines.name)
-        with booted(*options, shares=shares) as cluster:
+        with booted("--nodes", "4", "--slurm-conf", lines.name) as cluster:
             for line in ACCOUNTS.splitlines():
                 cluster.run("sacctmgr", "-i", *line.split())
             for partition, words in NAMING.items():
@@ -89,17 +87,14 @@ def rich_cluster(*shares: Path) -> Iterator[SlurmCluster]:
 
 def enforce(cluster: SlurmCluster, how: str) -> None:
     """Set EnforcePartLimits, and have the controller read it."""
-    now = cluster.run("scontrol", "show", "config").stdout
-    is_so = re.search(r"^EnforcePartLimits\s+= (\w+)", now, re.MULTILINE)
-    assert is_so
-    _edit(cluster, f"EnforcePartLimits={is_so[1]}", f"EnforcePartLimits={how}")
+    _edit(cluster, r"EnforcePartLimits=\w+", f"EnforcePartLimits={how}")
     cluster.run("scontrol", "reconfigure")
 
 
 def _edit(cluster: SlurmCluster, old: str, new: str) -> None:
-    text = cluster.slurm_conf.read_text()
-    assert old in text
-    cluster.slurm_conf.write_text(text.replace(old, new))
+    text, count = re.subn(old, new, cluster.slurm_conf.read_text())
+    assert count == 1
+    cluster.slurm_conf.write_text(text)
 
 
 def as_user(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk, eventually
 
 SMALL = {"time": "5:00", "memory": "50M"}
@@ -23,28 +22,16 @@ while [ ! -e "$release" ]; do sleep 0.05; done
 """
 
 
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A desk with records of its own."""
-    return Desk(slurm_cluster, tmp_path)
-
-
-@pytest.fixture
-def bare(bare_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A desk in front of a one-node cluster of its own, without accounting."""
-    return Desk(bare_cluster, tmp_path)
-
-
 def says(output: Path, words: str) -> bool:
     return output.exists() and words in output.read_text()
 
 
-def array(desk: Desk, tasks: str) -> dict[str, Any]:
+def array(desk: Desk, tasks: str) -> Any:
     """Submit an array of tasks that stage a word and wait for the file `release`."""
     data = desk.directory / "data"
     data.mkdir()
     (data / "word").write_text("hello\n")
-    job = desk.job(
+    return desk.submit(
         "many",
         array=tasks,
         command=["bash", "-c", TASK, "{array.index}", "{run.dir}", str(desk.directory / "release")],
@@ -52,13 +39,11 @@ def array(desk: Desk, tasks: str) -> dict[str, Any]:
         stage=[{"name": "words", "source": str(data), "target": "shm"}],
         resources=SMALL,
     )
-    submitted: dict[str, Any] = desk.json("submit", job)
-    return submitted
 
 
-def states(desk: Desk, sid: str) -> dict[int, str]:
+def states(desk: Desk, sid: str) -> list[str]:
     (state,) = desk.json("status", sid)
-    return {task["index"]: task["state"] for task in state["tasks"]}
+    return [task["state"] for task in state["tasks"]]
 
 
 def started(desk: Desk, sid: str) -> int:
@@ -71,12 +56,7 @@ def test_an_array_with_a_failure_a_cancel_and_a_requeue(desk: Desk) -> None:
     submitted = array(desk, "0-5%2")
     sid, job_id = submitted["id"], submitted["job_id"]
     assert [task["index"] for task in submitted["tasks"]] == list(range(6))
-    eventually(lambda: list(states(desk, sid).values()).count("RUNNING") == 2)
-    assert states(desk, sid) == {
-        0: "RUNNING",
-        1: "RUNNING",
-        **dict.fromkeys(range(2, 6), "PENDING"),
-    }
+    eventually(lambda: states(desk, sid) == ["RUNNING"] * 2 + ["PENDING"] * 4)
     (line,) = desk.hpml("status", sid).stdout.splitlines()[1:]
     assert line.split("\t")[3] == "RUNNING"
     assert line.split("\t")[6] == "0 of 6 done, 2 running, 4 waiting"
@@ -92,18 +72,10 @@ def test_an_array_with_a_failure_a_cancel_and_a_requeue(desk: Desk) -> None:
     assert f"hint: hpml logs {sid}.2" in done.stderr
     (state,) = desk.json("status", sid)
     assert (state["state"], state["exit_code"], state["over"]) == ("FAILED", 3, True)
-    tasks = {task["index"]: task for task in state["tasks"]}
-    assert [tasks[n]["state"] for n in range(6)] == [
-        "COMPLETED",
-        "COMPLETED",
-        "FAILED",
-        "COMPLETED",
-        "COMPLETED",
-        "CANCELLED",
-    ]
-    assert [tasks[n]["attempts"] for n in range(6)] == [1, 2, 1, 1, 1, 0]
-    for index in (0, 2, 4):
-        assert f"task {index} of 6, staged hello" in desk.hpml("logs", f"{sid}.{index}").stdout
+    ends = "COMPLETED COMPLETED FAILED COMPLETED COMPLETED CANCELLED".split()
+    assert [task["state"] for task in state["tasks"]] == ends
+    assert [task["attempts"] for task in state["tasks"]] == [1, 2, 1, 1, 1, 0]
+    assert "task 2 of 6, staged hello" in desk.hpml("logs", f"{sid}.2").stdout
     assert desk.hpml("logs", f"{job_id}_1").stdout.count("task 1 of 6") >= 1
     assert "name one" in desk.hpml("logs", sid, code=2).stderr
     shown = desk.hpml("show", sid).stdout
@@ -116,8 +88,8 @@ def test_an_array_submitted_by_hand(desk: Desk) -> None:
     """`sbatch job.sh` runs the same tasks; their records lie beside the script."""
     job = desk.job("hand", array="3,7", command=["true"], resources=SMALL)
     desk.hpml("render", job, "-o", desk.directory / "by-hand")
-    told = desk.cluster.run("sbatch", "--wait", "job.sh", cwd=desk.directory / "by-hand").stdout
-    job_id = told.split()[-1]
+    told = desk.call("sbatch", "--wait", "job.sh", cwd=desk.directory / "by-hand")
+    job_id = told.stdout.split()[-1]
     runs = desk.directory / "by-hand" / "runs"
     assert sorted(path.name for path in runs.iterdir()) == [f"{job_id}_3", f"{job_id}_7"]
     for path in runs.iterdir():
@@ -149,7 +121,7 @@ def test_without_accounting_ends_are_kept(bare: Desk) -> None:
     eventually(ended.exists)
     for index in (1, 3):  # a controller that reads its settings anew may refuse a step just then
         output = bare.records / "runs" / f"{sid}.{index}" / "output.log"
-        eventually(functools.partial(says, output, "staged hello"))
+        eventually(partial(says, output, "staged hello"))
     conf = bare.cluster.slurm_conf
     conf.write_text(re.sub(r"MinJobAge=\d+", "MinJobAge=2", conf.read_text()))
     bare.slurm("scontrol", "reconfigure")
@@ -158,11 +130,9 @@ def test_without_accounting_ends_are_kept(bare: Desk) -> None:
         what="the failed task is forgotten",
     )
     (state,) = bare.json("status", sid)
-    tasks = {task["index"]: task for task in state["tasks"]}
-    told = [tasks[n]["state"] for n in range(1, 5)]
-    assert told == ["RUNNING", "FAILED", "RUNNING", "PENDING"], state
-    assert tasks[2]["exit_code"] == 3
-    assert tasks[2]["reason"] == "rank 0 exited with code 3"
+    failed = state["tasks"][1]
+    assert states(bare, sid) == ["RUNNING", "FAILED", "RUNNING", "PENDING"], state
+    assert (failed["exit_code"], failed["reason"]) == (3, "rank 0 exited with code 3")
     bare.hpml("cancel", f"{sid}.4")
     (bare.directory / "release").touch()
     done = bare.hpml("wait", sid, code=6)
@@ -174,14 +144,13 @@ def test_ranks_find_pmix(desk: Desk) -> None:
     plugins = desk.cluster.run("srun", "--mpi=pmix", "true", check=False)
     if plugins.returncode:
         pytest.skip("no PMIx for srun: deploy/devcluster/devcluster install brings it")
-    job = desk.job(
+    done = desk.run(
         "ranks",
         mpi="pmix",
         command=["bash", "-c", 'echo "$PMIX_RANK is $RANK of $WORLD_SIZE" >>"$0/$RANK"'],
         args=["{run.dir}"],
         resources={**SMALL, "nodes": 2, "ranks_per_node": 2},
     )
-    done = desk.json("run", job)
     for rank in range(4):
         told = Path(done["directory"], str(rank)).read_text()
         assert told == f"{rank} is {rank} of 4\n"

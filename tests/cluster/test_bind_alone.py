@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.cluster.conftest import SlurmCluster
+from tests.cluster.conftest import SlurmCluster
 
 BIND = Path(sys.executable).with_name("hpml-bind")
 TELL = """\
@@ -49,24 +47,16 @@ def seen(
     (directory / "job.sh").write_text(
         SCRIPT.format(bind=BIND, python=sys.executable, out=directory)
     )
-    done = subprocess.run(
-        ["sbatch", "--output=out.txt", "job.sh"],
-        env=slurm_cluster.environment,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    output = (directory / "out.txt").read_text() if (directory / "out.txt").exists() else ""
-    assert done.returncode == 0, f"{done.stderr}\n{output}"
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(directory.glob("*-*.json")):
-        found.setdefault(path.name.split("-")[0], []).append(json.loads(path.read_text()))
-    for ranks in found.values():
-        ranks.sort(key=lambda one: str(one["RANK"]))
-    found["output"] = [{"text": output}]
-    return found
+    output = directory / "out.txt"
+    command = ("sbatch", f"--output={output}", "job.sh")
+    done = slurm_cluster.run(*command, cwd=directory, check=False)
+    assert done.returncode == 0, f"{done.stderr}\n{output.exists() and output.read_text()}"
+    ranks: dict[str, list[dict[str, Any]]] = {}
+    for path in directory.glob("*-*.json"):
+        ranks.setdefault(path.name.split("-")[0], []).append(json.loads(path.read_text()))
+    return {
+        name: sorted(these, key=lambda rank: str(rank["RANK"])) for name, these in ranks.items()
+    }
 
 
 def test_the_batch_script_itself_is_no_rank(seen: dict[str, list[dict[str, Any]]]) -> None:
@@ -83,11 +73,11 @@ def test_ranks_share_out_what_they_have_in_common(
     if launcher == "mpirun" and not shutil.which("mpirun"):
         pytest.skip("not installed: mpirun (Debian: openmpi-bin)")
     ranks = seen[launcher]
-    assert [(one["RANK"], one["LOCAL_RANK"]) for one in ranks] == [("0", "0"), ("1", "1")]
-    assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in ranks} == {("2", "2")}
-    assert {one["GROUP_RANK"] for one in ranks} == {"0"}
-    first, second = (set(one["cpus"]) for one in ranks)
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "1")]
+    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) for rank in ranks} == {("2", "2")}
+    assert {rank["GROUP_RANK"] for rank in ranks} == {"0"}
+    first, second = (set(rank["cpus"]) for rank in ranks)
     if len(os.sched_getaffinity(0)) > 1:
         assert first
         assert second
-        assert not first & second, seen["output"]
+        assert not first & second

@@ -8,21 +8,16 @@ in /proc as the kernel would.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import booted
-from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cluster.conftest import SlurmCluster
+from tests.cluster.conftest import SlurmCluster, booted
+from tests.cluster.hpml_on_slurm import HPML, MPIRUN_AS_ROOT, PYTHON, Desk
 
 # Each GPU's NUMA domain, as binding.md's table has it for the DGX A100; each domain has 16 cores,
 # whose second hardware threads are 128 higher.
@@ -51,7 +46,7 @@ with open("/proc/self/status") as stream:
 with open(f"/proc/{child}/status") as stream:
     of_child = [line.split()[1] for line in stream if line.startswith("Cpus_allowed_list")][0]
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS",
-         "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "HPML_NIC", "SLURM_CPUS_PER_TASK")
+         "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "SLURM_CPUS_PER_TASK")
 record = {name: os.environ.get(name) for name in names}
 record.update(cpus=cpus, of_child=of_child)
 with open(os.path.join(sys.argv[1], record["RANK"] + ".json"), "w") as stream:
@@ -62,10 +57,9 @@ SECONDS = "2.5"
 
 
 @pytest.fixture(scope="module")
-def dgx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def dgx() -> Iterator[SlurmCluster]:
     """Two nodes like DGX A100s."""
-    options = ("--nodes", "2", "--machine", "dgx-a100", "--no-accounting")
-    with booted(*options, shares=[tmp_path_factory.getbasetemp()]) as cluster:
+    with booted("--nodes", "2", "--machine", "dgx-a100", "--no-accounting") as cluster:
         yield cluster
 
 
@@ -74,30 +68,31 @@ def desk(dgx: SlurmCluster, tmp_path: Path) -> Desk:
     """A desk with the program of the ranks, and a place for what they write."""
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "seen").mkdir()
-    # Open MPI wants to be told that it may run as root, here where tests do.
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Desk(dgx, tmp_path, allowed if os.geteuid() == 0 else {})
+    return Desk(dgx, tmp_path, dict(MPIRUN_AS_ROOT))
+
+
+def needs(launcher: str) -> None:
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
 
 
 def job(desk: Desk, launcher: str, **fields: Any) -> Path:
     """A job of all GPUs on both nodes, half of the CPUs where it does not say otherwise."""
     resources = {"nodes": 2, "gpus": 8, "cpus_per_rank": 32, "time": "5", "exclusive": True}
-    more = {"resources": {**resources, **fields.pop("resources", {})}}
-    command = [
-        PYTHON,
-        str(desk.directory / "rank.py"),
-        str(desk.directory / "seen"),
-        SECONDS,
-    ]
-    return desk.job(
-        f"binding-{launcher}", launcher=launcher, **{"command": command, **more, **fields}
-    )
+    resources |= fields.pop("resources", {})
+    whole = {"command": rank(desk, SECONDS), "resources": resources, **fields}
+    return desk.job(f"binding-{launcher}", launcher=launcher, **whole)
+
+
+def rank(desk: Desk, seconds: str) -> list[str]:
+    """The ranks' command."""
+    return [PYTHON, str(desk.directory / "rank.py"), str(desk.directory / "seen"), seconds]
 
 
 def seen(desk: Desk) -> list[dict[str, Any]]:
     """What the ranks wrote of themselves, by rank."""
-    found = [json.loads(path.read_text()) for path in (desk.directory / "seen").glob("*.json")]
-    return sorted(found, key=lambda one: int(one["RANK"]))
+    ranks = [json.loads(path.read_text()) for path in (desk.directory / "seen").glob("*.json")]
+    return sorted(ranks, key=lambda rank: int(rank["RANK"]))
 
 
 def proofs(desk: Desk) -> list[dict[str, Any]]:
@@ -106,31 +101,39 @@ def proofs(desk: Desk) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
+def bound(desk: Desk) -> list[dict[str, Any]]:
+    """What each rank's hpml-bind wrote down."""
+    paths = desk.records.glob("runs/*/attempts/0/binding/*.jsonl")
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpirun"])
 def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
     """Sixteen ranks on two nodes: /proc of each, the proof and the plan by hand are one."""
-    if launcher == "mpirun" and not shutil.which("mpirun"):
-        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
+    needs(launcher)
     done = desk.hpml("run", job(desk, launcher, binding={"policy": "numa", "verify": "strict"}))
     ranks = seen(desk)
-    assert [int(one["RANK"]) for one in ranks] == list(range(16))
-    for one in ranks:
-        local = int(one["LOCAL_RANK"])
-        assert (one["cpus"], one["of_child"]) == (BY_HAND[local], BY_HAND[local])
-        assert one["OMP_NUM_THREADS"] == "8"
-        assert one["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-        assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) == ("16", "8")
-        assert one["GROUP_RANK"] == str(int(one["RANK"]) // 8)
-        assert one["SLURMD_NODENAME"] == f"node{int(one['RANK']) // 8 + 1}"
-        assert one["SLURM_CPUS_PER_TASK"] == ("256" if launcher == "torchrun" else "32")
-    found = proofs(desk)
-    assert [one["node"] for one in found] == ["node1", "node2"]
-    for proof in found:
+    assert len(ranks) == 16
+    for number, seen_by in enumerate(ranks):
+        assert seen_by == {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number % 8),
+            "WORLD_SIZE": "16",
+            "LOCAL_WORLD_SIZE": "8",
+            "GROUP_RANK": str(number // 8),
+            "OMP_NUM_THREADS": "8",
+            "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+            "SLURMD_NODENAME": f"node{number // 8 + 1}",
+            "SLURM_CPUS_PER_TASK": "256" if launcher == "torchrun" else "32",
+            "cpus": BY_HAND[number % 8],
+            "of_child": BY_HAND[number % 8],
+        }
+    assert [proof["node"] for proof in proofs(desk)] == ["node1", "node2"]
+    for proof in proofs(desk):
         assert proof["wrong"] == []
         assert proof["looks"] >= 1
         for place, rank in enumerate(proof["ranks"]):
-            assert rank["live"] is True
-            assert rank["wrong"] == []
+            assert (rank["live"], rank["wrong"]) == (True, [])
             assert (rank["cpus"], rank["cores"]) == (BY_HAND[place], 8)
             assert rank["numa"] == [GPU_DOMAINS[place]]
             assert rank["distance"] == 10
@@ -165,13 +168,7 @@ def test_a_part_of_a_node(desk: Desk) -> None:
 
 def in_a_shell(desk: Desk, before: str) -> list[str]:
     """The ranks' command behind some words of a shell."""
-    return [
-        "bash",
-        "-c",
-        f'{before} "$@"',
-        "rank",
-        *[PYTHON, str(desk.directory / "rank.py"), str(desk.directory / "seen"), "20"],
-    ]
+    return ["bash", "-c", f'{before} "$@"', "rank", *rank(desk, "20")]
 
 
 SABOTAGE = {
@@ -193,15 +190,10 @@ SABOTAGE = {
 )
 def test_a_sabotaged_program_fails_in_strict_mode(desk: Desk, kind: str, launcher: str) -> None:
     """A program that narrows itself, or hides GPUs, is caught while it runs, and named."""
-    if launcher == "mpirun" and not shutil.which("mpirun"):
-        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
+    needs(launcher)
     before, told = SABOTAGE[kind]
-    made = job(
-        desk,
-        launcher,
-        command=in_a_shell(desk, before),
-        binding={"policy": "numa", "verify": "strict"},
-    )
+    strict = {"policy": "numa", "verify": "strict"}
+    made = job(desk, launcher, command=in_a_shell(desk, before), binding=strict)
     done = desk.hpml("run", made, code=6)
     shown = desk.hpml("show", "last", code=None)
     wrong = {
@@ -218,55 +210,31 @@ def test_a_sabotaged_program_fails_in_strict_mode(desk: Desk, kind: str, launche
     assert "79" in done.stdout + done.stderr + shown.stdout
 
 
-def by_hand(desk: Desk, path: Path, *changes: tuple[str, str]) -> tuple[int, str]:
-    """Render a job, change its script, give it to sbatch by hand; returns status and output."""
-    directory = desk.directory / "by-hand"
-    desk.hpml("render", path, "-o", directory)
-    script = directory / "job.sh"
-    text = script.read_text()
-    for old, new in changes:
-        assert old in text, text
-        text = text.replace(old, new)
-    script.write_text(text)
-    done = desk.cluster.run(
-        "sbatch",
-        "--wait",
-        "--output=job.out",
-        "job.sh",
-        cwd=directory,
-        check=False,
-        timeout=600,
-        env=desk.environment,
-    )
-    return done.returncode, (directory / "job.out").read_text()
-
-
-BOUND_TWICE = {
+BY_SLURM = {
     # without --cpus-per-task, `cores` gives every task one core
-    "one-core": "--cpu-bind=cores",
-    "another-domain": "--cpu-bind=map_ldom:0,0,0,0,0,0,0,0",
+    "one core": "--cpu-bind=cores",
+    "another domain": "--cpu-bind=map_ldom:0,0,0,0,0,0,0,0",
+    # on srun it means --exact: the step has fewer CPUs than the plan was made of
+    "fewer CPUs": "--cpus-per-task=2 --cpu-bind=none",
 }
 
 
-@pytest.mark.parametrize("kind", BOUND_TWICE)
+@pytest.mark.parametrize("kind", BY_SLURM)
 def test_a_launcher_that_binds_as_well_is_caught(desk: Desk, kind: str) -> None:
     """A script that was edited by hand: Slurm binds the tasks, and hpml-bind binds them again."""
     made = job(desk, "srun", binding={"verify": "strict"}, resources={"nodes": 1})
+    directory = desk.directory / "by-hand"
+    desk.hpml("render", made, "-o", directory)
+    text = (directory / "job.sh").read_text()
     # the agent's srun has the word, too, and keeps it: it stands before a word of its own
-    change = ('"${hpml_unbound[@]}" \\\n  --kill', f"{BOUND_TWICE[kind]} \\\n  --kill")
-    code, output = by_hand(desk, made, change)
-    assert code == 79, output
+    old, new = '"${hpml_unbound[@]}" \\\n  --kill', f"{BY_SLURM[kind]} \\\n  --kill"
+    assert old in text, text
+    (directory / "job.sh").write_text(text.replace(old, new))
+    done = desk.call("sbatch", "--wait", "--output=job.out", "job.sh", cwd=directory, code=None)
+    output = (directory / "job.out").read_text()
+    assert done.returncode == 79, output
     assert "binding: 8 of 8 ranks WRONG" in output
     assert len(re.findall(r"^hpml: \d +node1 .* was bound twice: ", output, re.MULTILINE)) == 8
-
-
-def test_a_step_without_the_jobs_cpus_is_caught(desk: Desk) -> None:
-    """--cpus-per-task on srun means --exact: the step has fewer CPUs than the plan was made of."""
-    made = job(desk, "srun", binding={"verify": "strict"}, resources={"nodes": 1})
-    change = ('"${hpml_unbound[@]}" \\\n  --kill', "--cpus-per-task=2 --cpu-bind=none \\\n  --kill")
-    code, output = by_hand(desk, made, change)
-    assert code == 79, output
-    assert "binding: 8 of 8 ranks WRONG" in output
 
 
 def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
@@ -289,20 +257,24 @@ def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
     assert sentence in shown
 
 
+def know(desk: Desk, topology: str, gpus: str = "") -> None:
+    """Write a site profile that knows the nodes."""
+    (desk.directory / "node.json").write_text(topology)
+    (desk.directory / "site.toml").write_text(
+        "schema_version = 1\n"
+        '[partitions.main]\ndefault = true\nnode_types = ["known"]\n'
+        f'[node_types.known]\ntopology = "node.json"\n{gpus}\n'
+    )
+    desk.more["HPML_SITE"] = str(desk.directory / "site.toml")
+
+
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_the_launcher_binds_whole_nodes_of_a_known_kind(desk: Desk, launcher: str) -> None:
     """The static form: Slurm or Open MPI sets what the node's own plan says, before hpml-bind."""
-    if launcher == "mpirun" and not shutil.which("mpirun"):
-        pytest.skip("NO MPIRUN TESTS: openmpi-bin is not installed")
+    needs(launcher)
     node = desk.cluster.exec("node1", *HPML, "topo", "--json")
     assert node.returncode == 0, node.stderr
-    (desk.directory / "dgx.json").write_text(node.stdout)
-    (desk.directory / "site.toml").write_text(
-        "schema_version = 1\n"
-        '[partitions.main]\ndefault = true\nnode_types = ["dgx"]\n'
-        '[node_types.dgx]\ngpus = "8"\ntopology = "dgx.json"\n'
-    )
-    desk.more["HPML_SITE"] = str(desk.directory / "site.toml")
+    know(desk, node.stdout, 'gpus = "8"')
     wish = {"policy": "numa", "form": "static", "verify": "strict"}
     made = job(desk, launcher, binding=wish)
     script = desk.hpml("render", made).stdout
@@ -316,21 +288,49 @@ def test_the_launcher_binds_whole_nodes_of_a_known_kind(desk: Desk, launcher: st
         {"number": more + core, "socket": 2, "domain": 8, "cpus": f"{256 + core},{384 + core}"}
         for core in range(128)
     ]
-    (desk.directory / "dgx.json").write_text(json.dumps(larger))
+    (desk.directory / "node.json").write_text(json.dumps(larger))
     refused = desk.hpml("check", made, code=2).stdout
-    assert "node_types.dgx.topology: " in refused
+    assert "node_types.known.topology: " in refused
     assert "it has 512 CPUs, and node1 and node2 have 256 CPUs" in refused
-    (desk.directory / "dgx.json").write_text(node.stdout)
+    (desk.directory / "node.json").write_text(node.stdout)
     desk.hpml("run", made)
     for proof in proofs(desk):
         assert (proof["wrong"], proof["expected"]) == ([], 8)
-        assert [one["cpus"] for one in proof["ranks"]] == list(BY_HAND)
-        assert not any(one["wrong"] for one in proof["ranks"])
-    lines = [
-        json.loads(line)
-        for path in desk.records.glob("runs/*/attempts/0/binding/*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    assert len(lines) == 16
+        assert [(rank["cpus"], rank["wrong"]) for rank in proof["ranks"]] == [
+            (cpus, []) for cpus in BY_HAND
+        ]
     # it was the launcher who bound: the ranks were started there
-    assert all(one["inherited"] == BY_HAND[one["local_rank"]] for one in lines)
+    inherited = sorted((rank["local_rank"], rank["inherited"]) for rank in bound(desk))
+    assert inherited == sorted([*enumerate(BY_HAND)] * 2)
+
+
+@pytest.fixture(scope="module")
+def two_sockets() -> Iterator[SlurmCluster]:
+    """Two nodes of 2 sockets of 12 cores, in order, without GPUs."""
+    needs("mpirun")
+    with booted("--nodes", "2", "--machine", "cpu-2s", "--no-accounting") as cluster:
+        yield cluster
+
+
+def test_mpirun_binds_by_sockets(two_sockets: SlurmCluster, tmp_path: Path) -> None:
+    """One rank per socket is started where the plan says, by any version's word for one."""
+    desk = Desk(two_sockets, tmp_path, dict(MPIRUN_AS_ROOT))
+    node = two_sockets.exec("node1", *HPML, "topo", "--json")
+    assert node.returncode == 0, node.stderr
+    know(desk, node.stdout)
+    sockets = {"nodes": 2, "ranks_per_node": 2, "cpus_per_rank": 12, "time": "5", "exclusive": True}
+    made = desk.job(
+        "sockets",
+        launcher="mpirun",
+        command=[PYTHON, "-c", "import time; time.sleep(2)"],
+        resources=sockets,
+        binding={"policy": "socket", "form": "static", "verify": "strict"},
+    )
+    script = desk.hpml("render", made).stdout
+    assert "\nhpml_place=(--map-by ppr:1:socket --bind-to socket)\n" in script
+    done = desk.hpml("run", made)
+    assert "4 of 4 ranks" in done.stdout + done.stderr
+    # mpirun had bound them before hpml-bind did
+    inherited = sorted((rank["local_rank"], rank["inherited"]) for rank in bound(desk))
+    assert inherited == [(0, "0-11"), (0, "0-11"), (1, "12-23"), (1, "12-23")]
+    assert "deprecated" not in desk.hpml("logs", "last").stdout.lower()

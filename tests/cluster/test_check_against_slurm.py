@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.rules import check
-from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec import Job
@@ -23,16 +22,10 @@ COUNT = 150
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def site() -> Iterator[SlurmCluster]:
     """A cluster with limits of every kind."""
-    with rich_cluster(tmp_path_factory.getbasetemp()) as cluster:
+    with rich_cluster() as cluster:
         yield cluster
-
-
-def seen(site: SlurmCluster) -> Cluster:
-    """The cluster as the user without rights sees it."""
-    cluster = read_cluster(env=site.environment, user=USER)
-    return with_group_limits(cluster, env=site.environment)
 
 
 # Each field is left alone most of the time, so that about half of all jobs are right.
@@ -97,10 +90,11 @@ def states(site: SlurmCluster) -> dict[str, tuple[str, str]]:
 def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
     """A job without an error is taken and starts; one with an error is refused or never starts."""
     enforce(site, how)
-    cluster = seen(site)
+    cluster = read_cluster(env=site.environment, user=USER)  # as a user without rights sees it
+    cluster = with_group_limits(cluster, env=site.environment)
     assert cluster.limits.enforce_partition_limits == how
     jobs = list(generated(seed=3))
-    found = [[one for one in check(job, cluster).findings if one.level == "error"] for job in jobs]
+    found = [[hit for hit in check(job, cluster).findings if hit.level == "error"] for job in jobs]
     answers = [submit(site, job) for job in jobs]
     good = [job_id for errors, (job_id, _) in zip(found, answers, strict=True) if not errors]
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,6 @@ from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import HPML, Desk
 
 SHORT = {"time": "00:01:00"}
-
-
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A user's desk on the shared cluster."""
-    return Desk(slurm_cluster, tmp_path)
 
 
 @pytest.fixture
@@ -43,6 +36,9 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
     bad = {"partition": "mian", "gpus": "h100:3", **SHORT}
     file = desk.job("bad", command=["true"], resources=bad)
     before = last_job_id(desk)
+    report = desk.json("check", file, code=2)
+    fields = {finding["field"] for finding in report["findings"]}
+    assert fields == {"resources.gpus", "resources.partition"}
     for command in ("submit", "run"):
         told = desk.hpml(command, file, code=2)
         assert told.stdout == ""
@@ -51,30 +47,8 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
         assert "no node has the type of GPU h100; nodes have up to a100:2" in told.stderr
         assert "`--no-check` submits it as it is" in told.stderr
     assert not (desk.records / "submissions").exists()
-    good = desk.json("submit", desk.job("good", command=["true"], resources=SHORT))
+    good = desk.submit("good", command=["true"], resources=SHORT)
     assert int(good["job_id"]) == before + 1
-
-
-def test_check_says_the_same_and_submits_nothing(desk: Desk) -> None:
-    """Status 2 and findings by field for programs; 0 for a job that would be taken."""
-    file = desk.job("wide", command=["true"], resources={"nodes": 9, **SHORT})
-    before = last_job_id(desk)
-    report = desk.json("check", file, code=2)
-    assert report["ok"] is False
-    (finding,) = report["findings"]
-    assert finding["code"] == "nodes.most"
-    assert (finding["field"], finding["value"], finding["limit"]) == ("resources.nodes", 9, 2)
-    fits = desk.hpml("check", file, "--set", "resources.nodes=2")
-    assert fits.stdout == "wide: OK, main would accept this job (can start now, 2 nodes idle)\n"
-    assert last_job_id(desk) == before
-    assert not desk.records.exists()
-
-
-def test_slurm_has_the_last_word(desk: Desk) -> None:
-    """With `--no-check` Slurm itself refuses, with its own status."""
-    file = desk.job("bad", command=["true"], resources={"partition": "mian", **SHORT})
-    told = desk.hpml("submit", "--no-check", file, code=4)
-    assert "Invalid partition name specified" in told.stderr
 
 
 def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still: int) -> None:

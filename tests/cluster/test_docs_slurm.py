@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.test_docs import RUN_PAGES, Reader, blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cluster.conftest import SlurmCluster
+from tests.cluster.conftest import SlurmCluster
+from tests.pages import RUN_PAGES, Reader, blocks
 
 
 @pytest.fixture
@@ -36,7 +32,8 @@ def reader(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in RUN_PAGES if any(one.tag == "console slurm" for one in blocks(page))]
+    "page",
+    [page for page in RUN_PAGES if any(block.tag == "console slurm" for block in blocks(page))],
 )
 def test_commands_for_slurm_do_what_the_page_says(page: str, reader: Reader) -> None:
     """Every `console slurm` block runs, with the exit status and the output that stand there."""

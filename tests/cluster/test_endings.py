@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import PYTHON, Desk, eventually
+from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, PYTHON, Desk, eventually
 from tests.cluster.user import VENV
 
 # A rank that notes signals, and whether its data are there, until it may end.
@@ -35,76 +35,73 @@ FOR_STEPS = {
 
 
 @pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A desk in front of the session's cluster."""
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Desk(slurm_cluster, tmp_path, allowed if os.geteuid() == 0 else {})
+def data(desk: Desk) -> dict[str, str]:
+    """An entry of a job's `stage`: one file, in memory."""
+    (desk.directory / "data").mkdir()
+    (desk.directory / "data" / "x").write_text("x")
+    return {"name": "d", "source": str(desk.directory / "data"), "target": "shm"}
 
 
-def submitted(desk: Desk, name: str, **fields: Any) -> dict[str, Any]:
-    """Submit a job and return what hpml says of it."""
-    told: dict[str, Any] = desk.json("submit", desk.job(name, **fields))
-    return told
-
-
-def output(told: dict[str, Any]) -> str:
-    path = Path(told["directory"], "output.log")
+def output(job: dict[str, Any]) -> str:
+    path = Path(job["directory"], "output.log")
     return path.read_text("utf-8") if path.exists() else ""
 
 
-def _has(told: dict[str, Any], word: str, count: int) -> bool:
-    return output(told).count(word) == count
+def says(job: dict[str, Any], word: str, count: int = 1) -> None:
+    """Wait until a job's output has a word so often."""
+    eventually(lambda: output(job).count(word) == count, what=f"{count} times {word}")
 
 
 def _holds(path: Path, text: str) -> bool:
     return text in path.read_text("utf-8")
 
 
-def ended(told: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
+def ended(job: dict[str, Any], attempt: int = 0) -> Any:
     """Wait until an attempt has written down its end; returns that."""
-    path = Path(told["directory"], "attempts", str(attempt), "ended.json")
-    eventually(path.exists, what=f"{path}, of {output(told)}")
-    end: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return end
+    path = Path(job["directory"], "attempts", str(attempt), "ended.json")
+    eventually(path.exists, what=f"{path}, of {output(job)}")
+    return json.loads(path.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("launcher", FOR_STEPS)
-def test_signals_for_the_ranks_reach_them_and_nothing_else(desk: Desk, launcher: str) -> None:
+def test_signals_for_the_ranks_reach_them_and_nothing_else(
+    desk: Desk, data: dict[str, str], launcher: str
+) -> None:
     """The job goes on with its data, and its summary says which signals came."""
-    (desk.directory / "data").mkdir()
-    (desk.directory / "data" / "x").write_text("x")
     (desk.directory / "catch.py").write_text(CATCH)
     go = desk.directory / "go"
-    told = submitted(
-        desk,
+    desk.more = dict(MPIRUN_AS_ROOT)
+    job = desk.submit(
         launcher,
         launcher=launcher,
         script=str(desk.directory / "catch.py"),
         args=["{stage.d}/x", str(go)],
         resources={"nodes": 2, "ranks_per_node": 2, "time": "5:00"},
-        stage=[{"name": "d", "source": str(desk.directory / "data"), "target": "shm"}],
+        stage=[data],
         environment={"python": PYTHON, "venv": str(VENV)},
     )
-    eventually(lambda: output(told).count(":begins") == 4, what=output(told))
-    job_id = str(told["job_id"])
-    signals = [(name, "") for name in FOR_STEPS[launcher]]
-    for name, to in [*signals, ("USR1", "--batch"), ("USR2", "--batch")]:
+    says(job, ":begins", 4)
+    signals = FOR_STEPS[launcher]
+    for name, to in [
+        *((name, []) for name in signals),
+        ("USR1", ["--batch"]),
+        ("USR2", ["--batch"]),
+    ]:
         word = f":SIG{name}:True"
-        expected = output(told).count(word) + 4
-        desk.slurm("scancel", f"--signal={name}", *filter(None, [to]), job_id)
-        eventually(partial(_has, told, word, expected), what=f"{name} {to}")
-    assert ":False" not in output(told)
-    log = Path(told["directory"], "attempts", "0", "events")
-    for name, to in signals:
+        count = output(job).count(word) + 4
+        desk.slurm("scancel", f"--signal={name}", *to, job["job_id"])
+        says(job, word, count)
+    assert ":False" not in output(job)
+    log = Path(job["directory"], "attempts", "0", "events", "node2.jsonl")
+    for name in signals:
         noted = f'"event":"signal","node":"node2","data":{{"name":"SIG{name}"'
-        eventually(partial(_holds, log / "node2.jsonl", noted), what=f"{name} {to} on record")
+        eventually(partial(_holds, log, noted), what=f"{name} on record")
     go.touch()
-    assert desk.hpml("wait", told["id"]).returncode == 0
+    desk.hpml("wait", job["id"])
     assert desk.staged() == []
-    summary = desk.hpml("show", told["id"]).stdout
-    for name in {*FOR_STEPS[launcher], "USR1", "USR2"}:
-        times = [*FOR_STEPS[launcher], "USR1", "USR2"].count(name)
-        assert f"SIG{name} {times}x, last 20" in summary
+    summary = desk.hpml("show", job["id"]).stdout
+    for name, count in Counter([*signals, "USR1", "USR2"]).items():
+        assert f"SIG{name} {count}x, last 20" in summary
 
 
 def test_every_end_is_called_by_its_name(desk: Desk) -> None:
@@ -114,17 +111,13 @@ def test_every_end_is_called_by_its_name(desk: Desk) -> None:
     killed = ["sh", "-c", 'echo begins; [ "$RANK" = 0 ] || kill -SEGV $$; sleep 200']
     small = {"time": "1:00", "memory": "100M"}
     two = {**small, "ranks_per_node": 2, "time": "5:00"}
-    jobs = {
-        "limit": submitted(desk, "limit", command=sleep, resources=small),
-        "cancelled": submitted(desk, "cancelled", command=sleep, resources=small),
-        "batch": submitted(desk, "batch", command=sleep, resources=small),
-        "unhandled": submitted(desk, "unhandled", command=sleep, resources=small),
-        "crash": submitted(desk, "crash", command=crash, resources=two),
-        "killed": submitted(desk, "killed", command=killed, resources=two),
-    }
+    names = ("limit", "cancelled", "batch", "unhandled")
+    jobs = {name: desk.submit(name, command=sleep, resources=small) for name in names}
+    jobs["crash"] = desk.submit("crash", command=crash, resources=two)
+    jobs["killed"] = desk.submit("killed", command=killed, resources=two)
 
     def begun(name: str) -> str:
-        eventually(lambda: "begins" in output(jobs[name]), what=name)
+        says(jobs[name], "begins")
         return str(jobs[name]["job_id"])
 
     desk.slurm("scancel", begun("cancelled"))
@@ -139,41 +132,37 @@ def test_every_end_is_called_by_its_name(desk: Desk) -> None:
         "limit": ("TIMEOUT", "time limit"),
     }
     for name, (state, reason) in ends.items():
-        end = ended(jobs[name])
-        assert (end["state"], end["reason"]) == (state, reason), output(jobs[name])
-        desk.hpml("wait", jobs[name]["id"], code=6)
-        (status,) = desk.json("status", jobs[name]["id"])
+        job = jobs[name]
+        end = ended(job)
+        assert (end["state"], end["reason"]) == (state, reason), output(job)
+        status = desk.json("wait", job["id"], code=6)
         assert status["state"] == state
         if state == "FAILED":
             assert (status["reason"], status["exit_code"]) == (reason, end["exit_code"])
-        record = Path(jobs[name]["submission"], "job.json")
+        record = Path(job["submission"], "job.json")
         record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": "4242"}))
-        Path(jobs[name]["submission"], "final.json").unlink()
-        (forgotten,) = desk.json("status", jobs[name]["id"])
+        Path(job["submission"], "final.json").unlink()
+        (forgotten,) = desk.json("status", job["id"])
         assert (forgotten["state"], forgotten["exit_code"]) == (state, end["exit_code"])
         assert reason in forgotten["reason"]
     assert ended(jobs["crash"])["exit_code"] == 7
 
 
-def test_ranks_that_ignore_sigterm_keep_their_data_and_leave_none(desk: Desk) -> None:
+def test_ranks_that_ignore_sigterm_keep_their_data_and_leave_none(
+    desk: Desk, data: dict[str, str]
+) -> None:
     """They end a moment before Slurm's SIGKILL, which the agent would not survive either."""
-    (desk.directory / "data").mkdir()
-    (desk.directory / "data" / "x").write_text("x")
     stubborn = "trap '' TERM; echo begins; while sleep 0.1; do [ -e \"$0\" ] || echo GONE; done"
-    told = submitted(
-        desk,
-        "stubborn",
-        command=["bash", "-c", stubborn, "{stage.d}/x"],
-        resources={"time": "5:00", "memory": "100M"},
-        stage=[{"name": "d", "source": str(desk.directory / "data"), "target": "shm"}],
-    )
-    eventually(lambda: "begins" in output(told))
-    desk.hpml("cancel", told["id"])
-    desk.hpml("wait", told["id"], code=6)
-    eventually(lambda: not desk.slurm("squeue", "--noheader", f"--jobs={told['job_id']}"))
+    command = ["bash", "-c", stubborn, "{stage.d}/x"]
+    small = {"time": "5:00", "memory": "100M"}
+    job = desk.submit("stubborn", command=command, resources=small, stage=[data])
+    says(job, "begins")
+    desk.hpml("cancel", job["id"])
+    desk.hpml("wait", job["id"], code=6)
+    eventually(lambda: not desk.slurm("squeue", "--noheader", f"--jobs={job['job_id']}"))
     assert desk.staged() == []
-    assert "GONE" not in output(told)
-    assert ended(told)["reason"] == "cancelled"
+    assert "GONE" not in output(job)
+    assert ended(job)["reason"] == "cancelled"
 
 
 def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
@@ -181,16 +170,60 @@ def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
     whole = {"nodes": 2, "cpus_per_rank": 4, "time": "5:00"}
     go = desk.directory / "go"
     wait = ["sh", "-c", f"echo begins; until [ -e {go} ]; do sleep 0.1; done"]
-    low = {**whole, "partition": "low"}
-    told = submitted(desk, "low", command=wait, resources=low)
-    eventually(lambda: output(told).count("begins") == 2)
-    first = desk.json("run", desk.job("high", command=["true"], resources=whole))
-    assert first["state"] == "COMPLETED"
-    assert (ended(told)["state"], ended(told)["reason"]) == ("PREEMPTED", "preempted")
-    eventually(lambda: output(told).count("begins") == 4)
-    desk.slurm("scontrol", "requeue", str(told["job_id"]))
-    assert ended(told, 1)["reason"] == "requeued"
-    eventually(lambda: output(told).count("begins") == 6)
+    job = desk.submit("low", command=wait, resources={**whole, "partition": "low"})
+    says(job, "begins", 2)
+    assert desk.run("high", command=["true"], resources=whole)["state"] == "COMPLETED"
+    assert (ended(job)["state"], ended(job)["reason"]) == ("PREEMPTED", "preempted")
+    says(job, "begins", 4)
+    desk.slurm("scontrol", "requeue", job["job_id"])
+    assert ended(job, 1)["reason"] == "requeued"
+    says(job, "begins", 6)
     go.touch()
-    desk.hpml("wait", told["id"])
-    assert ended(told, 2)["reason"] == "completed"
+    assert desk.json("wait", job["id"])["attempts"] == 3
+    assert ended(job, 2)["reason"] == "completed"
+    shown = desk.hpml("show", job["id"]).stdout
+    assert re.search(r"^attempts {3}0: preempted after \d+ s on node", shown, re.MULTILINE), shown
+    assert re.search(r"^ {11}2: completed after \d+ s on node", shown, re.MULTILINE), shown
+
+
+WAITS = (
+    "import os, sys, time; path = os.environ['HPML_RUN_DIR'] + '/tried';"
+    "sys.exit(0) if os.path.exists(path) else open(path, 'w').close(); time.sleep(600)"
+)
+
+
+def test_a_job_whose_node_fails_starts_again(desk: Desk, data: dict[str, str]) -> None:
+    """Slurm starts the job again; the first attempt says why it ended."""
+    command = [PYTHON, "-c", WAITS]
+    job = desk.submit("victim", command=command, resources={"time": "5:00"}, stage=[data])
+    eventually(Path(job["directory"], "tried").exists)
+    node = desk.slurm("squeue", "-h", "-o", "%N", f"--jobs={job['job_id']}").strip()
+    desk.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
+    try:
+        done = desk.json("wait", job["id"])
+    finally:
+        # a node may have come back by itself
+        desk.cluster.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    assert (done["state"], done["attempts"]) == ("COMPLETED", 2)
+    first, second = desk.json("show", job["id"])["history"]
+    assert (first["nodes"], second["reason"]) == (node, "completed")
+    assert "node" in first["reason"].lower()
+
+
+def test_without_accounting_ends_are_told_apart(bare: Desk) -> None:
+    """Completed and failed jobs are known without sacct."""
+    good = bare.run("good", command=["true"])
+    bad = bare.run("bad", command=["sh", "-c", "exit 3"], code=6)
+    assert (good["state"], good["exit_code"]) == ("COMPLETED", 0)
+    assert (bad["state"], bad["exit_code"]) == ("FAILED", 3)
+    checks = {check["check"]: check["result"] for check in bare.json("doctor")}
+    assert (checks["Slurm"], checks["accounting"]) == ("ok", "none")
+    # what the job wrote down itself counts once the controller no longer knows it
+    record = Path(bad["submission"], "job.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": "4242"}))
+    Path(bad["submission"], "final.json").unlink()
+    (state,) = bare.json("status", bad["id"])
+    assert (state["state"], state["exit_code"], state["nodes"]) == ("FAILED", 3, "node1")
+    assert state["reason"] == "rank 0 exited with code 3"
+    assert "(slurm) on node1, 1 rank" in bare.hpml("show", bad["id"]).stdout
+    assert "\tnode1\t" in bare.hpml("list").stdout

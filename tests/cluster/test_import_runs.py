@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk, eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cluster.conftest import SlurmCluster
 
 # What each process of a training finds. Outside of torchrun it asks Slurm, as such programs do.
 TRAIN = """\
@@ -74,7 +70,6 @@ python train.py --seed $SLURM_ARRAY_TASK_ID --lr ${LRS[$SLURM_ARRAY_TASK_ID-1]}
 """,
 }
 PROCESSES = {"torchrun": 4, "srun": 4, "single": 1, "array": 3}
-CASES = list(SCRIPTS)
 
 
 @pytest.fixture(scope="module")
@@ -84,27 +79,18 @@ def jobs(
     """Every script and every job made of one, submitted; they run side by side."""
     desks: dict[str, Desk] = {}
     submitted: list[str] = []
-    for name in CASES:
+    for name, script in SCRIPTS.items():
         desk = Desk(slurm_cluster, tmp_path_factory.mktemp(name))
         (desk.directory / "train.py").write_text(TRAIN)
         (desk.directory / "sub").mkdir()
-        (desk.directory / "job.sh").write_text(SCRIPTS[name])
+        (desk.directory / "job.sh").write_text(script)
         for kind in ("script", "job"):
             (desk.directory / kind).mkdir()
         desk.more["RECORDS_OF"] = str(desk.directory / "script")
-        done = subprocess.run(
-            ["sbatch", "--parsable", "job.sh"],
-            cwd=desk.directory,
-            env=desk.environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-        submitted.append(done.stdout.strip())
+        submitted.append(desk.call("sbatch", "--parsable", "job.sh").stdout.strip())
         desk.more["RECORDS_OF"] = str(desk.directory / "job")
         desk.hpml("import", "job.sh", "--output", "job.yaml")
-        submitted.append(str(desk.json("submit", "job.yaml")["job_id"]))
+        submitted.append(desk.json("submit", "job.yaml")["job_id"])
         desks[name] = desk
     yield desks
     slurm_cluster.run("scancel", *submitted)
@@ -114,13 +100,12 @@ def records(directory: Path, count: int) -> list[dict[str, Any]]:
     """What each process wrote down, once all have."""
     eventually(
         lambda: len(list(directory.glob("*.json"))) >= count,
-        seconds=120,
-        what=f"{count} records in {directory}: {[path.name for path in directory.iterdir()]}",
+        what=f"{count} records in {directory}",
     )
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_and_the_job_made_of_it_run_the_same(jobs: dict[str, Desk], name: str) -> None:
     """Every process finds the same program, arguments, directory, rank and variables."""
     desk = jobs[name]

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tomllib
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import pytest
+from typing import Any
 
 from tests.cluster.hpml_on_slurm import Desk, eventually
-
-if TYPE_CHECKING:
-    from tests.cluster.conftest import SlurmCluster
 
 LSTOPO = """#!/bin/sh
 test "$1" = --disallowed || exit 1
@@ -22,13 +14,7 @@ echo '<topology version="2.0"><object type="Machine"/></topology>'
 """
 
 
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A desk on the login node."""
-    return Desk(slurm_cluster, tmp_path)
-
-
-def profile(desk: Desk, name: str = "hpml.toml") -> dict[str, object]:
+def profile(desk: Desk, name: str = "hpml.toml") -> dict[str, Any]:
     return tomllib.loads((desk.directory / name).read_text("utf-8"))
 
 
@@ -39,11 +25,12 @@ def test_the_profile_says_what_slurm_says(desk: Desk) -> None:
     assert 5 <= len(told.stdout.splitlines()) <= 10
     data = profile(desk)
     listed = desk.slurm("sinfo", "--noheader", "--format=%R %c %m %D").split("\n")[:-1]
-    assert set(data["partitions"]) == {line.split()[0] for line in listed}  # type: ignore[call-overload]
+    assert set(data["partitions"]) == {line.split()[0] for line in listed}
     _, cpus, memory, count = listed[0].split()
-    kind = data["node_types"]["a100x2"]  # type: ignore[index]
+    kind = data["node_types"]["a100x2"]
     assert (kind["cpus"], kind["memory"], kind["count"]) == (int(cpus), f"{memory}M", int(count))
     assert kind["gpus"] == "a100:2"
+    assert desk.hpml("init", "-o", "-").stdout.startswith("#")  # as TOML, and no file
     before = (desk.directory / "hpml.toml").read_bytes()
     again = desk.hpml("init", code=2)
     assert "--force" in again.stderr
@@ -54,24 +41,12 @@ def test_slurm_takes_jobs_through_the_profile(desk: Desk) -> None:
     """One job per partition, as large as the profile allows, ends well."""
     desk.hpml("init", "--probe")
     data = profile(desk)
-    kind = data["node_types"]["a100x2"]  # type: ignore[index]
-    for name in data["partitions"]:  # type: ignore[attr-defined]
-        job = desk.job(
-            f"in-{name}",
-            command=["true"],
-            resources={
-                "partition": name,
-                "nodes": kind["count"],
-                "gpus": kind["gpus"],
-                "ranks_per_node": 1,
-                "cpus_per_rank": kind["cpus"],
-                "memory": kind["memory"],
-            },
-        )
-        state = desk.json("run", job)
-        assert state["state"] == "COMPLETED"
-        rows = {row["field"] for row in desk.json("render", job, "--explain")}
-        assert "resources.partition" in rows
+    kind = data["node_types"]["a100x2"]
+    for name in data["partitions"]:
+        whole = {"nodes": kind["count"], "gpus": kind["gpus"], "memory": kind["memory"]}
+        ranks = {"ranks_per_node": 1, "cpus_per_rank": kind["cpus"]}
+        resources = {"partition": name, **whole, **ranks}
+        assert desk.run(f"in-{name}", command=["true"], resources=resources)["state"] == "COMPLETED"
 
 
 def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
@@ -86,7 +61,7 @@ def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
     assert told["topology_files"] == [str(desk.directory / "topology" / "a100x2.xml")]
     text = (desk.directory / "site.toml").read_text()
     assert "/dev/shm: tmpfs (RAM), 0.5 of 0.5 GiB free" in text
-    kind = profile(desk, "site.toml")["node_types"]["a100x2"]  # type: ignore[index]
+    kind = profile(desk, "site.toml")["node_types"]["a100x2"]
     assert kind["topology"] == "topology/a100x2.xml"
     assert (desk.directory / kind["topology"]).read_text().endswith("</topology>\n")
     eventually(lambda: desk.slurm("squeue", "--noheader", "--states=PD,R").strip() == "")
@@ -105,24 +80,3 @@ def test_a_look_is_refused_where_slurm_refuses_it(desk: Desk) -> None:
     assert "# Not probed: all nodes of this kind are out of service." in text
     assert ": fan = dead" in text
     profile(desk, "drained.toml")
-
-
-def test_users_profile_counts_for_every_project(desk: Desk) -> None:
-    """--user writes to the configuration directory; jobs elsewhere find it there."""
-    desk.hpml("init", "--user")
-    path = desk.directory / "config" / "hpml" / "site.toml"
-    assert path.stat().st_mode & 0o777 == 0o644
-    with path.open("a") as stream:
-        stream.write("[directives.comment]\nomit = true\n")
-    doctor = {row["check"]: row for row in json.loads(desk.hpml("doctor", "--json").stdout)}
-    assert doctor["site profile"]["found"] == str(path)
-
-
-def test_printed_it_is_not_written(desk: Desk) -> None:
-    """`-o -` shows the profile, as TOML or within JSON."""
-    printed = desk.hpml("init", "-o", "-").stdout
-    assert tomllib.loads(printed)["cluster"] == "devcluster"
-    told = desk.json("init", "-o", "-")
-    assert told["file"] is None
-    assert tomllib.loads(told["text"])["cluster"] == "devcluster"
-    assert os.listdir(desk.directory) == []

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.cluster.hpml_on_slurm import HPML, PYTHON, ROOT, Desk, eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cluster.conftest import SlurmCluster
+from tests.cluster.conftest import SlurmCluster
+from tests.cluster.hpml_on_slurm import PYTHON, ROOT, Desk, eventually
 
 TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2, "time": "10:00", "memory": "2G"}
 
@@ -33,10 +29,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """An empty desk."""
-    return Desk(slurm_cluster, tmp_path)
+def stage_both(data: Path) -> list[dict[str, str]]:
+    """The tree on both of a node's file systems."""
+    return [
+        {"name": "ram", "source": str(data), "target": "shm"},
+        {"name": "disk", "source": str(data), "target": "local"},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,41 +46,22 @@ def at_its_limit(
     Slurm's limits are whole minutes: it runs beside the other tests, which need not wait for it.
     """
     desk = Desk(slurm_cluster, tmp_path_factory.mktemp("limit"))
-    file = desk.job(
-        "limit",
-        command=["sleep", "600"],
-        resources={"nodes": 2, "time": 1},
-        stage=[
-            {"name": "ram", "source": str(data), "target": "shm"},
-            {"name": "disk", "source": str(data), "target": "local"},
-        ],
-    )
-    submitted = desk.json("submit", file)
-    yield desk, submitted["id"]
-    desk.hpml("cancel", submitted["id"])
+    short = {"nodes": 2, "time": 1}
+    job = desk.submit("limit", command=["sleep", "600"], resources=short, stage=stage_both(data))
+    yield desk, job["id"]
+    desk.hpml("cancel", job["id"])
 
 
 def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
-    at_its_limit: tuple[Desk, str],
-    slurm_cluster: SlurmCluster,
-    tmp_path: Path,
+    at_its_limit: tuple[Desk, str], desk: Desk, tmp_path: Path
 ) -> None:
     """`hpml run` trains on 2 nodes x 2 ranks; script, records, accounting and nodes agree."""
-    desk = Desk(slurm_cluster, tmp_path)
     for name in ("ddp_images.py", "hpml_channel.py", "make_digits.py", "digits.yaml"):
         shutil.copy(ROOT / "training_jobs" / name, tmp_path)
-    subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
+    desk.call(PYTHON, "make_digits.py", "digits")
     sets = [f"--set=resources.{key}={value}" for key, value in TWO_BY_TWO.items()]
     sets.append(f"--set=environment.python={PYTHON}")
-    desk.hand_over()
-    rendered = subprocess.run(
-        [*HPML, "render", *sets, "digits.yaml"],
-        cwd=tmp_path,
-        env=desk.environment,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    ).stdout
+    rendered = desk.hpml("render", *sets, "digits.yaml").stdout
 
     ran = desk.json("run", *sets, "digits.yaml")
 
@@ -93,50 +72,17 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     assert ran["summary"]["ranks"] == 4
     assert ran["summary"]["staged_files"] == 2 * 1797
     assert ran["summary"]["staged_bytes"] > 2 * 1797 * 60
-    names = [phase["name"] for phase in ran["summary"]["phases"]]
-    assert names == [
-        "queue",
-        "start-up",
-        "staging",
-        "launch",
-        "rendezvous",
-        "warm-up",
-        "training",
-        "end",
-    ]
+    phases = "queue start-up staging launch rendezvous warm-up training end".split()
+    assert [phase["name"] for phase in ran["summary"]["phases"]] == phases
     asked = ("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", ran["job_id"])
     accounted = eventually(lambda: desk.slurm(*asked).strip())
     assert accounted == "COMPLETED|0:0"
-    stored = Path(ran["submission"], "job.sh").read_bytes()
-    held = subprocess.run(
-        ["scontrol", "write", "batch_script", ran["job_id"], "-"],
-        env=slurm_cluster.environment,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    ).stdout
-    assert rendered == stored == held
-    shown = desk.json("show", ran["id"])
-    assert [(one["rank"], one["node"]) for one in shown["bindings"]] == [
-        (0, "node1"),
-        (1, "node1"),
-        (2, "node2"),
-        (3, "node2"),
-    ]
+    stored = Path(ran["submission"], "job.sh").read_text()
+    assert rendered == stored == desk.slurm("scontrol", "write", "batch_script", ran["job_id"], "-")
+    ranks = [(rank["rank"], rank["node"]) for rank in desk.json("show", ran["id"])["bindings"]]
+    assert ranks == [(0, "node1"), (1, "node1"), (2, "node2"), (3, "node2")]
     assert "0.95 reached" in desk.hpml("show", "last").stdout
-    assert own_staged(desk, ran["job_id"]) == []
-
-
-def own_staged(desk: Desk, job_id: str) -> list[str]:
-    """What one job has staged on the nodes, and still lies there."""
-    return [path for path in desk.staged() if re.search(rf"-{job_id}(/|$)", path)]
-
-
-def stage_both(data: Path) -> list[dict[str, str]]:
-    return [
-        {"name": "ram", "source": str(data), "target": "shm"},
-        {"name": "disk", "source": str(data), "target": "local"},
-    ]
+    assert desk.staged(ran["job_id"]) == []
 
 
 def test_ranks_started_by_srun_see_their_data_and_their_places(desk: Desk, data: Path) -> None:
@@ -146,13 +92,8 @@ def test_ranks_started_by_srun_see_their_data_and_their_places(desk: Desk, data:
         " e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], e['MASTER_ADDR'], e['MASTER_PORT'],"
         " sum(len(f) for _, _, f in os.walk(e['HPML_STAGE_RAM'])), os.uname().nodename]))"
     )
-    file = desk.job(
-        "places",
-        command=[PYTHON, "-c", program],
-        resources=TWO_BY_TWO,
-        stage=stage_both(data),
-    )
-    ran = desk.json("run", file)
+    command = [PYTHON, "-c", program]
+    ran = desk.run("places", command=command, resources=TWO_BY_TWO, stage=stage_both(data))
     log = Path(ran["output"]).read_text()
     seen = sorted(json.loads(line[5:]) for line in log.splitlines() if line.startswith("SEEN "))
     port = seen[0][5]
@@ -162,105 +103,44 @@ def test_ranks_started_by_srun_see_their_data_and_their_places(desk: Desk, data:
         for rank in range(4)
     ]
     assert ran["summary"]["staged_files"] == 2 * 2 * 200
-    assert own_staged(desk, ran["job_id"]) == []
-
-
-def test_a_cancelled_job_leaves_no_data_on_its_nodes(desk: Desk, data: Path) -> None:
-    """After `hpml cancel` of a running job the nodes hold nothing of it, and its state says so."""
-    file = desk.job(
-        "cancelled", command=["sleep", "600"], resources={"nodes": 2}, stage=stage_both(data)
-    )
-    submitted = desk.json("submit", file)
-    eventually(lambda: desk.json("show", submitted["id"])["summary"]["ranks"] == 2)
-    assert len(own_staged(desk, submitted["job_id"])) > 2 * 2 * 200
-    assert "cancelled job" in desk.hpml("cancel", submitted["id"]).stdout
-    done = desk.json("wait", submitted["id"], code=6)
-    assert done["state"] == "CANCELLED"
-    eventually(lambda: own_staged(desk, submitted["job_id"]) == [])
+    assert desk.staged(ran["job_id"]) == []
 
 
 def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) -> None:
     """One rank that fails ends the others, the output names it, and `hpml run` exits 6."""
     program = "import os, sys, time; os.environ['RANK'] == '3' and sys.exit(9); time.sleep(600)"
-    file = desk.job(
-        "failing",
-        command=[PYTHON, "-c", program],
-        resources=TWO_BY_TWO,
-        stage=stage_both(data),
-    )
-    ran = desk.json("run", file, code=6)
+    job = {"command": [PYTHON, "-c", program], "resources": TWO_BY_TWO, "stage": stage_both(data)}
+    ran = desk.run("failing", code=6, **job)
     assert ran["state"] == "FAILED"
     # srun's own status is the highest of its tasks': those that it ended count as 143
     assert ran["exit_code"] in {9, 143}
     assert "task 3: Exited with exit code 9" in Path(ran["output"]).read_text()
-    assert own_staged(desk, ran["job_id"]) == []
+    assert desk.staged(ran["job_id"]) == []
 
 
 def test_ranks_never_start_when_a_node_cannot_be_made_ready(desk: Desk) -> None:
     """A source that is not there is told by node and path, and no rank has run."""
-    file = desk.job(
-        "no-source",
-        command=["sh", "-c", "echo RANK RAN"],
-        resources={"nodes": 2},
-        stage=[{"name": "gone", "source": "/no/such/data", "target": "local"}],
-    )
+    gone = {"name": "gone", "source": "/no/such/data", "target": "local"}
+    command = ["sh", "-c", "echo RANK RAN"]
+    file = desk.job("no-source", command=command, resources={"nodes": 2}, stage=[gone])
     ran = desk.json("run", "--no-check", file, code=6)
     log = Path(ran["output"]).read_text()
     assert ran["state"] == "FAILED"
     assert "RANK RAN" not in log
     assert "node1: " in log
     assert "/no/such/data" in log
-    assert own_staged(desk, ran["job_id"]) == []
-
-
-def test_a_requeued_job_makes_a_second_attempt_of_the_same_run(desk: Desk, data: Path) -> None:
-    """`scontrol requeue` starts attempt 1 of the run; the record keeps both."""
-    program = (
-        "import os, sys, time; p = os.environ['HPML_RUN_DIR'] + '/tried';"
-        "sys.exit(0) if os.path.exists(p) else open(p, 'w').close(); time.sleep(600)"
-    )
-    file = desk.job(
-        "requeued",
-        command=[PYTHON, "-c", program],
-        stage=stage_both(data),
-    )
-    submitted = desk.json("submit", file)
-    eventually(lambda: Path(submitted["directory"], "tried").exists())
-    desk.slurm("scontrol", "requeue", submitted["job_id"])
-    done = desk.json("wait", submitted["id"])
-    assert done["state"] == "COMPLETED"
-    assert done["attempts"] == 2
-    assert done["job_id"] == submitted["job_id"]
-    first, second = desk.json("show", submitted["id"])["history"]
-    assert first["nodes"].startswith("node")
-    assert first["started"] < second["started"]
-    assert (first["over"], second["reason"]) == (True, "completed")
-    shown = desk.hpml("show", submitted["id"]).stdout
-    assert re.search(r"^attempts {3}0: .* after \d+ s on node", shown, re.MULTILINE), shown
-    assert re.search(r"^ {11}1: completed after \d+ s on node", shown, re.MULTILINE), shown
-    eventually(lambda: own_staged(desk, submitted["job_id"]) == [])
+    assert desk.staged(ran["job_id"]) == []
 
 
 def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
     """A duplicate that reaches the queue after all finds the run claimed and does nothing."""
-    file = desk.job("twice", command=["sh", "-c", "echo RAN"])
-    ran = desk.json("run", file)
-    again = desk.slurm(
-        "sbatch",
-        "--wait-all-nodes=0",
-        "--parsable",
-        f"--chdir={ran['submission']}",
-        f"--output={desk.directory}/again.log",
-        f"{ran['submission']}/job.sh",
-    ).strip()
-    state = eventually(
-        lambda: re.search(
-            r"JobState=(COMPLETED|FAILED)[\s\S]*ExitCode=(\d+)",
-            desk.slurm("scontrol", "show", "job", again),
-        )
+    ran = desk.run("twice", command=["sh", "-c", "echo RAN"])
+    log = desk.directory / "again.log"
+    again = desk.cluster.run(
+        "sbatch", "--wait", f"--output={log}", "job.sh", cwd=ran["submission"], check=False
     )
-    assert state.groups() == ("FAILED", "75")
-    assert "duplicate" in (desk.directory / "again.log").read_text()
+    assert again.returncode == 75
+    assert "duplicate" in log.read_text()
     assert Path(ran["output"]).read_text().count("RAN\n") == 1
 
 
@@ -272,39 +152,11 @@ def test_the_ranks_need_no_hpml_of_their_own(desk: Desk) -> None:
         "import importlib.util, os, sys; print('HPML', importlib.util.find_spec("
         "'hpml_orchestrator'), sys.prefix, os.environ['HPML_CHANNEL'][:5])"
     )
-    file = desk.job(
-        "bare",
-        command=["python", "-c", program],
-        environment={"venv": str(venv), "inherit": "minimal"},
-        resources={"nodes": 2},
-    )
-    ran = desk.json("run", file)
+    minimal = {"venv": str(venv), "inherit": "minimal"}
+    command = ["python", "-c", program]
+    ran = desk.run("bare", command=command, environment=minimal, resources={"nodes": 2})
     assert Path(ran["output"]).read_text().count(f"HPML None {venv} hpml") == 2
     assert ran["summary"]["ranks"] == 2
-
-
-def test_a_rendered_script_runs_when_given_to_sbatch_by_hand(desk: Desk, data: Path) -> None:
-    """`hpml render -o DIR`, then sbatch in DIR: the job runs and records itself there."""
-    file = desk.job(
-        "by-hand", command=["sh", "-c", "ls {stage.ram} | wc -l"], stage=stage_both(data)
-    )
-    target = desk.directory / "by hand"
-    desk.hpml("render", file, "-o", target)
-    done = subprocess.run(
-        ["sbatch", "--wait", "--parsable", "job.sh"],
-        cwd=target,
-        env=desk.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    job_id = done.stdout.strip()
-    assert done.returncode == 0, (target / f"slurm-{job_id}.out").read_text()
-    assert "\n10\n" in (target / f"slurm-{job_id}.out").read_text()
-    ended = json.loads((target / "runs" / job_id / "attempts" / "0" / "ended.json").read_text())
-    assert ended["exit_code"] == 0
-    assert own_staged(desk, job_id) == []
 
 
 def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> None:
@@ -321,20 +173,15 @@ def test_what_slurm_refuses_is_told_recorded_and_makes_no_job(desk: Desk) -> Non
 
 def test_gpus_are_asked_for_and_seen_by_every_rank(desk: Desk) -> None:
     """`gpus: a100:2` gives two ranks a node, each of which sees both GPUs."""
-    file = desk.job(
-        "gpus",
-        command=["sh", "-c", 'echo "GPUS $LOCAL_RANK $CUDA_VISIBLE_DEVICES"'],
-        resources={"nodes": 2, "gpus": "a100:2"},
-    )
-    ran = desk.json("run", file)
+    command = ["sh", "-c", 'echo "GPUS $LOCAL_RANK $CUDA_VISIBLE_DEVICES"']
+    ran = desk.run("gpus", command=command, resources={"nodes": 2, "gpus": "a100:2"})
     seen = sorted(line for line in Path(ran["output"]).read_text().splitlines() if "GPUS" in line)
     assert seen == ["GPUS 0 0,1", "GPUS 0 0,1", "GPUS 1 0,1", "GPUS 1 0,1"]
 
 
 def test_the_queue_is_asked_in_words_for_people_and_programs(desk: Desk) -> None:
     """status, list, logs and doctor speak of a job on Slurm; `--lines` cuts."""
-    file = desk.job("words", command=["sh", "-c", "echo one; echo two"])
-    ran = desk.json("run", file)
+    ran = desk.run("words", command=["sh", "-c", "echo one; echo two"])
     assert desk.json("status") == []
     (listed,) = desk.json("list")
     assert (listed["state"], listed["backend"]) == ("COMPLETED", "slurm")
@@ -350,7 +197,5 @@ def test_a_job_at_its_time_limit_leaves_no_data_on_its_nodes(
 ) -> None:
     """When Slurm ends a job at its time limit, the nodes are clean and the state is TIMEOUT."""
     desk, sid = at_its_limit
-    done = desk.json("wait", sid, code=6)
-    assert done["state"] == "TIMEOUT"
-    assert own_staged(desk, done["job_id"]) == []
+    assert desk.json("wait", sid, code=6)["state"] == "TIMEOUT"
     assert desk.staged() == []

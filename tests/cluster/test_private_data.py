@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import AS_ROOT, Desk
+from tests.cluster.hpml_on_slurm import Desk
 
 Hide = Callable[[str], None]
 
@@ -70,7 +70,7 @@ def test_another_users_job_cannot_be_cancelled(
     """The hint says who can, whether or not the cluster shows other users' jobs."""
     hide(kinds)
     (tmp_path / "root").mkdir()
-    root = Desk(desk.cluster, tmp_path / "root", words=AS_ROOT)
+    root = Desk(desk.cluster, tmp_path / "root", as_root=True)
     file = root.job("theirs", command=["sleep", "600"], resources={"time": "00:05:00"})
     job = root.json("submit", file)
     # a reader of somebody else's records needs to be let in

@@ -6,15 +6,15 @@ import json
 import os
 import sys
 import tarfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import SlurmCluster
 from tests.unit.staging.many.nodes import CHECKOUT, NODE
-
-if TYPE_CHECKING:
-    from tests.cluster.conftest import SlurmCluster
 
 FROM_SLURM = """
 told["index"] = int(os.environ["SLURM_NODEID"])
@@ -39,13 +39,29 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "data.tar"
 
 
-def staged(
+Stage = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def stage(slurm_cluster: SlurmCluster, tmp_path: Path) -> Stage:
+    """Return what stages a source on two nodes, and cleans up after it."""
+    return partial(_staged, slurm_cluster, tmp_path)
+
+
+def results(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of the nodes' words are results, of both and with the same contents."""
+    ends = [line for line in said if "digest" in line]
+    assert len(ends) == 2, said
+    assert ends[0]["digest"] == ends[1]["digest"]
+    return ends
+
+
+def _staged(
     cluster: SlurmCluster, directory: Path, source: Path, method: str, **options: Any
 ) -> list[dict[str, Any]]:
-    """What two nodes say of staging a source; their directories are cleaned up after it."""
     attempt = directory / f"attempt-{method}-{len(list(directory.iterdir()))}"
     attempt.mkdir()
-    told = {
+    order = {
         "source": str(source),
         "base": "/dev/shm",
         "attempt": str(attempt),
@@ -67,7 +83,7 @@ def staged(
     script.write_text(NODE.replace('if told["stay"]', f'{LISTING}\nif told["stay"]'))
     done = cluster.run(
         "srun", "--nodes=2", "--ntasks-per-node=1", "--export=ALL",
-        sys.executable, script, json.dumps(told),
+        sys.executable, script, json.dumps(order),
         env={"PYTHONPATH": str(CHECKOUT)}, check=False, timeout=120,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -77,57 +93,31 @@ def staged(
     return [line for line in lines if "left" not in line]
 
 
-def test_a_file_comes_to_every_node(
-    slurm_cluster: SlurmCluster, archive: Path, tmp_path: Path
-) -> None:
+def test_a_file_comes_to_every_node(stage: Stage, archive: Path) -> None:
     """Whole, checked by its digest, and as one file."""
-    said = staged(slurm_cluster, tmp_path, archive, "sbcast", kind="file")
-    results = [one for one in said if "digest" in one]
-    assert len(results) == 2, said
-    assert {one["method"] for one in results} == {"sbcast"}
-    assert {one["bytes"] for one in results} == {archive.stat().st_size}
-    read = staged(slurm_cluster, tmp_path, archive, "shared", kind="file")
-    assert {one["digest"] for one in (*results, *read) if "digest" in one} == {results[0]["digest"]}
+    sent, read = (results(stage(archive, how, kind="file")) for how in ("sbcast", "shared"))
+    whole = ("sbcast", archive.stat().st_size, read[0]["digest"])
+    assert [(node["method"], node["bytes"], node["digest"]) for node in sent] == [whole] * 2
 
 
-def test_an_archive_comes_to_every_node_and_is_unpacked(
-    slurm_cluster: SlurmCluster, archive: Path, tmp_path: Path
-) -> None:
-    """Nothing of the archive stays."""
-    said = staged(slurm_cluster, tmp_path, archive, "sbcast")
-    results = [one for one in said if "digest" in one]
-    assert [(one["files"], one["bytes"]) for one in results] == [(200, 200 * 40_000)] * 2, said
-    assert len({one["digest"] for one in results}) == 1
+@pytest.mark.parametrize("method", ["sbcast", "chain"])
+def test_a_tree_comes_to_every_node(stage: Stage, archive: Path, method: str) -> None:
+    """An archive is unpacked and goes; a chain's nodes find each other by the host's address."""
+    source = archive if method == "sbcast" else archive.parent / "tree"
+    nodes = results(stage(source, method))
+    assert [(node["files"], node["method"]) for node in nodes] == [(200, method)] * 2
 
 
-def test_the_model_can_choose_sbcast(
-    slurm_cluster: SlurmCluster, archive: Path, tmp_path: Path
-) -> None:
+def test_the_model_can_choose_sbcast(stage: Stage, archive: Path) -> None:
     """For one file on a slow file system; both nodes do what the first one chose."""
-    said = staged(
-        slurm_cluster, tmp_path, archive, "auto", kind="file",
-        rates={"shared_rate": 1e5, "link_rate": 1e9, "node_rate": 1e9},
-    )  # fmt: skip
-    told = [one["tell"] for one in said if "tell" in one]
-    assert len(told) == 1
-    assert "sbcast" in told[0]
-    methods = {one["method"] for one in said if "digest" in one}
-    assert methods == {told[0].split()[1].rstrip(":")}
+    rates = {"shared_rate": 1e5, "link_rate": 1e9, "node_rate": 1e9}
+    said = stage(archive, "auto", kind="file", rates=rates)
+    (choice,) = [line["tell"] for line in said if "tell" in line]
+    assert "sbcast" in choice
+    assert {node["method"] for node in results(said)} == {choice.split()[1].rstrip(":")}
 
 
-def test_a_chain_of_slurms_nodes(
-    slurm_cluster: SlurmCluster, archive: Path, tmp_path: Path
-) -> None:
-    """Nodes find each other through the attempt's directory and the host's own address."""
-    said = staged(slurm_cluster, tmp_path, archive.parent / "tree", "chain")
-    results = [one for one in said if "digest" in one]
-    assert [(one["files"], one["method"]) for one in results] == [(200, "chain")] * 2, said
-    assert len({one["digest"] for one in results}) == 1
-
-
-def test_sbcast_that_fails_ends_both_nodes(
-    slurm_cluster: SlurmCluster, archive: Path, tmp_path: Path
-) -> None:
+def test_sbcast_that_fails_ends_both_nodes(stage: Stage, archive: Path) -> None:
     """The real command finds a file of the same name on one node, which it does not overwrite."""
     before = FROM_SLURM + (
         "\nimport secrets; secrets.token_hex = lambda n=4: '00' * n"
@@ -138,7 +128,7 @@ def test_sbcast_that_fails_ends_both_nodes(
         "\n    told['index'] and open(self._copy, 'w').close()"
         "\nB.Broadcast._check_room = check"
     )
-    said = staged(slurm_cluster, tmp_path, archive, "sbcast", before=before)
-    errors = [one["error"] for one in said if "error" in one]
+    said = stage(archive, "sbcast", before=before)
+    errors = [line["error"] for line in said if "error" in line]
     assert len(errors) == 2, said
     assert all("sbcast ended with" in error for error in errors), errors

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.cluster.hpml_on_slurm import Desk, eventually
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.cluster.conftest import SlurmCluster
 
 SMALL = {"time": "5:00", "memory": "50M"}
 
 
-def test_setup_reaches_ranks_on_all_nodes_or_ends_the_job(
-    slurm_cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_setup_reaches_ranks_on_all_nodes_or_ends_the_job(desk: Desk) -> None:
     """Exports, limits and directory are the ranks'; a line that fails is told, staged data gone."""
-    desk = Desk(slurm_cluster, tmp_path)
-    data = tmp_path / "data"
+    data = desk.directory / "data"
     data.mkdir()
     (data / "word").write_text("hello\n")
     more = {
@@ -40,18 +30,13 @@ def test_setup_reaches_ranks_on_all_nodes_or_ends_the_job(
     eventually(lambda: not desk.staged())
 
 
-def test_jobs_wait_for_other_runs(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_jobs_wait_for_other_runs(desk: Desk) -> None:
     """Each starts when its runs ended as wanted; one that never can is cancelled, and says why."""
-    desk = Desk(slurm_cluster, tmp_path)
-    gate = tmp_path / "gate"
+    gate = desk.directory / "gate"
     until = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit "
-    good = desk.json(
-        "submit",
-        desk.job("good", array="0-1", command=["bash", "-c", f"{until} 0"], resources=SMALL),
-    )["id"]
-    bad = desk.json(
-        "submit", desk.job("bad", command=["bash", "-c", f"{until} 3"], resources=SMALL)
-    )["id"]
+    ends = (["bash", "-c", f"{until} {status}"] for status in (0, 3))
+    good = desk.submit("good", array="0-1", command=next(ends), resources=SMALL)["id"]
+    bad = desk.submit("bad", command=next(ends), resources=SMALL)["id"]
     wanted = {
         "all": ([f"{good}", f"any:{good}.1", f"notok:{bad}"], "COMPLETED"),
         "never": ([bad], "CANCELLED"),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk
-
-if TYPE_CHECKING:
-    from tests.cluster.conftest import SlurmCluster
 
 PROFILE = """
 cluster = "devcluster"
@@ -91,24 +88,7 @@ def test_ranks_that_a_template_never_starts_end_the_job_at_once(desk: Desk) -> N
         '{% block ranks %}\nif [[ -n "${NEVER_SET:-}" ]]; then\n  srun true &\nfi\n{% endblock %}\n'
     )
     (templates / "srun.sh.j2").write_text(head + block)
-    job = desk.job("idle", command=["true"], resources={"time": "10:00"})
-    state = desk.json("run", job, code=6)
-    assert state["state"] == "FAILED"
-    assert state["exit_code"] == 78
+    state = desk.run("idle", command=["true"], resources={"time": "10:00"}, code=6)
+    assert (state["state"], state["exit_code"]) == ("FAILED", 78)
     output = Path(state["output"]).read_text("utf-8")
     assert "block 'ranks' started nothing in the background" in output
-
-
-def test_a_template_that_takes_the_output_away_is_refused(desk: Desk) -> None:
-    """By check and by submit, with the line of the script; nothing is submitted."""
-    templates = desk.directory / "templates"
-    templates.mkdir()
-    (desk.directory / "hpml.toml").write_text(f'templates = "templates"\n{PROFILE}')
-    head = '{% extends "hpml/srun.sh.j2" %}\n'
-    block = "{% block directives %}\n{{ super() }}\n#SBATCH --error=/tmp/e\n{% endblock %}\n"
-    (templates / "srun.sh.j2").write_text(head + block)
-    job = desk.job("taken", command=["true"])
-    for command in ("check", "render", "submit"):
-        done = desk.hpml(command, job, code=2)
-        assert f"{templates}: #SBATCH --error=/tmp/e: " in done.stderr
-    assert not (desk.records / "submissions").exists()

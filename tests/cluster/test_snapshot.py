@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.cluster.hpml_on_slurm import HPML, PYTHON, Desk
-
-if TYPE_CHECKING:
-    from tests.cluster.conftest import SlurmCluster
+from tests.cluster.hpml_on_slurm import PYTHON, Desk
 
 IDENTITY = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
 
@@ -22,12 +19,11 @@ def git(top: Path, *words: str) -> None:
     )
 
 
-def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_the_code_of_the_submission_runs(desk: Desk, tmp_path: Path) -> None:
     """Held, edited, moved away, released: both nodes run the old code, with its uncommitted change.
 
     The script, and what Slurm holds, are to the byte what `hpml render` prints.
     """
-    desk = Desk(slurm_cluster, tmp_path)
     top = tmp_path / "my code"
     (top / "tools").mkdir(parents=True)
     script = top / "tools" / "train.py"
@@ -46,25 +42,11 @@ def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: 
         environment={"python": PYTHON},
         resources={"nodes": 2, "time": "5:00", "extra": ["--hold"]},
     )
-    desk.hand_over()
-    rendered = subprocess.run(
-        [*HPML, "render", job],
-        env=desk.environment,
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    ).stdout
+    rendered = desk.hpml("render", job).stdout
     submitted = desk.json("submit", job)
     submission = Path(submitted["submission"])
-    held = subprocess.run(
-        ["scontrol", "write", "batch_script", submitted["job_id"], "-"],
-        env=slurm_cluster.environment,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    ).stdout
-    assert rendered == (submission / "job.sh").read_bytes() == held
+    held = desk.slurm("scontrol", "write", "batch_script", submitted["job_id"], "-")
+    assert rendered == (submission / "job.sh").read_text() == held
     assert desk.json("status", submitted["id"])[0]["state"] == "PENDING"
 
     script.write_text("print('edited')\n")
@@ -80,12 +62,16 @@ def test_the_code_of_the_submission_runs(slurm_cluster: SlurmCluster, tmp_path: 
     assert " + changes (snapshot)\n" in desk.hpml("show", submitted["id"]).stdout
 
 
-def test_a_rendered_directory_runs_by_hand(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    """`render -o` puts the code beside the script, and sbatch in that directory is all it takes."""
-    desk = Desk(slurm_cluster, tmp_path)
+def test_a_rendered_directory_runs_by_hand(desk: Desk, tmp_path: Path) -> None:
+    """`render -o` puts the code beside the script, and sbatch in that directory is all it takes.
+
+    The job stages its data, cleans up after it and records itself there.
+    """
     top = tmp_path / "code"
     top.mkdir()
-    (top / "train.py").write_text("print('by hand')\n")
+    (top / "train.py").write_text("import os, sys; print('by hand', *os.listdir(sys.argv[1]))\n")
+    (top / "data").mkdir()
+    (top / "data" / "word").touch()
     git(top, "init", "--quiet")
     job = desk.job(
         "hand",
@@ -93,17 +79,15 @@ def test_a_rendered_directory_runs_by_hand(slurm_cluster: SlurmCluster, tmp_path
         workdir=str(top),
         snapshot=True,
         environment={"python": PYTHON},
+        args=["{stage.d}"],
+        stage=[{"name": "d", "source": str(top / "data"), "target": "shm"}],
         resources={"time": "5:00"},
     )
-    desk.hpml("render", job, "-o", "out")
+    desk.hpml("render", job, "-o", "by hand")
     (top / "train.py").unlink()
-    out = tmp_path / "out"
-    subprocess.run(
-        ["sbatch", "--wait", "--output=output", "job.sh"],
-        cwd=out,
-        env=desk.environment,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    assert (out / "output").read_text().count("by hand\n") == 1
+    out = tmp_path / "by hand"
+    done = desk.call("sbatch", "--wait", "--parsable", "--output=output", "job.sh", cwd=out)
+    assert (out / "output").read_text().count("by hand word\n") == 1
+    ended = out / "runs" / done.stdout.strip() / "attempts" / "0" / "ended.json"
+    assert json.loads(ended.read_text())["exit_code"] == 0
+    assert desk.staged(done.stdout.strip()) == []

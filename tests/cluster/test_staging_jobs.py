@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import UID, Desk, eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cluster.conftest import SlurmCluster
 
 FILES = 60
 NODES = {"nodes": 2, "time": "10:00"}
+COUNT = ("sh", "-c", "ls {stage.data}/ | wc -l")
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +29,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Desk]:
     """An empty desk; what it keeps on the nodes goes with it."""
-    one = Desk(slurm_cluster, tmp_path)
-    yield one
-    root = f"hpml-{UID}"
-    one.slurm("srun", "-N2", "rm", "-rf", f"/tmp/{root}", f"/dev/shm/{root}")
-    assert one.staged() == []
+    made = Desk(slurm_cluster, tmp_path)
+    yield made
+    made.slurm("srun", "-N2", "rm", "-rf", f"/tmp/hpml-{UID}", f"/dev/shm/hpml-{UID}")
+    assert made.staged() == []
 
 
 def run(desk: Desk, data: Path, *command: str, code: int = 0, **stage: Any) -> tuple[Any, str]:
     """Run a job of two nodes with one entry; returns its record and its output."""
-    file = desk.job(
-        "staging",
-        command=list(command or ["true"]),
-        resources=NODES,
-        stage=[{"name": "data", "source": str(data), "target": "local", **stage}],
-    )
-    ran = desk.json("run", file, code=code)
+    entry = {"name": "data", "source": str(data), "target": "local", **stage}
+    argv = list(command or ["true"])
+    ran = desk.run("staging", code=code, command=argv, resources=NODES, stage=[entry])
     return ran, Path(ran["output"]).read_text("utf-8")
 
 
@@ -56,9 +49,7 @@ def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> Non
     (stage,) = first["summary"]["stages"]
     assert (stage["nodes"], stage["reused"], stage["kept"]) == (2, 0, 2)
     assert len(stage["digests"]) == 1
-    again, log = run(
-        desk, data, "sh", "-c", "ls {stage.data}/ | wc -l", keep=True, distribution="shared"
-    )
+    again, log = run(desk, data, *COUNT, keep=True, distribution="shared")
     (stage,) = again["summary"]["stages"]
     assert (stage["reused"], stage["kept"], stage["files"]) == (2, 2, 2 * FILES)
     assert log.splitlines().count(str(FILES)) == 2
@@ -67,7 +58,7 @@ def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> Non
 
 def test_a_chain_brings_it_to_both_nodes(desk: Desk, data: Path) -> None:
     """The first node reads and passes on; both have the same digest, and the output says how."""
-    ran, log = run(desk, data, "sh", "-c", "ls {stage.data}/ | wc -l", distribution="chain")
+    ran, log = run(desk, data, *COUNT, distribution="chain")
     (stage,) = ran["summary"]["stages"]
     assert (stage["nodes"], stage["files"], stage["methods"]) == (2, 2 * FILES, ["chain"])
     assert len(stage["digests"]) == 1
@@ -87,14 +78,8 @@ def test_auto_says_what_it_chose_and_why(desk: Desk, data: Path) -> None:
 
 def test_ranks_of_a_partition_know_their_part(desk: Desk, data: Path) -> None:
     """Each node has half of the files, no file is on both, and ranks are told which half."""
-    ran, log = run(
-        desk,
-        data,
-        "sh",
-        "-c",
-        "echo PART $HPML_PART_DATA $(ls {stage.data}/)",
-        distribution="partition",
-    )
+    part = "echo PART $HPML_PART_DATA $(ls {stage.data}/)"
+    ran, log = run(desk, data, "sh", "-c", part, distribution="partition")
     (stage,) = ran["summary"]["stages"]
     assert (stage["files"], stage["methods"]) == (FILES, ["partition"])
     lines = sorted(line.split()[1:] for line in log.splitlines() if line.startswith("PART "))
@@ -109,21 +94,10 @@ def test_a_job_that_ends_while_data_come_leaves_nothing(
 ) -> None:
     """Cancelled in the middle of slow staging, on both nodes; the next job works."""
     (desk.directory / "hpml.toml").write_text("[staging]\nopens_per_second = 1\n")
-    file = desk.job(
-        "slow",
-        command=["sh", "-c", "echo RANK RAN"],
-        resources=NODES,
-        stage=[
-            {
-                "name": "data",
-                "source": str(data),
-                "target": "local",
-                "keep": True,
-                "distribution": distribution,
-            }
-        ],
-    )
-    submitted = desk.json("submit", file)
+    entry = {"name": "data", "source": str(data), "target": "local", "keep": True}
+    stage = [{**entry, "distribution": distribution}]
+    command = ["sh", "-c", "echo RANK RAN"]
+    submitted = desk.submit("slow", command=command, resources=NODES, stage=stage)
     eventually(lambda: any(".partial-" in path for path in desk.staged()))
     desk.hpml("cancel", submitted["id"])
     done = desk.json("wait", submitted["id"], code=6)

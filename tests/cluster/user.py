@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 __all__ = [
-    "AS_ROOT",
     "AS_USER",
     "HOME",
     "HPML",
@@ -46,7 +45,6 @@ AS_USER = (
     else []
 )
 HPML = [*AS_USER, PYTHON, "-m", "hpml_orchestrator.cli"]
-AS_ROOT = [sys.executable, "-m", "hpml_orchestrator.cli"]
 _SOURCES = ("hpml_orchestrator", "exporters", "templates", "dashboards", "training_jobs")
 
 

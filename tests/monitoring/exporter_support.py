@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as plain
 
 from deploy.gpusim.gpusim import Simulator
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -81,17 +82,20 @@ class Exporter:
         self, good: Callable[[Answer], object], seconds: float = 240.0, *, accept: str = ""
     ) -> Answer:
         """Scrape until the answer is good; fails with the last one."""
-        end = time.monotonic() + seconds
-        last = "it never answered"
-        while True:
+        last: list[Answer] = []
+
+        def is_good() -> bool:
             with contextlib.suppress(OSError):
-                answer = self.scrape(accept=accept)
-                if answer.status == 200 and good(answer):
-                    return answer
-                last = answer.text
-            if time.monotonic() > end:
-                pytest.fail(f"not so after {seconds:g} s:\n{last[-6000:]}\n{self.log()}")
-            time.sleep(0.1)
+                last[:] = [self.scrape(accept=accept)]
+                return last[0].status == 200 and bool(good(last[0]))
+            return False
+
+        try:
+            eventually(is_good, seconds=seconds, pause=0.1)
+        except AssertionError:
+            text = last[0].text[-6000:] if last else "it never answered"
+            pytest.fail(f"not so after {seconds:g} s:\n{text}\n{self.log()}")
+        return last[0]
 
     def log(self) -> str:
         """What it has told so far."""
@@ -173,11 +177,8 @@ def running(
             stderr=log,
         )
         try:
-            end = time.monotonic() + _START_SECONDS
-            while not address.exists():
-                if process.poll() is not None or time.monotonic() > end:
-                    pytest.fail(f"the exporter does not start:\n{told.read_text('utf-8')}")
-                time.sleep(0.02)
+            eventually(lambda: address.exists() or process.poll() is not None)
+            assert process.poll() is None, f"it does not start:\n{told.read_text('utf-8')}"
             yield Exporter(process, address.read_text("utf-8").strip(), told)
         finally:
             Exporter(process, "", told).end()

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pytest
 
+from tests.patience import eventually
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
@@ -65,13 +67,16 @@ class Prometheus:
 
         Such a one lets all its series go, of which nothing can be told then.
         """
-        end = time.monotonic() + seconds
-        while True:
+        series: list[Series] = []
+
+        def in_time() -> bool:
             now = time.time()
-            found = self._evaluated(promql, now)
-            if time.monotonic() > end or not self._evaluated(_LATE, now):
-                return found
-            time.sleep(0.2)
+            series[:] = self._evaluated(promql, now)
+            return not self._evaluated(_LATE, now)
+
+        with contextlib.suppress(AssertionError):
+            eventually(in_time, seconds=seconds, pause=0.2)
+        return series
 
     def _evaluated(self, promql: str, at: float) -> list[Series]:
         """Evaluate an expression at a moment, in Unix seconds."""
@@ -130,15 +135,18 @@ class Prometheus:
         self, promql: str, good: Callable[[list[Series]], bool] = bool, seconds: float = 240.0
     ) -> list[Series]:
         """Ask until the answer is good; fails with the last one."""
-        end = time.monotonic() + seconds
-        while True:
-            found = self.query(promql)
-            if good(found):
-                return found
-            if time.monotonic() > end:
-                told = [(one["health"], one["lastError"]) for one in self.targets()]
-                pytest.fail(f"{promql} stays {found[:20]} for {seconds:g} s; targets: {told}")
-            time.sleep(0.2)
+        last: list[list[Series]] = []
+
+        def is_good() -> bool:
+            last[:] = [self.query(promql)]
+            return good(last[0])
+
+        try:
+            eventually(is_good, seconds=seconds, pause=0.2)
+        except AssertionError:
+            targets = [(target["health"], target["lastError"]) for target in self.targets()]
+            pytest.fail(f"{promql} stays {last[0][:20]} for {seconds:g} s; targets: {targets}")
+        return last[0]
 
     def log(self) -> str:
         """What it has written so far."""
@@ -219,14 +227,14 @@ def booted_prometheus(
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     """Wait until it answers queries; returns where."""
-    end = time.monotonic() + _BOOT_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        told = log.read_text("utf-8")
-        listens = re.search(r'msg="Listening on" address=(\S+)', told)
-        if listens and 'msg="Server is ready' in told:
-            return f"http://{listens[1]}"
-        time.sleep(0.05)
-    pytest.fail(f"Prometheus does not start:\n{log.read_text('utf-8')}", pytrace=False)
+
+    def ready() -> str:
+        text = log.read_text("utf-8")
+        assert process.poll() is None, f"Prometheus does not start:\n{text}"
+        listens = re.search(r'msg="Listening on" address=(\S+)', text)
+        return f"http://{listens[1]}" if listens and 'msg="Server is ready' in text else ""
+
+    return eventually(ready, "Prometheus does not start", _BOOT_SECONDS)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

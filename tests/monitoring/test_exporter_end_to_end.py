@@ -11,8 +11,9 @@ import getpass
 import os
 import re
 import shutil
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,10 @@ import pytest
 
 from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
-from tests.cluster.hpml_on_slurm import AS_ROOT, ROOT, Desk
-from tests.cluster.prolog import install_prolog
+from tests.cluster.hpml_on_slurm import ROOT, Desk, install_prolog
 from tests.monitoring.gpusim_support import Gpusim
 from tests.monitoring.prometheus_support import files, static
+from tests.patience import eventually
 from tests.storage import in_memory, stored_folder
 
 if TYPE_CHECKING:
@@ -107,10 +108,7 @@ class Job:
 
     def told(self, name: str, seconds: float = 240.0) -> str:
         """Wait for a file of the job; returns what is in it."""
-        end = time.monotonic() + seconds
-        while not (self.folder / name).exists():
-            assert time.monotonic() < end, [*self.folder.iterdir()]
-            time.sleep(0.05)
+        eventually((self.folder / name).exists, name, seconds)
         return (self.folder / name).read_text("utf-8")
 
     def pids(self) -> set[int]:
@@ -129,7 +127,8 @@ class Node:
     """The cluster's only node."""
 
     cluster: SlurmCluster
-    disk: Path
+    disk: Path  # a folder of this test's own
+    gpus: Path  # the state of the GPUs that its jobs see
     options: tuple[str, ...]  # of its exporter
 
     @contextlib.contextmanager
@@ -148,20 +147,26 @@ class Node:
 
     def gpu_numbers(self, job: Job) -> list[int]:
         """Which GPUs a job has, as Slurm says: the numbers of their device files."""
-        end = time.monotonic() + 240
-        told, found = "", None
-        while found is None:
-            assert time.monotonic() < end, told
-            told = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
-            found = re.search(r"GRES=gpu\S*\(IDX:([\d,-]+)\)", told)
-        parts = [part.split("-") for part in found[1].split(",")]
-        return [one for part in parts for one in range(int(part[0]), int(part[-1]) + 1)]
+
+        def numbers() -> str:
+            shown = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
+            match = re.search(r"GRES=gpu\S*\(IDX:([\d,-]+)\)", shown)
+            return match[1] if match else ""
+
+        parts = [part.split("-") for part in eventually(numbers, pause=0.2).split(",")]
+        return [gpu for part in parts for gpu in range(int(part[0]), int(part[-1]) + 1)]
 
 
-@pytest.fixture(params=LAYOUTS)
-def node(
-    request: pytest.FixtureRequest, tmp_path: Path, gpusim_library: Simulator
-) -> Iterator[Node]:
+@pytest.fixture
+def node(site: Node) -> Node:
+    """The cluster's node, and a folder for one test."""
+    disk = Path(tempfile.mkdtemp(dir=site.disk))
+    disk.chmod(0o755)
+    return replace(site, disk=disk)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def site(request: pytest.FixtureRequest, gpusim_library: Simulator) -> Iterator[Node]:
     """Boots a cluster of one node with 8 CPUs and 4 GPUs.
 
     Its jobs have numbers of their own: clusters of other tests use the same control groups. Its
@@ -171,7 +176,6 @@ def node(
     if request.param == "cgroup" and not Path("/sys/fs/cgroup/freezer/tasks").exists():
         pytest.skip("HARDWARE: no control groups of version 1 here")
     first = 1_000_000 + os.getpid() % 1_000_000
-    own = tmp_path / "slurm.conf"
     options = ("--nodes", "1", "--cpus", "8", "--gpus", "4", "--no-accounting")
     # on a disk: what is written to a file system in memory is not written to storage
     with stored_folder() as disk:
@@ -187,13 +191,13 @@ def node(
         prolog.chmod(0o755)
         lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
         lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it knows which GPUs a job was given
-        own.write_text(lines, encoding="utf-8")
-        with booted(*options, "--slurm-conf", own) as cluster:
+        (disk / "own.conf").write_text(lines, encoding="utf-8")
+        with booted(*options, "--slurm-conf", disk / "own.conf") as cluster:
             exporter: tuple[str, ...] = ("--root", f"run={disk}/run")
             if request.param == "environment":
                 # groups of other clusters on this machine say nothing of a node that has none
                 exporter += ("--root", f"cgroup={disk}")
-            yield Node(cluster, disk, exporter)
+            yield Node(cluster, disk, disk / "gpus", exporter)
 
 
 def four_gpus() -> State:
@@ -260,11 +264,11 @@ def test_two_jobs_share_a_node(
 @contextlib.contextmanager
 def training(node: Node, **fields: Any) -> Iterator[tuple[Job, Desk, str]]:
     """Run the trainer through hpml for as long as the block lasts; gives the run's id too."""
-    desk = Desk(node.cluster, node.disk, words=AS_ROOT)
+    desk = Desk(node.cluster, node.disk, as_root=True)
     (node.disk / "trainer.py").write_text(TRAINER, encoding="utf-8")
     shutil.copy(ROOT / "training_jobs" / "hpml_channel.py", node.disk)
     command = ["python3", "trainer.py", str(node.disk)]
-    submitted = desk.json("submit", desk.job("training", command=command, **fields))
+    submitted = desk.submit("training", command=command, **fields)
     jobid = str(submitted["job_id"])
     try:
         yield Job(jobid, node.disk), desk, submitted["id"]
@@ -310,12 +314,12 @@ def test_a_training_tells_the_exporter_of_its_node(
         assert server.counters_that_fell("5m", "node", job.jobid) == []
 
 
-@pytest.mark.parametrize("node", ["environment"], indirect=True)
+@pytest.mark.parametrize("site", ["environment"], indirect=True)
 def test_a_job_monitors_itself(
     node: Node, gpusim_library: Simulator, prometheus: BootPrometheus
 ) -> None:
     """Without anybody's leave: Prometheus finds it by a file, and a summary of it stays."""
-    gpusim = Gpusim(node.disk / "gpus", gpusim_library)  # nodes have a /tmp of their own
+    gpusim = Gpusim(node.gpus, gpusim_library)  # nodes have a /tmp of their own
     state = gpusim.write(four_gpus())
     server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}

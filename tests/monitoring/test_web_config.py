@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from hpml_exporters.server import Server
 
 from tests.monitoring.prometheus_support import program, static
+from tests.patience import eventually
 from tests.unit.exporters.server.support import (
     PATIENT,
     SERIES,
@@ -103,11 +103,7 @@ def node_exporter(web_config: Path) -> Iterator[str]:
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         )  # fmt: skip
     try:
-        end = time.monotonic() + START_SECONDS
-        while "TLS is " not in log.read_text():
-            assert time.monotonic() < end, log.read_text()
-            assert child.poll() is None, log.read_text()
-            time.sleep(0.02)
+        eventually(lambda: "TLS is " in log.read_text() or child.poll() is not None)
         found = re.search(r"address=(\S+)", log.read_text())
         assert found, log.read_text()
         yield found[1]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.local_runs import Desk
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,13 +27,5 @@ def test_the_demo_trains_and_prints_its_report(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\naccuracy " in done.stdout
-    listed = subprocess.run(
-        [sys.executable, "-m", "hpml_orchestrator.cli", "list", "--json"],
-        env={**os.environ, "HPML_HOME": str(tmp_path / "demo" / "records")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    (run,) = json.loads(listed.stdout)
+    (run,) = Desk(tmp_path / "demo").json("list")
     assert run["state"] == "COMPLETED"

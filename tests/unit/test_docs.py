@@ -1,7 +1,4 @@
-"""The documentation is true: commands run, links lead somewhere, references are complete.
-
-What the tags of code blocks mean is written in CONTRIBUTING.md.
-"""
+"""The documentation is true: commands run, links lead somewhere, references are complete."""
 
 from __future__ import annotations
 
@@ -10,33 +7,36 @@ import os
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from hpml_orchestrator.cli.main import COMMANDS, app
-from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.site import load_site
-from tests.stuck import told_of
+from tests.pages import (
+    ROOT,
+    RUN_PAGES,
+    Block,
+    Reader,
+    blocks,
+    commands,
+    fits,
+    pages_with,
+    prose,
+    read,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-ROOT = Path(__file__).parents[2]
-RUN_PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 PAGES = [
     *RUN_PAGES,
     "CHANGELOG.md",
@@ -48,162 +48,7 @@ PAGES = [
     "deploy/gpusim/README.md",
 ]
 SLURM_COMMANDS = "sbatch srun salloc squeue sacct sacctmgr scancel scontrol sinfo".split()
-ANYTHING = "…"
-LIMIT_SECONDS = 300
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: where it begins, its tag's words, its text."""
-
-    page: str
-    line: int
-    words: tuple[str, ...]
-    text: str
-
-    @property
-    def tag(self) -> str:
-        return " ".join(self.words)
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of a console block, the status it shall have, and what it shall print."""
-
-    place: str
-    text: str
-    status: int
-    output: tuple[str, ...]
-
-
-@cache
-def read(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-@cache
-def blocks(page: str) -> tuple[Block, ...]:
-    """All fenced blocks of a page, in order."""
-    found: list[Block] = []
-    opened: tuple[int, tuple[str, ...]] | None = None
-    lines: list[str] = []
-    for number, line in enumerate(read(page).splitlines(), 1):
-        if not line.startswith("```"):
-            lines.append(line)
-        elif opened is None:
-            opened, lines = (number, tuple(line[3:].split())), []
-        else:
-            found.append(Block(page, *opened, "".join(f"{one}\n" for one in lines)))
-            opened = None
-    assert opened is None, f"{page}: the block at line {opened} is not closed"
-    return tuple(found)
-
-
-def prose(page: str) -> str:
-    """The page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
-
-
-def commands(block: Block) -> Iterator[Command]:
-    """The commands of a console block."""
-    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-        first, _, rest = part.partition("\n")
-        match = re.fullmatch(r"(.*?)(?:\s+# exit (\d+))?", first)
-        assert match is not None
-        output = tuple(line for line in rest.splitlines() if line.strip())
-        yield Command(str(block), match[1], int(match[2] or 0), output)
-
-
-def fits(expected: Iterable[str], printed: list[str]) -> bool:
-    """Whether output is what a block says; `…` is anything, alone on a line any number of lines."""
-    here = {0}
-    for line in expected:
-        if line.strip() == ANYTHING:
-            here = set(range(min(here, default=len(printed) + 1), len(printed) + 1))
-            continue
-        pattern = ".*".join(re.escape(part) for part in _blanks(line).split(ANYTHING))
-        here = {
-            index + 1
-            for index in here
-            if index < len(printed) and re.fullmatch(pattern, _blanks(printed[index]))
-        }
-    return len(printed) in here
-
-
-def _blanks(line: str) -> str:
-    return " ".join(line.split())
-
-
-class Reader:
-    """Somebody who follows a page in a directory of their own.
-
-    Args:
-        directory: is made; holds a copy of the training jobs.
-        environment: the complete environment, but for HOME, HPML_HOME and the like.
-    """
-
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
-        self.directory = directory
-        self.records = directory.with_name(f"{directory.name}-records")
-        self.environment = {
-            "HOME": str(directory),
-            "USER": "reader",
-            "LANG": "C.UTF-8",
-            "HPML_HOME": str(self.records),
-            **environment,
-        }
-        shutil.copytree(
-            ROOT / "training_jobs", directory, ignore=shutil.ignore_patterns("__pycache__")
-        )
-
-    def call(self, command: str) -> subprocess.CompletedProcess[str]:
-        try:
-            return subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", command],
-                cwd=self.directory,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            story = told_of(self.directory.parent)
-            pytest.fail(f"$ {command}: {error}\n{error.stdout!r}\n{story}")
-
-    def follow(self, page: str, tag: str) -> int:
-        """Write the page's files and run its commands of that tag; return how many these were."""
-        count = 0
-        for block in blocks(page):
-            if len(block.words) > 1 and block.words[0] != "console":
-                (self.directory / block.words[1]).write_text(block.text, encoding="utf-8")
-            if block.tag == tag:
-                for command in commands(block):
-                    self._run(command)
-                    count += 1
-        return count
-
-    def _run(self, command: Command) -> None:
-        done = self.call(command.text)
-        story = f"{command.place}: $ {command.text}\n{done.stdout}"
-        assert done.returncode == command.status, f"exit status {done.returncode} of {story}"
-        if command.output:
-            printed = [line for line in done.stdout.splitlines() if line.strip()]
-            assert fits(command.output, printed), f"{story}--- the page says:\n" + "\n".join(
-                command.output
-            )
-
-    def leave(self) -> None:
-        """End what a failed page left running."""
-        left = self.call("hpml status --json").stdout
-        if left.startswith("["):
-            for one in json.loads(left):
-                self.call(f"hpml cancel {one['id']} && hpml wait {one['id']}")
+STAGING = "docs/staging-correctness.md"
 
 
 def path_without_slurm(directory: Path) -> str:
@@ -224,9 +69,13 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.leave()
 
 
-@pytest.mark.alone  # ranks are bound to cores, which the tests beside them would share
 @pytest.mark.parametrize(
-    "page", [page for page in RUN_PAGES if any(one.tag == "console" for one in blocks(page))]
+    "page",
+    [
+        # these train: ranks are bound to cores, which the tests beside them would share
+        pytest.param(page, marks=pytest.mark.alone if "make_digits" in read(page) else ())
+        for page in pages_with("console")
+    ],
 )
 def test_commands_of_a_page_do_what_it_says(page: str, reader: Reader) -> None:
     """Every console block runs, with the exit status and the output that stand there."""
@@ -329,8 +178,8 @@ def test_calls_of_hpml_have_commands_and_options_that_exist() -> None:
 
 def test_the_readme_lists_every_command() -> None:
     """A command that is added is told of on the first page."""
-    told = set(re.findall(r"^\| `hpml (\w+)", read("README.md"), re.MULTILINE))
-    assert told == set(COMMANDS)
+    listed = set(re.findall(r"^\| `hpml (\w+)", read("README.md"), re.MULTILINE))
+    assert listed == set(COMMANDS)
 
 
 def table(page: str, *header: str) -> list[list[str]]:
@@ -429,15 +278,6 @@ def test_pages_hold_no_path_of_the_machine_they_were_written_on(page: str) -> No
     assert not re.search(rf"/root/|/work/|{re.escape(str(ROOT))}", read(page))
 
 
-def test_the_map_has_every_room() -> None:
-    """Each package under hpml_orchestrator/ is on the map, and no other."""
-    told = {
-        row[0].strip("`/") for row in table("docs/architecture.md", "room", "what it does", "uses")
-    }
-    package = ROOT / "hpml_orchestrator"
-    assert told == {path.parent.name for path in package.glob("*/__init__.py")}
-
-
 def test_the_map_names_files_that_exist() -> None:
     """A module that the map names by its path is there."""
     for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", prose("docs/architecture.md")):
@@ -448,17 +288,6 @@ def test_the_map_has_every_event() -> None:
     """The vocabulary of events stands there complete and in order."""
     rows = table("docs/records.md", "event", "written by", "when")
     assert [row[0].strip("`") for row in rows] == list(VOCABULARY)
-
-
-def test_the_map_has_every_exit_status() -> None:
-    """Each error's exit status is told."""
-    rows = table("docs/records.md", "status", "meaning")
-    pending, statuses = [HpmlError], set()
-    while pending:
-        error = pending.pop()
-        statuses.add(str(error.exit_code))
-        pending += error.__subclasses__()
-    assert statuses <= {row[0] for row in rows}
 
 
 def test_the_map_has_every_file_of_a_record(reader: Reader) -> None:
@@ -478,3 +307,17 @@ def test_the_map_has_every_file_of_a_record(reader: Reader) -> None:
             name = path.relative_to(attempt).as_posix()
             left.add(name.replace(state["nodes"], "<node>"))
     assert left <= told
+
+
+def test_every_promise_of_staging_has_its_tests() -> None:
+    """All eleven lines are there, in order; every row names tests, and these exist."""
+    promises = table(STAGING, "line", "promise", "tests")
+    faults = table(STAGING, "fault", "tests")
+    numbers = [int(row[0]) for row in promises]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == set(range(1, 12))
+    assert len(faults) >= 10
+    for row in promises + faults:
+        assert re.fullmatch(r"(`tests/[\w/]+\.py::test_\w+` ?)+", row[-1]), row
+        for path, name in re.findall(r"`(\S+)::(\w+)`", row[-1]):
+            assert f"\ndef {name}(" in read(path), f"{path} has no {name}"

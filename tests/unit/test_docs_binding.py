@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from hpml_orchestrator.cli.show import COLUMNS
 from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.spec import Binding
@@ -36,26 +34,21 @@ def rows(*header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()]
 
 
-def test_the_table_has_every_machine() -> None:
-    """Each of them is planned below."""
+def test_the_table_has_the_plans_that_are_made() -> None:
+    """GPUs, CPUs of each rank and static form are the planner's, for every machine."""
     header = ("node", "GPU → NUMA", "CPUs of local rank 0, 1, …", "static form, whole nodes only")
-    assert [row[0] for row in rows(*header)[1:]] == list(MACHINES)
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_the_table_tells_the_plans_that_are_made(name: str) -> None:
-    """GPUs, CPUs of each rank and static form are the planner's."""
-    topology, ranks, allowed = MACHINES[name]
-    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
-    _, gpus, cpus, form = (cell.strip() for cell in line.strip("| ").split(" | "))
-    assert gpus == (",".join(str(gpu.domain) for gpu in topology.gpus) or "—")
-    made = plan(topology, ranks, allowed_cpus=allowed)
-    assert re.findall(r"`([^`]+)`", cpus) == [one.cpu_list() for one in made.ranks]
-    found = {one.name: one.value for one in forms(topology, made) if one.value}
-    if form == "masks":
-        assert set(found) & {"map_ldom", "cores"} == set()
-    else:
-        assert form.strip("`") in found.values()
+    table = rows(*header)[1:]
+    assert [row[0] for row in table] == list(MACHINES)
+    for name, gpus, cpus, form in table:
+        topology, ranks, allowed = MACHINES[name]
+        assert gpus == (",".join(str(gpu.domain) for gpu in topology.gpus) or "—")
+        made = plan(topology, ranks, allowed_cpus=allowed)
+        assert re.findall(r"`([^`]+)`", cpus) == [rank.cpu_list() for rank in made.ranks]
+        values = {static.name: static.value for static in forms(topology, made) if static.value}
+        if form == "masks":
+            assert set(values) & {"map_ldom", "cores"} == set()
+        else:
+            assert form.strip("`") in values.values()
 
 
 def test_policies_and_verify_are_told() -> None:
@@ -66,10 +59,10 @@ def test_policies_and_verify_are_told() -> None:
     assert set(verify[1:]) == set(Binding.model_json_schema()["properties"]["verify"]["enum"])
 
 
-def test_the_columns_and_words_of_show_are_told() -> None:
-    """The page explains what `hpml show` prints, no more and no less."""
-    told = ", ".join(row[0] for row in rows("column", "meaning")[1:]).split(", ")
-    assert tuple(told) == COLUMNS
+def test_the_columns_of_show_are_told() -> None:
+    """The page explains the columns that `hpml show` prints, no more and no less."""
+    names = ", ".join(row[0] for row in rows("column", "meaning")[1:]).split(", ")
+    assert tuple(names) == COLUMNS
 
 
 def test_the_picture_is_current(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
@@ -19,7 +18,7 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from tests.unit.training_runs import JOBS, finish, launch, result_of, run
+from tests.unit.training_runs import JOBS, finish, launch, load, result_of, run
 
 TRAIN = JOBS / "horovod_images.py"
 # What loss and accuracy an epoch had, on rank 0's line of it.
@@ -39,7 +38,7 @@ def twin() -> ModuleType:
     """Return horovod_images.py as a module, for what needs no process of its own."""
     sys.path.insert(0, str(JOBS))
     try:
-        return importlib.import_module("horovod_images")
+        return load(TRAIN)
     finally:
         sys.path.remove(str(JOBS))
 
@@ -153,10 +152,8 @@ def test_a_missing_directory_ends_all_ranks(tmp_path: Path) -> None:
     """Status 2 on both ranks, and one line of the script's on one of them."""
     done = horovodrun(2, [TRAIN, "--data", tmp_path / "data"])
     assert done.returncode != 0
-    assert [done.stdout.count(f"Process {rank} exit with status code 2") for rank in (0, 1)] == [
-        1,
-        1,
-    ]
+    for rank in (0, 1):
+        assert done.stdout.count(f"Process {rank} exit with status code 2") == 1
     lines = [line for line in done.stderr.splitlines() if "<stderr>" in line]
     assert len(lines) == 1
     assert lines[0].startswith("[0]<stderr>:horovod_images.py: error: --data ")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -18,10 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import eventually
 from tests.unit.exporters.server.support import held_port
+from tests.unit.local_runs import Desk
 
-pytestmark = pytest.mark.xdist_group("local monitor")
-
-HPML = [sys.executable, "-m", "hpml_orchestrator.cli"]
 ROOT = Path(__file__).parents[2]
 MEBIBYTE = 1 << 20
 HELD, WRITTEN, SAMPLES = 200, 24, 64
@@ -54,56 +51,37 @@ channel.close()
 """
 
 
-class Desk:
+class Watched(Desk):
     """Somebody who runs monitored jobs on this machine."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         (root / "rank.py").write_text(RANK)
-        self.job: dict[str, Any] = {}
-
-    def hpml(self, *words: str, code: int = 0) -> Any:
-        done = subprocess.run(
-            [*HPML, *words],
-            cwd=self.root,
-            env={
-                **{n: v for n, v in os.environ.items() if not n.startswith(("HPML", "SLURM"))},
-                "HPML_HOME": str(self.root / "records"),
-                "XDG_CONFIG_HOME": str(self.root / "config"),
-                "HPML_LOCAL_KILL_WAIT": "60",
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == code, done.stderr + done.stdout
-        return json.loads(done.stdout) if "--json" in words else done.stdout
+        self.jobs: list[Any] = []  # the last one is meant where none is named
 
     def submit(self, **monitor: Any) -> None:
-        """Submit the job."""
-        asked = {
-            "name": "watched",
-            "launcher": "srun",
-            "command": [sys.executable, str(self.root / "rank.py")],
-            "monitor": monitor or True,
-        }
-        (self.root / "job.yaml").write_text(json.dumps(asked))
-        self.job = self.hpml("submit", "--local", "job.yaml", "--json")
+        """Submit a job."""
+        command = [sys.executable, str(self.root / "rank.py")]
+        file = self.job(name="watched", command=command, monitor=monitor or True)
+        self.jobs.append(self.json("submit", "--local", file))
+
+    @property
+    def last(self) -> Any:
+        """The last job."""
+        return self.jobs[-1]
 
     @property
     def run(self) -> Path:
         """The run's directory."""
-        return Path(self.job["directory"])
+        return Path(self.last["directory"])
 
     def targets(self) -> list[dict[str, Any]]:
         """All that Prometheus would find."""
-        files = (self.root / "records" / "targets").glob("*.json")
-        found: list[dict[str, Any]] = []
-        for one in files:
+        targets: list[dict[str, Any]] = []
+        for file in (self.root / "records" / "targets").glob("*.json"):
             with contextlib.suppress(FileNotFoundError):  # withdrawn since it was listed
-                found += json.loads(one.read_text())
-        return found
+                targets += json.loads(file.read_text())
+        return targets
 
     def scrape(self) -> dict[tuple[str, str], float]:
         """Metric and kind, or mode, of this job as it answers now; empty if it does not."""
@@ -115,13 +93,15 @@ class Desk:
                 text = answer.read().decode()
         except (OSError, ValueError):
             return {}
-        found: dict[tuple[str, str], float] = {}
-        for family in text_string_to_metric_families(text):
-            for one in family.samples:
-                if one.labels.get("jobid") == self.job["job_id"]:
-                    more = one.labels.get("kind") or one.labels.get("mode") or ""
-                    found[one.name, more] = one.value
-        return found
+        return {
+            (
+                sample.name,
+                sample.labels.get("kind") or sample.labels.get("mode") or "",
+            ): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.labels.get("jobid") == self.last["job_id"]
+        }
 
     def exporter(self) -> int:
         """The process id of this job's exporter; 0 where none runs."""
@@ -142,26 +122,30 @@ class Desk:
 
     def show(self) -> Any:
         """What `hpml show --json` says."""
-        return self.hpml("show", self.job["id"], "--json")
+        return self.json("show", self.last["id"])
+
+    def end(self) -> None:
+        """Let the last job end well."""
+        (self.run / "go").touch()
+        self.hpml("wait", self.last["id"])
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path: Path) -> Iterator[Watched]:
     """A desk whose jobs are over at the end."""
-    made = Desk(tmp_path)
+    made = Watched(tmp_path)
     yield made
-    if made.job:
-        (made.run / "go").touch()
-        made.hpml("cancel", made.job["id"])
-        eventually(lambda: not made.exporter())
+    for job in made.jobs:
+        made.hpml("cancel", job["id"])
+    eventually(lambda: not made.exporter())
 
 
-def test_a_job_is_scraped_and_summed_up(desk: Desk) -> None:
+def test_a_job_is_scraped_and_summed_up(desk: Watched) -> None:
     """Its figures are what the rank did, though its exporter is killed meanwhile."""
     desk.submit()
     eventually(lambda: desk.scrape().get(("hpml_train_samples_total", "")))
     (group,) = desk.targets()
-    assert group["labels"]["run"] == desk.job["id"]
+    assert group["labels"]["run"] == desk.last["id"]
     held = HELD * MEBIBYTE
     eventually(lambda: desk.scrape().get(("hpml_job_memory_bytes", "rss"), 0) > held)
     first = eventually(desk.scrape)
@@ -173,8 +157,7 @@ def test_a_job_is_scraped_and_summed_up(desk: Desk) -> None:
     eventually(lambda: desk.exporter() not in (0, killed))
     samples = ("hpml_train_samples_total", "")
     eventually(lambda: desk.scrape().get(samples, 0) >= first[samples])
-    (desk.run / "go").touch()
-    desk.hpml("wait", desk.job["id"])
+    desk.end()
     assert desk.targets() == []
     assert desk.exporter() == 0
     steps, cpu = map(float, (desk.run / "truth").read_text().split())
@@ -185,7 +168,7 @@ def test_a_job_is_scraped_and_summed_up(desk: Desk) -> None:
     assert told["figures"]["io_syscall_write_bytes"] >= WRITTEN * MEBIBYTE
     # The exporter, the agent and the scripts have a part in it, too.
     assert cpu * 0.9 < told["figures"]["cpu_seconds"] < cpu + 15
-    shown = desk.hpml("show", desk.job["id"])
+    shown = desk.hpml("show", desk.last["id"])
     (line,) = [one for one in shown.splitlines() if one.startswith("monitor")]
     assert "CPUs busy, 2" in line
     assert "MiB of memory at most" in line
@@ -193,77 +176,67 @@ def test_a_job_is_scraped_and_summed_up(desk: Desk) -> None:
     assert output.count("the job's monitor ended (by SIGKILL); started again in 1 s") == 1
 
 
-def test_a_cancelled_job_leaves_no_exporter_and_no_target(desk: Desk) -> None:
+def test_a_cancelled_job_leaves_no_exporter_and_no_target(desk: Watched) -> None:
     """Both go with the agent; the summary stays."""
     desk.submit()
     eventually(lambda: desk.targets() and desk.summary())
-    desk.hpml("cancel", desk.job["id"])
-    assert desk.hpml("wait", desk.job["id"], "--json", code=6)["state"] == "CANCELLED"
+    desk.hpml("cancel", desk.last["id"])
+    assert desk.json("wait", desk.last["id"], code=6)["state"] == "CANCELLED"
     assert desk.targets() == []
     assert desk.exporter() == 0
     assert desk.show()["summary"]["monitor"]["nodes"] == 1
 
 
-def test_an_exporter_that_hangs_does_not_hold_the_job(desk: Desk) -> None:
+def test_an_exporter_that_hangs_does_not_hold_the_job(desk: Watched) -> None:
     """It is stopped as a whole: the job completes, and the process is gone."""
     desk.submit()
     eventually(desk.targets)
     os.kill(eventually(desk.exporter), signal.SIGSTOP)
-    (desk.run / "go").touch()
-    desk.hpml("wait", desk.job["id"])
+    desk.end()
     assert desk.exporter() == 0
     assert desk.targets() == []
     assert desk.show()["state"] == "COMPLETED"
 
 
-def test_two_jobs_of_one_port_are_both_monitored(desk: Desk) -> None:
+def test_two_jobs_of_one_port_are_both_monitored(desk: Watched) -> None:
     """The second takes another port and says so; both are found, and both have a summary."""
+    outputs, ports = [], {}
     with held_port() as port:
-        both_are_monitored(desk, port)
-
-
-def both_are_monitored(desk: Desk, port: int) -> None:
-    """Two jobs that wish for this port."""
-    jobs: list[dict[str, Any]] = []
-    while len(jobs) < 2:
-        desk.submit(listen=f"127.0.0.1:{port}")
-        jobs.append(desk.job)
-        eventually(lambda: len(desk.targets()) == len(jobs))
-    ports = {
-        group["labels"]["run"]: int(group["targets"][0].rpartition(":")[2])
-        for group in desk.targets()
-    }
-    first, second = (ports[job["id"]] for job in jobs)
+        for _ in range(2):
+            desk.submit(listen=f"127.0.0.1:{port}")
+            eventually(lambda: len(desk.targets()) == len(desk.jobs))
+        for target in desk.targets():
+            ports[target["labels"]["run"]] = int(target["targets"][0].rpartition(":")[2])
+        for job in desk.jobs:
+            (Path(job["directory"]) / "go").touch()
+            desk.hpml("wait", job["id"])
+            outputs.append((Path(job["directory"]) / "output.log").read_text())
+    first, second = (ports[job["id"]] for job in desk.jobs)
     assert first == port != second
-    for job in jobs:
-        (Path(job["directory"]) / "go").touch()
-        desk.hpml("wait", job["id"])
-    told = [(Path(job["directory"]) / "output.log").read_text() for job in jobs]
-    assert "the job's monitor" not in told[0]
-    assert f"monitor listens at 127.0.0.1:{second}: port {port} is another's" in told[1]
-    for job in jobs:
-        shown = desk.hpml("show", job["id"], "--json")
-        assert shown["summary"]["monitor"]["training"]["samples"] >= SAMPLES
+    assert "the job's monitor" not in outputs[0]
+    assert f"monitor listens at 127.0.0.1:{second}: port {port} is another's" in outputs[1]
+    for job in desk.jobs:
+        training = desk.json("show", job["id"])["summary"]["monitor"]["training"]
+        assert training["samples"] >= SAMPLES
 
 
-def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Desk) -> None:
+def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Watched) -> None:
     """A web config that is none: told at submission and by the job, which completes."""
     desk.submit(web_config="none.yml")
     output = desk.run / "output.log"
     words = "the job's monitor ended (status 2: "
     eventually(lambda: output.exists() and words in output.read_text())
-    (desk.run / "go").touch()
-    desk.hpml("wait", desk.job["id"])
+    desk.end()
     assert str(desk.root / "none.yml") in output.read_text()
 
 
-def test_a_dead_agents_target_goes_when_its_end_is_known(desk: Desk) -> None:
+def test_a_dead_agents_target_goes_when_its_end_is_known(desk: Watched) -> None:
     """The agent was killed outright: its exporter ends by itself, its file with the next look."""
     desk.submit()
     eventually(desk.targets)
     (marker,) = eventually(lambda: list((desk.run / "attempts/0/nodes").glob("*.ready.json")))
     os.kill(json.loads(marker.read_text())["pid"], signal.SIGKILL)
     eventually(lambda: not desk.exporter())
-    desk.hpml("cancel", desk.job["id"])
-    desk.hpml("wait", desk.job["id"], code=6)
+    desk.hpml("cancel", desk.last["id"])
+    desk.hpml("wait", desk.last["id"], code=6)
     assert desk.targets() == []

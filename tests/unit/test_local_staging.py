@@ -1,26 +1,26 @@
-"""Jobs on this machine bring data as job file and site profile say, and tell what came of it."""
+"""Jobs on this machine bring data as job file and site profile say, and it goes as they end."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HPML = [sys.executable, "-m", "hpml_orchestrator.cli"]
+from tests.patience import eventually
+from tests.unit.local_runs import Desk
+
 FILES = 40
 
 
-class Desk:
-    """A directory with data, and a place to stage it to."""
+class Stager(Desk):
+    """Somebody with data, and a place to stage it to."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.target = root / "target"
         self.target.mkdir()
         self.source = root / "source"
@@ -28,45 +28,38 @@ class Desk:
         for index in range(FILES):
             (self.source / f"{index}.bin").write_bytes(os.urandom(1000))
 
-    def hpml(self, *arguments: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [*HPML, *arguments],
-            cwd=self.root,
-            env={
-                **os.environ,
-                "HPML_HOME": str(self.root / "records"),
-                "XDG_CONFIG_HOME": str(self.root / "config"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == code, done.stderr + done.stdout
-        return done.stdout
-
-    def run(
+    def start(
         self,
+        verb: str,
         *command: str,
         code: int = 0,
         limit: str = "10:00",
-        opens: int = 0,
+        opens: int = 10**6,
+        ranks: int = 1,
         options: tuple[str, ...] = (),
         **stage: Any,
     ) -> Any:
-        """Run a job to its end and return its record; at a site that allows so many opens/s."""
-        (self.root / "site.toml").write_text(f"[staging]\nopens_per_second = {opens or 10**6}\n")
-        entry = {"name": "data", "source": "source", "target": str(self.target), **stage}
-        job = {
-            "name": "staging",
-            "launcher": "srun",
-            "command": [*(command or ("true",))],
-            "resources": {"time": limit},
-            "stage": [entry],
-        }
-        (self.root / "job.yaml").write_text(json.dumps(job))
-        words = ("--site=site.toml", "run", "--local", *options, "job.yaml", "--json")
-        return json.loads(self.hpml(*words, code=code))
+        """Run or submit a job at a site that allows so many opens a second; returns its record."""
+        (self.root / "site.toml").write_text(f"[staging]\nopens_per_second = {opens}\n")
+        file = self.job(
+            name="staging",
+            command=[*(command or ("true",))],
+            resources={"time": limit, "ranks_per_node": ranks},
+            stage=[{"name": "data", "source": "source", "target": str(self.target), **stage}],
+        )
+        return self.json("--site=site.toml", verb, "--local", *options, file, code=code)
+
+    def run(self, *command: str, **more: Any) -> Any:
+        """Run a job to its end."""
+        return self.start("run", *command, **more)
+
+    def sleeping(self) -> Any:
+        """Submit a job that sleeps, and wait until its rank runs."""
+        job = self.start("submit", "sleep", "600")
+        binding = Path(job["directory"], "attempts", "0", "binding")
+        eventually(lambda: list(binding.glob("*.jsonl")))
+        assert len(self.staged()) == FILES
+        return job
 
     def staged(self) -> list[Path]:
         """What of the data lies in the target."""
@@ -74,12 +67,12 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    """An empty desk."""
-    return Desk(tmp_path)
+def desk(tmp_path: Path) -> Stager:
+    """A desk of this test alone."""
+    return Stager(tmp_path)
 
 
-def test_what_is_kept_is_there_for_the_next_job(desk: Desk) -> None:
+def test_what_is_kept_is_there_for_the_next_job(desk: Stager) -> None:
     """The second job copies nothing, has the same contents, and its record says so."""
     first = desk.run(keep=True)["summary"]["stages"][0]
     assert (first["reused"], first["kept"], first["methods"]) == (0, 1, ["copy"])
@@ -96,7 +89,7 @@ def test_what_is_kept_is_there_for_the_next_job(desk: Desk) -> None:
     assert desk.run(keep=True)["summary"]["stages"][0]["reused"] == 0
 
 
-def test_whether_staging_pays_is_told(desk: Desk) -> None:
+def test_whether_staging_pays_is_told(desk: Stager) -> None:
     """With both times measured, beside what the job file says of epochs; in words and figures."""
     (stage,) = desk.run(epochs=1_000_000)["summary"]["stages"]
     payback = stage["payback"]
@@ -105,17 +98,19 @@ def test_whether_staging_pays_is_told(desk: Desk) -> None:
     assert "data: staging " in shown
     assert "from the node out of the page cache, staging took" in shown
     assert stage["epochs"] == 1_000_000
+    (digest,) = stage["digests"]
+    assert re.fullmatch(r"\w+_128:[0-9a-f]{32}", digest)
     assert desk.staged() == []
 
 
-def test_without_a_hash_there_is_no_digest(desk: Desk) -> None:
-    """And with one there is."""
-    assert desk.run(hash=False)["summary"]["stages"][0]["digests"] == []
-    (digest,) = desk.run()["summary"]["stages"][0]["digests"]
-    assert re.fullmatch(r"\w+_128:[0-9a-f]{32}", digest)
+def test_the_sites_limit_holds(desk: Stager) -> None:
+    """20 files a second: 40 files take over a second and a half; without a hash, no digest."""
+    (stage,) = desk.run(opens=20, hash=False)["summary"]["stages"]
+    assert (stage["files"], stage["digests"]) == (FILES, [])
+    assert stage["seconds"] > (FILES - 8) / 20
 
 
-def test_links_that_lead_out_are_refused_unless_asked_for(desk: Desk) -> None:
+def test_links_that_lead_out_are_refused_unless_asked_for(desk: Stager) -> None:
     """The job file decides; the check before a submission says it, and so does the node."""
     (desk.source / "out").symlink_to("/etc/passwd")
     refused = desk.run(code=6, options=("--no-check",))
@@ -124,38 +119,76 @@ def test_links_that_lead_out_are_refused_unless_asked_for(desk: Desk) -> None:
     assert desk.run(outside_links=True)["state"] == "COMPLETED"
 
 
-def test_the_sites_limit_holds(desk: Desk) -> None:
-    """20 files a second: 40 files take over a second and a half."""
-    (stage,) = desk.run(opens=20)["summary"]["stages"]
-    assert stage["files"] == FILES
-    assert stage["seconds"] > (FILES - 8) / 20
-
-
-def test_the_time_limit_while_data_come_leaves_nothing(desk: Desk) -> None:
+def test_the_time_limit_while_data_come_leaves_nothing(desk: Stager) -> None:
     """Two files a second and four seconds: no half of the data, no rank, and the state TIMEOUT."""
     ran = desk.run("sh", "-c", "echo RANK RAN", limit="0:04", opens=2, keep=True, code=6)
     assert ran["state"] == "TIMEOUT"
     assert "RANK RAN" not in Path(ran["output"]).read_text("utf-8")
     assert desk.staged() == []
-    assert desk.run()["state"] == "COMPLETED"
-    assert desk.staged() == []
 
 
-def test_auto_is_decided_at_submission(desk: Desk) -> None:
+def test_auto_is_decided_at_submission(desk: Stager) -> None:
     """By this machine's memory, with the reason in the script, in --explain and in check."""
-    job = {
-        "name": "auto",
-        "command": ["true"],
-        "resources": {"memory": "100M"},
-        "stage": [{"name": "data", "source": "source", "target": "auto"}],
-    }
-    (desk.root / "job.yaml").write_text(json.dumps(job))
-    script = desk.hpml("render", "--backend", "local", "job.yaml")
+    render = ("render", "--backend", "local", "job.yaml")
+    auto = {"name": "data", "source": "source", "target": "auto"}
+    job = {"name": "auto", "launcher": "torchrun", "command": ["true"], "stage": [auto]}
+    desk.job(**job, resources={"memory": "100M"})
+    script = desk.hpml(*render)
     assert "\n# data: target auto is shm here: 1M are at most half of the " in script
     assert "\n#SBATCH --mem=101M\n" in script
-    explained = desk.hpml("render", "--backend", "local", "job.yaml", "--explain")
-    assert "auto: 1M are at most half" in explained
+    assert "auto: 1M are at most half" in desk.hpml(*render, "--explain")
     assert "note: stage.0.target: auto is shm here: 1M" in desk.hpml("check", "--local", "job.yaml")
-    (desk.root / "job.yaml").write_text(json.dumps({**job, "resources": {}}))
-    script = desk.hpml("render", "--backend", "local", "job.yaml")
-    assert "target auto is local here: the job asks for no memory" in script
+    desk.job(**job)
+    assert "target auto is local here: the job asks for no memory" in desk.hpml(*render)
+
+
+def test_a_cancelled_job_takes_its_data_along(desk: Stager) -> None:
+    """After `hpml cancel` the staging target is empty and the state CANCELLED."""
+    job = desk.sleeping()
+    desk.hpml("cancel", job["id"])
+    assert desk.json("wait", job["id"], code=6)["state"] == "CANCELLED"
+    assert list(desk.target.iterdir()) == []
+
+
+def test_a_job_at_its_time_limit_takes_its_data_along(desk: Stager) -> None:
+    """At the time limit the ranks end, the staging target is empty, and the state is TIMEOUT."""
+    for limit in ("0:04", "0:20", "1:40"):  # a busy machine needs longer until the ranks begin
+        ran = desk.run("sh", "-c", "ls {stage.data} | wc -l; sleep 600", limit=limit, code=6)
+        if f"\n{FILES}\n" in Path(ran["output"]).read_text():
+            break
+    assert ran["state"] == "TIMEOUT"
+    assert list(desk.target.iterdir()) == []
+
+
+def test_a_failing_job_takes_its_data_along(desk: Stager) -> None:
+    """A rank's exit status is the job's; its data is gone all the same."""
+    ran = desk.run("sh", "-c", "ls {stage.data} >/dev/null && exit 7", code=6)
+    assert (ran["state"], ran["exit_code"]) == ("FAILED", 7)
+    assert list(desk.target.iterdir()) == []
+
+
+def test_what_a_killed_job_left_goes_with_the_next(desk: Stager) -> None:
+    """Data of a job whose agent was killed outright is removed when the next job stages."""
+    job = desk.sleeping()
+    (marker,) = Path(job["directory"], "attempts", "0", "nodes").glob("*.ready.json")
+    os.kill(int(json.loads(marker.read_text())["pid"]), 9)
+    desk.hpml("cancel", job["id"])
+    desk.hpml("wait", job["id"], code=6)
+    assert len(desk.staged()) == FILES
+    assert desk.run()["state"] == "COMPLETED"
+    assert list(desk.target.iterdir()) == []
+
+
+def test_ranks_do_not_wait_for_an_agent_that_was_killed(desk: Stager) -> None:
+    """Killed while it stages: no rank runs, the job fails long before its limit and says why."""
+    ranks = min(8, len(os.sched_getaffinity(0)))
+    job = desk.start("submit", "sh", "-c", "echo RANK RAN", ranks=ranks, opens=2)
+    partial = eventually(lambda: list(desk.target.rglob(".data.partial-*")))
+    os.kill(int(partial[0].name.split("-")[1]), 9)
+    done = desk.json("wait", job["id"], code=6)
+    assert done["state"] == "FAILED"
+    output = Path(done["output"]).read_text("utf-8")
+    assert "RANK RAN" not in output
+    assert "the node agents ended before all nodes were ready (0 of 1 are)" in output
+    assert desk.run()["state"] == "COMPLETED"
+    assert list(desk.target.iterdir()) == []

@@ -54,7 +54,7 @@ def test_a_pack_reads_as_its_tree(both: tuple[Path, Path]) -> None:
     assert isinstance(packed, PackedData)
     names = list(tree.names())
     assert names == list(packed.names())
-    assert len(names) == len(packed) == 300 + 40 + 1 + 1 + 2 + 1
+    assert len(names) == len(packed) == 300 + 40 + 5
     for number, name in enumerate(names):
         data = (both[0] / name).read_bytes()
         assert tree.read(number) == packed.read(name) == data
@@ -125,17 +125,13 @@ def test_forks_and_threads_share_one_reader(both: tuple[Path, Path]) -> None:
     numbers = list(range(len(data)))
     expected = _sum(data, numbers)
     context = multiprocessing.get_context("fork")
-    ends = []
-    for _ in range(4):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=lambda end=theirs: end.send(_sum(data, numbers)))
+    sums = context.SimpleQueue()
+    processes = [context.Process(target=lambda: sums.put(_sum(data, numbers))) for _ in range(4)]
+    for process in processes:
         process.start()
-        ends.append((ours, theirs, process))
-    for ours, theirs, process in ends:
-        assert ours.recv() == expected
+    assert [sums.get() for _ in processes] == [expected] * 4
+    for process in processes:
         process.join()
-        ours.close()
-        theirs.close()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert set(pool.map(lambda _: _sum(data, numbers), range(8))) == {expected}
     again = pickle.loads(pickle.dumps(data))  # noqa: S301 - our own
@@ -177,14 +173,9 @@ def test_a_real_loader_reads_it(both: tuple[Path, Path], workers: int, start: st
     found = []
     for path in both:
         dataset = hpml_packed.PackedDataset(path, length, endings=(".bin", ".jpg"))
-        loader = torch_data.DataLoader(
-            dataset,
-            batch_size=16,
-            num_workers=workers,
-            multiprocessing_context=start,
-            collate_fn=list,
-        )
-        found.append([one for batch in loader for one in batch])
+        options = {"num_workers": workers, "multiprocessing_context": start}
+        loader = torch_data.DataLoader(dataset, batch_size=16, collate_fn=list, **options)
+        found.append([item for batch in loader for item in batch])
         assert isinstance(dataset, torch_data.Dataset)
     assert found[0] == found[1]
     assert len(found[0]) == 300 + 20 + 1

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as some
 
-FILE = Path(__file__).parents[2] / "training_jobs" / "hpml_packed.py"
-
-
-def reader() -> Any:
-    """The file as a module, as a training script would import its copy."""
-    if "hpml_packed_sampled" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("hpml_packed_sampled", FILE)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules["hpml_packed_sampled"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["hpml_packed_sampled"]
+from training_jobs.hpml_packed import PartSampler
 
 
 def ranks(world: int, local: int, *, partition: bool) -> list[dict[str, str]]:
     """The environments of all ranks of a job."""
-    found = []
-    for rank in range(world):
-        one = {
+    return [
+        {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
             "LOCAL_RANK": str(rank % local),
             "LOCAL_WORLD_SIZE": str(local),
+            **({"HPML_PART_DATA": f"{rank // local}/{world // local}"} if partition else {}),
         }
-        if partition:
-            one["HPML_PART_DATA"] = f"{rank // local}/{world // local}"
-        found.append(one)
-    return found
+        for rank in range(world)
+    ]
 
 
 def drawn(items: int, env: dict[str, str], **options: Any) -> list[int]:
     """What a rank gets in an epoch."""
-    sampler = reader().PartSampler(range(items), "data", environment=env, **options)
+    sampler = PartSampler(range(items), "data", environment=env, **options)
     found = list(sampler)
     assert len(found) == len(sampler)
     return found
@@ -74,7 +58,7 @@ def test_with_a_part_the_ranks_of_a_node_share_it(items: int, nodes: int, local:
 def test_epochs_have_orders_of_their_own() -> None:
     """The same on all ranks of an epoch, another one in the next."""
     env = ranks(1, 1, partition=False)[0]
-    sampler = reader().PartSampler(range(100), "data", environment=env)
+    sampler = PartSampler(range(100), "data", environment=env)
     first, again = list(sampler), list(sampler)
     sampler.set_epoch(1)
     assert first == again != list(sampler)

@@ -1,7 +1,7 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
 import contextlib
-import importlib.util
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +18,7 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
 from hpml_orchestrator.runs.summary import Timeline, phases
-from tests.unit.training_runs import DIGITS, JOBS, finish, result_of, run, start
+from tests.unit.training_runs import DIGITS, JOBS, finish, load, result_of, run, start
 
 TRAIN = JOBS / "ddp_images.py"
 
@@ -60,12 +60,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """Return ddp_images.py as a module, for what needs no process of its own."""
-    spec = importlib.util.spec_from_file_location("ddp_images_under_test", TRAIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(TRAIN)
 
 
 def test_digits_are_written_once_and_whole(digits: Path, tmp_path: Path) -> None:
@@ -247,25 +242,25 @@ def test_the_split_does_not_depend_on_where_the_data_lie(
     assert not set(splits[0][0]) & set(splits[0][1])
 
 
-def bad_data(kind: str, root: Path) -> tuple[Path, str]:
-    """Return a directory that cannot be trained with, and what the message has to name."""
-    data = root / "data"
-    if kind == "missing":
-        return data, f"--data {data}: No such file"
-    data.mkdir()
-    if kind == "one class":
-        (data / "only").mkdir()
-        for number in range(4):
-            (data / "only" / f"{number}.png").write_bytes(b"")
-        return data, "only one class (only)"
-    return data, "no folders with PNG files"
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "one class"])
-def test_bad_data_are_named(job: ModuleType, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folders", "named"),
+    [
+        (None, "No such file"),
+        ([], "no folders with PNG files"),
+        (["only"], "only one class (only)"),
+    ],
+)
+def test_bad_data_are_named(
+    job: ModuleType, folders: list[str] | None, named: str, tmp_path: Path
+) -> None:
     """The message names the directory and what is wrong with it."""
-    data, named = bad_data(kind, tmp_path)
-    with pytest.raises(job.JobError) as caught:
+    data = tmp_path / "data"
+    for folder in folders or ():
+        (data / folder).mkdir(parents=True)
+        (data / folder / "0.png").touch()
+    if folders == []:
+        data.mkdir()
+    with pytest.raises(job.JobError, match=re.escape(str(data))) as caught:
         job.find_images(data)
     assert named in str(caught.value)
 

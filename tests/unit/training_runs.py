@@ -1,18 +1,30 @@
-"""What the tests of the training jobs share: a script as a process of its own, and its figures."""
+"""What tests of the training jobs share: a script as a module or a process, and its figures."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 JOBS = Path(__file__).parents[2] / "training_jobs"
 DIGITS = JOBS / "make_digits.py"
 LIMIT_SECONDS = 400
+
+
+def load(script: Path) -> ModuleType:
+    """Import a file as a module of its own."""
+    spec = importlib.util.spec_from_file_location(f"{script.stem}_under_test", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import threading
 import pytest
 from hpml_exporters.metric import Family, Histogram, MetricSpec, Sample
 from hpml_exporters.render import Renderer, openmetrics, text
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
@@ -86,7 +86,6 @@ def test_openmetrics() -> None:
 @pytest.mark.parametrize(
     ("render", "parse"), [(text, parse_text), (openmetrics, parse_openmetrics)]
 )
-@settings(max_examples=150, deadline=None)
 @given(labels=st.tuples(LABELS, LABELS), value=NUMBERS, told=LABELS)
 def test_whatever_stands_in_a_label_comes_back(
     render: object, parse: object, labels: tuple[str, str], value: float, told: str

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hpml_orchestrator.packing import pack as pack_function
 from hpml_orchestrator.packing import shards as shards_module
 from hpml_orchestrator.packing.stripe import stripe
 from hpml_orchestrator.packing.workers import Tell, in_parallel
+from tests.patience import eventually
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 pack_module = sys.modules[pack_function.__module__]
@@ -45,6 +47,10 @@ def same_bytes(one: Path, other: Path) -> bool:
     )
 
 
+def begun(dest: Path, process: subprocess.Popen[bytes]) -> bool:
+    return (dest / ".packing.json").exists() or process.poll() is not None
+
+
 @pytest.mark.parametrize("kills", [QUICK_KILLS, pytest.param(ALL_KILLS, marks=pytest.mark.slow)])
 def test_a_killed_pack_goes_on(tmp_path: Path, kills: int) -> None:
     """SIGKILL at random moments: no index before all is there, and in the end the same bytes."""
@@ -58,10 +64,7 @@ def test_a_killed_pack_goes_on(tmp_path: Path, kills: int) -> None:
     killed = 0
     while killed < kills:
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            deadline = time.monotonic() + 120
-            while not (dest / ".packing.json").exists() and process.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            eventually(partial(begun, dest, process), pause=0.005)
             time.sleep(dice.random() * seconds * 1.2)
             process.kill()
             process.wait()
@@ -378,15 +381,11 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     code += f"pack(PackRequest({str(tree)!r}, {str(tmp_path / 'pack')!r}, 1 << 24, 2))"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + 120
-        while len(pids := children.read_text().split()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: len(children.read_text().split()) == 2)
+        pids = children.read_text().split()
         process.kill()
         process.wait()
-    while any(running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: not any(running(pid) for pid in pids))
 
 
 def running(pid: str) -> bool:

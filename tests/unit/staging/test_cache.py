@@ -27,6 +27,7 @@ from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
 from hpml_orchestrator.staging.root import Root
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -184,10 +185,7 @@ def obtain(key: str, base: Path, fill: Slow, told: Any) -> None:
 
 def begun(fill: Slow, times: int = 1) -> int:
     """Wait until a copy began; returns the process that copies."""
-    deadline = time.monotonic() + 120
-    while fill.begun.value < times:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    eventually(lambda: fill.begun.value >= times, pause=0.002)
     return int(fill.pid.value)
 
 
@@ -238,12 +236,14 @@ def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
 
 def copier(base: Path, alive: Iterable[int]) -> int:
     """The process that copies now, by the name of the directory that it fills; 0: it is done."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not list(base.glob("hpml-*/.cache/*/data")):
-        for path in base.glob("hpml-*/.cache/*/.data.partial-*"):
-            if int(path.name.split("-")[1]) in alive:
-                return int(path.name.split("-")[1])
-    return 0
+
+    def copying() -> list[int]:
+        partial = base.glob("hpml-*/.cache/*/.data.partial-*")
+        pids = [int(path.name.split("-")[1]) for path in partial]
+        done = list(base.glob("hpml-*/.cache/*/data"))
+        return [0] if done else [pid for pid in pids if pid in alive]
+
+    return eventually(copying, pause=0.001)[0]
 
 
 def kill_engines(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,24 +83,24 @@ Rank = tuple[subprocess.Popen[bytes], Path]
 def end_of(one: Rank) -> str:
     """Wait until a rank has the data; returns how it got them."""
     process, log = one
-    deadline = time.monotonic() + 120
-    while not (said := [line for line in log.read_text().splitlines() if line in ENDS]):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    return said[0]
+
+    def said() -> str:
+        lines = [line for line in log.read_text().splitlines() if line in ENDS]
+        assert lines or process.poll() is None
+        return lines[0] if lines else ""
+
+    return eventually(said)
 
 
 def copier(base: Path, ranks: dict[int, Rank]) -> int:
     """Return the rank that copies now, by the name of the directory that it fills."""
-    deadline = time.monotonic() + 60
-    while True:
-        for path in base.glob("hpml-*/7.0/.data.partial-*"):
-            pid = int(path.name.split("-")[1])
-            if pid in ranks:
-                return pid
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+
+    def copying() -> int:
+        partial = base.glob("hpml-*/7.0/.data.partial-*")
+        pids = (int(path.name.split("-")[1]) for path in partial)
+        return next((pid for pid in pids if pid in ranks), 0)
+
+    return eventually(copying, pause=0.002)
 
 
 def same(left: Path, right: Path) -> bool:

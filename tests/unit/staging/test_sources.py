@@ -32,6 +32,7 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.request import kind_of
+from tests.patience import eventually
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -499,10 +500,7 @@ def test_an_image_is_unmounted_when_the_process_ends(
     assert process.stdout is not None
     assert process.stdout.readline() == "3\n"
     process.wait()
-    until = time.monotonic() + 120
-    while mounts() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert mounts() == 0
+    eventually(lambda: mounts() == 0)
     assert [list(one.iterdir()) for one in temporary.glob("*/image")] in ([], [[]])
 
 

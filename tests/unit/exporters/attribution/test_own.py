@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from hpml_exporters.attribution.bare import OWN, BareJobs
 
+from tests.patience import eventually
+
 JOBID = "912345678"  # no job of this machine has it
 Start = Callable[..., int]
 
@@ -30,13 +32,13 @@ def start() -> Iterator[Start]:
 
 def pids(own: dict[bytes, bytes], wanted: set[int]) -> set[int]:
     """The processes of the job, once they are all what they were started to be."""
-    deadline = time.monotonic() + 120
-    while True:
-        found = BareJobs("/proc", own).jobs(time.monotonic(), JOBID)
-        seen = {pid for job in found for step in job.steps.values() for pid in step}
-        if seen >= wanted or time.monotonic() > deadline:
-            return seen
-        time.sleep(0.05)
+
+    def seen() -> set[int]:
+        jobs = BareJobs("/proc", own).jobs(time.monotonic(), JOBID)
+        return {pid for job in jobs for step in job.steps.values() for pid in step}
+
+    eventually(lambda: seen() >= wanted, pause=0.05)
+    return seen()
 
 
 def test_jobs_of_one_number(start: Start) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from hpml_exporters.collector import NotHereError
 from hpml_exporters.collectors.disks import local_mounts, make
 
+from tests.patience import eventually
 from tests.storage import FOLDER, in_memory, stored_folder
 from tests.unit.exporters.collectors.reading import context, sampled, write
 
@@ -201,11 +201,7 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Path, int]]:
     )
     with subprocess.Popen(["squashfuse", "-f", image, point]) as server:
         try:
-            deadline = time.monotonic() + 120
-            while not os.path.ismount(point):
-                assert server.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            eventually(lambda: os.path.ismount(point) or server.poll() is not None)
             yield point, place, server.pid
         finally:
             with contextlib.suppress(ProcessLookupError):

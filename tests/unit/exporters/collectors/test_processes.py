@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hpml_exporters.collectors import processes
 from hpml_exporters.context import Context
 from hpml_exporters.options import NodeOptions
 
+from tests.patience import eventually
 from tests.storage import in_memory, stored_folder
 from tests.unit.exporters.attribution.trees import Machine, Task
 from tests.unit.exporters.collectors.families import values
@@ -145,9 +145,7 @@ def test_a_child_that_was_seen_and_waited_for(worker: Worker) -> None:
     """Its bytes are counted once, not again with its parent's; also while it is a zombie."""
     before = worker.look()[WRITE]
     child = worker.tell("waiting", 16 * MIB)
-    deadline = time.monotonic() + 120
-    while grown(worker, before, child) < 15.9:
-        assert time.monotonic() < deadline
+    eventually(lambda: grown(worker, before, child) >= 15.9)
     worker.tell("kill")
     assert grown(worker, before) == pytest.approx(16, abs=0.1)
     worker.tell("reap")
@@ -160,9 +158,7 @@ def test_a_child_nobody_waits_for(worker: Worker) -> None:
     """The kernel gives its counts to nobody; what was seen last is kept."""
     before = worker.look()[WRITE]
     child = worker.tell("waiting", 8 * MIB)
-    deadline = time.monotonic() + 120
-    while grown(worker, before, child) < 7.9:
-        assert time.monotonic() < deadline
+    eventually(lambda: grown(worker, before, child) >= 7.9)
     worker.tell("ignored", 0)
     worker.tell("kill")
     for _ in range(3):

@@ -49,12 +49,12 @@ def tree(root: Path) -> Path:
 
 @pytest.fixture
 def big(root: Path) -> Path:
-    """Give a tree of 128 MiB, which takes a moment."""
+    """Give a tree of 64 MiB, which takes a moment."""
     top = root / "big"
     top.mkdir()
     block = os.urandom(1 << 20)
     for number in range(16):
-        (top / f"{number}").write_bytes(block * 8)
+        (top / f"{number}").write_bytes(block * 4)
     return top
 
 

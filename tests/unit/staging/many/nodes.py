@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,16 @@ from typing import Any
 import hpml_orchestrator
 
 CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
+# Sources whose files come slowly: what happens meanwhile can be seen.
+SLOW_SOURCE = """
+import time, hpml_orchestrator.staging.sources as S
+real = S._TreeReader.read
+def read(self, number, start, end):
+    for data in real(self, number, start, end):
+        time.sleep(0.05)
+        yield data
+S._TreeReader.read = read
+"""
 NODE = """
 import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
@@ -173,3 +184,23 @@ def children_of(root: Path) -> list[str]:
         if os.fsencode(root) + b"/base" in words and int(pid) != os.getpid():
             found.append(f"process {pid}")
     return found
+
+
+def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
+    """Return what says whether files have come to a node."""
+    area = nodes.data(index).parent
+
+    def some() -> bool:
+        try:
+            found = list(area.glob(".data.partial-*/*"))
+            return any(path.is_file() and path.stat().st_size for path in found)
+        except FileNotFoundError:  # published, or given up, in the midst of the look
+            return False
+
+    return some
+
+
+def same(first: Path, second: Path) -> bool:
+    """Whether two trees have the same names, types and contents (GNU diff)."""
+    words: list[str | Path] = ["diff", "-r", "--no-dereference", first, second]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.patience import eventually
+from tests.unit.staging.many.nodes import Nodes, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.unit.staging.many.nodes import Nodes
 
 COUNT_OPENS = """
 import hpml_orchestrator.staging.sources as S
@@ -29,12 +29,6 @@ def read(self, number, start, end):
     return real(self, number, start, end)
 S._TreeReader.read = read
 """
-
-
-def same(first: Path, second: Path) -> bool:
-    """Whether two trees have the same names, types and contents (GNU diff)."""
-    words: list[str | Path] = ["diff", "-r", "--no-dereference", first, second]
-    return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
 def test_all_nodes_get_the_tree(job: Callable[..., Nodes], tree: Path) -> None:

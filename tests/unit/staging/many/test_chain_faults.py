@@ -13,21 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.patience import eventually
-from tests.unit.staging.many.nodes import Nodes
+from tests.unit.staging.many.nodes import SLOW_SOURCE, Nodes, begun
 from tests.unit.staging.many.proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-SLOW_SOURCE = """
-import time, hpml_orchestrator.staging.sources as S
-real = S._TreeReader.read
-def read(self, number, start, end):
-    for data in real(self, number, start, end):
-        time.sleep(0.05)
-        yield data
-S._TreeReader.read = read
-"""
 
 
 @pytest.fixture
@@ -45,20 +35,6 @@ def tmpfs(root: Path) -> Iterator[Callable[[Path, int], None]]:
     yield mount
     for point in mounted:
         subprocess.run(["umount", point], check=True)
-
-
-def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
-    """Return what says whether files have come to a node."""
-    area = nodes.data(index).parent
-
-    def some() -> bool:
-        try:
-            found = list(area.glob(".data.partial-*/*"))
-            return any(path.is_file() and path.stat().st_size for path in found)
-        except FileNotFoundError:  # published, or given up, in the midst of the look
-            return False
-
-    return some
 
 
 def assert_nothing_is_there(nodes: Nodes, *indices: int) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.unit.staging.many.networks import Network, NoNetworkError
-from tests.unit.staging.many.nodes import Nodes
-from tests.unit.staging.many.test_chain import same
-from tests.unit.staging.many.test_chain_faults import SLOW_SOURCE, begun
+from tests.unit.staging.many.nodes import SLOW_SOURCE, Nodes, begun, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -87,7 +87,7 @@ def test_the_first_node_chooses_for_all(
     assert [end["status"] for end in ends] == [0, 0, 0], ends
     assert {end["method"] for end in ends} == {method}
     assert ends[0]["tell"].startswith("data: ")
-    assert "128.0 MiB in 16 files to 3 nodes, by the model shared" in ends[0]["tell"]
+    assert "64.0 MiB in 16 files to 3 nodes, by the model shared" in ends[0]["tell"]
     assert "tell" not in ends[1]
 
 
