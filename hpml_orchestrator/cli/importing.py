@@ -80,16 +80,20 @@ def import_(
 
 
 def _check(text: str) -> None:
-    """Load the job file as `hpml submit` would, before anybody sees it."""
+    """Load and render the job file as `hpml render` would, before anybody sees it."""
     import tempfile  # noqa: PLC0415
 
+    from hpml_orchestrator.script import Capabilities, render  # noqa: PLC0415
+    from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415
     from hpml_orchestrator.spec import load_job  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="hpml-import-") as scratch:
         path = os.path.join(scratch, "job.yaml")
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(text)
-        load_job(path)
+        job = load_job(path).job
+    check_setup(job.environment.setup or "", "the script")
+    render(job, Capabilities())
 
 
 def _write(target: Path, text: str, *, force: bool) -> None:

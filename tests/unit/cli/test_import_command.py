@@ -32,7 +32,7 @@ REPORT = """\
 job.sh:2: not carried over: --requeue
     hpml does not support requeue yet
     -> submit the job again by hand
-job.sh:3: changed: echo
+job.sh:3: changed: echo hello
     kept in environment.setup: runs once, on the first node, before the ranks
 """
 
