@@ -36,7 +36,8 @@ _TESTS = frozenset("[ [[ test !".split())
 _COPIES = frozenset("cp rsync tar rm unzip mkdir".split())
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
-_PROGRAMS = frozenset("bash sh julia Rscript uv apptainer singularity".split())
+_PROGRAMS = frozenset("bash sh julia Rscript".split())
+_RUNNERS = frozenset("uv poetry conda mamba micromamba apptainer singularity".split())
 _NOT_FIELDS = re.compile(  # modules and activations change these, too; or no job file may set them
     r"PATH|LD_LIBRARY_PATH|LIBRARY_PATH|MANPATH|CPATH|MODULEPATH|ENV|IFS|_|"
     r"(SLURM|SBATCH|SRUN|HPML|PMI(?!X_MCA)|BASH|PRTE_(?!MCA)|OMPI_(?!MCA|ALLOW))\w*"
@@ -185,7 +186,9 @@ class Body:
         if PYTHON.fullmatch(name):
             starts = "".join(rest[: 1 + (rest[:1] == ["-m"])]) not in _NOT_STARTED
         else:
-            starts = "/" in launch.words[0] or (name in _PROGRAMS and bool(rest)) if name else False
+            verb = "".join(rest[:1])
+            runs = verb if name in _PROGRAMS else name in _RUNNERS and verb in ("run", "exec")
+            starts = bool(runs) or "/" in "".join(launch.words[:1])
         return launch if name and (launch.launcher or starts or words[0] == "exec") else None
 
     def _choose(self) -> tuple[Line, Launch]:
@@ -264,7 +267,8 @@ class Body:
     def _divide_software(self) -> None:
         """Keep modules, activations and `cd` behind a shell line as shell lines."""
         blocked = moved = False
-        for line in self.lines:
+        following = [line.kind for line in self.lines[1:]] + [""]
+        for line, next_kind in zip(self.lines, following, strict=False):
             free = not blocked and self.active is None
             if any(map(_NOT_FIELDS.fullmatch, line.assigned.keys() - PROVIDED)):
                 line.kind = "keep"
@@ -279,7 +283,7 @@ class Body:
                 self.report.changed(line.line, line.source, why, todo)
             elif line.kind in ("venv", "conda") and free:
                 self.active = line
-            elif line.kind == "hook" and free:
+            elif line.kind == "hook" and free and next_kind == "conda":
                 why, todo = "hpml finds conda through CONDA_EXE or PATH", "have one of them set"
                 self.report.changed(line.line, line.source, why, todo)
             elif line.kind in ("module", "purge", "venv", "conda", "hook", "cd"):
@@ -337,12 +341,12 @@ def _without_srun(words: list[str]) -> list[str]:
     return launch.words or words
 
 
-def _likeness(launch: Launch | None) -> tuple[bool, bool]:
+def _likeness(launch: Launch) -> tuple[bool, ...]:
     """Return how much a launch looks like the training of the script."""
-    words = launch.words if launch else []
+    words = launch.words
     named = [*words[:3], *(word for word in words if word.endswith(".py"))]
     trains = _TRAINS.search(" ".join(os.path.basename(word) for word in named))
-    return bool(trains), bool(launch and launch.launcher)
+    return bool(trains), bool(launch.launcher), bool(PYTHON.fullmatch(launch.program))
 
 
 # Commands with a meaning of their own; `words` are expanded.

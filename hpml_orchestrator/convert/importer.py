@@ -303,7 +303,7 @@ class _Import:
         values = {
             "nodes": size.nodes,
             "gpus": int(kinds) if kinds.isdigit() else kinds,
-            "ranks_per_gpu": shared or 1,
+            "ranks_per_gpu": shared,
             "ranks_per_node": None if size.ranks == default else size.ranks,
             "cpus_per_rank": size.cpus_per_rank,
             "memory": size_text(size.memory_mb) if size.memory_mb else None,
@@ -323,10 +323,10 @@ class _Import:
         launch, body = self.launch, self.body
         if body.modules:
             modules = [name for line in body.modules for name in line.value.split()]
-            self.put("environment.modules", modules, origin=f"line {body.modules[0].line}")
+            self.put("environment.modules", modules)
         if active := body.active:
             path = self.place.path(active.value) if "/" in active.value else active.value
-            self.put(f"environment.{active.kind}", path, origin=f"line {active.line}")
+            self.put(f"environment.{active.kind}", path)
         if body.workdir != self.place.base:
             self.put("workdir", self.place.path(body.workdir), "chdir")
         if lines := self._setup():
@@ -348,8 +348,6 @@ class _Import:
             self._variable(name, value, line.line, line.source, lines)
         for name, value in launch.variables.items():
             self._variable(name, value, launch.line, f"{name}={shown(value)}", lines)
-        if launch.directory != self.values.directory:
-            lines.append(f"cd {shell_word(launch.directory)}")
         if self.evaluated:
             words = " ".join(map(self._for_setup, self.words))
             lines += [f"printf -v IMPORTED_COMMAND '%q ' {words}", "export IMPORTED_COMMAND"]
@@ -407,7 +405,7 @@ class _Import:
                 todo = f"pass {{stage.{staged.name}}}, or read HPML_STAGE_{staged.name.upper()}"
                 self.report.changed(staged.line, staged.text, why, todo)
         if entries:
-            self.put("stage", entries, origin=f"line {self.body.staging.entries[0].line}")
+            self.put("stage", entries)
 
 
 def _yaml(job: dict[str, Any], comments: list[str]) -> str:

@@ -28,8 +28,10 @@ CASES: dict[str, tuple[Size, str]] = {
     "accelerate": ((1, 4, 32, 4, 163840), "finetune.py --model gpt2 --output_dir out"),
     "apptainer": (
         (1, 1, 16, 2, None),
-        "exec --nv --bind /data,/scratch/ada:/work --env LANG=C images/torch.sif "
-        "torchrun --standalone --nproc-per-node=gpu train.py --data /data/set",
+        (
+            "exec --nv --bind /data,/scratch/ada:/work --env LANG=C images/torch.sif "
+            "torchrun --standalone --nproc-per-node=gpu train.py --data /data/set"
+        ),
     ),
     "array_grid": ((1, 1, 1, 1, None), "train.py --lr 1e-3 --seed 2 --out results/lr1e-3_s2"),
     "array_params": ((1, 1, 1, 0, None), "train.py --lr 0.01 second line"),
@@ -45,8 +47,10 @@ CASES: dict[str, tuple[Size, str]] = {
     "lightning": ((2, 8, 32, 4, None), "train.py --trainer.devices 4 --trainer.num_nodes 2"),
     "megatron": (
         (2, 16, 64, 8, None),
-        "pretrain_gpt.py --num-layers 24 --hidden-size 1024 --data-path '/data/my text' "
-        "--save /run",
+        (
+            "pretrain_gpt.py --num-layers 24 --hidden-size 1024 --data-path '/data/my text' "
+            "--save /run"
+        ),
     ),
     "memory_per_cpu": ((1, 8, 16, 0, 24000), "train.py"),
     "mpirun": ((2, 16, 16, 0, None), "solver.py --grid 512"),
