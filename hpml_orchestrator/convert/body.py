@@ -92,6 +92,7 @@ class Body:
         self.variables: dict[str, tuple[str, Line]] = {}
         self.workdir = values.directory
         self.exports_all = False
+        self.exported = set(values.environment)
         for statement in split_script(text):
             self._read(statement)
         chosen, self.launch = self._choose()
@@ -110,6 +111,8 @@ class Body:
         """Append a shell line that may set variables."""
         self.add("keep", part)
         self.values.forget(part.source, function=function)
+        if "export" in part.source:
+            self.exported |= set(re.findall(r"\w+", part.source))
 
     def _read(self, statement: Statement) -> None:
         commands, block = statement.commands, statement.block
@@ -152,8 +155,9 @@ class Body:
         """Read a simple command that launches nothing."""
         if command.words and all(map(ASSIGNMENT.fullmatch, command.words)):
             assigned = dict(map(self.values.assign, command.words))
-            exported = self.exports_all or bool(assigned.keys() & self.values.environment.keys())
-            self.add("assign", command, assigned=assigned, exported=exported)
+            exported = self.exports_all or bool(assigned.keys() & self.exported)
+            kind = "quiet" if self.values.sourced and not exported else "assign"
+            self.add(kind, command, assigned=assigned, exported=exported)
             return
         words = self.values.words(command.words) or [""]
         name = os.path.basename(words[0])
@@ -161,7 +165,7 @@ class Body:
             _HANDLERS[name](self, command, words)
         elif self.staging.take(_without_srun(words), command.line, command.source):
             self.add("stage", command)
-        elif name in {*_PRINTS, "mkdir"} and all(
+        elif name in {*_PRINTS, "mkdir"} - {"printf"} and all(
             re.search(r"<|&\d$|/dev/", text) for text in command.redirects
         ):
             self.add("quiet", command)
@@ -290,7 +294,7 @@ class Body:
                 line.kind = "keep"
             blocked = blocked or line.kind == "keep"
             prints = re.match(r"(echo|printf|date|hostname|nvidia-smi|set)\b", line.source)
-            runs = line.kind == "assign" and re.search(r"\$\(|`", line.source)
+            runs = line.kind == "assign" and re.search(r"\$\(|`|PWD", line.source)
             moved = moved or (line.kind in ("keep", "quiet") and not prints) or bool(runs)
 
     def _stays(self, line: Line, *, later: bool) -> bool:
@@ -417,6 +421,8 @@ def _export(body: Body, command: Command, words: list[str]) -> None:
         else:  # an option
             body.keep(command)
             return
+    if words[0] == "export":
+        body.exported |= assigned.keys()
     body.add("assign", command, assigned=assigned, exported=words[0] == "export")
 
 

@@ -110,6 +110,7 @@ class Values:
     Attributes:
         directory: where the script is now; empty where only the job knows.
         variables: of the script; None for a value that only the job knows.
+        sourced: whether a file that is not read may have set anything.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Values:
         self.known = known
         self.directory = directory
         self.variables: dict[str, tuple[str, ...] | None] = {}
-        self._sourced = False  # whether a file that is not read may have set anything
+        self.sourced = False
         self._functions: set[str] = set()  # variables that functions may set at any time
 
     def assign(self, source: str) -> tuple[str, str]:
@@ -154,7 +155,7 @@ class Values:
         if function:
             self._functions |= names
         if re.search(r"(^|[;&|\s])(source|\.|eval)\s", source):
-            self._sourced = True
+            self.sourced = True
             names |= self.variables.keys()
         self.variables |= dict.fromkeys(names)
 
@@ -206,7 +207,7 @@ class Values:
         if match := _DEFAULT.fullmatch(source):
             name, default = match.groups()
             items = self._lookup(name)
-            if items is None and not (name in {**self.variables, **_KINDS} or self._sourced):
+            if items is None and not (name in {**self.variables, **_KINDS} or self.sourced):
                 return [default]
             return list(items[:1]) if items and items[0] else [default] if items else hole
         if match := _SIMPLE.fullmatch(source):
@@ -231,5 +232,5 @@ class Values:
         if name in PROVIDED or name in _KINDS or name in _SESSION or not name.isidentifier():
             return None
         slurm = name.startswith(("SLURM", "SBATCH_"))
-        values = self.known if slurm else {} if self._sourced else self.environment
+        values = self.known if slurm else {} if self.sourced else self.environment
         return (values[name],) if name in values else None

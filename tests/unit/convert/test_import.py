@@ -326,6 +326,10 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
         (["mkdir out", "cd ../proj", "./prepare"], ["mkdir out", "cd ../proj", "./prepare"]),
         (["cd $(mktemp -d)", "cd ~/proj", "./prepare"],
          ["cd $(mktemp -d)", "cd ~/proj", "./prepare"]),
+        (["export P=$PWD:$P", "cd /home/ada/proj"], ["export P=$PWD:$P", "cd /home/ada/proj"]),
+        # an assignment to a variable that a shell line may have exported changes it for the ranks
+        (["source env.sh", "A=1"], ["source env.sh", "A=1"]),
+        (["export A=$(date)", "A=1"], ["export A=$(date)"]),
         # what hpml-bind would set again is a variable, too
         (["export OMP_NUM_THREADS=4", "./prepare"], ["export OMP_NUM_THREADS=4", "./prepare"]),
         (["source $SLURM_SUBMIT_DIR/env.sh"],
