@@ -119,7 +119,7 @@ class Body:
         launches = [self._launch(command) for command in commands]
         position = next((i for i, launch in enumerate(launches) if launch), None)
         if position is not None:
-            launch = max(filter(None, launches), key=_likeness)
+            launch = max(filter(None, launches), key=_training_score)
             self._read_launch(statement, position, launch)
         elif len(commands) == 1 and not (block or statement.background):
             self._command(dataclasses.replace(commands[0], source=statement.source))
@@ -203,7 +203,7 @@ class Body:
                 "no line starts a program",
                 hint="hpml looks for srun, torchrun, mpirun, python …; write `srun` before yours",
             )
-        chosen, launch = max(reversed(launches), key=lambda pair: _likeness(pair[1]))
+        chosen, launch = max(reversed(launches), key=lambda pair: _training_score(pair[1]))
         where = f"line {launch.line}: {launch.source.partition(chr(10))[0][:60]}"
         if chosen.block not in ("", "&"):
             inside = _BLOCKS[chosen.block]
@@ -212,7 +212,7 @@ class Body:
                 hint="write the launch as a line of its own; for several runs use `--array`",
             )
         for line, other in launches:
-            same = line is not chosen and _likeness(other) == _likeness(launch)
+            same = line is not chosen and _training_score(other) == _training_score(launch)
             if same and "&" in (line.block, chosen.block):
                 raise InputError(
                     f"{where}: runs beside that of line {other.line}; a job file runs one program",
@@ -345,7 +345,7 @@ def _without_srun(words: list[str]) -> list[str]:
     return launch.words or words
 
 
-def _likeness(launch: Launch) -> tuple[bool, ...]:
+def _training_score(launch: Launch) -> tuple[bool, ...]:
     """Return how much a launch looks like the training of the script."""
     words = launch.words
     named = [*words[:3], *(word for word in words if word.endswith(".py"))]

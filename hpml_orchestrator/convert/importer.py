@@ -181,7 +181,7 @@ class _Import:
         self._resources()
         self._environment()
         self._stages()
-        self.report.found |= self.launch.report.found
+        self.report.entries |= self.launch.report.entries
         job = self._checked()
         findings = self.report.findings()
         lost = sum(finding.kind == "lost" for finding in findings)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpml_orchestrator.convert.report import Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, split_script
-from hpml_orchestrator.convert.values import Values, has_hole, is_stable, shown
+from hpml_orchestrator.convert.values import Values, has_hole, hole_kinds, shown
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.slurm.options import SRUN, HeaderError, Word, read_options
 
@@ -285,7 +285,8 @@ def _read_shell(launch: Launch) -> None:
     inner = dataclasses.replace(launch, words=words, sizes={}, variables={}, report=Report())
     peel(inner)
     known = inner.launcher == "torchrun" or PYTHON.fullmatch(inner.program)
-    if known and all(map(is_stable, inner.words)):
+    kinds = {kind for word in inner.words for kind in hole_kinds(word)}
+    if known and kinds <= {"array", "job", "local"}:  # all else may differ between ranks
         launch.words = words
 
 

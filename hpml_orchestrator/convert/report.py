@@ -44,7 +44,7 @@ class Report:
     """Collects findings; the same finding about the same line is kept once."""
 
     def __init__(self) -> None:
-        self.found: dict[Finding, None] = {}
+        self.entries: dict[Finding, None] = {}
 
     def add(self, kind: Kind, line: int, text: str, why: str, todo: str = "") -> None:
         """Keep a finding; unprintable characters of its text are replaced."""
@@ -52,7 +52,7 @@ class Report:
         text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
         if len(text) > _SHOWN_CHARS:
             text = f"{text[:_SHOWN_CHARS]}…"
-        self.found[Finding(line, text, kind, why, todo)] = None
+        self.entries[Finding(line, text, kind, why, todo)] = None
 
     def lost(self, line: int, text: str, why: str, todo: str = "") -> None:
         """Report something that is not carried over."""
@@ -64,4 +64,4 @@ class Report:
 
     def findings(self) -> tuple[Finding, ...]:
         """Return all findings by line."""
-        return tuple(sorted(self.found, key=lambda finding: finding.line))
+        return tuple(sorted(self.entries, key=lambda finding: finding.line))

@@ -192,6 +192,8 @@ LAUNCHES: list[tuple[str, str, dict[str, Any]]] = [
     ("time -p -- srun python t.py", "-N1", SRUN | {"script": "t.py"}),
     ('srun bash -c "torchrun --node_rank=\\$SLURM_PROCID --nproc_per_node=2 t.py --a 1"', "-N2",
      {"script": "t.py", "args": ["--a", "1"], "resources": {"nodes": 2, "ranks_per_node": 2}}),
+    ("srun bash -c 'python t.py --rank $RANK'", "-N1",
+     SRUN | {"command": ["bash", "-c", "python t.py --rank $RANK"]}),
     ("srun --cpu-bind=none --mem=0 --container-image=ubuntu python t.py", "-N1",
      SRUN | {"script": "t.py",
              "environment": {"container": {"engine": "pyxis", "image": "ubuntu"}}}),
