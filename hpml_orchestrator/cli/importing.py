@@ -14,6 +14,8 @@ from hpml_orchestrator.cli.common import JsonOption, print_json
 from hpml_orchestrator.convert import Place, import_script, read_script
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.user_template import check_setup
 from hpml_orchestrator.spec import load_job
 
 if TYPE_CHECKING:
@@ -82,12 +84,14 @@ def import_(
 
 
 def _check(text: str) -> None:
-    """Load the job file as `hpml submit` would."""
+    """Load and render the job file as `hpml render` would, before anybody sees it."""
     with tempfile.TemporaryDirectory(prefix="hpml-import-") as scratch:
         path = os.path.join(scratch, "job.yaml")
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(text)
-        load_job(path)
+        job = load_job(path).job
+    check_setup(job.environment.setup or "", "the script")
+    render(job, Capabilities())
 
 
 _KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not needed"}

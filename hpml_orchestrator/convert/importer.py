@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.body import OWN, Body
-from hpml_orchestrator.convert.header import allocation, known_variables, read_request
-from hpml_orchestrator.convert.launch import PYTHON
-from hpml_orchestrator.convert.report import Draft, Finding, Report, write_yaml
-from hpml_orchestrator.convert.resources import job_size
-from hpml_orchestrator.convert.setup import PATHS, Setup
-from hpml_orchestrator.convert.values import Values, has_hole, holes, shell_word, shown
-from hpml_orchestrator.errors import InputError
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedSeq
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+
+from hpml_orchestrator.convert.body import SET_LATER, Body
+from hpml_orchestrator.convert.header import read_request
+from hpml_orchestrator.convert.launchers import PYTHON
+from hpml_orchestrator.convert.report import Finding, Report
+from hpml_orchestrator.convert.resources import allocation, job_size, known_variables
+from hpml_orchestrator.convert.values import (
+    Values,
+    has_hole,
+    hole_kinds,
+    hole_sources,
+    shell_word,
+    shown,
+)
+from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.spec import Job, Resources
 from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
+__all__ = ["Imported", "Place", "import_script", "read_script"]
 
-__all__ = ["Imported", "Place", "import_script"]
-
-_SHELLS = frozenset("sh bash dash ksh zsh ash".split())
-_DEFAULT_TIME = "01:00:00"
-_MAX_RANKS_PER_GPU = 100
+_ORDER = "name array launcher mpi script module command args workdir resources environment stage"
+_MAX_BYTES = 256 * 1024  # bounds the time that an import takes
+_HOUR = 3600
+_PLAIN = ("partition", "account", "qos", "constraint")
+_OPTIONS = {  # that fields of resources come from
+    "gpus": "gres gpus-per-node gpus gpus-per-task",
+    "memory": "mem mem-per-cpu mem-per-gpu",
+    **dict.fromkeys(("ranks_per_node", "ranks_per_gpu"), "ntasks-per-node ntasks"),
+    "cpus_per_rank": "cpus-per-task",
+}
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
-_OUTPUT_OPTION = re.compile(
-    r"(^|[-_])(out|dir|log|save|ckpt|checkpoint|path|run|result|work)", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,44 @@ class Imported:
     findings: tuple[Finding, ...]
 
 
+def read_script(path: Path) -> str:
+    """Return the text of a script.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it cannot be read, or is no text that sbatch would take.
+    """
+    hint = "name the script that you give to sbatch"
+    if not path.exists():
+        raise NotFoundError(f"no such script: {path}", hint=hint)
+    if not path.is_file():
+        raise InputError(f"{path} is not a regular file", hint=hint)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint=hint) from error
+    if not raw.strip() or len(raw) > _MAX_BYTES:
+        problem = f"is larger than {_MAX_BYTES // 1024} KiB" if raw else "is empty"
+        raise InputError(f"{path} {problem}", hint=hint)
+    if b"\0" in raw:
+        raise InputError(f"{path} holds a NUL byte: it is a binary file", hint=hint)
+    if b"\r\n" in raw:
+        line = raw.count(b"\n", 0, raw.index(b"\r\n")) + 1
+        raise InputError(
+            f"{path} has DOS line ends (line {line}), which sbatch refuses, too",
+            hint="`sed -i 's/\\r$//' FILE` removes them",
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path} is not UTF-8 text (line {line})",
+            hint="`iconv -f latin1 -t utf-8` converts the text of older editors",
+        ) from None
+
+
 def import_script(text: str, *, name: str, place: Place) -> Imported:
     """Return the job file of an sbatch script; nothing of the script is run.
 
@@ -76,7 +131,8 @@ def import_script(text: str, *, name: str, place: Place) -> Imported:
         place: where it would be submitted, and where the job file will lie.
 
     Raises:
-        InputError: it is no script for sbatch, no shell script, or starts no program.
+        InputError: it is no script for sbatch, no shell script, starts no program, or starts one
+            that no job file can start the same way.
     """
     return _Import(text, name, place).run()
 
@@ -85,289 +141,217 @@ class _Import:
     def __init__(self, text: str, name: str, place: Place) -> None:
         self.name, self.place = name, place
         self.report = Report()
-        self.draft = Draft()
-        _check_interpreter(text, self.report)
+        self.fields: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
         self.request = read_request(text, self.report)
-        self.given = allocation(self.request, self.report)
-        self.start = os.path.normpath(
-            os.path.join(place.directory, self.request.texts.get("chdir", ""))
-        )
-        self.known = known_variables(self.request, self.given)
-        self.known["SLURM_SUBMIT_DIR"] = place.directory
-        self.known["SLURM_JOB_NAME"] = self.request.texts.get("job-name") or name
-        self.values = Values(place.environment, self.known, self.start)
+        given = allocation(self.request, self.report)
+        known = known_variables(self.request, given)
+        known["SLURM_SUBMIT_DIR"] = place.directory
+        known["SLURM_JOB_NAME"] = self.request.text("job-name") or name
+        start = os.path.normpath(os.path.join(place.directory, self.request.text("chdir")))
+        self.values = Values(place.environment, known, start)
         self.body = Body(text, self.values, self.report)
         self.launch = self.body.launch
-        self.report.merge(self.launch.report)
-        self.size = job_size(self.request, self.given, self.launch, self.report)
+        self.size = job_size(self.request, given, self.launch, self.report)
+        self.words = [self._placed(word) for word in self._arguments()]
+        self.evaluated = any(map(has_hole, self.words))
+        holes = map(hole_sources, [*self.words, *self.launch.variables.values()])
+        self.body.divide({name for hole in holes for name in re.findall(r"\w+", " ".join(hole))})
 
-    def put(self, field: str, value: Any, *options: str) -> None:
-        """Set a field that comes from one of these options, else from the launch line."""
+    def put(self, field: str, value: Any, *options: str, origin: str = "") -> None:
+        """Set a field by its dotted name; it comes from an option, a line or the launch."""
         option = self.request.option(*options)
-        origin = (option.line, option.shown) if option else (self.launch.line, self.launch.source)
-        self.draft.put(field, value, *origin)
+        where = f"line {option.line}: {option.shown}" if option else origin
+        self.origins[field] = where or f"line {self.launch.line}: {self.launch.source}"
+        *parents, last = field.split(".")
+        mapping = self.fields
+        for parent in parents:
+            mapping = mapping.setdefault(parent, {})
+        mapping[last] = value
 
     def run(self) -> Imported:
-        self._name()
-        if "array" in self.request.texts:
-            self.put("array", self.request.texts["array"], "array")
+        """Return the job file and the findings."""
+        name = self.request.text("job-name") or os.path.splitext(os.path.basename(self.name))[0]
+        name = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).lstrip("._+-")[:64] or "job"
+        self.put("name", name, "job-name")
+        if array := self.request.text("array"):
+            self.put("array", array, "array")
         self._launcher()
         self._program()
         self._resources()
         self._environment()
         self._stages()
-        job = self.draft.finished(self.report)
+        self.report.entries |= self.launch.report.entries
+        job = self._checked()
         findings = self.report.findings()
         lost = sum(finding.kind == "lost" for finding in findings)
-        letters = [letter if letter.isprintable() else "\ufffd" for letter in self.name]
-        shown_name = os.path.basename("".join(letters))
+        shown_name = "".join(c if c.isprintable() else "\ufffd" for c in self.name)
         comments = [f"Made from {shown_name} by hpml import; relative paths count from this file."]
         if lost:
             comments.append(f"Not carried over: {lost} line{'s' * (lost > 1)}, see `hpml import`.")
-        return Imported(job, write_yaml(job, comments), findings)
+        return Imported(job, _yaml(job, comments), findings)
 
-    def _name(self) -> None:
-        option = self.request.option("job-name")
-        wanted = (
-            self.request.texts.get("job-name") or os.path.splitext(os.path.basename(self.name))[0]
-        )
-        made = re.sub(r"[^A-Za-z0-9._+-]+", "-", wanted).lstrip("._+-")[:64] or "job"
-        if option and made != wanted:
-            why = f"a job's name has letters, digits and . _ + - only: {made}"
-            self.report.changed(option.line, option.shown, why)
-        self.put("name", made, "job-name")
+    def _checked(self) -> dict[str, Any]:
+        """Return the fields in order.
+
+        Raises:
+            InputError: a value is none that a job file may hold.
+        """
+        fields = {name: self.fields[name] for name in _ORDER.split() if name in self.fields}
+        try:
+            Job.model_validate(fields)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+            origins = [text for name, text in self.origins.items() if f"{field}.".startswith(name)]
+            message = str(problem["msg"]).removeprefix("Value error, ")
+            raise InputError(
+                f"{origins[-1] if origins else 'the job'}: {field} {message}",
+                hint="change the script, or write the job file by hand",
+            ) from None
+        return fields
 
     def _launcher(self) -> None:
+        """Set the launcher: Open MPI's mpirun or srun with PMIx instead of any other mpirun."""
         launch, launcher = self.launch, self.launch.launcher or "srun"
-        mpi = launcher == "srun" and launch.mpi
-        if launcher == "horovodrun" and self.size.nodes > 1:
-            launcher = "mpirun"
-            launch.changed(
-                self.report,
-                "becomes mpirun, since hpml starts horovodrun on one node only: needs Open MPI, "
-                "and a Horovod that was built with MPI",
-                "look for [X] MPI in `horovodrun --check-build`",
-            )
-        if launcher in ("mpirun", "horovodrun"):
-            other = next((name for name in self._modules() if _OTHER_MPI.search(name)), "")
-            why = ""
-            if launch.container is not None and launch.container["engine"] == "pyxis":
-                why = "pyxis is a part of srun"
-            elif launcher == "mpirun" and launch.mpi:
-                why = "its options are not those of Open MPI's mpirun, which hpml starts"
-            elif launcher == "mpirun" and other:
-                why = f"the mpirun of module {other} is not Open MPI's, which hpml starts"
-            if why:
-                launcher, mpi = "srun", True
-                todo = "`srun --mpi=list` shows what there is; `mpi: pmi2` is another"
-                launch.changed(self.report, f"becomes srun with `mpi: pmix`, since {why}", todo)
+        pmix = launch.mpi and launcher == "srun"
+        modules = [name for line in self.body.modules for name in line.value.split()]
+        others = [name for name in modules if _OTHER_MPI.search(name)]
+        if launcher == "mpirun" and (launch.mpi or others):
+            why = f"module {others[0]}" if others else "its options"
+            todo = "check that `mpi: pmix` fits"
+            launch.changed(f"{why}: not Open MPI's mpirun; srun starts the ranks", todo)
+            launcher, pmix = "srun", True
         if launcher != "torchrun":
             self.put("launcher", launcher)
-        if mpi:
+        if pmix:
             self.put("mpi", "pmix")
 
-    def _modules(self) -> list[str]:
-        lines = self.body.lines
-        return [name for line in lines if line.kind == "module" for name in line.value.split()]
+    def _arguments(self) -> Iterator[str]:
+        """Yield the words of the program without `"$@"`, which is empty in a job."""
+        where = f"line {self.launch.line}"
+        for word in self.launch.words:
+            if match := re.search(r"\{(?:stage|run|array)\.\w+\}", word):
+                problem = f"{where}: {match[0]} is a placeholder of hpml's own"
+                raise InputError(problem, hint="rename the file")
+            kinds = hole_kinds(word)
+            if kinds == ["argument"] and shown(word) in ("$@", "${@}", "$*", "${*}"):
+                why = "`hpml submit` passes no arguments to the program"
+                self.launch.lost(word, why, "write them into args")
+            elif "argument" in kinds:
+                problem = f"{where}: {shown(word)}: `hpml submit` passes the script no arguments"
+                raise InputError(problem, hint="give it a value in the script: ${1:-VALUE}")
+            else:
+                yield word
+
+    def _placed(self, word: str) -> str:
+        """Return a word with staged data, the job's id and the array's index as placeholders."""
+        value = self.body.staging.replaced(word)
+        # A relative directory that is named after the job is the run's.
+        job = re.fullmatch("((?:[^=/]*=)?)((?:[^/\0]+/)*)\0[^\0]*\0(/.*)?", value)
+        if job and hole_kinds(value)[:1] == ["job"] and (job[2] or job[3]):
+            value = f"{job[1]}{{run.dir}}{job[3] or ''}"
+            why = f"each run has a directory of its own: {value}"
+            self.report.changed(self.launch.line, shown(word), why)
+        if "array" in hole_kinds(value):
+            if self.request.text("array"):
+                return re.sub('\0"?\\$\\{?SLURM_ARRAY_TASK_ID\\}?"?\0', "{array.index}", value)
+            why = "the script has no --array: the index is empty"
+            self.launch.lost("$SLURM_ARRAY_TASK_ID", why, "write array, such as 0-9")
+        return value
 
     def _program(self) -> None:
-        launch, directory = self.launch, self.launch.directory
-        self.workdir = self.start if has_hole(directory) or not directory else directory
-        if self.place.path(self.workdir) != ".":
-            self.put("workdir", self.place.path(self.workdir))
-        words = [word for word in launch.words if not self._is_all_arguments(word)]
-        before = ["", *words]
-        placed = [self._placed(word, before[index]) for index, word in enumerate(words)]
-        self.evaluated = any(map(has_hole, placed)) and not self._spelled_out(placed)
-        placed = placed if self.evaluated else [shown(word) for word in placed]
-        self._from_shell(placed)
-        python = placed[0] if PYTHON.fullmatch(os.path.basename(placed[0])) else ""
-        if python and launch.launcher == "torchrun" and launch.python:
-            python = launch.python
+        launch, words, workdir = self.launch, self.words, self.body.workdir
+        if not words:
+            raise InputError(f"line {launch.line}: {launch.source}: starts no program")
+        python = words[0] if PYTHON.fullmatch(launch.program) else ""
+        rest = words[2:] if words[1:2] == ["-u"] else words[1:]
         if self.evaluated:
-            self.words = placed
             self.put("command", ["bash", "-c", 'eval "exec $IMPORTED_COMMAND"'])
+            why = "environment.setup fills in its arguments, once, with a shell"
+            launch.changed(why, "write them out if you know them")
+            rest = []
+        elif python and rest[:1] == ["-m"] and len(rest) > 1:
+            self.put("module", rest[1])
+            rest = rest[2:]
+        elif python and rest and rest[0][:1] not in ("-", "{") and launch.directory:
+            path = os.path.normpath(os.path.join(launch.directory, rest.pop(0)))
+            inside = path.startswith(f"{workdir}/")
+            self.put("script", os.path.relpath(path, workdir) if inside else path)
         else:
-            rest = placed[1:]
-            while rest[:1] == ["-u"]:
-                rest = rest[1:]
-            here = self.workdir == directory
-            if python and rest[:1] == ["-m"] and len(rest) > 1:
-                self.put("module", rest[1])
-                rest = rest[2:]
-            elif python and here and rest and not rest[0].startswith("-"):
-                self.put("script", rest[0].removeprefix(f"{directory}/"))
-                rest = rest[1:]
-            else:
-                self.put("command", placed)
-                python, rest = "" if launch.launcher != "torchrun" else python, []
-            if rest:
-                self.put("args", rest)
+            self.put("command", words)
+            python, rest = launch.python if launch.launcher == "torchrun" else "", []
+        if rest:
+            self.put("args", rest)
         if python not in ("", "python") and not has_hole(python):
-            path = self.place.path(os.path.join(self.workdir, python)) if "/" in python else python
-            self.put("environment.python", path if "/" in path or path == python else f"./{path}")
-
-    def _is_all_arguments(self, word: str) -> bool:
-        if not re.fullmatch('\0"?\\$(@|\\*|\\{@\\}|\\{@:1\\})"?\0', word):
-            return False
-        self.report.lost(
-            self.launch.line,
-            shown(word),
-            "`hpml submit` passes no arguments to the program",
-            "write what you give after the script's name into args",
-        )
-        return True
-
-    def _spelled_out(self, words: list[str]) -> bool:
-        """Whether no shell can fill in the holes: they stay as written, which is reported."""
-        sources = [source for word in words for _, source in holes(word)]
-        arguments = any(kind == "argument" for word in words for kind, _ in holes(word))
-        if not arguments and not self.body.in_block:
-            return False
-        self.report.lost(
-            self.launch.line,
-            ", ".join(dict.fromkeys(source.strip('"') for source in sources)),
-            "is known in the job only: the program gets this text literally",
-            "write its value into the job file",
-        )
-        return True
-
-    def _placed(self, value: str, before: str = "") -> str:
-        """Return a word with staged data, the job's id and the array's index as placeholders."""
-        for placeholder in re.findall(r"\{(?:stage|run|array)\.\w+\}", value):
-            why = "hpml reads this as a placeholder of its own"
-            self.report.lost(self.launch.line, placeholder, why, "rename the file")
-        value = self.body.staging.replaced(value)
-        option, equals, path = value.rpartition("=")
-        parts = path.split("/")
-        job = next((part for part in parts if any(kind == "job" for kind, _ in holes(part))), "")
-        # Only a directory named after the job is the run's: not a file, a label or an input path.
-        named = re.fullmatch(r"\0[^\0]*\0", job) is not None and not path.startswith("/")
-        if named and (len(parts) > 1 or _OUTPUT_OPTION.search(option or before.lstrip("-"))):
-            made = "/".join(["{run.dir}", *parts[parts.index(job) + 1 :]])
-            why = f"each run has a directory of its own: {made}"
-            self.report.changed(self.launch.line, shown(value), why)
-            value = f"{option}{equals}{made}"
-        return re.sub('\0"?\\$\\{?SLURM_ARRAY_TASK_ID\\}?"?\0', "{array.index}", value)
-
-    def _from_shell(self, words: list[str]) -> None:
-        """Report values that were taken from the caller's shell."""
-        text, source = " ".join(words), self.launch.source
-        for name, value in self.values.from_environment.items():
-            if value and value in text and re.search(rf"\$\{{?{name}\b", source):
-                why = f"replaced by its value here: {value}"
-                self.report.changed(self.launch.line, f"${name}", why)
-        for name, value in self.known.items():
-            read = re.search(rf"\$\{{?{name}\b", source)
-            if read and value.isdigit() and re.search(rf"\b{value}\b", text):
-                why = f"written as {value}: change it together with resources"
-                self.report.changed(self.launch.line, f"${name}", why)
-        for expansion, value in self.values.defaults.items():
-            if value and value in text:
-                why = f"set neither here nor in the script: {value}"
-                self.report.changed(0, expansion, why)
-
-    def _ranks(self) -> None:
-        size = self.size
-        gpu_count = sum(number for _, number in size.gpus)
-        if gpu_count:
-            gpus = [f"{kind}:{number}" if kind else number for kind, number in size.gpus]
-            names = ("gres", "gpus-per-node", "gpus", "gpus-per-task")
-            self.put("resources.gpus", gpus if len(gpus) > 1 else gpus[0], *names)
-        each = size.ranks // gpu_count if gpu_count and size.ranks % gpu_count == 0 else 0
-        if 1 < each <= _MAX_RANKS_PER_GPU:
-            self.put("resources.ranks_per_gpu", each, "ntasks-per-node", "ntasks", "ntasks-per-gpu")
-        elif size.ranks != (gpu_count or 1):
-            self.put("resources.ranks_per_node", size.ranks, "ntasks-per-node", "ntasks")
+            path = self.place.path(os.path.join(launch.directory, python))
+            named = path if "/" in path else f"./{path}"
+            self.put("environment.python", named if "/" in python else python)
 
     def _resources(self) -> None:
         size, request = self.size, self.request
-        if size.nodes != 1:
-            self.put("resources.nodes", size.nodes, "nodes")
-        self._ranks()
-        if size.cpus_per_rank != 1:
-            cpus = size.cpus_per_rank
-            self.put("resources.cpus_per_rank", cpus, "cpus-per-task", "cpus-per-gpu")
-        if size.memory_mb:
-            memory = size_text(size.memory_mb)
-            self.put("resources.memory", memory, "mem", "mem-per-cpu", "mem-per-gpu")
-        self._time()
-        for name in ("partition", "account", "qos", "constraint"):
-            if name in request.texts:
-                self.put(f"resources.{name}", request.texts[name], name)
-        if "exclusive" in request.options:
-            self.put("resources.exclusive", True, "exclusive")
-        if request.mail_on:
-            to = request.texts.get("mail-user") or self.place.environment.get("USER", "")
-            self.put("resources.mail.to", to, "mail-user", "mail-type")
-            if sorted(request.mail_on) != ["end", "fail"]:
-                self.put("resources.mail.on", request.mail_on, "mail-type")
-        if request.extra:
-            first = request.extra[0].partition("=")[0].removeprefix("--")
-            self.put("resources.extra", request.extra, first)
-
-    def _time(self) -> None:
-        option, seconds = self.request.option("time"), self.request.numbers.get("time")
-        if option is None:
-            why = f"hpml asks for {_DEFAULT_TIME}, sbatch for the partition's default"
+        gpus, kinds = size.gpus.count, str(size.gpus) or "0"
+        shared = size.ranks // gpus if gpus and size.ranks % gpus == 0 else 1
+        default = gpus * shared or 1
+        seconds, time = request.numbers.get("time"), request.option("time")
+        if time is None:
+            why = "hpml asks for an hour, sbatch for the partition's default"
             self.report.changed(0, "no --time", why, "write resources.time")
         elif not seconds:
             why = "a job file needs a time limit"
-            self.report.lost(option.line, option.shown, why, "write resources.time")
-        elif format_time(seconds) != _DEFAULT_TIME:
-            self.put("resources.time", format_time(seconds), "time")
+            self.report.lost(time.line, time.shown, why, "write resources.time")
+        values = {
+            "nodes": size.nodes,
+            "gpus": int(kinds) if kinds.isdigit() else kinds,
+            "ranks_per_gpu": shared,
+            "ranks_per_node": None if size.ranks == default else size.ranks,
+            "cpus_per_rank": size.cpus_per_rank,
+            "memory": size_text(size.memory_mb) if size.memory_mb else None,
+            "time": format_time(seconds or _HOUR),
+            **{name: request.text(name) or None for name in _PLAIN},
+            "exclusive": "exclusive" in request.options,
+            "extra": list(request.extra.values()),
+        }
+        for field, value in values.items():
+            if str(value) != str(Resources.model_fields[field].default):
+                self.put(f"resources.{field}", value, *_OPTIONS.get(field, field).split())
+        if request.mail_on:
+            to = request.text("mail-user") or self.place.environment.get("USER", "")
+            self.put("resources.mail", {"to": to, "on": request.mail_on}, "mail-user", "mail-type")
 
     def _environment(self) -> None:
-        launch = self.launch
-        words = [*(self.words if self.evaluated else []), *launch.variables.values()]
-        sources = " ".join(source for word in words for _, source in holes(word))
-        lines = Setup(self.body, set(re.findall(r"[A-Za-z_]\w*", sources)))
-        for field, value, line in lines.fields(self.place.path):
-            self.draft.put(f"environment.{field}", value, line.line, line.source)
-        text = "\n".join([*(line.source for line in lines.kept), sources])
-        setup = [*self._export(text), *self._slurm_values(text), *lines.lines(self.workdir)]
-        for name, (value, number, text) in lines.variables.items():
-            self._variable(name, value, number, text, setup)
-        for name, value in launch.variables.items():
-            self._variable(name, value, launch.line, f"{name}={shown(value)}", setup)
-        if has_hole(launch.directory):
-            setup.append(f"cd {shell_word(launch.directory)}")
-        if self.evaluated:
-            command = " ".join(self._for_setup(word) for word in self.words)
-            setup += [f"printf -v IMPORTED_COMMAND '%q ' {command}", "export IMPORTED_COMMAND"]
-            launch.changed(
-                self.report,
-                "needs a shell to fill in its arguments: environment.setup does, once",
-            )
-        if launch.container is not None:
-            container = dict(launch.container)
-            if container["engine"] == "apptainer" and "://" not in container["image"]:
-                image = os.path.join(self.workdir, container["image"])
-                container["image"] = self.place.path(image)
-            self.put("environment.container", container)
-            if self.workdir != launch.directory:
+        launch, body = self.launch, self.body
+        if body.modules:
+            modules = [name for line in body.modules for name in line.value.split()]
+            self.put("environment.modules", modules)
+        if active := body.active:
+            path = self.place.path(active.value) if "/" in active.value else active.value
+            self.put(f"environment.{active.kind}", path)
+        if body.workdir != self.place.base:
+            self.put("workdir", self.place.path(body.workdir), "chdir")
+        if lines := self._setup():
+            self.put("environment.setup", "\n".join(lines) + "\n")
+        if launch.container:
+            self.put("environment.container", launch.container)
+            if launch.directory != body.workdir:
                 why = "the ranks of a container start in workdir"
-                self.report.lost(launch.line, launch.source, why, "write workdir")
-        if setup:
-            first = lines.kept[0] if lines.kept else launch
-            self.draft.put("environment.setup", "\n".join(setup) + "\n", first.line, first.source)
+                launch.lost(launch.source, why, "write workdir")
 
-    def _slurm_values(self, text: str) -> list[str]:
-        """Return lines that give setup the values of the script's own job; reports the others."""
-        size = self.size
-        now = {
-            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
-            "SLURM_NTASKS_PER_NODE": size.ranks,
-            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
-            **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), size.nodes),
-        }
-        for name, value in now.items():
-            if re.search(rf"\b{name}\b", text) and self.known.get(name, str(value)) != str(value):
-                why = f"{self.known[name]} in the script, {value} in hpml's job"
-                self.report.changed(0, f"${name} in environment.setup", why, "write the number")
-        if "SLURM_SUBMIT_DIR" not in text:
-            return []
-        return [f"SLURM_SUBMIT_DIR={shlex.quote(self.place.directory)}"]
+    def _setup(self) -> list[str]:
+        """Set the variables of the ranks; return the lines of `environment.setup`."""
+        launch, body = self.launch, self.body
+        lines = [line.source for line in body.kept]
+        if any("SLURM_SUBMIT_DIR" in line for line in lines):
+            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.place.directory)}")
+        self._export(lines)
+        for name, (value, line) in body.variables.items():
+            self._variable(name, value, line.line, line.source, lines)
+        for name, value in launch.variables.items():
+            self._variable(name, value, launch.line, f"{name}={shown(value)}", lines)
+        if self.evaluated:
+            words = " ".join(map(self._for_setup, self.words))
+            lines += [f"printf -v IMPORTED_COMMAND '%q ' {words}", "export IMPORTED_COMMAND"]
+        return lines
 
     def _for_setup(self, word: str) -> str:
         """Return a word for the shell of setup, with placeholders as variables."""
@@ -375,45 +359,37 @@ class _Import:
         word = word.replace("{run.dir}", '\0"$HPML_RUN_DIR"\0')
         return shell_word(word.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0'))
 
-    def _export(self, text: str) -> list[str]:
-        """Set what `--export` says about the environment; return it as lines that setup needs."""
+    def _export(self, lines: list[str]) -> None:
+        """Set what the header's `--export` says about the environment, also for setup's lines."""
         option = self.request.option("export")
-        lines: list[str] = []
-        if option is None:
-            return lines
-        parts = [part for part in option.value.split(",") if part]
-        if not {"ALL", "all"} & set(parts):
+        parts = [part for part in option.value.split(",") if part] if option else []
+        if option and not {"ALL", "all"} & set(parts):
             self.put("environment.inherit", "minimal", "export")
         for part in parts:
             name, equals, value = part.partition("=")
             value = value if equals else self.place.environment.get(name, "")
             if value:
                 self.put(f"environment.variables.{name}", value, "export")
-                lines += [f"export {name}={shlex.quote(value)}"] if name in text else []
-            elif name.upper() not in ("ALL", "NONE", "NIL"):
-                todo = f"write environment.variables.{name}"
-                self.report.lost(option.line, option.shown, f"{name} is not set here", todo)
-        return lines
+                if any(name in line for line in lines):
+                    lines.insert(0, f"export {name}={shlex.quote(value)}")
 
-    def _variable(self, name: str, value: str, line: int, text: str, setup: list[str]) -> None:
+    def _variable(self, name: str, value: str, line: int, text: str, lines: list[str]) -> None:
         """Set a variable of the ranks; in setup where its value is known in the job only."""
-        cpus = str(self.size.cpus_per_rank)
-        if name in OWN or (name == "OMP_NUM_THREADS" and value == cpus):
-            return
+        default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
+        value = self.body.staging.replaced(value)
         if name == "CUDA_VISIBLE_DEVICES":
             self.report.lost(line, text, "Slurm gives each job its GPUs", "write resources.gpus")
-            return
-        value = self.body.staging.replaced(value)
-        if has_hole(value) and name == "OMP_NUM_THREADS":
-            why = f"hpml sets it to {cpus}, the CPUs of a rank"
-            self.report.lost(line, text, why, "write environment.variables.OMP_NUM_THREADS")
-        elif has_hole(value) or name in PATHS:
-            setup.append(f"export {name}={self._for_setup(value)}")
+        elif name in SET_LATER and value == default[name]:
+            self.report.add("dropped", line, text, f"hpml sets {name} itself")
+        elif has_hole(value) and name in SET_LATER:
+            why = f"hpml sets it to {default[name]} after environment.setup"
+            self.report.lost(line, text, why, f"write environment.variables.{name}")
+        elif has_hole(value) and re.search(rf"\$\{{?{name}\b", self.launch.source):
+            return  # a part of the command line, carried over with it
+        elif has_hole(value) or name.endswith("PATH"):
+            lines.append(f"export {name}={self._for_setup(value)}")
         else:
-            if name == "OMP_NUM_THREADS":
-                why = f"carried over as it is; without it hpml sets {cpus}, the CPUs of a rank"
-                self.report.changed(line, text, why)
-            self.draft.put(f"environment.variables.{name}", value, line, text)
+            self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
 
     def _stages(self) -> None:
         entries = []
@@ -429,25 +405,32 @@ class _Import:
                 todo = f"pass {{stage.{staged.name}}}, or read HPML_STAGE_{staged.name.upper()}"
                 self.report.changed(staged.line, staged.text, why, todo)
         if entries:
-            first = self.body.staging.entries[0]
-            self.draft.put("stage", entries, first.line, first.text)
+            self.put("stage", entries)
 
 
-def _check_interpreter(text: str, report: Report) -> None:
-    first = text.split("\n", 1)[0]
-    if not first.startswith("#!"):
-        raise InputError(
-            "line 1: does not begin with #! and the path of a shell: this is no batch script",
-            hint="sbatch refuses it, too; write #!/bin/bash as its first line",
-        )
-    words = first[2:].split()
-    names = [os.path.basename(word) for word in words if not word.startswith("-")]
-    names = names[1:] if names[:1] == ["env"] else names
-    if not names or names[0] not in _SHELLS:
-        raise InputError(
-            f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
-            hint="write a job file with `command: [INTERPRETER, SCRIPT]` by hand",
-        )
-    if any(re.fullmatch(r"-\w*l\w*|--login", word) for word in words):
-        why = "hpml starts no login shell: the environment that you submit from travels"
-        report.changed(1, first, why, "source /etc/profile in environment.setup if you need it")
+def _yaml(job: dict[str, Any], comments: list[str]) -> str:
+    """Return the text of a job file: shell lines as a block, lists of words on one line."""
+    yaml = YAML()
+    yaml.width = 96
+    yaml.allow_unicode = True
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    stream = io.StringIO()
+    yaml.dump(_styled(job), stream)
+    return "".join(f"# {comment}\n" for comment in comments) + stream.getvalue()
+
+
+def _styled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _styled(item) for name, item in value.items()}
+    if isinstance(value, list):
+        styled = CommentedSeq(_styled(item) for item in value)
+        if not any(isinstance(item, dict) for item in value):
+            styled.fa.set_flow_style()
+        return styled
+    if not isinstance(value, str):
+        return value
+    if not all(row.isprintable() for row in value.split("\n")):
+        return DoubleQuotedScalarString(value)  # escaped: YAML folds some of them as line ends
+    if "\n" in value and value[0] not in " \n":
+        return LiteralScalarString(value)
+    return value

@@ -5,147 +5,142 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.header import Allocation
-from hpml_orchestrator.spec.values import size_text
+from hpml_orchestrator.spec.values import Gpus, size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert.header import Gpus, Request
-    from hpml_orchestrator.convert.launch import Launch
+    from hpml_orchestrator.convert.header import Request
+    from hpml_orchestrator.convert.launchers import Launch
     from hpml_orchestrator.convert.report import Report
 
-__all__ = ["Size", "job_size"]
+__all__ = ["Allocation", "Size", "allocation", "job_size", "known_variables"]
 
-_BY_TASKS = ("srun", "mpirun", "horovodrun")  # start one rank per task of the job
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gives to the script: `gpus` and `cpus` of each node.
+
+    `tasks` are those of the job, None where the header does not say.
+    """
+
+    nodes: int
+    tasks: int | None
+    gpus: Gpus
+    cpus: int
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Tasks of each node, rounded up; 1 where the header does not say."""
+        return -(-self.tasks // self.nodes) if self.tasks else 1
+
+
+def allocation(request: Request, report: Report) -> Allocation:
+    """Return the allocation; where Slurm may choose the number of nodes, the fewest."""
+    numbers = request.numbers
+    per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
+    all_gpus, gpus = request.gpus.get("gpus", Gpus(())), request.gpus.get("gpus-per-node", Gpus(()))
+    nodes = numbers.get("nodes")
+    if nodes is None and tasks and per_node:
+        nodes = -(-tasks // per_node)
+    if nodes is None and all_gpus.count and gpus.count:
+        nodes = -(-all_gpus.count // gpus.count)
+    option = request.option("ntasks", "gpus")
+    if nodes is None and option is not None and (tasks or all_gpus.count) > 1:
+        why = "without --nodes Slurm may use several nodes; the job file asks for one"
+        report.changed(option.line, option.shown, why, "write resources.nodes for more")
+    nodes = nodes or 1
+    if not gpus.count:
+        gpus = Gpus(tuple((kind, -(-number // nodes)) for kind, number in all_gpus.kinds))
+    if tasks is None and per_node:
+        tasks = nodes * per_node
+    if tasks is None and "ntasks-per-gpu" in numbers:
+        tasks = numbers["ntasks-per-gpu"] * nodes * gpus.count or None
+    tasks_per_node = -(-tasks // nodes) if tasks else 1
+    if not gpus.count and "gpus-per-task" in request.gpus:
+        each = request.gpus["gpus-per-task"].kinds
+        gpus = Gpus(tuple((kind, number * tasks_per_node) for kind, number in each))
+    cpus = tasks_per_node * numbers.get("cpus-per-task", 1)
+    if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
+        cpus = numbers["cpus-per-gpu"] * gpus.count
+    return Allocation(nodes, tasks, gpus, cpus or 1)
+
+
+def known_variables(request: Request, given: Allocation) -> dict[str, str]:
+    """Return the variables that Slurm will set, as far as the header decides them."""
+    known: dict[str, int | None] = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), given.nodes),
+        "SLURM_CPUS_ON_NODE": given.cpus,
+        "SLURM_CPUS_PER_TASK": request.numbers.get("cpus-per-task"),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks),
+        "SLURM_NTASKS_PER_NODE": given.tasks_per_node if given.tasks else None,
+        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), given.gpus.count),
+        "SLURM_GPUS": given.gpus.count * given.nodes,
+    }
+    return {name: str(number) for name, number in known.items() if number}
 
 
 @dataclass(frozen=True)
 class Size:
-    """What the job file asks for; `gpus`, `ranks` and `memory_mb` are per node."""
+    """What the job file asks for; `ranks`, `gpus` and `memory_mb` are per node."""
 
     nodes: int
-    gpus: Gpus
     ranks: int
     cpus_per_rank: int
+    gpus: Gpus
     memory_mb: int | None
 
 
 def job_size(request: Request, given: Allocation, launch: Launch, report: Report) -> Size:
     """Return what a job file must ask for so that the program gets what it gets now."""
-    nodes, ranks = _ranks(given, launch, report)
-    part_of_tasks = (
-        launch.launcher in _BY_TASKS
-        and launch.total is not None
-        and given.tasks is not None
-        and launch.total < given.tasks
-    )
-    if part_of_tasks:  # as steps that run side by side: the job file asks for this step's share
-        cpus = (
-            launch.cpus
-            or request.numbers.get("cpus-per-task")
-            or -(-given.cpus // given.tasks_per_node)
-        )
-        given = Allocation(nodes, nodes * ranks, ranks, launch.gpus or given.gpus, cpus * ranks)
-    else:
-        cpus = -(-given.cpus // ranks)
-    if given.cpus % ranks:
-        launch.changed(
-            report,
-            f"{given.cpus} CPUs of a node for {ranks} ranks: {cpus} each, {cpus * ranks} in total",
-            "write resources.cpus_per_rank",
-        )
-    return Size(nodes, given.gpus, ranks, cpus, _memory(request, given, report))
-
-
-def _ranks(given: Allocation, launch: Launch, report: Report) -> tuple[int, int]:
-    """Return the numbers of nodes and of ranks on each."""
-    nodes = given.nodes
+    nodes, per_node, total = given.nodes, launch.size("per_node"), launch.size("total")
+    exact = True
     if launch.launcher == "torchrun":
-        _check_nodes(nodes, launch, report)
-        return nodes, _per_node(given, launch, report)
-    if launch.launcher in _BY_TASKS:
-        used = launch.nodes or nodes
-        if launch.per_node is None and launch.total is None and given.tasks is None:
-            return used, 1
-        if isinstance(launch.per_node, int):
-            return used, launch.per_node
-        total = launch.total or given.tasks or nodes
-        used = min(used, total)
-        if used < nodes:
-            _fewer(used, nodes, launch, report)
-        return used, _even(total, used, launch, report)
-    if nodes > 1:
-        _fewer(1, nodes, launch, report)
-    if given.gpu_count > 1:
+        exact = launch.size("nodes") in (None, nodes)
+        if total is None and per_node is None:
+            wanted, per_node = launch.sizes.get("per_node", ""), given.gpus.count or 1
+            exact = exact and wanted in ("gpu", "auto", "cpu")
+            if wanted == "cpu" or (wanted == "auto" and not given.gpus.count):
+                per_node = given.cpus
+    elif launch.launcher:
+        nodes = launch.size("nodes") or nodes
+        total = total or given.tasks or nodes
+        nodes = min(nodes, total)
+    else:
+        nodes = per_node = 1
+    ranks = per_node or -(-(total or 1) // nodes)
+    exact = exact and nodes == given.nodes and (per_node is not None or ranks * nodes == total)
+    if launch.launcher in ("", "torchrun") or ranks >= given.tasks_per_node:
+        cpus = -(-given.cpus // ranks)
+        exact = exact and cpus * ranks == given.cpus
+    else:  # one of several steps: its share
+        cpus = launch.size("cpus") or -(-given.cpus // given.tasks_per_node)
+    if not exact:
         launch.changed(
-            report,
-            f"one process with {given.gpu_count} GPUs becomes one rank, which also finds RANK=0, "
+            f"the header gives {given.nodes} nodes with {given.cpus} CPUs; the job file asks for "
+            f"{nodes} with {ranks} ranks of {cpus} CPUs on each",
+            "check nodes, ranks_per_node and cpus_per_rank in resources",
+        )
+    if not launch.launcher and given.gpus.count > 1:
+        launch.changed(
+            f"one process with {given.gpus.count} GPUs becomes one rank, which also finds RANK=0, "
             "WORLD_SIZE=1, LOCAL_RANK=0",
             "if it starts one process per GPU itself (Lightning, accelerate), remove launcher and "
             "ranks_per_node: hpml then starts one rank per GPU",
         )
-    return 1, 1
-
-
-def _check_nodes(nodes: int, launch: Launch, report: Report) -> None:
-    if launch.single_node and nodes > 1:
-        why = f"torchrun was started on the first of {nodes} nodes; hpml starts it on each"
-        launch.changed(report, why, "write resources.nodes: 1 if one is enough")
-    elif not launch.single_node and launch.nodes not in (None, nodes):
-        why = f"--nnodes is {launch.nodes} and the header's --nodes is {nodes}: {nodes} is used"
-        launch.changed(report, why, "write resources.nodes")
-
-
-def _fewer(used: int, nodes: int, launch: Launch, report: Report) -> None:
-    why = f"it runs on {used} of {nodes} nodes: the job file asks for {used}"
-    launch.changed(report, why, f"write resources.nodes: {nodes} if ranks should run on all")
-
-
-def _per_node(given: Allocation, launch: Launch, report: Report) -> int:
-    """Return the ranks that one torchrun starts."""
-    wanted = launch.per_node
-    if isinstance(wanted, int):
-        return wanted
-    if launch.total is not None:
-        return _even(launch.total, given.nodes, launch, report)
-    if wanted in (None, "gpu", "auto"):
-        return given.gpu_count or (given.cpus if wanted == "auto" else 1)
-    if wanted == "cpu":
-        return given.cpus
-    ranks = given.gpu_count or 1
-    why = f"the number of processes per node is known in the job only: {ranks} here"
-    launch.changed(report, why, "write resources.ranks_per_node")
-    return ranks
-
-
-def _even(total: int, nodes: int, launch: Launch, report: Report) -> int:
-    ranks = -(-total // nodes)
-    if total % nodes:
-        why = f"{total} ranks on {nodes} nodes: a job file has the same number on each, {ranks}"
-        launch.changed(report, why, "write resources.nodes and resources.ranks_per_node")
-    return ranks
+    return Size(nodes, ranks, cpus, given.gpus, _memory(request, given, report))
 
 
 def _memory(request: Request, given: Allocation, report: Report) -> int | None:
-    option = request.option("mem", "mem-per-cpu", "mem-per-gpu")
-    numbers = request.numbers
+    """Return the memory of a node in MiB; None where the header does not say."""
+    option, numbers = request.option("mem", "mem-per-cpu", "mem-per-gpu"), request.numbers
     if option is None or numbers.get("mem"):
         return numbers.get("mem")
-    if "mem" in numbers:
-        report.lost(
-            option.line,
-            option.shown,
-            "a job file cannot ask for all of a node's memory",
-            "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows the nodes' MB)",
-        )
+    if option.name == "mem":
+        why = "a job file cannot ask for all of a node's memory"
+        todo = "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows the nodes' MB)"
+        report.lost(option.line, option.shown, why, todo)
         return None
-    if "mem-per-cpu" in numbers:
-        number, each, unit = given.cpus, numbers["mem-per-cpu"], "CPUs"
-    else:
-        number, each, unit = given.gpu_count, numbers["mem-per-gpu"], "GPUs"
-    report.changed(
-        option.line,
-        option.shown,
-        f"a job file has the memory of a node: {number} {unit} x {size_text(each)} = "
-        f"{size_text(number * each)}",
-    )
-    return number * each or None
+    by_cpu, each = option.name == "mem-per-cpu", numbers[option.name]
+    count = given.cpus if by_cpu else given.gpus.count
+    why = f"{count} {'CPUs' if by_cpu else 'GPUs'} x {size_text(each)} = {size_text(count * each)}"
+    report.changed(option.line, option.shown, f"a job file has the memory of a node: {why}")
+    return count * each or None

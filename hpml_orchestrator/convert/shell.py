@@ -1,6 +1,7 @@
-"""Split a batch script into commands; compound commands and here-documents stay whole.
+"""Split a batch script into statements and simple commands, and words into their parts.
 
-The reader finds where a command ends and evaluates nothing.
+Compound commands and here-documents stay whole. The reader finds where a command ends; it evaluates
+nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ASSIGNMENT", "TOKEN", "Piece", "Token", "split_script", "word_parts"]
+__all__ = ["ASSIGNMENT", "TOKEN", "Command", "Statement", "split_script", "word_parts"]
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
 
+_KEYWORDS = frozenset("if then elif else while until do done fi esac ! { } in".split())
 _CLOSERS = {"if": "fi", "case": "esac", "{": "}", "(": ")"}
 _CLOSERS |= dict.fromkeys(("for", "while", "until", "select"), "done")
 _BEFORE_COMMAND = frozenset("do then else elif if while until ! time {".split())
@@ -65,89 +67,92 @@ _PARTS = re.compile(rf"\\(.)|'([^']*)'|({_expansion(_MAX_NESTING)})|[^\\'\"$`]+|
 
 
 @dataclass(frozen=True)
-class Token:
-    """A word, an operator or a redirection, as written."""
+class Command:
+    """A simple command of a statement; words and redirections are as written.
 
-    kind: str
-    text: str
-    start: int
+    Attributes:
+        operator: what stands before it: `&&`, `||`, `|`, …; empty for the first command.
+        line: where it starts, from 1.
+        source: as written, without here-documents.
+    """
+
+    operator: str
+    line: int
+    source: str
+    words: tuple[str, ...]
+    redirects: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A list of commands joined by `&&`, `||` and `|`, or a compound command as a whole.
+class Statement:
+    """Commands joined by `&&`, `||` and `|`, or a compound command as a whole.
 
     Attributes:
         line: where it starts, from 1.
-        source: as written, here-documents included.
+        source: as written, here-documents and a final `&` included.
+        commands: its simple commands, those inside of compound commands included.
         block: keyword that starts the first compound command in it; empty for simple commands.
         background: whether `&` ends it.
     """
 
     line: int
     source: str
-    tokens: tuple[Token, ...]
+    commands: tuple[Command, ...]
     block: str = ""
     background: bool = False
 
 
 class _Splitter:
-    """One pass over a script."""
+    """One pass over a script; `tokens` are kind, text and position of the statement so far."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.lines = [match.end() for match in re.finditer("\n", text)]
-        self.pieces: list[Piece] = []
+        self.statements: list[Statement] = []
         self.documents: list[tuple[str, bool]] = []  # here-documents to come: end, strip tabs
         self._reset()
 
     def _reset(self) -> None:
-        self.tokens: list[Token] = []
+        self.tokens: list[tuple[str, str, int]] = []
         self.open: list[str] = []
         self.block = ""
         self.awaits_body = False  # of a function
         self.command = True  # whether a command word may stand here
 
-    def _end(self, end: int, *, background: bool = False) -> None:
-        if self.tokens:
-            start = self.tokens[0].start
-            line = bisect_right(self.lines, start) + 1
-            source = self.text[start:end].rstrip(" \t\r\n")
-            self.pieces.append(Piece(line, source, tuple(self.tokens), self.block, background))
-        self._reset()
+    def _line(self, position: int) -> int:
+        return bisect_right(self.lines, position) + 1
 
     def _error(self, position: int, message: str) -> InputError:
-        line = bisect_right(self.lines, position) + 1
-        return InputError(f"line {line}: {message}", hint="`bash -n SCRIPT` checks the syntax")
+        hint = "`bash -n SCRIPT` checks the syntax"
+        return InputError(f"line {self._line(position)}: {message}", hint=hint)
 
-    def run(self) -> list[Piece]:
+    def run(self) -> list[Statement]:
         position = 0
         while position < len(self.text):
             match = TOKEN.match(self.text, position)
-            after_for = bool(self.tokens) and self.tokens[-1].text == "for"
+            after_for = bool(self.tokens) and self.tokens[-1][1] == "for"
             if self.text.startswith("((", position) and (self.command or after_for):
                 match = _ARITHMETIC.match(self.text, position)
             if match is None:
                 raise self._error(position, "a quote or parenthesis is not closed")
-            position = self._take(match)
+            position = self._take(match.lastgroup or "word", match)
         if self.open or self.awaits_body:
             missing = f"`{self.open[-1]}`" if self.open else "the body of a function"
-            raise self._error(self.tokens[0].start, f"{missing} is missing")
+            raise self._error(self.tokens[0][2], f"{missing} is missing")
         self._end(len(self.text))
-        return self.pieces
+        return self.statements
 
-    def _take(self, match: re.Match[str]) -> int:
+    def _take(self, kind: str, match: re.Match[str]) -> int:
         """Read a token; return where the next one starts."""
-        kind = match.lastgroup or "word"
         if kind == "newline":
             return self._newline(match.end())
         if kind == "operator":
-            self._operator(match)
+            self._operator(match[0], match.start())
         elif kind in ("redirect", "target"):
             if heredoc := re.match(r"\d*<<(-?)(?!<)", match[0]):
                 word = re.sub(r"[\\'\"]", "", match["target"] or "")
                 self.documents.append((word, bool(heredoc[1])))
-            self.tokens.append(Token("redirect", match[0], match.start()))
+            self.tokens.append(("redirect", match[0], match.start()))
         elif kind == "word":
             self._word(match[0], match.start())
         return match.end()
@@ -161,34 +166,32 @@ class _Splitter:
                 row = self.text[end : stop if stop >= 0 else None]
                 end = stop + 1 if stop >= 0 else len(self.text)
         self.documents.clear()
-        last = self.tokens[-1].text if self.tokens else ""
+        last = self.tokens[-1][1] if self.tokens else ""
         if self.open or self.awaits_body or last in ("&&", "||", "|", "|&"):
-            self.tokens.append(Token("operator", "\n", start - 1))
+            self.tokens.append(("operator", "\n", start - 1))
             self.command = True
         else:
             self._end(end)
         return end
 
-    def _operator(self, match: re.Match[str]) -> None:
-        operator, start = match[0], match.start()
+    def _operator(self, operator: str, start: int) -> None:
         if operator in (";", "&") and not self.open and not self.documents:
             if not self.tokens:
                 raise self._error(start, f"unexpected {operator}")
             self._end(start, background=operator == "&")
             return
         function = operator == "(" and re.match(r"\s*\)", self.text[start + 1 : start + 9])
-        if function and self.tokens and self.tokens[-1].kind == "word":
+        if function and self.tokens and self.tokens[-1][0] == "word":
             self.block = self.block or "function"
             self.awaits_body = True
             self.open.append(")")
         elif operator == "(":
             self._begin("(")
-        elif operator == ")":
-            if self.open[-1:] == [")"]:
-                self.open.pop()
-            elif "esac" not in self.open:
-                raise self._error(start, "unexpected )")
-        self.tokens.append(Token("operator", operator, start))
+        elif operator == ")" and self.open[-1:] == [")"]:
+            self.open.pop()
+        elif operator == ")" and "esac" not in self.open:
+            raise self._error(start, "unexpected )")
+        self.tokens.append(("operator", operator, start))
         self.command = operator != ")" or self.awaits_body or "esac" in self.open
 
     def _begin(self, keyword: str) -> None:
@@ -207,14 +210,45 @@ class _Splitter:
             self.block = self.block or word
             self.awaits_body = True
         else:
-            named = self.awaits_body and self.tokens[-1].text == "function"
+            named = self.awaits_body and self.tokens[-1][1] == "function"
             before = word in _BEFORE_COMMAND or named or ASSIGNMENT.match(word) is not None
             self.command = self.command and before
-        self.tokens.append(Token("word", word, start))
+        self.tokens.append(("word", word, start))
+
+    def _end(self, end: int, *, background: bool = False) -> None:
+        if self.tokens:
+            start = self.tokens[0][2]
+            source = self.text[start:end].rstrip(" \t\r\n") + " &" * background
+            commands = tuple(self._commands())
+            self.statements.append(
+                Statement(self._line(start), source, commands, self.block, background)
+            )
+        self._reset()
+
+    def _commands(self) -> Iterator[Command]:
+        """Yield the simple commands of the statement so far."""
+        operator = ""
+        command: list[tuple[str, str, int]] = []
+        for kind, text, start in [*self.tokens, ("operator", "", len(self.text))]:
+            if kind != "operator":
+                if command or text not in _KEYWORDS:
+                    command.append((kind, text, start))
+                continue
+            if command:
+                first, end = command[0][2], command[-1][2] + len(command[-1][1])
+                words, redirects = (
+                    tuple(text for kind, text, _ in command if kind == wanted)
+                    for wanted in ("word", "redirect")
+                )
+                source = self.text[first:end]
+                yield Command(operator, self._line(first), source, words, redirects)
+            if command or text != "\n":  # a line may end behind `&&`
+                operator = text
+            command = []
 
 
-def split_script(text: str) -> list[Piece]:
-    """Return the commands of a script in order.
+def split_script(text: str) -> list[Statement]:
+    """Return the statements of a script in order.
 
     Raises:
         InputError: a quote, a parenthesis or a compound command is not closed.

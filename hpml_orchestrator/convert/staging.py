@@ -7,17 +7,20 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.values import has_hole, holes
+from hpml_orchestrator.convert.values import has_hole, hole_kinds
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert.report import Report
     from hpml_orchestrator.convert.values import Values
 
-__all__ = ["Staged", "Staging", "is_local"]
+__all__ = ["LOCAL", "Staged", "Staging"]
 
-_LOCAL = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
+LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|JOBFS|/tmp\b|/dev/shm")
+"""What a line says that works on the node's own disk or in its RAM."""
+
+_ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
 _FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|csv|json|txt)$")
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.\w+)$")
+_DISK = '\0"$TMPDIR"\0'
 
 
 @dataclass
@@ -33,86 +36,82 @@ class Staged:
     name: str
     source: str
     kind: str
-    target: str
     place: str
     line: int
     text: str
     file: str = ""
     used: bool = False
 
-
-def is_local(path: str) -> bool:
-    """Whether a path lies on the node's own disk or in its RAM."""
-    kinds = [kind for kind, _ in holes(path)]
-    return kinds[:1] == ["local"] if path.startswith("\0") else bool(_LOCAL.match(path))
+    @property
+    def target(self) -> str:
+        """Where hpml stages it to."""
+        return "shm" if self.place.startswith("/dev/shm") else "local"  # noqa: S108
 
 
 class Staging:
     """The data that a script copies to its nodes."""
 
-    def __init__(self, values: Values, report: Report) -> None:
+    def __init__(self, values: Values) -> None:
         self.values = values
-        self.report = report
         self.entries: list[Staged] = []
         self.made: set[str] = set()  # directories that the script makes
 
     def path(self, text: str) -> str:
-        """Return an absolute path; all spellings of the local disk become one."""
-        if text.startswith("\0") and is_local(text):
-            text = re.sub("\0[^\0]*\0", "\x01", text, count=1)
-        elif not text.startswith(("/", "\0", "\x01")):
-            return self.path(os.path.join(self.values.directory, text))
+        """Return an absolute path; all spellings of the node's own disk become one."""
+        if hole_kinds(text)[:1] == ["local"] and text.startswith("\0"):
+            text = re.sub("\0[^\0]*\0", _DISK, text, count=1)
+        elif not text.startswith(("/", "\0")):
+            text = os.path.join(self.values.directory, text)
         return os.path.normpath(text)
 
     def take(self, words: list[str], line: int, text: str) -> bool:
         """Make entries of a copy to the node; False for any other command."""
         name = os.path.basename(words[0])
-        options = [word for word in words[1:] if word.startswith("-")]
-        paths = [word for word in words[1:] if not word.startswith("-")]
         if name == "tar":
             return self._tar(words[1:], line, text)
+        options = [word for word in words[1:] if word.startswith("-")]
+        *sources, target = [word for word in words[1:] if not word.startswith("-")] or [""]
         if name == "mkdir":
-            self.made |= {self.path(path) for path in paths}
-        if name not in ("cp", "rsync") or len(paths) < 2:  # noqa: PLR2004 - from and to
+            self.made |= {self.path(path) for path in (*sources, target)}
+        if name not in ("cp", "rsync") or not sources or not _is_local(self.path(target)):
             return False
-        *sources, destination = paths
-        if not is_local(self.path(destination).replace("\x01", '\0"$TMPDIR"\0')) or any(
-            has_hole(source) or "://" in source or is_local(source) for source in sources
-        ):
+        if any(has_hole(source) or "://" in source or _ROOT.match(source) for source in sources):
             return False
+        place = self.path(target)
         tree = name == "rsync" or any(re.match(r"-[a-zA-Z]*[rRa]|--rec|--arch", o) for o in options)
-        place = self.path(destination)
-        into = len(sources) > 1 or destination.endswith(("/", "/.")) or place in self.made
-        into = into or place == "\x01" or bool(re.fullmatch(_LOCAL.pattern, place))
-        for source in sources:
-            base = os.path.basename(source.rstrip("/"))
-            if tree and not _FILE.search(base):
+        into = len(sources) > 1 or target.endswith(("/", "/.")) or place in (*self.made, _DISK)
+        into = into or _ROOT.fullmatch(place) is not None
+        names = [os.path.basename(source.rstrip("/")) for source in sources]
+        files = [not tree or bool(_FILE.search(base)) for base in names]
+        if any(files) and not into and names != [os.path.basename(place)]:
+            return False  # staged files keep their names
+        for source, base, is_file in zip(sources, names, files, strict=True):
+            if is_file:
+                directory = place if into else os.path.dirname(place)
+                kind = "file" if _ARCHIVE.search(base) else "auto"
+                self._add(source, kind, directory, line, text, file=base)
+            else:
                 contents = source.endswith("/.") or (name == "rsync" and source.endswith("/"))
                 inside = os.path.join(place, base) if into and not contents else place
                 self._add(source.removesuffix("/."), "auto", inside, line, text)
-                continue
-            file = base if into else os.path.basename(place)
-            if file != base:
-                why = f"the file keeps its name on the node: {base}, not {file}"
-                self.report.changed(line, text, why)
-            directory = place if into else os.path.dirname(place)
-            kind = "file" if _ARCHIVE.search(base) else "auto"
-            self._add(source, kind, directory, line, text, file=file)
         return True
 
     def _tar(self, words: list[str], line: int, text: str) -> bool:
-        archive, directory = _extraction(words)
-        place = self.path(directory or self.values.directory)
-        if not archive or not (place.startswith("\x01") or is_local(place)):
+        """Read `tar -xf ARCHIVE -C DIRECTORY`, and nothing else."""
+        match = re.fullmatch(
+            r"-?[a-z]*x[a-z]*f (\S+)(?: (?:-C |--directory[ =])(\S+))?", " ".join(words)
+        )
+        place = self.path(match[2] or self.values.directory) if match else ""
+        if match is None or not _is_local(place):
             return False
-        held = self.path(archive)
-        for entry in self.entries:
+        held = self.path(match[1])
+        for entry in self.entries:  # an archive that was copied first
             if entry.file and os.path.join(entry.place, entry.file) == held:
                 entry.kind, entry.file, entry.place = "tar", "", place
                 return True
-        if archive == "-" or has_hole(archive):
+        if match[1] == "-" or has_hole(match[1]):
             return False
-        self._add(archive, "auto" if _ARCHIVE.search(archive) else "tar", place, line, text)
+        self._add(match[1], "auto" if _ARCHIVE.search(match[1]) else "tar", place, line, text)
         return True
 
     def _add(
@@ -123,9 +122,8 @@ class Staging:
         name = re.sub(r"[^a-z0-9_]+", "_", stem.lower()).strip("_")[:28] or "data"
         name = name if name[0].isalpha() else f"d_{name}"
         taken = {entry.name for entry in self.entries}
-        unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 999))) if n not in taken)
-        target = "shm" if place.startswith("/dev/shm") else "local"  # noqa: S108
-        self.entries.append(Staged(unique, source, kind, target, place, line, text, file))
+        unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
+        self.entries.append(Staged(unique, source, kind, place, line, text, file))
 
     def replaced(self, value: str) -> str:
         """Return a value with the path of staged data as `{stage.NAME}`."""
@@ -146,23 +144,6 @@ class Staging:
         return f"{{stage.{best.name}}}{rest}"
 
 
-def _extraction(words: list[str]) -> tuple[str, str]:
-    """Return archive and directory of a tar that extracts a whole archive; empty for others."""
-    archive, directory, extracts = "", "", False
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        option, equals, value = word.partition("=")
-        if word in ("-C", "--directory") and rest:
-            directory = rest.pop(0)
-        elif equals and option in ("--directory", "--file"):
-            directory, archive = (value, archive) if option == "--directory" else (directory, value)
-        elif re.fullmatch(r"--extract|--get|-?[a-zA-Z]+", word) and (
-            word.startswith("-") or len(rest) == len(words) - 1
-        ):
-            extracts = extracts or "x" in word or word == "--get"
-            if word.endswith("f") and rest:
-                archive = rest.pop(0)
-        else:
-            return "", ""
-    return (archive, directory) if extracts else ("", "")
+def _is_local(path: str) -> bool:
+    """Whether an absolute path lies on the node's own disk or in its RAM."""
+    return path.startswith(_DISK) or _ROOT.match(path) is not None

@@ -15,30 +15,45 @@ from hpml_orchestrator.convert.shell import ASSIGNMENT, TOKEN, word_parts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PROVIDED", "Values", "has_hole", "holes", "shell_word", "shown", "stable"]
+__all__ = [
+    "PROVIDED",
+    "Values",
+    "has_hole",
+    "hole_kinds",
+    "hole_sources",
+    "is_stable",
+    "shell_word",
+    "shown",
+]
 
 PROVIDED = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK "
-    "PYTHONUNBUFFERED".split()
+    "PYTHONUNBUFFERED SRUN_CPUS_PER_TASK SLURM_CPU_BIND SLURM_EXPORT_ENV".split()
 )
-"""Variables that hpml sets for the ranks itself."""
+"""Variables that hpml sets for the ranks, or that its own srun needs not."""
 
 _HOLE = re.compile("\0([^\0]*)\0")
-_SIMPLE = re.compile(r"\$(\w+|[@*#?$!-])|\$\{(\w+|[@*])(?:\[[@*]\])?\}", re.ASCII)
-_DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?[-=]([^{}$`\"'\\]*)\}", re.ASCII)
-_LOCAL_NAMES = "TMPDIR SLURM_TMPDIR LOCAL_SCRATCH LOCALSCRATCH LSCRATCH JOBFS".split()
-_JOB_NAMES = "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID".split()
+_SIMPLE = re.compile(r"\$(\w+|[@*#?$!-])|\$\{(\w+|[@*#])(?:\[[@*]\])?\}", re.ASCII)
+_DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^{}$`\"'\\]*)\}", re.ASCII)
+_LOCAL = re.compile(  # with another directory where it is not set
+    r"\$\{((?:SLURM_)?TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS):-[^{}]*(?:\$\{\w+\})?\}", re.ASCII
+)
 _KINDS = {
-    **dict.fromkeys(_LOCAL_NAMES, "local"),
-    **dict.fromkeys(_JOB_NAMES, "job"),
+    **dict.fromkeys(
+        "TMPDIR SLURM_TMPDIR LOCAL_SCRATCH LOCALSCRATCH LSCRATCH JOBFS".split(), "local"
+    ),
+    **dict.fromkeys("SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID".split(), "job"),
     "SLURM_ARRAY_TASK_ID": "array",
+    **dict.fromkeys(PROVIDED, "provided"),
 }
 _SESSION = frozenset(  # what the login shell has, and the job has not or has otherwise
     "HOSTNAME HOST RANDOM SECONDS LINENO PPID UID SHLVL OLDPWD _ DISPLAY CUDA_VISIBLE_DEVICES "
     "BASH_SOURCE BASH".split()
 )
 _PATTERN = re.compile(r"[*?]|\[[^]]*\]|(?<!\$)\{[^\s{}]*(?:,|\.\.)[^\s{}]*\}")
-_LAUNCHER = re.compile(r"\b(torchrun|torch\.distributed|accelerate|deepspeed|mpirun|srun)\b")
+_LAUNCHER = re.compile(  # what only the job knows of such a value is hpml's to choose
+    r"\b(torchrun|torch\.distributed|accelerate|deepspeed|mpirun|srun)\b|--(rdzv|master|main_proc)"
+)
 _MAX_VALUE = 100_000
 
 
@@ -47,26 +62,29 @@ def has_hole(value: str) -> bool:
     return "\0" in value
 
 
-def holes(value: str) -> list[tuple[str, str]]:
-    """Return kind and source of the holes of a value.
+def hole_sources(value: str) -> list[str]:
+    """Return the shell source of each hole, without the quotes around it."""
+    return [source.strip('"') for source in _HOLE.findall(value)]
 
-    Kinds: `array`, `job`, `local` (the node's own disk), `argument` (`$1`), `runtime`.
+
+def hole_kinds(value: str) -> list[str]:
+    """Return the kind of each hole.
+
+    `array` (the task's index), `job` (its id), `local` (the node's own disk), `provided` (set by
+    hpml, too), `argument` (`$1`), `runtime` (all else).
     """
-    found = []
-    for source in _HOLE.findall(value):
-        match = _SIMPLE.fullmatch(source.strip('"'))
-        name = (match[1] or match[2]) if match else ""
-        if match is None:
-            default = re.fullmatch(r'"?\$\{(\w+):-[^{}]*(\$\{?\w+\}?|/tmp)?\}"?', source)
-            name = default[1] if default and _KINDS.get(default[1]) == "local" else ""
-        argument = name.isdigit() or name in ("@", "*")
-        found.append(("argument" if argument else _KINDS.get(name, "runtime"), source))
-    return found
+    kinds = []
+    for source in hole_sources(value):
+        match = _SIMPLE.fullmatch(source) or _LOCAL.fullmatch(source)
+        name = next(filter(None, match.groups()), "") if match else ""
+        argument = name in ("@", "*", "#") or (name.isdigit() and name != "0")
+        kinds.append("argument" if argument else _KINDS.get(name, "runtime"))
+    return kinds
 
 
-def stable(value: str) -> bool:
+def is_stable(value: str) -> bool:
     """Whether the holes of a value mean the same at any time in the job."""
-    return all(kind in ("array", "job", "local") for kind, _ in holes(value))
+    return {"runtime", "argument"}.isdisjoint(hole_kinds(value))
 
 
 def shown(value: str) -> str:
@@ -82,7 +100,7 @@ def shell_word(value: str) -> str:
 
 
 class Values:
-    """Expands words.
+    """Expands the words of a script.
 
     Args:
         environment: variables of the caller's shell, which sbatch passes on.
@@ -90,10 +108,9 @@ class Values:
         directory: where the script starts.
 
     Attributes:
-        directory: where the script is; may have holes; empty once that is unknown.
+        directory: where the script is now; empty where only the job knows.
         variables: of the script; None for a value that only the job knows.
-        from_environment: variables of the caller's shell that were used, with their values.
-        defaults: `${NAME:-VALUE}` that were replaced by VALUE.
+        sourced: whether a file that is not read may have set anything.
     """
 
     def __init__(
@@ -103,44 +120,50 @@ class Values:
         self.known = known
         self.directory = directory
         self.variables: dict[str, tuple[str, ...] | None] = {}
-        self.from_environment: dict[str, str] = {}
-        self.defaults: dict[str, str] = {}
-        self.sourced = False  # whether a file that is not read may have set anything
+        self.sourced = False
+        self._functions: set[str] = set()  # variables that functions may set at any time
 
     def assign(self, source: str) -> tuple[str, str]:
         """Set a variable by the source of an assignment; return its name and value."""
-        name, operator, rest = ASSIGNMENT.fullmatch(source).groups()  # type: ignore[union-attr]
+        match = ASSIGNMENT.fullmatch(source)
+        assert match is not None  # noqa: S101 - the caller looked
+        name, operator, rest = match.groups()
         opaque = f'\0"${name}"\0'
+        before = self.variables.get(name) if operator == "+=" else ()
         if rest.startswith("("):
-            words = [match["word"] for match in TOKEN.finditer(rest[1:-1]) if match["word"]]
-            items = self.words(words)
-            before = self.variables.get(name, ()) if operator == "+=" else ()
-            known = before is not None and not any(map(has_hole, items))
+            items = self.words(
+                [word["word"] for word in TOKEN.finditer(rest[1:-1]) if word["word"]]
+            )
+            known = before is not None and self._is_kept(name, " ".join(items))
             self.variables[name] = (*(before or ()), *items) if known else None
             return name, " ".join(items) if known else opaque
         value = self.text(rest)
         if operator == "+=":
-            before = self.variables.get(name)
-            value = before[0] + value if before is not None and len(before) == 1 else opaque
-        keep = (stable(value) or _LAUNCHER.search(value)) and len(value) < _MAX_VALUE
+            value = "".join(before) + value if before else opaque
+        keep = self._is_kept(name, value)
         self.variables[name] = (value,) if keep else None
         return name, value if keep else opaque
 
-    def forget(self, source: str) -> None:
+    def _is_kept(self, name: str, value: str) -> bool:
+        """Whether a variable's value can stand where its name stands: `$(date)` is run once."""
+        stable = is_stable(value) or _LAUNCHER.search(value) is not None
+        return stable and len(value) < _MAX_VALUE and name not in self._functions
+
+    def forget(self, source: str, *, function: bool = False) -> None:
         """Treat variables that a command may set as unknown; all of them where it reads a file."""
+        names = set(re.findall(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*", source))
+        if function:
+            self._functions |= names
         if re.search(r"(^|[;&|\s])(source|\.|eval)\s", source):
-            self.variables = dict.fromkeys(self.variables)
             self.sourced = True
-        bare = set(re.findall(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*", source))
-        if not re.search(r"=|\b(read|for|select|mapfile|readarray|getopts|let|printf)\b", source):
-            bare &= self.variables.keys()
-        self.variables |= dict.fromkeys(bare)
+            names |= self.variables.keys()
+        self.variables |= dict.fromkeys(names)
 
-    def words(self, sources: list[str]) -> list[str]:
+    def words(self, sources: list[str] | tuple[str, ...]) -> list[str]:
         """Return the fields of several words."""
-        return [field for source in sources for field in self.fields(source)]
+        return [field for source in sources for field in self._fields(source)]
 
-    def fields(self, source: str) -> list[str]:
+    def _fields(self, source: str) -> list[str]:
         """Return the fields of a word: unquoted variables are split, patterns become holes."""
         parts = list(word_parts(source))
         pattern = "".join("x" if quoted or kind else text for kind, text, quoted in parts)
@@ -150,8 +173,7 @@ class Values:
         current: str | None = None
         for index, (expansion, text, quoted) in enumerate(parts):
             if not expansion:
-                value = self._tilde(text) if not quoted and index == 0 else text
-                current = (current or "") + value
+                current = (current or "") + (text if quoted or index else self._tilde(text))
                 continue
             items = self._expand(text, quoted=quoted)
             if not quoted:
@@ -161,12 +183,9 @@ class Values:
             for position, item in enumerate(items):
                 if position:
                     fields.append(current or "")
-                    current = item
-                else:
-                    current = (current or "") + item
-        if current is not None:
-            fields.append(current)
-        return fields
+                    current = None
+                current = (current or "") + item
+        return fields if current is None else [*fields, current]
 
     def text(self, source: str) -> str:
         """Return a word as one value, as in an assignment: nothing is split."""
@@ -175,7 +194,7 @@ class Values:
             if expansion:
                 values.append(" ".join(self._expand(text, quoted=True)))
             else:
-                values.append(self._tilde(text) if not quoted and index == 0 else text)
+                values.append(text if quoted or index else self._tilde(text))
         return "".join(values)
 
     def _tilde(self, text: str) -> str:
@@ -188,14 +207,11 @@ class Values:
         if match := _DEFAULT.fullmatch(source):
             name, default = match.groups()
             items = self._lookup(name)
-            unset = name not in {**self.variables, **_KINDS} and not self.sourced
-            if items is None and unset:
-                self.defaults[source] = default
+            if items is None and not (name in {**self.variables, **_KINDS} or self.sourced):
                 return [default]
             return list(items[:1]) if items and items[0] else [default] if items else hole
         if match := _SIMPLE.fullmatch(source):
-            name = match[1] or match[2]
-            items = self._lookup(name)
+            items = self._lookup(match[1] or match[2])
             if items is None:
                 return hole
             items = items if source.endswith(("[@]}", "[*]}")) else items[:1]
@@ -206,11 +222,7 @@ class Values:
             return [self.directory]
         if match := re.fullmatch(r"(?:which|command -v) ([\w.+-]+)", command):
             return [match[1]]  # looked up again where the program starts
-        counted = {
-            "nproc": "SLURM_CPUS_ON_NODE",
-            "nvidia-smi -L | wc -l": "SLURM_GPUS_ON_NODE",
-        }.get(command)
-        return [self.known[counted]] if counted and counted in self.known else hole
+        return hole
 
     def _lookup(self, name: str) -> tuple[str, ...] | None:
         if name in self.variables:
@@ -219,10 +231,6 @@ class Values:
             return (self.directory,) if self.directory else None
         if name in PROVIDED or name in _KINDS or name in _SESSION or not name.isidentifier():
             return None
-        if name.startswith(("SLURM", "SBATCH_")):
-            return (self.known[name],) if name in self.known else None
-        if name in self.environment and not self.sourced:
-            if name not in ("HOME", "USER", "LOGNAME"):
-                self.from_environment[name] = self.environment[name]
-            return (self.environment[name],)
-        return None
+        slurm = name.startswith(("SLURM", "SBATCH_"))
+        values = self.known if slurm else {} if self.sourced else self.environment
+        return (values[name],) if name in values else None
