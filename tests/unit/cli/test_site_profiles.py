@@ -85,7 +85,9 @@ def test_a_local_job_has_no_site(shell: Shell, hpml: Hpml, project: Path) -> Non
     """The profile describes the cluster; one that is chosen by name counts all the same."""
     project.write_text('[defaults.environment.variables]\nWHERE = "cluster"\n')
     job = shell.job(command=["sh", "-c", "echo at ${WHERE:-home}"])
-    assert "at home" in hpml("run", job, "--local").out
+    ended = hpml("run", job, "--local")
+    assert "at home" in ended.out
+    assert f"a local job uses no site profile or templates of yours ({project})" in ended.err
     assert "export WHERE" not in hpml("render", job, "--local").out
     assert "at cluster" in hpml("--site", str(project), "run", job, "--local").out
 
