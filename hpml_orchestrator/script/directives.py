@@ -8,7 +8,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import Resources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.spec import Job, ResolvedSite
     from hpml_orchestrator.spec.site import DirectiveRule, Site
@@ -47,10 +47,22 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
         InputError: the job asks for one that the site forbids.
     """
     options = _own_options(job)
-    if site is None or not site.site.directives:
+    if site is None:
         return options
-    files = {str(site.origin(f"directives.{name}")) for name in site.site.directives}
-    return _apply(site.site.directives, options, job, files)
+    rules = site.site.directives
+    for option in options:
+        name, _ = _split(option)
+        field = _field_of(job, name, option)
+        if name in rules and rules[name].forbid is not None and field:
+            given = getattr(job.resources, field.removeprefix("resources."))
+            shown = given if isinstance(given, (str, int)) else None
+            raise InputError(
+                f"asks for --{name}, which this site forbids: {rules[name].forbid}",
+                field=field,
+                value=option if field == "resources.extra" else shown,
+                hint=f"leave it out; the rule is in {site.origin(f'directives.{name}')}",
+            )
+    return _apply(rules, options)
 
 
 def memory_mebibytes(job: Job) -> int:
@@ -88,32 +100,15 @@ def _own_options(job: Job) -> list[str]:
     return [*options, "--open-mode=append", *resources.extra]
 
 
-def _apply(
-    rules: Mapping[str, DirectiveRule], options: Sequence[str], job: Job, files: Iterable[str] = ()
-) -> list[str]:
-    """Return the options as the rules change them.
-
-    Raises:
-        InputError: the job asks for an option that a rule forbids.
-    """
+def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[str]:
+    """Return the options as the rules change them."""
     changed = []
     for option in options:
         name, value = _split(option)
         rule = rules.get(name)
         if rule is not None and rule.rename is not None:
             changed.append(_renamed(rule.rename, value))
-        elif rule is not None and rule.forbid is not None:
-            field = _field_of(job, name, option)
-            if field:
-                given = getattr(job.resources, field.removeprefix("resources."))
-                shown = given if isinstance(given, (str, int)) else None
-                raise InputError(
-                    f"asks for --{name}, which this site forbids: {rule.forbid}",
-                    field=field,
-                    value=option if field == "resources.extra" else shown,
-                    hint=f"leave it out; the rule is in {', '.join(sorted(files))}",
-                )
-        elif rule is None or not rule.omit:
+        elif not leaves_out(rules, name):
             changed.append(option)
     names = {_split(option)[0] for option in options}
     for name, rule in rules.items():
@@ -133,7 +128,7 @@ def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
         name: rule for name, rule in rules.items() if name not in _COUNTS or rule.rename is None
     }
     own = _own_options(job)
-    options = [(option, *_split(option)) for option in _apply(kept, own, job)]
+    options = [(option, *_split(option)) for option in _apply(kept, own)]
     before = dict(map(_split, own))
     after = {name: value for _, name, value in options}
     changes: dict[str, object] = {

@@ -113,7 +113,7 @@ def test_a_pack_that_is_not_finished_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_sources_of_another_kind_are_errors(tree: Path, name: str, kind: str, message: str) -> None:
-    """A tree that is no pack, a directory for a tar, and archives that are none."""
+    """A tree that is not a pack, a directory for a tar, and files that are not archives."""
     source = tree.parent / name
     if name != "tree":
         source.write_bytes(b"x" * 2000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import pytest
@@ -142,41 +141,17 @@ def test_the_job_as_slurm_will_see_it() -> None:
     ]
 
 
-STAGES = [
-    {"name": "one", "source": "/a", "target": "local"},
-    {"name": "two", "source": "/b", "target": "shm"},
-]
-
-
-def run_lines(script: str, begins: tuple[str, ...], environment: dict[str, str]) -> str:
-    """Run the lines of a script that begin so, and print what they set."""
-    lines = [line for line in script.splitlines() if line.startswith(begins)]
-    program = "\n".join(["set -eu", *lines, "env", "set | grep ^hpml_"])
-    done = subprocess.run(
-        ["bash", "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
-    return done.stdout + done.stderr
-
-
-def test_what_is_staged_goes_where_the_site_says() -> None:
-    """Scratch may be a variable of the job; one that is not set ends the job with its name."""
-    paths = {"scratch": "$FAST/it's $(id) here", "ram": "/ram disk"}
-    script = render(job_of(stage=STAGES), HERE, ResolvedSite(Site.model_validate({"paths": paths})))
-    begins = ("hpml_shm=", "hpml_local=")
-    output = run_lines(script, begins, {"FAST": "/fast", "PATH": "/usr/bin:/bin"})
-    assert "hpml_shm='/ram disk'" in output
-    assert "/fast/it" in output
-    assert "uid=" not in output, "nothing of it is run"
-    missing = run_lines(script, begins, {"PATH": "/usr/bin:/bin"})
-    assert "FAST: of the site profile is not set in this job" in missing
-
-
-def test_ranks_get_the_sites_interfaces() -> None:
-    """Unless the user, or the job, has named others; a profile without any changes nothing."""
-    site = ResolvedSite(Site(interfaces=["ib0", "ib1"]))
-    script = render(job(), HERE, site)
-    begins = ("export NCCL_SOCKET_IFNAME",)
-    assert "NCCL_SOCKET_IFNAME=ib0,ib1\n" in run_lines(script, begins, {"PATH": "/usr/bin"})
-    output = run_lines(script, begins, {"PATH": "/usr/bin", "GLOO_SOCKET_IFNAME": "eth7"})
-    assert "GLOO_SOCKET_IFNAME=eth7\n" in output
+def test_paths_and_interfaces_of_a_site_reach_the_script() -> None:
+    """Scratch may be a variable of the job; nothing of it is code; a job's interfaces win."""
+    data = {
+        "paths": {"scratch": "$FAST/it's $(id) here", "ram": "/ram disk"},
+        "interfaces": ["ib0", "ib1"],
+    }
+    stage = [{"name": target, "source": "/a", "target": target} for target in ("local", "shm")]
+    text = render(job_of(stage=stage), HERE, ResolvedSite(Site.model_validate(data)))
+    fast = '"${FAST:?of the site profile is not set in this job}"'
+    assert f"""\nhpml_local={fast}'/it'"'"'s $(id) here'\n""" in text
+    assert "\nhpml_shm='/ram disk'\n" in text
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        assert f' {name}="${{{name}:-ib0,ib1}}"' in text
     assert render(job(), HERE, ResolvedSite(Site(cluster="a"))) == render(job(), HERE)

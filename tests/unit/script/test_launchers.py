@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.script import render
 from hpml_orchestrator.spec import ResolvedSite, Site
 from tests.unit.placement.machines import milan, two_by_twelve
-from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, job, static_job
+from tests.unit.script.support import HERE, LAUNCHERS, job, static_job
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -21,15 +21,6 @@ def test_no_step_has_a_number_of_cpus_per_task(launcher: str) -> None:
     commands = [line for line in script.split("\n") if not line.startswith("#")]
     assert not any("--cpus-per-task" in line for line in commands)
     assert "unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK" in commands
-
-
-def test_devices_are_numbered_as_on_the_bus() -> None:
-    """CUDA would number the fastest first; the job's own variables come after."""
-    line = 'export CUDA_DEVICE_ORDER="${CUDA_DEVICE_ORDER:-PCI_BUS_ID}"\n'
-    assert "CUDA_DEVICE_ORDER" not in render(job(), HERE)
-    variables = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    script = render(job(resources={"gpus": 1}, environment={"variables": variables}), HERE)
-    assert script.index(line) < script.index("export CUDA_DEVICE_ORDER=FASTEST_FIRST\n")
 
 
 @pytest.mark.parametrize(
@@ -113,13 +104,6 @@ def test_mpirun_gets_the_options_of_its_version(
     shown = text if "fd/9" in file else ""
     assert output == f"unset -np 8 {file.format(rankfile)}{tail}{shown}"
     assert text.splitlines()[::4] == ["rank 0=+n0 slot=48-63", "rank 4=+n1 slot=48-63"]
-
-
-def test_horovodrun_starts_in_the_container() -> None:
-    """Where Horovod is."""
-    inside = render(job(launcher="horovodrun", environment={"container": APPTAINER}), HERE)
-    assert '\n  exec "${hpml_container[@]}" horovodrun -np 1 -H localhost:1 ' in inside
-    assert "command -v horovodrun" not in inside
 
 
 @pytest.mark.parametrize(

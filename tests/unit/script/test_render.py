@@ -121,13 +121,17 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
 
 
 def test_a_snapshot_is_named_from_the_submission() -> None:
-    """Working directory and script lie below it; with pyxis the container begins there."""
+    """Working directory and script lie below it; a container begins there, and has no live tree."""
     asked = job(launcher="srun", environment={"container": PYXIS})
     text = render(asked, HERE, snapshot=SnapshotPaths("", "it's.py"))
     assert '\ncd -- "$hpml_submission"/code\n' in text
     assert '\n  --container-workdir="$hpml_submission"/code\n' in text
     assert """\n  "$hpml_submission"/code/'it'"'"'s.py'\n""" in text
     assert "/w" not in text.split("hpml_mounts=(")[1].split(")")[0]
+    apptainer = job(environment={"container": APPTAINER})
+    words = render(apptainer, HERE, snapshot=SnapshotPaths("a b")).split("hpml_container=(")[1]
+    assert """--pwd\n  "$hpml_submission"/code/'a b'\n""" in words
+    assert "'/w d'" not in words.split("\n)")[0]
     outside = render(asked, HERE, snapshot=SnapshotPaths("a b"))
     assert """\ncd -- "$hpml_submission"/code/'a b'\n""" in outside
     assert "\n  /w/train.py\n" in outside

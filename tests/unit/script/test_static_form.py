@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.script import render
 from hpml_orchestrator.script.static_form import StaticForm, describe, static_form
-from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
+from tests.unit.placement.machines import intel, milan, two_by_twelve
 from tests.unit.script.support import HERE, site
 from tests.unit.script.support import whole_job as job
 
@@ -75,16 +74,6 @@ def test_the_launcher_binds_by_its_most_readable_options(
     assert "--cpu-bind=none" not in line
     assert "--bind-to none" not in line
     assert describe(form) == f"the launcher binds, by {name}; each node checks it"
-
-
-@pytest.mark.parametrize("machine", [dgx_a100(), mi250x()], ids=["dgx", "mi250x"])
-def test_masks_are_what_the_nodes_plan(machine: Topology) -> None:
-    """Each rank's mask has the very CPUs that the node's own plan gives it."""
-    form = static_form(job(gpus=8), site(), {"m": machine})
-    assert form.name == "mask_cpu"
-    masks = form.options[0].removeprefix("--cpu-bind=mask_cpu:").split(",")
-    cpus = [{cpu for cpu in range(256) if int(mask, 16) >> cpu & 1} for mask in masks]
-    assert cpus == [set(rank.cpus) for rank in plan(machine, 8).ranks]
 
 
 WHOLE = "the job does not get whole nodes (resources.exclusive)"

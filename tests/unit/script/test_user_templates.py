@@ -137,21 +137,6 @@ def test_faults_name_file_and_line(office: Office, block: str, text: str, messag
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"\xff\xfe", "srun.sh.j2: UnicodeDecodeError"),
-        (b"hello", "lacks what every job needs"),
-        (b'{% extends "srun.sh.j2" %}', "srun.sh.j2:1: RecursionError"),
-    ],
-)
-def test_a_file_that_makes_no_script_is_named(office: Office, text: bytes, message: str) -> None:
-    """By its path, or the directory."""
-    office.write("srun.sh.j2", text)
-    with pytest.raises(InputError, match=message):
-        office.render(launcher="srun")
-
-
-@pytest.mark.parametrize(
     ("lines", "message"),
     [
         ("true\nfi", "line 2: syntax error near unexpected token `fi'"),

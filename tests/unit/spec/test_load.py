@@ -199,7 +199,7 @@ def test_what_is_no_setting(text: str) -> None:
 
 
 def test_the_value_of_a_setting_is_yaml() -> None:
-    """Numbers, lists and text; what is no YAML is refused with the field."""
+    """Numbers, lists and text; what is not YAML is refused with the field."""
     assert parse_setting("a.b=4") == ("a.b", 4)
     assert parse_setting("a=[x, 'y=z']") == ("a", ["x", "y=z"])
     assert parse_setting("a=x=y") == ("a", "x=y")
