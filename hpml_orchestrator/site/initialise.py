@@ -74,12 +74,10 @@ class Profile:
     def lines(self) -> list[str]:
         """Return what was found, for people: a few lines."""
         cluster, known = self.cluster, self.to_json()
-        partitions = first_few(
-            [
-                partition.name + f" ({partition.state})" * (partition.state != "UP")
-                for partition in cluster.partitions
-            ]
-        )
+        partitions = [
+            partition.name + f" ({partition.state})" * (partition.state != "UP")
+            for partition in cluster.partitions
+        ]
         kinds = first_few([f"{len(group.nodes)} {group.name}" for group in self.groups])
         nodes = f"{len(cluster.nodes)}: {kinds}"
         if "nodes" in cluster.hidden:
@@ -87,24 +85,22 @@ class Profile:
         accounts = "unknown: Slurm's accounting did not answer"
         if known["accounts"] is not None:
             accounts = first_few(known["accounts"]) or "none of yours"
-        lines = [
-            f"cluster     {known['cluster'] or '(without a name)'}, Slurm {known['slurm'] or '?'}",
-            f"partitions  {partitions}; default: {known['default_partition'] or 'none'}",
-            f"nodes       {nodes}",
-        ]
         out = sum(not node.up for node in cluster.nodes)
-        lines += [f"            {out} out of service"] * bool(out)
-        lines.append(f"accounts    {accounts}")
-        if self.looks:
-            probed = [kind for kind, look in self.looks.items() if isinstance(look, Look)]
-            lines.append(f"probed      {first_few(probed) or 'no kind of node'}")
-            refused = [
-                f"            not {kind}: {look}"
-                for kind, look in self.looks.items()
-                if isinstance(look, str)
-            ]
-            lines += refused[:_REFUSALS_SHOWN]
-        return lines
+        default = known["default_partition"] or "none"
+        probed = [kind for kind, look in self.looks.items() if isinstance(look, Look)]
+        refused = [
+            f"not {kind}: {look}" for kind, look in self.looks.items() if isinstance(look, str)
+        ]
+        rows = [
+            ("cluster", f"{known['cluster'] or '(without a name)'}, Slurm {known['slurm'] or '?'}"),
+            ("partitions", f"{first_few(partitions)}; default: {default}"),
+            ("nodes", nodes),
+            *[("", f"{out} out of service")] * bool(out),
+            ("accounts", accounts),
+            *[("probed", first_few(probed) or "no kind of node")] * bool(self.looks),
+            *[("", reason) for reason in refused[:_REFUSALS_SHOWN]],
+        ]
+        return [f"{name:<11} {text}" for name, text in rows]
 
 
 def profile_path(output: str, *, user: bool, force: bool, environment: Mapping[str, str]) -> Path:
