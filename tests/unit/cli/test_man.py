@@ -16,10 +16,7 @@ from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs" / "man" / "man1"
-LINTERS = {
-    "groff": ["groff", "-Kutf8", "-ww", "-man", "-z"],
-    "mandoc": ["mandoc", "-Tlint", "-Werror"],
-}
+LINTERS = ["groff -Kutf8 -ww -man -z", "mandoc -Tlint -Werror"]
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +40,11 @@ def test_pages_and_reference_are_current(generator: ModuleType) -> None:
 @pytest.mark.parametrize("linter", LINTERS)
 def test_a_page_is_correct_roff(linter: str) -> None:
     """No formatter warns of any page."""
-    if shutil.which(linter) is None:
-        pytest.skip(f"NOT TESTED: {linter} is not installed (apt-get install groff mandoc)")
+    words = linter.split()
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"NOT TESTED: {words[0]} is not installed (apt-get install groff mandoc)")
     for path in sorted(PAGES.iterdir()):
-        done = subprocess.run(
-            [*LINTERS[linter], path], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = subprocess.run([*words, path], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), (path.name, done.stdout)
 
 

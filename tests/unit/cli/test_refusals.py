@@ -204,14 +204,6 @@ def test_a_job_that_cannot_run_here(
     assert any(field in name for name in errors)
 
 
-@pytest.mark.parametrize("words", [["{}"], ["directory", "--to", "{}"], ["x", "--name", "{}"]])
-def test_a_word_of_absurd_length_is_cut(hpml: Hpml, words: list[str]) -> None:
-    """A word of 100,000 characters is an error that fits a page."""
-    ended = hpml("stage", *(word.format("x" * 100_000) for word in words))
-    assert ended.code in {2, 3}
-    assert len(ended.err) < 10_000
-
-
 def test_a_good_job_reaches_slurm(hpml: Hpml, slurm: FakeScheduler, tmp_path: Path) -> None:
     """So the tests above can fail; what Slurm itself refuses is its error, with status 4 or 5."""
     submit = ("--records", str(tmp_path), "submit", "--no-check", "good.yaml")
