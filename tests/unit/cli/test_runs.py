@@ -212,19 +212,17 @@ def test_ctrl_c_stops_following_and_the_job_continues(shell: Shell, hpml: Hpml) 
 
 
 @pytest.mark.parametrize(
-    ("command", "presses", "ignored", "code", "message"),
+    ("presses", "ignored", "code", "message"),
     [
-        ("submit", 1, False, 130, r"submitted (\S+) as job \d+; the job continues"),
-        ("run", 1, False, 130, r"submitted (\S+) as job \d+; the job continues"),
-        ("submit", 2, False, 130, r"`hpml submit --resume (\S+?)` completes it"),
-        ("submit", 2, True, 0, r"to follow it: hpml logs -f (\S+)"),
+        (1, False, 130, r"submitted (\S+) as job \d+; the job continues"),
+        (2, False, 130, r"`hpml submit --resume (\S+?)` completes it"),
+        (2, True, 0, r"to follow it: hpml logs -f (\S+)"),
     ],
 )
 def test_ctrl_c_during_a_submission(
     shell: Shell,
     hpml: Hpml,
     monkeypatch: pytest.MonkeyPatch,
-    command: str,
     presses: int,
     ignored: bool,
     code: int,
@@ -241,7 +239,7 @@ def test_ctrl_c_during_a_submission(
     monkeypatch.setattr(LocalScheduler, "submit", interrupted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
     try:
-        ended = hpml(command, "--local", shell.job())
+        ended = hpml("submit", "--local", shell.job())
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
