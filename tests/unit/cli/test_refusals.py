@@ -53,7 +53,6 @@ LINES = [
     ("prune --yes", 2, "choose runs with RUN, --older-than, --state or --k", ""),
     ("prune --state running", 2, "--state: must be final states (got 'running')", "COMPLETED"),
     ("pack", 2, "SOURCE: must be given", "hpml pack SOURCE DEST"),
-    ("pack nowhere x", 3, "no such directory: nowhere", ""),
     ("pack directory x --shard-size 1Q", 2, "--shard-size: must be a size", ""),
     ("stage", 2, "SRC: must be given", "hpml stage data --to shm"),
     ("stage nowhere", 3, "no such file or directory: ", "commands ls, verify, clean"),
