@@ -61,8 +61,10 @@ def import_(
     made = import_script(read_script(Path(script)), name=name, place=place)
     _check(made.text)
     if target is not None:
+        umask = os.umask(0)
+        os.umask(umask)
         try:
-            write_text(target, made.text)
+            write_text(target, made.text, mode=0o666 & ~umask)
         except RecordError as error:
             raise InputError(str(error), hint="name another file with --output") from error
     if as_json:

@@ -260,7 +260,7 @@ def show_plan(
         as_json: whether to print JSON.
 
     Raises:
-        InputError: the allowed CPUs are no list, or none of the node's.
+        InputError: the allowed CPUs are not a list, or the node has none of them.
     """
     topology, devices = node.topology, node.topology.devices
     allowed = _allowed(topology, allowed_cpus or node.usable)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,22 @@ def slurm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     fake = FakeScheduler(FakeClock(time.time()))
     monkeypatch.setattr(client, "SlurmScheduler", lambda: fake)
     return fake
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts small file systems, which mount(8)'s `size=` describes."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        place = tmp_path / f"tmpfs-{size}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
+        if os.getuid() != 0 or subprocess.run(command, check=False).returncode:
+            pytest.skip("NOT TESTED: mounting needs root")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", place], check=True)

@@ -90,41 +90,29 @@ def test_a_failing_job_is_a_failing_run(shell: Shell, failed: tuple[Result, str]
 def test_every_command_reports_runs(
     hpml: Hpml, completed: tuple[Result, str], failed: tuple[Result, str]
 ) -> None:
-    """By id and by part of it."""
+    """By id and by part of it, in one JSON document with `--json`."""
     good, bad = completed[1], failed[1]
     rows = [line.split("\t") for line in hpml("list", "--all").out.splitlines()]
     assert rows[0] == ["RUN", "JOB", "BACKEND", "STATE", "TIME", "NODES", "REASON"]
     states = {row[0]: (row[2], row[3]) for row in rows[1:]}
     assert (states[good], states[bad]) == (("local", "COMPLETED"), ("local", "FAILED"))
-    assert len(hpml("list", "-n", "1").out.splitlines()) == 2
-    lines = hpml("status", good, "bad").out.splitlines()
-    assert [line.split("\t")[3] for line in lines[1:]] == ["COMPLETED", "FAILED"]
+    assert len(hpml("list", "-n", "1", "--json").json()) == 1
+    (state,) = hpml("status", "--json", "bad").json()
+    assert (state["state"], state["exit_code"], state["over"]) == ("FAILED", 42, True)
     shown = hpml("show", "good").out
     assert f"run        {good}  COMPLETED" in shown
     assert re.search(r"^0\t\S+\t\S+\t[\d,-]+\t", shown, re.MULTILINE)  # rank, node, GPU, CPUs
+    document = hpml("show", "--json", good).json()
+    assert (document["state"], document["attempts"]) == ("COMPLETED", 1)
+    assert document["summary"]["staged_bytes"] == 100
+    assert document["bindings"][0]["rank"] == 0
+    assert document["record"]["job"]["name"] == "good"
     for options in ([], ["-f", "-n", "2"]):
         assert hpml("logs", *options, good).out.endswith(f"hi\n{'x' * 100}")
     assert hpml("logs", "-n", "1", good).out == "x" * 100
-    waited = hpml("wait", good)
-    assert (waited.code, waited.out) == (0, "")
-    assert "COMPLETED" in hpml("cancel", good).out
-
-
-def test_programs_get_json(
-    hpml: Hpml, completed: tuple[Result, str], failed: tuple[Result, str]
-) -> None:
-    """Every command that prints data prints one JSON document with `--json`."""
-    good, bad = completed[1], failed[1]
-    assert {state["id"] for state in hpml("list", "--json").json()} >= {good, bad}
-    (state,) = hpml("status", "--json", bad).json()
-    assert (state["state"], state["exit_code"], state["over"]) == ("FAILED", 42, True)
-    shown = hpml("show", "--json", good).json()
-    assert (shown["state"], shown["attempts"]) == ("COMPLETED", 1)
-    assert shown["summary"]["staged_bytes"] == 100
-    assert shown["bindings"][0]["rank"] == 0
-    assert shown["record"]["job"]["name"] == "good"
     waited = hpml("wait", "--json", bad)
     assert (waited.code, waited.json()["state"]) == (6, "FAILED")
+    assert "COMPLETED" in hpml("cancel", good).out
     assert hpml("cancel", "--json", good).json()[0]["id"] == good
 
 
@@ -224,19 +212,17 @@ def test_ctrl_c_stops_following_and_the_job_continues(shell: Shell, hpml: Hpml) 
 
 
 @pytest.mark.parametrize(
-    ("command", "presses", "ignored", "code", "message"),
+    ("presses", "ignored", "code", "message"),
     [
-        ("submit", 1, False, 130, r"submitted (\S+) as job \d+; the job continues"),
-        ("run", 1, False, 130, r"submitted (\S+) as job \d+; the job continues"),
-        ("submit", 2, False, 130, r"`hpml submit --resume (\S+?)` completes it"),
-        ("submit", 2, True, 0, r"to follow it: hpml logs -f (\S+)"),
+        (1, False, 130, r"submitted (\S+) as job \d+; the job continues"),
+        (2, False, 130, r"`hpml submit --resume (\S+?)` completes it"),
+        (2, True, 0, r"to follow it: hpml logs -f (\S+)"),
     ],
 )
 def test_ctrl_c_during_a_submission(
     shell: Shell,
     hpml: Hpml,
     monkeypatch: pytest.MonkeyPatch,
-    command: str,
     presses: int,
     ignored: bool,
     code: int,
@@ -253,7 +239,7 @@ def test_ctrl_c_during_a_submission(
     monkeypatch.setattr(LocalScheduler, "submit", interrupted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
     try:
-        ended = hpml(command, "--local", shell.job())
+        ended = hpml("submit", "--local", shell.job())
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)

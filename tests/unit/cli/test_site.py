@@ -30,7 +30,6 @@ def test_init_where_it_cannot_write_a_profile(shell: Shell, hpml: Hpml, tmp_path
     shell.variables["PATH"] = str(tmp_path)
     assert hpml("init").refuses(3, "Slurm")
     assert not (shell.root / "hpml.toml").exists()
-    assert hpml("init", "--user", "-o", "x.toml").refuses(2, "--output")
     (shell.root / "there.toml").write_text("mine")
     assert hpml("init", "-o", "there.toml").refuses(2, "hint: --force replaces it")
     assert (shell.root / "there.toml").read_text() == "mine"
