@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import SlurmCluster
-from tests.pages import RUN_PAGES, Reader, blocks
+from tests.pages import Reader, pages_with
+from tests.unit.training_runs import TRAINS
+
+pytestmark = TRAINS
 
 
 @pytest.fixture
 def reader(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Reader]:
     """A reader on the login node, who has written the digits as the tutorial says before."""
-    for module in ("torch", "sklearn", "PIL"):
-        pytest.importorskip(module, reason="the tutorial needs the extra 'train'")
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_CONF": str(slurm_cluster.slurm_conf),
@@ -31,10 +32,7 @@ def reader(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Reader]:
     made.leave()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in RUN_PAGES if any(block.tag == "console slurm" for block in blocks(page))],
-)
+@pytest.mark.parametrize("page", pages_with("console slurm"))
 def test_commands_for_slurm_do_what_the_page_says(page: str, reader: Reader) -> None:
     """Every `console slurm` block runs, with the exit status and the output that stand there."""
     assert reader.follow(page, "console slurm")

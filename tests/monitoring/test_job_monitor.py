@@ -49,6 +49,11 @@ def rank(environment: dict[str, str]) -> Iterator[int]:
         process.kill()
 
 
+def busy_seconds(attempt: Path) -> float:
+    """Seconds that GPUs were busy, by the summary so far."""
+    return float(sum(gpu["busy_seconds"] for gpu in told(attempt).get("gpus", ())))
+
+
 def test_gpus_of_the_job_are_summed_up(
     tmp_path: Path, gpusim: Gpusim, environment: dict[str, str], rank: int
 ) -> None:
@@ -68,6 +73,10 @@ def test_gpus_of_the_job_are_summed_up(
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         eventually(lambda: told(attempt)["starts"] >= 2)  # on a busy machine it may start once more
+        before = busy_seconds(attempt)
+        eventually(
+            lambda: busy_seconds(attempt) > before
+        )  # it looks at the GPUs: events count from here
         watched = time.monotonic() - counted
         gpusim.write(state.at().changed(0, events=(Event(1, 79),)))
         eventually(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))

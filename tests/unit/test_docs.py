@@ -36,6 +36,7 @@ from tests.pages import (
     prose,
     read,
 )
+from tests.unit.training_runs import TRAINS
 
 PAGES = [
     *RUN_PAGES,
@@ -69,6 +70,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.leave()
 
 
+@TRAINS
 @pytest.mark.parametrize(
     "page",
     [
@@ -79,8 +81,6 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 )
 def test_commands_of_a_page_do_what_it_says(page: str, reader: Reader) -> None:
     """Every console block runs, with the exit status and the output that stand there."""
-    for module in ("torch", "sklearn", "PIL"):
-        pytest.importorskip(module, reason="the tutorial needs the extra 'train'")
     assert reader.follow(page, "console")
 
 

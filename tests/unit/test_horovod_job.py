@@ -18,8 +18,9 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from tests.unit.training_runs import JOBS, finish, launch, load, result_of, run
+from tests.unit.training_runs import JOBS, TRAINS, finish, launch, load, result_of, run
 
+pytestmark = TRAINS
 TRAIN = JOBS / "horovod_images.py"
 # What loss and accuracy an epoch had, on rank 0's line of it.
 EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, test accuracy [\d.]+)")
@@ -27,8 +28,6 @@ EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, test accuracy [\d.]+)")
 
 @pytest.fixture(scope="module", autouse=True)
 def _horovod() -> None:
-    for module in ("torch", "sklearn", "PIL"):
-        pytest.importorskip(module, reason="the training jobs need the extra 'train'")
     if importlib.util.find_spec("horovod") is None:
         pytest.skip("NO HOROVOD TESTS: horovod is not installed (make horovod)")
 

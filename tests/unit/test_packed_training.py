@@ -6,13 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-
 from hpml_orchestrator.packing import PackRequest, pack
-from tests.unit.training_runs import JOBS, result_of, run
+from tests.unit.training_runs import JOBS, TRAINS, result_of, run
 
-for module in ("torch", "sklearn", "PIL"):
-    pytest.importorskip(module, reason="the training jobs need the extra 'train'")
+pytestmark = TRAINS
 
 TRAIN = JOBS / "ddp_images.py"
 

@@ -18,12 +18,11 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
 from hpml_orchestrator.runs.summary import Timeline, phases
-from tests.unit.training_runs import DIGITS, JOBS, finish, load, result_of, run, start
+from tests.unit.training_runs import DIGITS, JOBS, TRAINS, finish, load, result_of, run, start
 
 TRAIN = JOBS / "ddp_images.py"
 
-for module in ("torch", "sklearn", "PIL"):
-    pytest.importorskip(module, reason="the training jobs need the extra 'train'")
+pytestmark = TRAINS
 
 
 def run_ranks(
@@ -257,7 +256,8 @@ def test_bad_data_are_named(
     data = tmp_path / "data"
     for folder in folders or ():
         (data / folder).mkdir(parents=True)
-        (data / folder / "0.png").touch()
+        for number in range(4):
+            (data / folder / f"{number}.png").touch()
     if folders == []:
         data.mkdir()
     with pytest.raises(job.JobError, match=re.escape(str(data))) as caught:

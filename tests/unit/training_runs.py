@@ -12,9 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 JOBS = Path(__file__).parents[2] / "training_jobs"
 DIGITS = JOBS / "make_digits.py"
 LIMIT_SECONDS = 400
+# Found, not imported: every worker collects all tests, and PyTorch takes seconds to import.
+TRAINS = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "sklearn", "PIL")),
+    reason="the training jobs need the extra 'train'",
+)
 
 
 def load(script: Path) -> ModuleType:

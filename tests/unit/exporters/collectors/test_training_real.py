@@ -20,10 +20,9 @@ from hpml_orchestrator.node.options import parse_options
 from tests.patience import eventually
 from tests.unit.exporters.collectors.reading import Series, context, post, sampled
 from tests.unit.node.conftest import Node
-from tests.unit.training_runs import JOBS, LIMIT_SECONDS, finish, result_of, start
+from tests.unit.training_runs import JOBS, LIMIT_SECONDS, TRAINS, finish, result_of, start
 
-for module in ("torch", "sklearn", "PIL"):
-    pytest.importorskip(module, reason="the training jobs need the extra 'train'")
+pytestmark = TRAINS
 
 RANKS = 2
 BATCH = 8
