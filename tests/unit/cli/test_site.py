@@ -98,7 +98,9 @@ def test_site_chooses_another_profile_or_none(shell: Shell, hpml: Hpml, project:
     assert "--partition=gpu" in hpml("render", job, *SLURM).out
     chosen = hpml("--site", str(other), "render", job, *SLURM).out
     assert ("WHERE" in chosen, "--partition" in chosen) == (True, False)
-    assert "--partition" not in hpml("render", job, "--local").out
+    local = hpml("render", job, "--local")
+    assert "--partition" not in local.out
+    assert f"uses no site profile or templates of yours ({project})" in local.err
     assert "WHERE" in hpml("--site", str(other), "render", job, "--local").out
     shell.variables["HPML_SITE"] = "none"
     assert "--partition" not in hpml("render", job, *SLURM).out
