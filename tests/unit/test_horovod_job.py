@@ -113,6 +113,7 @@ def test_mpi_and_ddp_train_the_same_as_each_other(few: Path, tmp_path: Path) -> 
     assert EPOCH.findall(done.stdout) == EPOCH.findall(ddp.stdout)
 
 
+@pytest.mark.slow  # three trainings; DDP's resuming is tried in every run
 def test_a_resumed_training_ends_with_the_weights_of_one_that_was_not(
     few: Path, tmp_path: Path
 ) -> None:
