@@ -83,7 +83,7 @@ def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
             raise _unfit(path, "is a link that leads nowhere") from None
         return False
     except OSError as error:
-        if may_be_closed and isinstance(error, PermissionError):
+        if may_be_closed and isinstance(error, PermissionError) and not os.path.islink(path):
             return False
         raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(mode):
