@@ -154,7 +154,9 @@ def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     channel.close()
 
 
-@pytest.mark.parametrize("name", [f"hpml/test/{uuid.uuid4().hex}", "x" * 500])
+@pytest.mark.parametrize(
+    "name", [f"hpml/test/{uuid.uuid4().hex}", "x" * 500], ids=["nobody", "too long"]
+)
 def test_without_a_reader_nothing_is_raised(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A channel whose reader is gone, or can never have been, counts what is lost and goes on."""
     monkeypatch.setenv("HPML_CHANNEL", name)
