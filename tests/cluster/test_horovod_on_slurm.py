@@ -33,7 +33,7 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     for name in [*(f"{module}.py" for module in FILES), "digits_horovod.yaml"]:
         shutil.copy(ROOT / "training_jobs" / name, tmp_path)
     subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
-    # As root: for an ordinary user Horovod's ranks on Open MPI did not end; not understood yet.
+    # As root, who alone may use the real-time class: without it these ranks starve (see `patient`)
     return Desk(slurm_cluster, tmp_path, MPIRUN_AS_ROOT, as_root=True)
 
 
