@@ -225,7 +225,8 @@ class Body:
         for line in self.lines[self.lines.index(chosen) + 1 :]:
             if line.kind != "quiet":
                 why = "hpml runs nothing after the program"
-                todo = "do it by hand, or in a job of its own with `hpml submit --after`"
+                todo = "have the program write its results to shared storage, such as {run.dir}; "
+                todo += "do the rest in a job of its own with `hpml submit --after`"
                 self.report.lost(line.line, line.source, why, todo)
 
     def divide(self, names: set[str]) -> None:

@@ -249,7 +249,8 @@ class _Import:
         value = self.body.staging.replaced(word)
         # A relative directory that is named after the job is the run's.
         job = re.fullmatch("((?:[^=/]*=)?)((?:[^/\0]+/)*)\0[^\0]*\0(/.*)?", value)
-        if job and hole_kinds(value)[:1] == ["job"] and (job[2] or job[3]):
+        own = job and hole_kinds(value)[:1] == ["job"] and (job[2] or job[3])
+        if job and own and not self._uses_job_directory():
             value = f"{job[1]}{{run.dir}}{job[3] or ''}"
             why = f"each run has a directory of its own: {value}"
             self.report.changed(self.launch.line, shown(word), why)
@@ -259,6 +260,16 @@ class _Import:
             why = "the script has no --array: the index is empty"
             self.launch.lost("$SLURM_ARRAY_TASK_ID", why, "write array, such as 0-9")
         return value
+
+    def _uses_job_directory(self) -> bool:
+        """Return whether a line of setup, but for mkdir, works on what is named after the job."""
+        names = {"SLURM_JOB_ID", "SLURM_JOBID"}
+        for line in self.body.lines:
+            if names & set(re.findall(r"\w+", line.source)):
+                if line.kind == "keep" and not re.match(r"mkdir\b", line.source):
+                    return True
+                names |= line.assigned.keys()
+        return False
 
     def _program(self) -> None:
         launch, words, workdir = self.launch, self.words, self.body.workdir

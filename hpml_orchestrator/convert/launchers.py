@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpml_orchestrator.convert.report import Report
+from hpml_orchestrator.convert.report import ALL_GPUS, Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, split_script
 from hpml_orchestrator.convert.values import Values, has_hole, hole_kinds, shown
 from hpml_orchestrator.errors import InputError
@@ -227,7 +227,8 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
         elif target:
             launch.sizes[target] = value
         elif name not in targets and name not in table.flags.split() and value not in ("none", "0"):
-            launch.lost(f"{who} {word}", "hpml starts and binds the ranks itself")
+            why = f"hpml starts the ranks itself, by {table.launcher}, without this option"
+            launch.lost(f"{who} {word}", why, "check whether the training needs it")
     return names
 
 
@@ -240,7 +241,7 @@ _SRUN_SIZES = {
 _SRUN_QUIET = frozenset(
     # what hpml gives its own srun, or what follows from the job's size
     "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait gpus "
-    "gpus-per-node gres gpus-per-task ntasks-per-gpu partition account qos pty immediate nodelist "
+    "gpus-per-node gres partition account qos pty immediate nodelist "
     "jobid input disable-status propagate preserve-env constraint container-mount-home".split()
 )
 
@@ -267,7 +268,9 @@ def _read_srun(launch: Launch) -> None:
             for setting in mounts:
                 launch.set(setting)
         elif name not in _SRUN_QUIET and f"{name}={value}" not in ("mem=0", "cpu-bind=none"):
-            launch.lost(f"srun {option.shown}", "hpml starts and binds the ranks itself")
+            hides = name in ("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
+            why = ALL_GPUS if hides else ("hpml starts and binds the ranks itself",)
+            launch.lost(f"srun {option.shown}", *why)
 
 
 def _read_shell(launch: Launch) -> None:

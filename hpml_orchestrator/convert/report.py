@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["OUTPUT", "Finding", "Kind", "Report"]
+__all__ = ["ALL_GPUS", "OUTPUT", "Finding", "Kind", "Report"]
 
 Kind = Literal["lost", "changed", "dropped"]
 
+ALL_GPUS = ("each rank sees all GPUs of its node", "choose one by LOCAL_RANK in the program")
 OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 """Why and what to do where a script names a file for its output."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.convert.report import ALL_GPUS
 from hpml_orchestrator.spec.values import Gpus, size_text
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def allocation(request: Request, report: Report) -> Allocation:
     if not gpus.count and "gpus-per-task" in request.gpus:
         each = request.gpus["gpus-per-task"].kinds
         gpus = Gpus(tuple((kind, number * tasks_per_node) for kind, number in each))
+    if not gpus.count and tasks and "ntasks-per-gpu" in numbers:
+        gpus = Gpus((("", -(-tasks_per_node // numbers["ntasks-per-gpu"])),))
     cpus = tasks_per_node * numbers.get("cpus-per-task", 1)
     if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
         cpus = numbers["cpus-per-gpu"] * gpus.count
@@ -126,6 +129,9 @@ def job_size(request: Request, given: Allocation, launch: Launch, report: Report
             "if it starts one process per GPU itself (Lightning, accelerate), remove launcher and "
             "ranks_per_node: hpml then starts one rank per GPU",
         )
+    hides = request.option("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
+    if hides and given.gpus.count > 1 and launch.launcher != "torchrun":
+        report.changed(hides.line, hides.shown, *ALL_GPUS)
     return Size(nodes, ranks, cpus, given.gpus, _memory(request, given, report))
 
 

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -194,6 +195,7 @@ class _Run:
         entries = (directory / "environment").read_bytes().split(b"\0")
         pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
         environment = {name: value for name, _, value in pairs}
+        environment.setdefault("TMPDIR", tempfile.gettempdir())
         environment |= slurm_variables(self.job, self.home.cluster)
         environment["PATH"] = f"{directory / 'bin'}:{environment.get('PATH', os.defpath)}"
         environment["SLURM_TASK_PID"] = str(os.getpid())

@@ -51,6 +51,7 @@ def setup(*lines: str) -> list[str]:
         ("--gpus-per-node=4 --ntasks-per-gpu=2", {"gpus": 4, "ranks_per_gpu": 2}),
         ("-N2 --gpus=a100:8 --ntasks-per-node=4", {"nodes": 2, "gpus": "a100:4"}),
         ("-n2 --gpus-per-task=h100:1 -N1", {"gpus": "h100:2"}),
+        ("-n4 --ntasks-per-gpu=2 -N1", {"gpus": 2, "ranks_per_gpu": 2}),
         ("-N1 --gres=gpu:2(S:0-1),shard:1", {"gpus": 2, "ranks_per_node": 1}),
         ("-N1 -n2 --gpus-per-node=v100:1,a100:1", {"gpus": "v100:1,a100:1"}),
         ("--mem=1T", {"memory": "1T"}),
@@ -431,6 +432,30 @@ def test_a_command_line_that_is_put_together_is_taken_apart() -> None:
         "resources": {"nodes": 4, "gpus": 8, "cpus_per_rank": 5},
     }
     assert not findings(made, "lost")
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [("mkdir -p $OUT", "{run.dir}/c.yaml"), ("cp c.yaml $OUT", "runs/$SLURM_JOB_ID/c.yaml")],
+)
+def test_a_directory_of_the_job_is_the_runs_unless_setup_fills_it(line: str, path: str) -> None:
+    """What a line before the program writes there is where the program looks."""
+    made = imported("OUT=runs/$SLURM_JOB_ID", line, "python t.py --config $OUT/c.yaml")
+    assert f"--config {path}" in " ".join(made.job.get("args", [])) + " ".join(
+        made.job["environment"]["setup"].split("\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("-n2 --gpus-per-task=1 -N1", "srun python t.py"),
+        ("-n2 --gres=gpu:2", "srun --gpu-bind=closest python t.py"),
+    ],
+)
+def test_gpus_that_are_hidden_no_more_are_reported(options: str, line: str) -> None:
+    """Where Slurm gave each task one GPU, `cuda:0` would be the same one for all."""
+    assert "each rank sees all GPUs of its node" in str(launch(line, options).findings)
 
 
 def test_export_of_the_header_says_what_travels() -> None:

@@ -42,7 +42,7 @@ def test_runs_a_script_as_slurm_would(bench: Bench) -> None:
         "#SBATCH -n 2 --gpus=1 --mem=512 -t 5 -p gpu\n"
         "echo $SLURM_JOB_ID $SLURM_JOB_NAME $SLURM_NNODES $SLURM_NTASKS $SLURM_CPUS_ON_NODE\n"
         "echo $CUDA_VISIBLE_DEVICES $SLURM_GPUS_ON_NODE $SLURM_MEM_PER_NODE $MINE\n"
-        "echo ${SLURM_CPUS_PER_TASK-unset} ${SLURM_RESTART_COUNT-unset}\n"
+        "echo ${SLURM_CPUS_PER_TASK-unset} ${SLURM_RESTART_COUNT-unset} $TMPDIR\n"
         "pwd; echo $((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME))\n"
         "nproc; cat",
         name="first",
@@ -54,7 +54,7 @@ def test_runs_a_script_as_slurm_would(bench: Bench) -> None:
     assert bench.output().splitlines()[:5] == [
         "1 first 1 2 2",
         "GPU-a 1 512 yes",
-        "unset unset",
+        "unset unset /tmp",
         str(where),
         "300",
     ]
