@@ -400,6 +400,10 @@ class _Import:
         elif has_hole(value) or name.endswith("PATH"):
             lines.append(f"export {name}={self._for_setup(value)}")
         else:
+            if re.search(r"_KEY|TOKEN|SECRET|PASSWORD", name):
+                why = "the value can be read in the job file and in the records of its runs"
+                todo = "remove it there, and export it before `hpml submit` instead"
+                self.report.changed(line, f"{name}=…", why, todo)
             self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
 
     def _stages(self) -> None:

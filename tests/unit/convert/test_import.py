@@ -446,6 +446,14 @@ def test_a_directory_of_the_job_is_the_runs_unless_setup_fills_it(line: str, pat
     )
 
 
+def test_secrets_are_reported() -> None:
+    """The finding does not repeat the value."""
+    made = imported("export WANDB_API_KEY=abc123", "python t.py")
+    (finding,) = (one for one in findings(made, "changed") if "WANDB" in one.text)
+    assert "can be read" in finding.why
+    assert "abc123" not in str(finding)
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
