@@ -36,7 +36,8 @@ def test_mpirun_starts_the_ranks(shell: Shell) -> None:
     """As many as asked for, each with the job's environment; one that fails ends the job."""
     code = (
         'echo "$OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE: $WORD, $PYTHONUNBUFFERED"\n'
-        "[[ $OMPI_COMM_WORLD_RANK == 0 ]] || exit 7; sleep 300"
+        "[[ $OMPI_COMM_WORLD_RANK != 0 ]] || { sleep .1; touch said; sleep 300; }\n"
+        "until [[ -e said ]]; do sleep .05; done; exit 7"
     )
     ended = shell.hpml("run", "--local", job(shell, "ranks", code))
     lines = sorted(re.findall(r"^\d of .*$", ended.out, re.MULTILINE))

@@ -98,8 +98,14 @@ class Watched:
         return [json.loads(line) for line in lines]
 
     def lives(self, count: int) -> bool:
-        """Whether Prometheus finds the exporter that was started as the first, second, ...."""
-        return len(self.starts()) == count and bool(self.found())
+        """Whether Prometheus finds the exporter that was started as the first, second, ....
+
+        One that is started again has the target of the one before it, renewed once it listens.
+        """
+        if len(self.starts()) != count or not self.found():
+            return False
+        began = (self.attempt / "nodes" / "n1.monitor.json.starts").stat().st_mtime_ns
+        return all(one.stat().st_mtime_ns > began for one in self.targets.glob("*.json"))
 
     def found(self) -> list[str]:
         """The addresses that Prometheus finds."""
