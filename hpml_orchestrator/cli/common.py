@@ -13,6 +13,7 @@ import typer
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.store import Store, default_root
+from hpml_orchestrator.records.texts import examples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -117,13 +118,12 @@ def one_run(submission: Submission, *, field: str, has: str) -> Submission:
         return submission
     if len(tasks) == 1:
         return replace(submission, index=tasks[0][0])
-    names = [f"{submission.sid}.{index}" for index, _ in tasks[:_NAMED_TASKS]]
-    more = ", …" if len(tasks) > _NAMED_TASKS else ""
+    names = [f"{submission.sid}.{index}" for index, _ in tasks]
     raise InputError(
         f"is a job array of {len(tasks)} tasks, each with its own {has}",
         field=field,
         value=submission.sid,
-        hint=f"name one: {', '.join(names)}{more}",
+        hint=f"name one: {examples(names, _NAMED_TASKS)}",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
-from hpml_orchestrator.records.texts import clock_text, human_bytes, seconds_text
+from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.prune import OVER
@@ -77,13 +76,12 @@ def _print_states(shown: list[State], *, as_json: bool, empty: str = "no runs") 
 
 
 def _row(state: State) -> tuple[str, ...]:
-    ran = (state.ended or time.time()) - state.started if state.started else None
     return (
         state.submission.label,
         state.job_id or "-",
         state.backend,
         state.state,
-        "-" if ran is None else seconds_text(max(0, ran)),
+        elapsed_text(state.started, state.ended),
         state.nodes or "-",
         state.reason or "-",
     )

@@ -23,6 +23,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, Recor
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planfile import read
 from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.records.texts import examples
 from hpml_orchestrator.runs.bound import bound_of, node_topology
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.scheduler.command import SubprocessRunner
@@ -274,10 +275,9 @@ def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
             hint="nodes do so before the ranks start",
         )
     if wanted and wanted not in known:
-        more = ", …" if len(known) > _NODES_SHOWN else ""
         raise NotFoundError(
             f"{label} has no record of a node {wanted!r}",
-            hint=f"nodes with a record: {', '.join(known[:_NODES_SHOWN])}{more}",
+            hint=f"nodes with a record: {examples(known, _NODES_SHOWN)}",
         )
     with_ranks = [place.node for place in bound.places if place.node in known]
     name = wanted or (with_ranks or known)[0]

@@ -263,7 +263,7 @@ class Body:
                     "hpml neither binds nor records it: better write a job file of its own for it"
                 )
             self.report.changed(line.line, line.source, _IN_SETUP, todo)
-            match = re.search(r"\b(OMP_NUM_THREADS|PYTHONUNBUFFERED)=", line.source)
+            match = re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
             if match and line.kind == "keep":
                 why = f"hpml sets {match[1]} after environment.setup"
                 todo = f"write environment.variables.{match[1]}"

@@ -249,8 +249,8 @@ class _Import:
         value = self.body.staging.replaced(word)
         # A relative directory that is named after the job is the run's.
         job = re.fullmatch("((?:[^=/]*=)?)((?:[^/\0]+/)*)\0[^\0]*\0(/.*)?", value)
-        own = job and hole_kinds(value)[:1] == ["job"] and (job[2] or job[3])
-        if job and own and not self._uses_job_directory():
+        leads = hole_kinds(value)[:1] == ["job"] and not self._uses_job_directory()
+        if job and leads and (job[2] or job[3]):
             value = f"{job[1]}{{run.dir}}{job[3] or ''}"
             why = f"each run has a directory of its own: {value}"
             self.report.changed(self.launch.line, shown(word), why)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpml_orchestrator.convert.report import ALL_GPUS, Report
+from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, split_script
 from hpml_orchestrator.convert.values import Values, has_hole, hole_kinds, shown
 from hpml_orchestrator.errors import InputError
@@ -268,8 +268,7 @@ def _read_srun(launch: Launch) -> None:
             for setting in mounts:
                 launch.set(setting)
         elif name not in _SRUN_QUIET and f"{name}={value}" not in ("mem=0", "cpu-bind=none"):
-            hides = name in ("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
-            why = ALL_GPUS if hides else ("hpml starts and binds the ranks itself",)
+            why = ALL_GPUS if name in HIDES_GPUS else ("hpml starts and binds the ranks itself",)
             launch.lost(f"srun {option.shown}", *why)
 
 

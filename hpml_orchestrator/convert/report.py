@@ -6,11 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ALL_GPUS", "OUTPUT", "Finding", "Kind", "Report"]
+__all__ = ["ALL_GPUS", "HIDES_GPUS", "OUTPUT", "Finding", "Kind", "Report"]
 
 Kind = Literal["lost", "changed", "dropped"]
 
 ALL_GPUS = ("each rank sees all GPUs of its node", "choose one by LOCAL_RANK in the program")
+HIDES_GPUS = ("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
+"""Options of sbatch and srun that show each task its own GPUs alone; for them ALL_GPUS is said."""
+
 OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 """Why and what to do where a script names a file for its output."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.report import ALL_GPUS
+from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS
 from hpml_orchestrator.spec.values import Gpus, size_text
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def job_size(request: Request, given: Allocation, launch: Launch, report: Report
             "if it starts one process per GPU itself (Lightning, accelerate), remove launcher and "
             "ranks_per_node: hpml then starts one rank per GPU",
         )
-    hides = request.option("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
+    hides = request.option(*HIDES_GPUS)
     if hides and given.gpus.count > 1 and launch.launcher != "torchrun":
         report.changed(hides.line, hides.shown, *ALL_GPUS)
     return Size(nodes, ranks, cpus, given.gpus, _memory(request, given, report))

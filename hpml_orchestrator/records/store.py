@@ -17,6 +17,7 @@ from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
 from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
 from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, SCRIPT, Submission
+from hpml_orchestrator.records.texts import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -245,16 +246,12 @@ def _named(submissions: list[Submission], word: str) -> Submission | None:
         matches = matches or list(filter(fits, submissions))
     if len(matches) > 1:
         raise InputError(
-            f"names {len(matches)} runs: {_first(5, [match.sid for match in matches])}",
+            f"names {len(matches)} runs: {examples([match.sid for match in matches], 5)}",
             field="RUN",
             value=word,
             hint="give more of the id",
         )
     return matches[0] if matches else None
-
-
-def _first(count: int, names: list[str]) -> str:
-    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
 
 
 def _task(submission: Submission, index: int, word: str) -> Submission:
@@ -269,7 +266,7 @@ def _task(submission: Submission, index: int, word: str) -> Submission:
     if index not in indices:
         raise NotFoundError(
             f"{submission.sid} has no task {index}",
-            hint=f"its tasks: {_first(10, [str(number) for number in indices])}",
+            hint=f"its tasks: {examples([str(number) for number in indices], 10)}",
         )
     return replace(submission, index=index)
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["clock_text", "exact_bytes", "first_few", "human_bytes", "seconds_text"]
+__all__ = [
+    "clock_text",
+    "elapsed_text",
+    "exact_bytes",
+    "examples",
+    "first_few",
+    "human_bytes",
+    "seconds_text",
+]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
@@ -28,6 +37,13 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(rest, _MINUTE)
     clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
     return f"{days} d {clock}" if days else clock
+
+
+def elapsed_text(started: float | None, ended: float | None) -> str:
+    """Return how long what began at a moment took, or has taken; `-` before it has begun."""
+    if not started:
+        return "-"
+    return seconds_text(max(0, (ended or time.time()) - started))
 
 
 def clock_text(seconds: float) -> str:
@@ -68,3 +84,12 @@ def first_few(names: Sequence[str], most: int = 8) -> str:
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def examples(names: Sequence[str], most: int) -> str:
+    """Return the first few of many names, without how many more there are.
+
+    >>> examples(["a", "b", "c"], 2)
+    'a, b, …'
+    """
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
-from hpml_orchestrator.records.texts import clock_text, exact_bytes, seconds_text
+from hpml_orchestrator.records.texts import clock_text, elapsed_text, exact_bytes, seconds_text
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.staged import staged_lines
 from hpml_orchestrator.scheduler.model import JobState
@@ -144,20 +143,13 @@ def task_rows(state: State) -> list[tuple[str, ...]]:
             task.submission.label,
             task.job_id,
             task.state,
-            _time_text(task),
+            elapsed_text(task.started, task.ended),
             task.nodes or "-",
             "-" if task.exit_code is None else str(task.exit_code),
             task.reason or "-",
         )
         for task in state.tasks
     ]
-
-
-def _time_text(state: State) -> str:
-    """Return how long a run has been running, or ran; `-` before it has started."""
-    if not state.started:
-        return "-"
-    return seconds_text(max(0, (state.ended or time.time()) - state.started))
 
 
 @dataclass(frozen=True)
