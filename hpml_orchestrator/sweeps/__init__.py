@@ -1,0 +1,1 @@
+"""Many runs of one job: plan, controller, search, statistics and models, report."""
