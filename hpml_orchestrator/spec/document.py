@@ -26,10 +26,13 @@ _MAX_MESSAGE_CHARS = 400
 _MAPPINGS = {
     "job file": "`name: …` and `script: train.py`; `hpml schema job` prints every field",
     "site profile": '`cluster = "name"`; `hpml schema site` prints every field',
+    "sweep file": "`base: job.yaml`, `mode: grid` and `axes`; see `hpml schema sweep`",
 }
 
 
-def read_mapping(source: Path, kind: Literal["job file", "site profile"]) -> dict[str, Any]:
+def read_mapping(
+    source: Path, kind: Literal["job file", "site profile", "sweep file"]
+) -> dict[str, Any]:
     """Return the fields of a file, not validated yet; `.toml` is read as TOML, all else as YAML.
 
     Raises:

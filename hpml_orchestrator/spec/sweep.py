@@ -1,0 +1,310 @@
+"""The sweep file's models: which runs of one job to make, in which order, and at what cost."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from hpml_orchestrator.spec import text, values
+from hpml_orchestrator.spec.document import read_mapping
+from hpml_orchestrator.spec.job import Model
+from hpml_orchestrator.spec.problems import combined, problems_of
+
+__all__ = ["FILE_VERSION", "SEARCHES", "Range", "Scale", "Search", "Sweep", "load_sweep"]
+
+FILE_VERSION = 1
+"""The form of sweep files that this hpml reads."""
+
+SEARCHES = ("random", "bayes", "evolution", "pbt")
+"""Modes that choose their points while they run, by what earlier ones reached."""
+
+_SCALING = ("strong", "weak")
+_MAX_POINTS = 100_000
+_Number = StrictInt | StrictFloat
+_Positive = Annotated[_Number, Field(gt=0)]
+_Scalar = StrictBool | StrictInt | StrictFloat | str
+
+
+class Range(Model):
+    """A range that a search takes values from."""
+
+    low: _Number
+    """Smallest value."""
+    high: _Number
+    """Largest value."""
+    log: StrictBool = False
+    """Whether to search evenly in the logarithm."""
+    step: _Positive | None = None
+    """Distance of neighbouring values; whole numbers have 1."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"must have low below high, not {self.low} and {self.high}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError("log needs low above zero, and no step")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether its values are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+def _distinct(value: list[Any]) -> list[Any]:
+    for index, entry in enumerate(value):
+        if entry in value[:index]:
+            raise ValueError(f"names {entry} twice")
+    return value
+
+
+_Axis = Annotated[list[_Scalar], Field(min_length=1), AfterValidator(_distinct)] | Range
+_Sizes = Annotated[
+    list[Annotated[StrictInt, Field(ge=1)]], Field(min_length=1), AfterValidator(_distinct)
+]
+
+
+class Scale(Model):
+    """What grows from one scale to the next; one of the three."""
+
+    nodes: _Sizes | None = None
+    """Numbers of nodes, each as the base job describes it."""
+    ranks: _Sizes | None = None
+    """Numbers of ranks in all, on as many nodes as the base job has."""
+    gpus: _Sizes | None = None
+    """Numbers of GPUs in all: nodes of the base job's size are filled one after the other."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Scale:
+        given = [name for name, sizes in self if sizes is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"must have one of nodes, ranks and gpus, not {' and '.join(given) or 'none'}"
+            )
+        return self
+
+    @property
+    def unit(self) -> str:
+        """`nodes`, `ranks` or `gpus`."""
+        return next(name for name, sizes in self if sizes is not None)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The scales, in ascending order."""
+        return sorted(next(sizes for _, sizes in self if sizes is not None))
+
+
+class BatchSize(Model):
+    """Which argument of the program is the batch size."""
+
+    argument: text.Argument
+    """Its name, such as `--batch-size`."""
+    per: Literal["rank", "global"] = "rank"
+    """Whether the program takes the batch of one rank or of all ranks together."""
+    size: Annotated[StrictInt, Field(ge=1)] | None = None
+    """The batch that stays the same: the global one of a strong sweep, that of a rank of a weak
+    one; by default that of the base job."""
+
+
+class LearningRate(Model):
+    """How the learning rate follows the global batch."""
+
+    argument: text.Argument
+    """Its name, such as `--lr`."""
+    rule: Literal["constant", "linear", "sqrt"] = "constant"
+    """How the learning rate grows with the global batch."""
+    times_ranks: StrictBool = False
+    """Whether the program itself multiplies what it is given by the number of ranks."""
+
+
+class Seeds(Model):
+    """The random seeds of the repeats."""
+
+    argument: text.Argument | None = None
+    """Name of the program's argument; by default `--seed` where the base job has it."""
+    values: Annotated[list[StrictInt], Field(min_length=1), AfterValidator(_distinct)] | None = None
+    """One seed per repeat; by default 1, 2, 3, …"""
+
+
+class Budget(Model):
+    """What the sweep may use."""
+
+    gpu_hours: _Positive | None = None
+    """GPU-hours of all points together; nothing is submitted beyond them."""
+    core_hours: _Positive | None = None
+    """CPU core-hours of all points together."""
+    time: text.TimeText | None = None
+    """Wall-clock time since the start after which nothing more is submitted."""
+    parallel: Annotated[StrictInt, Field(ge=1)] | None = None
+    """Points that run at the same time; default: as many as the cluster starts, of a search 4."""
+    submits_per_minute: Annotated[StrictInt, Field(ge=1, le=600)] = 10
+    """Calls of sbatch per minute."""
+
+
+class Search(Model):
+    """How a search chooses its points."""
+
+    trials: Annotated[StrictInt, Field(ge=1, le=_MAX_POINTS)] = 20
+    """Number of trials."""
+    metric: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "test_accuracy"
+    """What to optimise: a figure of the result that the training reports."""
+    direction: Literal["maximize", "minimize"] = "maximize"
+    """Whether more of it is better."""
+    sampler: Literal["tpe", "gp", "cmaes", "nsga2"] = "tpe"
+    """Optuna's sampler for the mode `bayes`."""
+    pruner: Literal["none", "median", "halving"] = "none"
+    """Which trials to stop early, by the evaluations that they report."""
+    seed: StrictInt = 1
+    """Seed of the search itself."""
+    population: Annotated[StrictInt, Field(ge=2, le=10_000)] = 8
+    """Members of the population (`evolution`, `pbt`)."""
+    tournament: Annotated[StrictInt, Field(ge=1)] = 3
+    """Members among which the best becomes the parent (`evolution`)."""
+    checkpoint: Annotated[str, Field(pattern=r"^[\w.][\w./-]*$")] = "checkpoint.pt"
+    """File in `{run.dir}` that a generation leaves for the next (`pbt`)."""
+    resume_argument: text.Argument = "--checkpoint-from"
+    """Argument that takes the parent's checkpoint (`pbt`)."""
+
+
+class Sweep(Model):
+    """A sweep: a base job, and what varies."""
+
+    version: Literal[1] = 1
+    """Version of the sweep file's form."""
+    name: text.JobName | None = None
+    """Name of the sweep; default: that of the job and the mode."""
+    base: text.PathText
+    """The job file of every point, relative to this file."""
+    set: dict[str, Any] = Field(default={})
+    """Fields of the job to set, as `--set` does: `resources.time: 5:00`."""
+    function: Annotated[str, Field(pattern=r"^.+:[A-Za-z_][\w.]*$")] | None = None
+    """A Python function to run instead of the job's program, `FILE.py:NAME` or `MODULE:NAME`: it is
+    called with the axes' values by name and returns a number or a mapping of figures."""
+    mode: Literal["strong", "weak", "grid", "random", "bayes", "evolution", "pbt"]
+    """`strong`: more resources, the same global batch. `weak`: the batch grows with them. `grid`:
+    all combinations of the axes. The others search the axes."""
+    scale: Scale | None = None
+    """What grows in a strong or weak sweep."""
+    axes: dict[Annotated[str, Field(min_length=1)], _Axis] = Field(default={})
+    """What varies: an argument (`--lr`, or `lr=` for `lr=VALUE`) or a field of the job
+    (`resources.cpus_per_rank`), with a list of values or, in a search, a range."""
+    repeats: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
+    """Runs of each combination; default 6, of a search 1. Fewer than 6 give no 95 % interval."""
+    seeds: Seeds = Seeds()
+    """Random seeds of the repeats."""
+    batch: BatchSize | None = None
+    """The batch size; found among the job's arguments where it has a usual name."""
+    learning_rate: LearningRate | None = None
+    """How the learning rate follows the batch; by default the argument stays as it is."""
+    baseline: Annotated[StrictInt, Field(ge=1)] | None = None
+    """The scale that speedups refer to; default: the smallest."""
+    target_accuracy: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1)] | None = None
+    """Accuracy whose time is compared; default: what the training reports as its target."""
+    order: Literal["interleaved", "random", "written"] = "interleaved"
+    """`interleaved`: one repeat of everything after the other, each in an order of its own;
+    `random`: all mixed; `written`: as in this file."""
+    exclude: list[Annotated[dict[str, Any], Field(min_length=1)]] = Field(default=[])
+    """Combinations to leave out: `{ranks: 4, --lr: [0.1, 0.2]}`."""
+    retry: dict[
+        Literal["FAILED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"],
+        Annotated[StrictInt, Field(ge=0, le=100)],
+    ] = Field(default={"PREEMPTED": 2, "NODE_FAIL": 2, "BOOT_FAIL": 2})
+    """How often a point is started again after such an end."""
+    budget: Budget = Budget()
+    """What the sweep may use."""
+    search: Search = Search()
+    """How a search chooses its points."""
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> Any:
+        if value != FILE_VERSION:
+            raise ValueError(
+                f"must be {FILE_VERSION}, the form of sweep file that this hpml reads: "
+                "install the hpml that wrote the file, or rewrite it"
+            )
+        return value
+
+    @field_validator("retry", mode="before")
+    @classmethod
+    def _retry(cls, value: Any) -> Any:
+        usual = {"PREEMPTED": 2, "NODE_FAIL": 2, "BOOT_FAIL": 2}
+        return usual | value if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sweep:
+        scaling, search = self.mode in _SCALING, self.mode in SEARCHES
+        problems = []
+        if scaling and self.scale is None:
+            problems.append(f"scale: must be given in mode {self.mode}, such as {{nodes: [1, 2]}}")
+        if not scaling and self.scale is not None:
+            problems.append(f"scale: belongs to the modes strong and weak, not to {self.mode}")
+        if not scaling and not self.axes:
+            problems.append(f"axes: must name what varies in mode {self.mode}")
+        for name, axis in self.axes.items():
+            if isinstance(axis, Range) and not search:
+                problems.append(f"axes.{name}: a range needs a search; give a list of values")
+        if self.baseline is not None and not (self.scale and self.baseline in self.scale.sizes):
+            problems.append(f"baseline: {self.baseline} is none of the scales")
+        if self.seeds.values and len(self.seeds.values) < self.count:
+            problems.append(f"seeds.values: must have a seed for each of {self.count} repeats")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def count(self) -> int:
+        """Runs of each combination."""
+        return self.repeats or (1 if self.mode in SEARCHES else 6)
+
+    @property
+    def searches(self) -> bool:
+        """Whether its points are chosen while it runs."""
+        return self.mode in SEARCHES
+
+    @property
+    def parallel(self) -> int | None:
+        """Points that may run at the same time; None for as many as fit."""
+        return self.budget.parallel or (4 if self.searches else None)
+
+    @property
+    def seconds(self) -> int | None:
+        """Wall-clock time after which nothing more is submitted."""
+        return None if self.budget.time is None else values.parse_time(self.budget.time)
+
+
+def load_sweep(path: str | Path) -> Sweep:
+    """Load a sweep from a YAML or TOML file; the base job's path becomes absolute.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: something in it is wrong; every finding is named with its field.
+    """
+    source = Path(os.path.abspath(path))
+    return make_sweep(read_mapping(source, "sweep file"), source)
+
+
+def make_sweep(data: dict[str, Any], source: Path) -> Sweep:
+    """Return the sweep of a mapping of fields; `source` is named in errors, paths start there."""
+    for name in ("base", "function"):
+        value = data.get(name)
+        if isinstance(value, str) and value and (name == "base" or ".py:" in value):
+            data = {**data, name: os.path.join(source.parent, os.path.expanduser(value))}
+    try:
+        return Sweep.model_validate(data)
+    except ValidationError as error:
+        hint = f"in {source}; `hpml schema sweep` prints every field"
+        raise combined(problems_of(error, Sweep), hint) from None
