@@ -108,7 +108,7 @@ class Store:
             RecordError: the root cannot be written; nothing is left behind.
         """
         target = self.submissions_dir / sid
-        temporary = self.submissions_dir / f".{sid}.tmp"
+        temporary = self.submissions_dir / f".{sid}.{os.getpid()}.tmp"
         numbered = array or len(runs) > 1
         names = {index: f"{sid}.{index}" if numbered else sid for index in runs}
         made: list[Path] = []

@@ -112,6 +112,9 @@ def prepare(
     after: Sequence[Mapping[str, str]] = (),
     now: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
+    sid: str = "",
+    fill: Callable[[Path], None] = lambda _: None,
+    record: Mapping[str, Any] | None = None,
 ) -> Submission:
     """Write a submission and its runs completely; nothing is submitted yet.
 
@@ -124,6 +127,9 @@ def prepare(
         after: the runs that it waits for, as `after.outstanding` returns them.
         now: seconds since the epoch; the clock when left out.
         notice: takes a line to show when the snapshot is large.
+        sid: the submission's id, if it was chosen before.
+        fill: puts more files into the submission's directory.
+        record: more for `submit.json`, such as the sweep that it belongs to.
 
     Raises:
         InputError: that scheduler cannot run such a job, or the snapshot cannot be taken.
@@ -133,7 +139,7 @@ def prepare(
     check_backend(job, backend)
     moment = time.time() if now is None else now
     provenance, diff = collect(job.workdir, argv=argv, environment=environment)
-    sid = new_id(job.name, now=moment)
+    sid = sid or new_id(job.name, now=moment)
     resolved = job.model_dump(mode="json")
     plan: dict[str, Any] = {"name": job.name, "created": moment}
     if job.tasks is None:
@@ -141,7 +147,8 @@ def prepare(
     else:  # what all tasks share is kept once, in submit.json
         runs = dict.fromkeys(job.tasks.indices, plan)
 
-    def take_snapshot(directory: Path) -> None:
+    def fill_directory(directory: Path) -> None:
+        fill(directory)
         # Called before the records are written that hold the provenance.
         if rendered.snapshot is not None:
             code = directory / CODE_DIRECTORY
@@ -169,10 +176,11 @@ def prepare(
             "site": [str(path) for path in site.sources] if site else [],
             "job": resolved,
             "provenance": provenance,
+            **(record or {}),
         },
         runs=runs,
         array=job.tasks is not None,
-        fill=take_snapshot,
+        fill=fill_directory,
     )
     if diff:
         write_text(submission.directory / "dirty.diff", diff)

@@ -15,6 +15,7 @@ from hpml_orchestrator.script.agent_argv import agent_argv
 from hpml_orchestrator.script.archive import BIND_CODE
 from hpml_orchestrator.script.directives import directives
 from hpml_orchestrator.script.static_form import static_form
+from hpml_orchestrator.spec.text import PLACEHOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,6 +117,9 @@ def render(
         "workdir": workdir,
         "command": [*(job.command or [environment.python, *program]), *job.args],
     }
+    words = [*context["command"], *environment.variables.values()]
+    placeholders = {name for word in words for name in PLACEHOLDER.findall(str(word))}
+    context["points"] = any(name.startswith("point.") for name in placeholders)
     name = f"{job.launcher}.sh.j2"
     if site is not None and site.site.templates:
         from hpml_orchestrator.script.user_template import (  # noqa: PLC0415 - few have such

@@ -78,8 +78,7 @@ def node_path(path: str) -> Raw:
 
 def variable(placeholder: str) -> str:
     """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
-    stage = f"HPML_STAGE_{placeholder.removeprefix('stage.').upper()}"
-    return _VARIABLES.get(placeholder, stage)
+    return _VARIABLES.get(placeholder, f"HPML_{placeholder.replace('.', '_').upper()}")
 
 
 class ScriptEnvironment(ImmutableSandboxedEnvironment):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ def load_job(
     path: str | Path,
     settings: list[tuple[str, Any]] | None = None,
     site: ResolvedSite | None = None,
+    points: Collection[str] = (),
 ) -> ResolvedJob:
     """Load a job from a YAML 1.2 or TOML file.
 
@@ -61,6 +62,7 @@ def load_job(
         path: the job file; `.toml` is read as TOML, all else as YAML.
         settings: dotted field and value pairs of the command line; later ones win.
         site: the site profile, whose defaults lie below the job file.
+        points: names of a sweep's values, which arguments refer to as `{point.NAME}`.
 
     Raises:
         NotFoundError: there is no such file.
@@ -94,7 +96,7 @@ def load_job(
     data.setdefault("workdir", ".")
     make_absolute(data, source.parent)
     hint = f"in {source}; `hpml schema job` prints every field"
-    problems = [*_unknown_placeholders(data)]
+    problems = [*_unknown_placeholders(data, points)]
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
@@ -151,14 +153,14 @@ def _index(entries: list[Any], part: str, field: str, value: Any) -> int:
     )
 
 
-def _unknown_placeholders(data: dict[str, Any]) -> Iterator[InputError]:
+def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iterator[InputError]:
     """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
     environment = data.get("environment")
     variables = environment.get("variables") if isinstance(environment, dict) else None
     stages = data.get("stage")
     entries = stages if isinstance(stages, list) else []
     names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
-    known = {"run.dir", *(f"stage.{name}" for name in names)}
+    known = {"run.dir", *(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)}
     for whole, values in (
         ("args", data.get("args")),
         ("command", data.get("command")),
@@ -172,6 +174,8 @@ def _unknown_placeholders(data: dict[str, Any]) -> Iterator[InputError]:
                 elif name != "array.index" and name not in known:
                     meant = nearest(name, known)
                     advice = f"did you mean {{{meant}}}?" if meant else "stage data under that name"
+                    if name.startswith("point."):
+                        advice = "a sweep alone has points"
                     message = f"{{{name}}} names nothing; {advice}"
                 else:
                     continue

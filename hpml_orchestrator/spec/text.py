@@ -46,8 +46,8 @@ __all__ = [
 MAX_LIST = 4096
 """Most entries of a list or mapping."""
 
-PLACEHOLDER = re.compile(r"\{((?:stage|run)\.[A-Za-z0-9_]+|array\.index)\}")
-"""What arguments and variables refer to data, the run and the task of an array by."""
+PLACEHOLDER = re.compile(r"\{((?:stage|run|point)\.[A-Za-z0-9_]+|array\.index)\}")
+"""What arguments and variables refer to data, the run, a task and a point of a sweep by."""
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
