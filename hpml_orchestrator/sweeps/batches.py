@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import (
     InputError,
@@ -27,9 +26,7 @@ from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
 from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.script.template import variable
-from hpml_orchestrator.spec import load_job
-from hpml_orchestrator.spec.site import load_site
-from hpml_orchestrator.sweeps.plan import Point
+from hpml_orchestrator.sweeps.plan import Point, job_of, site_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,11 +71,6 @@ class Batch:
     throttle: int | None
     created: float
     tasks: tuple[Task, ...]
-
-    @cached_property
-    def names(self) -> list[str]:
-        """Names of the values that `points.sh` sets."""
-        return sorted({name for task in self.tasks for name in task.point.variables})
 
     def submission(self, store: Store) -> Submission:
         """Return its submission, whose directory need not exist."""
@@ -206,7 +198,7 @@ def _prepare(
     submission = batch.submission(store)
     if submission.directory.is_dir():
         return False
-    rendered = render_batch(plan, batch)
+    rendered = render_batch(plan, batch, environment)
     script = points_script(plan, batch)
     after = outstanding(store, rendered.resolved.job.after, backend=plan.backend)
     try:
@@ -229,21 +221,16 @@ def _prepare(
     return True
 
 
-def render_batch(plan: SweepPlan, batch: Batch) -> Rendered:
+def render_batch(plan: SweepPlan, batch: Batch, environment: Mapping[str, str]) -> Rendered:
     """Return the job array of a batch with its script.
 
     Raises:
-        InputError: the job is not valid.
+        InputError: the job cannot be rendered.
     """
     throttle = "" if batch.throttle is None else f"%{batch.throttle}"
-    settings: list[tuple[str, Any]] = [
-        *plan.sweep.get("set", {}).items(),
-        *plan.shapes[batch.shape].settings.items(),
-        ("array", f"0-{len(batch.tasks) - 1}{throttle}"),
-    ]
-    site = load_site([Path(path) for path in plan.site]) if plan.site else None
-    resolved = load_job(plan.sweep["base"], settings, site, points=batch.names)
-    return render_job(resolved, site=site, here=plan.backend == "local")
+    array = f"0-{len(batch.tasks) - 1}{throttle}"
+    resolved = job_of(plan, plan.shapes[batch.shape], array)
+    return render_job(resolved, site=site_of(plan, environment), here=plan.backend == "local")
 
 
 def points_script(plan: SweepPlan, batch: Batch) -> str:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from hpml_orchestrator.runs.bound import node_topology
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 from hpml_orchestrator.sweeps.batches import read_batches
+from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.watch import TaskStates
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.sweeps.batches import Batch
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
 
-__all__ = ["Row", "RowLog", "row_of", "rows", "sweep_directory"]
+__all__ = ["Row", "RowLog", "row_of", "rows", "table", "why_stopped"]
 
 _HOUR_SECONDS = 3600.0
 _JOULES_PER_KWH = 3.6e6
@@ -147,32 +149,47 @@ class RowLog:
 _NAMES = frozenset(column.name for column in fields(Row))
 
 
-def sweep_directory(store: Store, sweep: str) -> Path:
-    """Return where a sweep's files are."""
-    return store.root / "sweeps" / sweep
-
-
 def rows(store: Store, plan: SweepPlan) -> list[Row]:
     """Return the rows of a sweep, by point and start; a point that waits has one too.
 
     Only the sweep's own files are read: what is not over is as of the last tick.
     """
-    directory = sweep_directory(store, plan.id)
+    directory = directory_of(store, plan.id)
     log = RowLog(directory / "rows.jsonl")
     log.read()
-    table = dict(log.rows)
-    reason = why_stopped(directory)
-    waiting = Row(0, state="EXCLUDED" if reason else "WAITING", reason=reason, over=bool(reason))
-    for key, task in TaskStates.read(directory / "tasks.json").tasks.items():
-        table.setdefault(key, Row(*key, **asdict(task)))
-    for batch in read_batches(directory):
+    states, batches = TaskStates.read(directory / "tasks.json"), read_batches(directory)
+    return table(plan, log, states, batches, why_stopped(directory))
+
+
+def table(
+    plan: SweepPlan, log: RowLog, states: TaskStates, batches: Iterable[Batch], stopped: str
+) -> list[Row]:
+    """Return the rows of what is over, of what is out and of what waits, by point and start.
+
+    Args:
+        plan: the sweep's.
+        log: what is over.
+        states: what is out.
+        batches: all of them.
+        stopped: why nothing more is submitted; empty where the sweep goes on.
+    """
+    found = dict(log.rows)
+    waiting = Row(0, state="EXCLUDED" if stopped else "WAITING", reason=stopped, over=bool(stopped))
+    for key, state in states.tasks.items():
+        if key not in found:
+            found[key] = Row(*key, **asdict(state))
+    for batch in batches:
         for task in batch.tasks:
-            table.setdefault(task.key, replace(waiting, point=task.point.number, start=task.start))
-    begun = {point for point, _ in table}
+            if task.key not in found:
+                found[task.key] = replace(waiting, point=task.point.number, start=task.start)
+    begun = {point for point, _ in found}
     for point in plan.points:
-        if point.number not in begun:
-            table[point.number, 0] = replace(waiting, point=point.number)
-    return [table[key] for key in sorted(table)]
+        if point.excluded:
+            reason = point.excluded
+            found[point.number, 0] = Row(point.number, state="EXCLUDED", reason=reason, over=True)
+        elif point.number not in begun:
+            found[point.number, 0] = replace(waiting, point=point.number)
+    return [found[key] for key in sorted(found)]
 
 
 def why_stopped(directory: Path) -> str:
@@ -197,7 +214,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     try:
         summary = summarise(state)
         attempts = state.run.attempts()
-        placed = _placed(state, attempts[-1]) if attempts else {}
+        placed = _placed(state, attempts[-1], shape) if attempts else {}
     except RecordError as error:  # damaged: the row says so, and the sweep goes on
         state = replace(state, reason=state.reason or str(error))
         summary, attempts, placed = Summary(), [], {}
@@ -247,7 +264,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         result=result,
         binding=summary.binding,
     )
-    return replace(row, **placed, **_monitored(summary), **_described(replace(state.submission, index=None)))
+    return replace(
+        row, **placed, **_monitored(summary), **_described(replace(state.submission, index=None))
+    )
 
 
 def _whole(figures: Mapping[str, float], name: str) -> int | None:
@@ -284,7 +303,7 @@ def _allocated_seconds(state: State, attempts: Sequence[Attempt]) -> float:
     return earlier + max(0.0, state.ended - state.started)
 
 
-def _placed(state: State, attempt: Attempt) -> dict[str, Any]:
+def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
     """Return what is known of the ranks' places: binding, CPUs and GPUs."""
     places = binding_of(state).places
     judged = [place.right for place in places if place.right is not None]
@@ -301,7 +320,8 @@ def _placed(state: State, attempt: Attempt) -> dict[str, Any]:
             machines.append(", ".join([counted(cpus[host], "core"), *models]))
     return {
         "verified": all(judged) if judged else None,
-        "oversubscribed": any(0 < cpus[host] < count for host, count in ranks.items()),
+        "oversubscribed": shape.oversubscribed
+        or any(0 < cpus[host] < count for host, count in ranks.items()),
         "hardware": "; ".join(sorted(set(machines))),
     }
 
@@ -327,7 +347,9 @@ def _described(submission: Submission) -> dict[str, Any]:
     git = record["provenance"]["git"] or {}
     code = str(git.get("commit", ""))
     if git.get("dirty"):
-        diff = read_text_or_nothing(submission.directory / "dirty.diff") + "\n".join(git["untracked"])
+        diff = read_text_or_nothing(submission.directory / "dirty.diff") + "\n".join(
+            git["untracked"]
+        )
         code += f"+dirty-{_digest(diff)}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
     return {
