@@ -41,7 +41,7 @@ POINTS_FILE = "points.sh"
 
 @dataclass(frozen=True)
 class Task:
-    """One start of a point: 0 for the first, 1 for its first retry, …"""
+    """One start of a point: 0 is the first, 1 the first retry."""
 
     point: Point
     start: int

@@ -8,23 +8,24 @@ submitted twice and none is lost.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import Counter
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, SchedulerUnavailable, counted
-from hpml_orchestrator.records.files import create_json, read_json, write_json, write_text
+from hpml_orchestrator.errors import SchedulerUnavailable, counted
+from hpml_orchestrator.records.files import create_json, read_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
-from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
-from hpml_orchestrator.sweeps.limits import Limits, is_limit, max_array_size
-from hpml_orchestrator.sweeps.plan import directory_of
+from hpml_orchestrator.sweeps.limits import MAX_TASKS, Limits, max_array_size
+from hpml_orchestrator.sweeps.plan import directory_of, point_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
+from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
 from hpml_orchestrator.sweeps.watch import QUERY_SECONDS, TaskState, TaskStates, completed, query
 
@@ -44,7 +45,7 @@ LEASE_SECONDS = 90.0
 
 _HOUR_SECONDS = 3600.0
 _MINUTE_SECONDS = 60.0
-_STOP_SECONDS = 60.0
+_CANCELLED = "the sweep was cancelled"
 
 
 def tick(
@@ -103,6 +104,7 @@ class Controller:
         self._waits_for = ""
         self._wake_at = 0.0
         self._searcher: Any = None
+        self._retry: Mapping[str, int] = plan.sweep["retry"]
         self._search_is_over = False
 
     def tick(self) -> Progress:
@@ -112,14 +114,17 @@ class Controller:
             InputError: a job cannot be rendered.
             RecordError: the records cannot be read or written.
         """
-        holder = _take_lease(self._directory, self._clock())
+        host = self._plan.host
+        holder = f"its machine, {host}" if host not in ("", socket.gethostname()) else ""
+        holder = holder or _take_lease(self._directory, self._clock())
         if holder:
-            return progress(self._store, self._plan, waits_for=holder)
+            seen = progress(self._store, self._plan, waits_for=holder)
+            return replace(seen, next_tick_seconds=QUERY_SECONDS[self._plan.backend])
         self._read()
         self._waits_for, self._wake_at = "", self._clock() + QUERY_SECONDS[self._plan.backend]
         self._settle()
         self._collect()
-        if (self._directory / "cancelled.json").exists():
+        if self._is_cancelled():
             self._cancel()
         else:
             self._stop_early()
@@ -133,8 +138,10 @@ class Controller:
         self._log.read()
         self._states = TaskStates.read(self._directory / "tasks.json")
         self._limits = Limits.read(self._directory / "limits.json")
-        for number in self._limits.batches:
-            self._refused.add(number)
+        self._refused.update(self._limits.batches)
+
+    def _is_cancelled(self) -> bool:
+        return (self._directory / "cancelled.json").exists()
 
     def _add(self, batches: Sequence[Batch]) -> None:
         self._batches += batches
@@ -154,7 +161,7 @@ class Controller:
     def _settle(self) -> None:
         """Find the jobs of batches whose submission was interrupted, or submit those."""
         self._undecided = ""
-        cancelled = (self._directory / "cancelled.json").exists()
+        cancelled = self._is_cancelled()
         for batch in self._batches:
             if batch.number in self._jobs or batch.number in self._refused:
                 continue
@@ -192,12 +199,9 @@ class Controller:
             return
         else:
             self._refused.add(batch.number)
-            if is_limit(sent.refused, len(batch.tasks)):
-                limits.refused(
-                    batch.number, len(batch.tasks), sent.refused, out=out, now=self._clock()
-                )
-            else:
-                self._refuse(batch, sent.refused)
+            size, reason, now = len(batch.tasks), sent.refused, self._clock()
+            if not limits.refused(batch.number, size, reason, out=out, now=now):
+                self._refuse(batch, reason)
         limits.write(self._directory / "limits.json")
 
     def _refuse(self, batch: Batch, reason: str) -> None:
@@ -242,24 +246,20 @@ class Controller:
             )
             return
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
-        if task.point.number in self._stops() and row.state in ("COMPLETED", "CANCELLED"):
+        if row.state == "CANCELLED" and self._is_cancelled():
+            row = replace(row, reason=_CANCELLED)  # `resume` starts it again
+        if task.point.number in stopped_points(self._directory) and row.state in (
+            "COMPLETED",
+            "CANCELLED",
+        ):
             row = replace(row, state="PRUNED", reason="stopped early by the search")
         self._log.append(row)
         self._states.tasks.pop(task.key, None)
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _stops(self) -> dict[int, float]:
-        """Return when each point was asked to stop early."""
-        try:
-            record = read_json(self._directory / "stops.json")
-        except NotFoundError:
-            return {}
-        return {int(number): moment for number, moment in record["points"].items()}
-
     def _open_search(self) -> Any:
         if self._searcher is None:
-            from hpml_orchestrator.sweeps.plan import point_of  # noqa: PLC0415
             from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
 
             self._searcher = open_search(self._directory, self._plan, point_of)
@@ -267,68 +267,45 @@ class Controller:
 
     def _rows(self) -> list[Row]:
         """Return the rows as the search sees them: a retry that is due has one already."""
-        table = dict(self._log.rows)
-        for _, _, task in self._out():
-            table.setdefault(task.key, Row(*task.key))
-        for task in self._retries():
-            table.setdefault(task.key, Row(*task.key))
-        return [table[key] for key in sorted(table)]
+        found = dict(self._log.rows)
+        for task in [*(task for _, _, task in self._out()), *self._retries()]:
+            found.setdefault(task.key, Row(*task.key))
+        return [found[key] for key in sorted(found)]
 
     def _stop_early(self) -> None:
         """Ask the runs to stop that the search gives up; cancel those that do not."""
         if not self._sweep.searches or self._sweep.search.pruner == "none":
             return
         running = {
-            task.point.number: (batch, index)
+            task.point.number: replace(batch.submission(self._store), index=index)
             for batch, index, task in self._out()
             if batch.number in self._jobs
         }
-        evaluations = {
-            number: self._evaluations(batch, index) for number, (batch, index) in running.items()
-        }
-        stops, now = self._stops(), self._clock()
-        doomed = self._open_search().to_stop(self._rows(), evaluations)
-        late = []
-        for number in sorted(doomed & running.keys()):
-            batch, index = running[number]
-            attempt = run_of(replace(batch.submission(self._store), index=index)).newest()
-            if attempt is None:
-                continue
-            write_text(attempt.directory / "stop", "")
-            if now - stops.setdefault(number, now) > _STOP_SECONDS:
-                late.append(f"{self._jobs[batch.number]}_{index}")
-        write_json(self._directory / "stops.json", {"points": stops})
-        if late:
-            self._scheduler.cancel(late)
-
-    def _evaluations(self, batch: Batch, index: int) -> list[tuple[int, float]]:
-        """Return step and value of the search's metric, of a run's evaluations so far."""
-        attempt = run_of(replace(batch.submission(self._store), index=index)).newest()
         metric = self._sweep.search.metric
-        values: dict[int, float] = {}
-        for event in attempt.milestones() if attempt else ():
-            data = event.data
-            value = data.get(metric, data.get(metric.removeprefix("test_")))
-            if event.event == "evaluation" and not data.get("final") and value is not None:
-                step = data.get("epoch", data.get("step", len(values) + 1))
-                values[int(step)] = float(value)
-        return sorted(values.items())
+        values = {number: evaluations(task, metric) for number, task in running.items()}
+        doomed = self._open_search().to_stop(self._rows(), values)
+        asked = {number: running[number] for number in doomed & running.keys()}
+        late = ask_to_stop(self._directory, asked, now=self._clock())
+        if late:
+            tasks = self._states.tasks
+            ids = [state.job_id for (number, _), state in tasks.items() if number in late]
+            self._scheduler.cancel(ids)
 
     # --- what is next ------------------------------------------------------------------------
 
     def _retries(self) -> Iterator[Task]:
         """Yield the next start of each point that the sweep starts again."""
-        ends: dict[int, Counter[str]] = {}
-        last: dict[int, Row] = {}
-        for (number, start), row in self._log.rows.items():
-            if row.state != "COMPLETED" and (number not in last or start > last[number].start):
-                last[number] = row
-            ends.setdefault(number, Counter())[row.state] += 1
+        ends: dict[int, list[Row]] = {}
+        for row in self._log.rows.values():
+            if row.state != "COMPLETED":
+                ends.setdefault(row.point, []).append(row)
         taken = self._taken()
-        for number, row in last.items():
-            task = Task(self._points[number], row.start + 1)
-            allowed = self._sweep.retry.get(row.state, 0)  # type: ignore[call-overload]
-            if ends[number][row.state] <= allowed and task.key not in taken:
+        for number, points_rows in ends.items():
+            last = max(points_rows, key=lambda row: row.start)
+            task = Task(self._points[number], last.start + 1)
+            count = sum(row.state == last.state for row in points_rows)
+            allowed = count <= self._retry.get(last.state, 0)
+            if (allowed or last.reason == _CANCELLED) and task.key not in taken:
                 yield task
 
     def _taken(self) -> set[tuple[int, int]]:
@@ -358,7 +335,7 @@ class Controller:
             self._wait(self._undecided)
             return
         if self._limits.array == 0:
-            self._limits.array = 1000
+            self._limits.array = MAX_TASKS
             if self._plan.backend == "slurm":
                 self._limits.array = max_array_size(self._environment)
             self._limits.write(self._directory / "limits.json")
@@ -479,7 +456,7 @@ class Controller:
         return replace(
             found,
             finished=found.finished or exhausted,
-            next_tick_seconds=max(0.0, self._wake_at - now),
+            next_tick_seconds=0.0 if found.finished else max(0.0, self._wake_at - now),
         )
 
 
@@ -516,7 +493,7 @@ def cancel(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -
         SchedulerUnavailable: the scheduler gives no answer; ticks go on to cancel.
     """
     directory = directory_of(store, plan.id)
-    create_json(directory / "cancelled.json", {"reason": "the sweep was cancelled"})
+    create_json(directory / "cancelled.json", {"reason": _CANCELLED})
     submissions = [batch.submission(store) for batch in read_batches(directory)]
     made = [submission for submission in submissions if submission.directory.is_dir()]
     outcomes = cancel_runs(store, made, backends=backends)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["MAX_TASKS", "Limits", "is_limit", "max_array_size"]
+__all__ = ["MAX_TASKS", "Limits", "max_array_size"]
 
 MAX_TASKS = 1000
 """Most tasks of one batch."""
@@ -33,12 +33,6 @@ _ARRAY_LIMIT = re.compile(r"invalid job array specification", re.IGNORECASE)
 _SUBMIT_LIMIT = re.compile(
     r"\b(?:QOS|Assoc)\w*Submit\w*Limit|^Batch job submission failed: Job violates accounting"
 )
-
-
-def is_limit(reason: str, tasks: int) -> bool:
-    """Return whether a batch of so many tasks was refused for its size or the jobs in the queue."""
-    too_large = tasks > 1 and _ARRAY_LIMIT.search(reason)
-    return bool(too_large or _SUBMIT_LIMIT.search(reason))
 
 
 def max_array_size(environment: Mapping[str, str]) -> int:
@@ -96,17 +90,24 @@ class Limits:
             return min(self.array, self.ceiling - out)
         return 1 if now >= self.retry_at else 0
 
-    def refused(self, batch: int, tasks: int, reason: str, *, out: int, now: float) -> None:
-        """Learn from a batch of so many tasks that was refused while others were out."""
+    def refused(self, batch: int, tasks: int, reason: str, *, out: int, now: float) -> bool:
+        """Learn from a batch of so many tasks that was refused while others were out.
+
+        Returns:
+            Whether it was for a limit, so that its points may be submitted again.
+        """
         self.batches.append(batch)
         self.reason = reason.partition(";")[0]
-        if _ARRAY_LIMIT.search(reason):
-            self.array = max(1, tasks // 2)
-            return
+        if tasks > 1 and _ARRAY_LIMIT.search(reason):
+            self.array = tasks // 2
+            return True
+        if not _SUBMIT_LIMIT.search(reason):
+            return False
         self.ceiling = out + tasks // 2
         if tasks == 1:
             self.retry_at = now + self.wait
             self.wait = min(2 * self.wait, _LONGEST_WAIT_SECONDS)
+        return True
 
     def accepted(self, *, out: int) -> None:
         """Learn that a batch was accepted while others were out: above the ceiling it is gone."""

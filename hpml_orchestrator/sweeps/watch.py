@@ -77,7 +77,7 @@ class TaskStates:
 
     def due(self, backend: str, now: float) -> bool:
         """Return whether the scheduler may be asked again, with some jitter."""
-        jitter = random.random() * _JITTER_SECONDS[backend]  # noqa: S311 - no secret
+        jitter = random.random() * _JITTER_SECONDS[backend]
         return not 0 <= now - self.asked < QUERY_SECONDS[backend] + jitter
 
 
