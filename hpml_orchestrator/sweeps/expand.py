@@ -136,7 +136,7 @@ class _Expansion:
             points=tuple(replace(points[index], number=place[index]) for index in order),
             blocks=tuple(tuple(place[index] for index in block) for block in blocks),
         )
-        if not sweep.searches and not order:
+        if not sweep.searches and not blocks:
             raise InputError("leave nothing to run", field="exclude", value=sweep.exclude)
         estimate = self._estimate(whole)
         return replace(whole, estimate=estimate, notes=tuple(self.notes))
