@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,11 @@ class SmallSlurm(FakeScheduler):
         """Tasks that are not over."""
         now = self.clock.time()
         return sum(
-            all(now < (job.status.submitted or 0) + after for after, state in job.states if state.over)
+            all(
+                now < (job.status.submitted or 0) + after
+                for after, state in job.states
+                if state.over
+            )
             for job in self.jobs.values()
         )
 
@@ -153,7 +157,7 @@ class SweepFolder:
         self,
         planned: plans.SweepPlan,
         ticks: int = 200,
-        until: Callable[[Progress], bool] = lambda progress: progress.finished,
+        task_seconds: float = 60.0,
     ) -> Progress:
         """Tick until a sweep is finished; a controller that is killed is followed by another."""
         controller = self.controller(planned)
@@ -164,9 +168,9 @@ class SweepFolder:
                 controller = self.controller(planned)
                 self.slurm.clock.sleep(1.0)
                 continue
-            if until(progress):
+            if progress.finished:
                 return progress
-            self.slurm.run()
+            self.slurm.run(task_seconds)
             self.slurm.clock.sleep(progress.next_tick_seconds)
         raise AssertionError(f"not finished after {ticks} ticks: {progress}")
 
