@@ -1,8 +1,9 @@
-"""Medians, speedups and times to accuracy with 95 % confidence intervals that hold for few runs.
+"""Medians, speedups and times to accuracy with 95 % CIs that hold for few runs; waste of time.
 
 Every interval covers the true value in 93-97 % of simulated sweeps of 6 to 30 repeats with skewed
 run times (tests/unit/sweeps/test_statistics.py); with fewer than 6 repeats there is none. There is
 no mean of speedups here on purpose: a ratio of medians is computed from the runs, never averaged.
+Values that are missing, not finite or not positive raise InputError, which names the argument.
 
 Sources: Hoefler & Belli, "Scientific benchmarking of parallel computing systems", SC15;
 Hettmansperger & Sheather, "Confidence intervals based on interpolated order statistics", 1986;
@@ -37,11 +38,13 @@ __all__ = [
     "Speedup",
     "TimeToAccuracy",
     "arithmetic_mean",
-    "coefficient_of_variation",
+    "data_stall",
     "distinguishable",
     "harmonic_mean",
     "imbalance",
+    "loader_wait_share",
     "median_estimate",
+    "positive",
     "robust_variation",
     "speedup",
     "time_to_accuracy",
@@ -150,9 +153,6 @@ def median_estimate(values: Sequence[float]) -> Estimate:
     by interpolation with the next pair inside.
 
     Source: Hoefler & Belli SC15, section 3.1.3; Hettmansperger & Sheather 1986.
-
-    Raises:
-        InputError: no values, or one that is not finite.
     """
     ordered = np.sort(_sample(values, "values"))
     return Estimate(float(np.median(ordered)), len(ordered), _order_interval(ordered, ordered))
@@ -181,14 +181,11 @@ def speedup(
         work: how many times the baseline's work it did: 1 for strong scaling, `scale` for weak.
 
     Source: Hoefler & Belli SC15, rules 1 and 6; Hutson 1999.
-
-    Raises:
-        InputError: a side without runs, or a number that is not positive and finite.
     """
-    baseline = np.log(_positive(baseline_seconds, "baseline_seconds"))
-    point = np.log(_positive(seconds, "seconds"))
-    _positive([scale], "scale")
-    _positive([work], "work")
+    baseline = np.log(positive(baseline_seconds, "baseline_seconds"))
+    point = np.log(positive(seconds, "seconds"))
+    positive([scale], "scale")
+    positive([work], "work")
     value = work * math.exp(np.median(baseline)) / math.exp(np.median(point))
     interval = None
     if min(len(baseline), len(point)) >= MIN_REPEATS:
@@ -216,9 +213,6 @@ def distinguishable(a_seconds: Sequence[float], b_seconds: Sequence[float]) -> b
 
     Source: Schenker & Gentleman, "On judging the significance of differences by examining the
     overlap between confidence intervals", The American Statistician 55, 2001.
-
-    Raises:
-        InputError: a side without runs, or a time that is not positive and finite.
     """
     interval = speedup(a_seconds, b_seconds).interval
     return None if interval is None else not interval.low <= 1 <= interval.high
@@ -236,11 +230,8 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeT
         reached: for each run, whether the target was reached.
 
     Source: Kaplan & Meier 1958; rule 7 of docs/sweeps.md.
-
-    Raises:
-        InputError: no runs, lists of different length, or a time that is not positive and finite.
     """
-    times = _positive(seconds, "seconds")
+    times = positive(seconds, "seconds")
     if len(reached) != len(times):
         raise InputError(f"needs {len(times)} entries, one a run", field="reached", value=reached)
     events = np.asarray(reached, dtype=bool)
@@ -257,9 +248,6 @@ def arithmetic_mean(costs: Sequence[float]) -> float:
     """Return the arithmetic mean, right for costs: seconds, joules, GPU-hours.
 
     Source: Hoefler & Belli SC15, rule 3.
-
-    Raises:
-        InputError: no costs, or one that is not finite.
     """
     return float(np.mean(_sample(costs, "costs")))
 
@@ -268,36 +256,18 @@ def harmonic_mean(rates: Sequence[float]) -> float:
     """Return the harmonic mean, right for rates over equal work: samples/s, flop/s.
 
     Source: Hoefler & Belli SC15, rule 3.
-
-    Raises:
-        InputError: no rates, or one that is not positive and finite.
     """
-    return float(stats.hmean(_positive(rates, "rates")))
-
-
-def coefficient_of_variation(values: Sequence[float]) -> float | None:
-    """Return standard deviation / mean, unitless; None for a single value.
-
-    Source: Hoefler & Belli SC15, section 3.1.2.
-
-    Raises:
-        InputError: no values, or one that is not positive and finite.
-    """
-    sample = _positive(values, "values")
-    return float(stats.variation(sample, ddof=1)) if len(sample) > 1 else None
+    return float(stats.hmean(positive(rates, "rates")))
 
 
 def robust_variation(values: Sequence[float]) -> float | None:
     """Return 1.4826 x median absolute deviation / median, unitless; None for a single value.
 
-    Estimates the coefficient of variation of normal data, and one outlier hardly changes it.
+    For normal data this is the coefficient of variation, but one outlier hardly changes it.
 
     Source: Rousseeuw & Croux, "Alternatives to the median absolute deviation", 1993.
-
-    Raises:
-        InputError: no values, or one that is not positive and finite.
     """
-    sample = _positive(values, "values")
+    sample = positive(values, "values")
     if len(sample) == 1:
         return None
     deviation = stats.median_abs_deviation(sample, scale="normal")
@@ -311,12 +281,43 @@ def imbalance(rank_seconds: Sequence[float]) -> float:
 
     Source: DeRose, Homer & Johnson, "Detecting application load imbalance on high end massively
     parallel systems", Euro-Par 2007.
-
-    Raises:
-        InputError: no ranks, or a time that is not positive and finite.
     """
-    seconds = _positive(rank_seconds, "rank_seconds")
+    seconds = positive(rank_seconds, "rank_seconds")
     return float(seconds.max() / seconds.mean() - 1)
+
+
+def data_stall(
+    synthetic_seconds: float, warm_seconds: float, real_seconds: float
+) -> tuple[float, float]:
+    """Return the seconds lost to preparing and to fetching data, from three runs of equal steps.
+
+    The runs use data made on the device, a small subset in the page cache, and the real data. A
+    stall is slightly negative where the runs scatter by more than they lose.
+
+    Source: Mohan et al. 2021, "Analyzing and mitigating data stalls in DNN training", VLDB 14(5).
+    """
+    positive([synthetic_seconds, warm_seconds, real_seconds], "seconds")
+    return warm_seconds - synthetic_seconds, real_seconds - warm_seconds
+
+
+def loader_wait_share(wait_seconds: Sequence[float], step_seconds: Sequence[float]) -> float:
+    """Return the share of the steps' time, waiting included, that was spent in next(loader).
+
+    Source: Mohan et al. 2021.
+    """
+    waits, steps = _sample(wait_seconds, "wait_seconds"), positive(step_seconds, "step_seconds")
+    if len(waits) != len(steps) or (waits > steps).any() or waits.min() < 0:
+        message = f"needs {len(steps)} entries, each between 0 and the time of its step"
+        raise InputError(message, field="wait_seconds", value=list(wait_seconds))
+    return float(waits.sum() / steps.sum())
+
+
+def positive(values: Sequence[float], field: str) -> Array:
+    """Return the values as an array; refuse none at all and what has no logarithm or inverse."""
+    sample = _sample(values, field)
+    if sample.min() <= 0:
+        raise InputError("must be above 0", field=field, value=float(sample.min()))
+    return sample
 
 
 def _order_interval(lows: Array, highs: Array) -> Interval | None:
@@ -362,14 +363,6 @@ def _sample(values: Sequence[float], field: str) -> Array:
         raise InputError("needs at least one value", field=field)
     if not np.isfinite(sample).all():
         raise InputError("must be finite numbers", field=field, value=list(values))
-    return sample
-
-
-def _positive(values: Sequence[float], field: str) -> Array:
-    """Return the values as an array; refuse what has no logarithm or inverse."""
-    sample = _sample(values, field)
-    if sample.min() <= 0:
-        raise InputError("must be above 0", field=field, value=float(sample.min()))
     return sample
 
 
