@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable, counted
 from hpml_orchestrator.records.files import create_json, read_json, write_json
@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
 from hpml_orchestrator.sweeps.limits import MAX_TASKS, Limits, max_array_size
-from hpml_orchestrator.sweeps.plan import directory_of, point_of
+from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
 from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Point, SweepPlan
+    from hpml_orchestrator.sweeps.search import Searcher
 
 __all__ = ["Controller", "Progress", "cancel", "progress", "resume", "tick"]
 
@@ -101,10 +102,11 @@ class Controller:
         self._log = RowLog(self._directory / "rows.jsonl")
         self._states = TaskStates()
         self._limits = Limits()
+        self._ended: dict[int, Submission] = {}  # tasks by point, in this round
         self._undecided = ""
         self._waits_for = ""
         self._wake_at = 0.0
-        self._searcher: Any = None
+        self._searcher: Searcher | None = None
         self._retry: Mapping[str, int] = plan.sweep["retry"]
         self._search_is_over = False
 
@@ -122,6 +124,7 @@ class Controller:
             seen = progress(self._store, self._plan, waits_for=holder)
             return replace(seen, next_tick_seconds=QUERY_SECONDS[self._plan.backend])
         self._read()
+        self._ended = {}
         self._waits_for, self._wake_at = "", self._clock() + QUERY_SECONDS[self._plan.backend]
         self._settle()
         self._collect()
@@ -264,15 +267,16 @@ class Controller:
         ):
             row = replace(row, state="PRUNED", reason="stopped early by the search")
         self._log.append(row)
+        self._ended[task.point.number] = state.submission
         self._states.tasks.pop(task.key, None)
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _open_search(self) -> Any:
+    def _open_search(self) -> Searcher:
         if self._searcher is None:
             from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
 
-            self._searcher = open_search(self._directory, self._plan, point_of)
+            self._searcher = open_search(self._directory, self._plan)
         return self._searcher
 
     def _rows(self) -> list[Row]:
@@ -292,7 +296,9 @@ class Controller:
             if batch.number in self._jobs
         }
         metric = self._sweep.search.metric
-        values = {number: evaluations(task, metric) for number, task in running.items()}
+        # What has just ended counts too: others are compared with it.
+        seen = self._ended | running
+        values = {number: evaluations(task, metric) for number, task in seen.items()}
         doomed = self._open_search().to_stop(self._rows(), values)
         asked = {number: running[number] for number in doomed & running.keys()}
         late = ask_to_stop(self._directory, asked, now=self._clock())
