@@ -219,7 +219,8 @@ def cancel(context: typer.Context, sweep: SweepWord) -> None:
     store = store_of(context)
     planned = plan.resolve(store, sweep)
     ended = controller.cancel(store, planned)
-    typer.echo(f"{planned.id}: cancelled {counted(len(ended), 'submission')}; nothing more is submitted")
+    number = counted(len(ended), "submission")
+    typer.echo(f"{planned.id}: cancelled {number}; nothing more is submitted")
 
 
 @group.command(help="Write or print the report of a sweep.")

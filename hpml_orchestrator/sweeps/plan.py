@@ -204,7 +204,8 @@ def point_of(
     )
     per_rank, whole = batch_of(sweep, plan.base_batch, shape.ranks, values)
     rate = _learning_rate(sweep, plan, values, whole)
-    texts = {name: text_of(value) for name, value in values.items()} | {"seed": str(seed)}
+    write_value = json.dumps if sweep.function else text_of
+    texts = {name: write_value(value) for name, value in values.items()} | {"seed": str(seed)}
     if checkpoint:
         texts["checkpoint"] = checkpoint
     if sweep.batch is not None and whole is not None:
