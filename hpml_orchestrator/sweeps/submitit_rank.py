@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
+import select
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from submitit.core.logger import get_logger
 from submitit.core.submission import process_job
 from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import SlurmJobEnvironment
@@ -28,11 +30,11 @@ __all__ = ["HpmlJobEnvironment", "call_pickle", "local_job_id", "main"]
 
 _RESTART = 144  # exit status of a first rank whose call is to start again in the same job
 _LOOK_SECONDS = 0.2
-_TEE_SECONDS = 5.0
+_COPIED_BYTES = 1 << 16
 # submitit's TorchDistributedEnvironment sets these, and refuses to where they are set already.
 _TORCH_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE".split()
-# Signals of the job are for the function: tee copies what it prints until it ends.
-_TEE = "trap '' HUP INT TERM USR1 USR2; exec tee -a -- \"$0\""
+# A job's signals go to all of its processes; what copies the output is there until the end.
+_FOR_THE_FUNCTION = [getattr(signal, f"SIG{name}") for name in "HUP INT TERM USR1 USR2".split()]
 
 
 def local_job_id(sid: str) -> str:
@@ -70,7 +72,9 @@ class HpmlJobEnvironment(SlurmJobEnvironment):
         if not _on_this_machine():
             super()._requeue(countdown)
             return
-        append_line(_restarts(), f"{countdown} remaining timeouts")
+        message = f"Requeued job {self.job_id} in place ({countdown} remaining timeouts)"
+        get_logger().info(message)
+        append_line(_restarts(), message)
         sys.exit(_RESTART)
 
 
@@ -97,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         with output:
-            output.enter_context(_copied_output(paths, merged=options.merge_output))
+            output.enter_context(_logged(paths, merged=options.merge_output))
             if options.signal_after is not None:
                 arguments = (environment, options.signal_after, restart)
                 threading.Thread(target=_watch, args=arguments, daemon=True).start()
@@ -119,32 +123,52 @@ def _call(folder: str) -> int:
 
 
 @contextlib.contextmanager
-def _copied_output(paths: JobPaths, *, merged: bool) -> Iterator[None]:
-    """Append what this process and its children print to submitit's logs, beside the job's."""
-    originals = {1: os.dup(1), 2: os.dup(2)}
-    copies: list[subprocess.Popen[bytes]] = []
-    for number, path in ((1, paths.stdout), (2, paths.stderr)):
-        if merged and copies:
-            os.dup2(1, number)
-            break
-        tee = subprocess.Popen(
-            ["sh", "-c", _TEE, path], stdin=subprocess.PIPE, stdout=originals[number]
-        )
-        assert tee.stdin is not None  # noqa: S101 - a pipe, for mypy
-        os.dup2(tee.stdin.fileno(), number)
-        tee.stdin.close()
-        copies.append(tee)
+def _logged(paths: JobPaths, *, merged: bool) -> Iterator[None]:
+    """Append what this process and its children print to submitit's logs.
+
+    A child copies the logs to the job's own output, which `hpml logs` shows. It sees the end of
+    this process even if that is killed.
+    """
+    files = [paths.stdout] if merged else [paths.stdout, paths.stderr]
+    logs = [os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666) for path in files]
+    outputs = [os.dup(1), os.dup(2)]
+    ended, end = os.pipe()
+    copies = [
+        (log, output, os.fstat(log).st_size) for log, output in zip(logs, outputs, strict=False)
+    ]
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(end)
+            _copy(copies, ended)
+        finally:
+            os._exit(0)
+    for number, log in ((1, logs[0]), (2, logs[-1])):
+        os.dup2(log, number)
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        for number, original in originals.items():
-            os.dup2(original, number)
-            os.close(original)
-        for tee in copies:  # children that live on may keep it open
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                tee.wait(_TEE_SECONDS)
+        for number, output in zip((1, 2), outputs, strict=True):
+            os.dup2(output, number)
+        os.write(end, b".")  # closing it would not do: children may have it, too
+        os.waitpid(child, 0)
+        for number in (*logs, *outputs, ended, end):
+            os.close(number)
+
+
+def _copy(copies: Sequence[tuple[int, int, int]], ended: int) -> None:
+    """Copy logs to outputs, from given places on, until something or nobody is at `ended`."""
+    for number in _FOR_THE_FUNCTION:
+        signal.signal(number, signal.SIG_IGN)
+    places = {log: place for log, _, place in copies}
+    over = False
+    while not over:
+        over = bool(select.select([ended], [], [], _LOOK_SECONDS)[0])
+        for log, output, _ in copies:
+            while data := os.pread(log, _COPIED_BYTES, places[log]):
+                places[log] += os.write(output, data)
 
 
 def _watch(environment: HpmlJobEnvironment, seconds: float, restart: Callable[[], None]) -> None:
