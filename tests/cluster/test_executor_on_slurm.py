@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import PYTHON, Desk, eventually
 
 SCRIPT = """\
@@ -87,6 +89,24 @@ def test_fifty_calls_are_arrays_of_what_the_cluster_takes(desk: Desk) -> None:
     array = json.loads((submission / "job.json").read_text())["job_id"]
     assert answer["ids"] == [f"{array}_{index}" for index in range(50)]
     assert "#SBATCH --array=0-49%20" in (submission / "job.sh").read_text()
+
+
+def test_arrays_are_as_large_as_the_cluster_takes(tmp_path: Path) -> None:
+    """What is over MaxArraySize is a second array, and the tasks at the same time are shared."""
+    (tmp_path / "own.conf").write_text("MaxArraySize=8\n")
+    with booted("--nodes", "1", "--no-accounting", "--slurm-conf", tmp_path / "own.conf") as own:
+        desk = Desk(own, tmp_path)
+        answer = script(
+            desk,
+            "jobs = executor.map_array(place, range(10))\n"
+            "say(items=[job.result()['item'] for job in jobs], ids=[job.job_id for job in jobs])\n",
+            hpml_array_parallelism=6,
+        )
+    assert answer["items"] == list(range(10))
+    assert [job_id.partition("_")[2] for job_id in answer["ids"]] == [*"01234567", *"01"]
+    scripts = [path.read_text() for path in (desk.records / "submissions").glob("*/job.sh")]
+    arrays = sorted(re.findall(r"--array=(.*)", text)[0] for text in scripts)
+    assert arrays == ["0-1%2", "0-7%3"]
 
 
 def test_an_exception_and_a_refusal(desk: Desk) -> None:

@@ -20,7 +20,7 @@ from submitit.core.utils import FailedJobError, UncompletedJobError, cloudpickle
 from submitit.local import local, test_local
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerError
-from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.sweeps.executor import HpmlExecutor, HpmlJob
 from tests.patience import eventually
@@ -91,6 +91,12 @@ def test_submitits_tests_of_plugins_and_streams_pass(executor: submitit.AutoExec
     test_auto.test_redirect_stdout_stderr(executor)
 
 
+def hpml_run(job: submitit.Job[Any]) -> Submission:
+    assert isinstance(job, HpmlJob)
+    assert job.run is not None
+    return job.run
+
+
 def about() -> dict[str, Any]:
     environment = submitit.JobEnvironment()
     names = (
@@ -115,8 +121,8 @@ def test_a_job_of_two_ranks(executor: submitit.AutoExecutor, records: Store) -> 
     for rank, result in enumerate(results):
         wanted = {**common, "global_rank": rank, "local_rank": rank, "array_job_id": None}
         assert result.items() >= {**wanted, "cwd": str(Path.cwd())}.items()
-        assert f"hello from {rank}\n" in job.task(rank).stdout()
-    run = job.run
+        assert f"hello from {rank}\n" in str(job.task(rank).stdout())
+    run = hpml_run(job)
     assert run == records.resolve(job.job_id)
     (state,) = eventually(lambda: [state for state in states(records, [run]) if state.over])
     assert (state.name, state.state) == ("two_ranks", "COMPLETED")
@@ -196,11 +202,11 @@ def test_all_ranks_start_again_from_a_checkpoint(
     executor.update_parameters(tasks_per_node=2)
     job = executor.submit(Counter(tmp_path))
     eventually(lambda: len(list(tmp_path.glob("0.?"))) == 2)
-    attempt = records.run(job.run.sid).attempts()[0]
+    attempt = records.run(hpml_run(job).sid).attempts()[0]
     for rank in attempt.bindings():
         os.kill(rank["pid"], signal.SIGUSR2)
     assert job.results() == [(0, 1), (1, 1)]
-    assert "Requeued" in job.stdout()
+    assert "Requeued" in str(job.stdout())
 
 
 def test_parameters_are_fields_of_the_job(
