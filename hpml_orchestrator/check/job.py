@@ -208,6 +208,8 @@ def check_local(job: Job, machine: Machine) -> Iterator[Finding]:
     resources = job.resources
     tasks = len(job.tasks.indices) if job.tasks is not None else 0
     cpus = resources.ranks * resources.cpus_per_rank
+    if "--overcommit" in resources.extra:  # ranks share CPUs
+        cpus = min(cpus, len(machine.cpus))
     memory = memory_mebibytes(job) if resources.memory and machine.memory_mb else 0
     for code, field_name, noun, requested, limit in (
         ("nodes", "nodes", "node", resources.nodes, 1),

@@ -23,7 +23,16 @@ from hpml_orchestrator.spec.document import read_mapping
 from hpml_orchestrator.spec.job import Model
 from hpml_orchestrator.spec.problems import combined, problems_of
 
-__all__ = ["FILE_VERSION", "SEARCHES", "Range", "Scale", "Search", "Sweep", "load_sweep"]
+__all__ = [
+    "FILE_VERSION",
+    "MAX_POINTS",
+    "SEARCHES",
+    "Range",
+    "Scale",
+    "Search",
+    "Sweep",
+    "load_sweep",
+]
 
 FILE_VERSION = 1
 """The form of sweep files that this hpml reads."""
@@ -32,7 +41,9 @@ SEARCHES = ("random", "bayes", "evolution", "pbt")
 """Modes that choose their points while they run, by what earlier ones reached."""
 
 _SCALING = ("strong", "weak")
-_MAX_POINTS = 100_000
+MAX_POINTS = 100_000
+"""Most points of a sweep."""
+
 _Number = StrictInt | StrictFloat
 _Positive = Annotated[_Number, Field(gt=0)]
 _Scalar = StrictBool | StrictInt | StrictFloat | str
@@ -157,7 +168,7 @@ class Budget(Model):
 class Search(Model):
     """How a search chooses its points."""
 
-    trials: Annotated[StrictInt, Field(ge=1, le=_MAX_POINTS)] = 20
+    trials: Annotated[StrictInt, Field(ge=1, le=MAX_POINTS)] = 20
     """Number of trials."""
     metric: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "test_accuracy"
     """What to optimise: a figure of the result that the training reports."""
@@ -200,7 +211,8 @@ class Sweep(Model):
     """What grows in a strong or weak sweep."""
     axes: dict[Annotated[str, Field(min_length=1)], _Axis] = Field(default={})
     """What varies: an argument (`--lr`, or `lr=` for `lr=VALUE`) or a field of the job
-    (`resources.cpus_per_rank`), with a list of values or, in a search, a range."""
+    (`resources.cpus_per_rank`), with a list of values or, in a search, a range:
+    `{low: 1e-4, high: 0.1, log: true}`."""
     repeats: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Runs of each combination; default 6, of a search 1. Fewer than 6 give no 95 % interval."""
     seeds: Seeds = Seeds()

@@ -1,18 +1,51 @@
-"""A sweep's plan: its points in order, the scripts that they share, and what they may cost.
+"""A sweep's plan: its points in order, the jobs that they share, and what they may cost.
 
 It is on disk, complete, before anything is submitted:
 
-    <records>/sweeps/<id>/plan.json        the sweep, the base job, the shapes, the estimate
+    <records>/sweeps/<id>/plan.json        the sweep, its shapes, the estimate
     <records>/sweeps/<id>/points.jsonl     one point per line, in the order of the plan
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Point", "Shape", "SweepPlan"]
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
+from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
+from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
+from hpml_orchestrator.records.texts import examples
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.load import ResolvedJob, leaves
+from hpml_orchestrator.spec.sweep import Sweep
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.spec.site import ResolvedSite
+
+__all__ = [
+    "Estimate",
+    "Point",
+    "Shape",
+    "SweepPlan",
+    "directory_of",
+    "job_of",
+    "point_of",
+    "read",
+    "resolve",
+    "site_of",
+    "sweeps",
+    "text_of",
+    "write",
+]
+
+_POINTS, _PLAN = "points.jsonl", "plan.json"
 
 
 @dataclass(frozen=True)
@@ -21,19 +54,23 @@ class Shape:
 
     Attributes:
         number: its place in the plan, from 0.
-        settings: fields of the job that differ from the base job, as `--set` takes them, `args`
-            with `{point.NAME}` where a value of the point stands.
+        fixed: what all of its points have in common: axes that are fields of the job or flags, and
+            the scale under its unit.
+        job: the complete job, `args` with `{point.NAME}` where a value of the point stands.
         nodes, ranks, gpus, cores: of one point, in all.
         seconds: the time limit of one point.
+        oversubscribed: whether there are more ranks than cores of this machine.
     """
 
     number: int
-    settings: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    job: Mapping[str, Any]
     nodes: int
     ranks: int
     gpus: int
     cores: int
     seconds: int
+    oversubscribed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +78,7 @@ class Point:
     """One planned run.
 
     Attributes:
-        number: its place in the order of the plan, from 0; of a search the trial's number.
+        number: its place in the order of the plan, from 0; of a search `trial * repeats + repeat`.
         shape: number of its shape.
         scale: nodes, ranks or GPUs (`plan.unit`) of a strong or weak sweep, else None.
         values: the axes' values by their names in the sweep file.
@@ -51,6 +88,7 @@ class Point:
             `{point.lr}`.
         batch_global, batch_per_rank: planned batch sizes, None where not known.
         learning_rate: planned, of the optimiser; None where the sweep does not set it.
+        excluded: why it is left out; empty for a point that is to run.
     """
 
     number: int
@@ -63,6 +101,7 @@ class Point:
     batch_global: int | None = None
     batch_per_rank: int | None = None
     learning_rate: float | None = None
+    excluded: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,17 +122,20 @@ class SweepPlan:
         id: `<name>-<date>-<time>-<6 characters>`, as of runs.
         name: the sweep's name.
         mode: as in the sweep file.
-        sweep: the sweep file, complete (`Sweep.model_dump(mode="json")`).
-        backend: `slurm` or `local`; host: of the local backend.
-        site: the site profile's files.
+        sweep: the sweep file, complete (`Sweep.model_dump(mode="json")`), `batch` with the argument
+            and the size that count.
+        backend: `slurm` or `local`; host: the machine of the local backend.
+        site: the site profile that was chosen with `--site`; empty for the usual ones.
+        argv: the command line.
         created: seconds since the epoch.
         unit: `nodes`, `ranks` or `gpus` of a strong or weak sweep, else empty.
         baseline: the scale that speedups refer to, None without scales.
+        base_batch: global batch of the base job. base_learning_rate: its optimiser's.
+        placeholders: the placeholder's name of each axis, and of `seed`, `batch`, `checkpoint`.
         shapes, points: see there; a search has no points here, they are in its batches.
-        blocks: numbers of points that are submitted together, in order (see `order`).
+        blocks: numbers of the points that are submitted together, in order of submission.
         estimate: the most that it may cost.
         notes: what a reader has to know, such as which argument was taken for the batch size.
-        cores: CPU cores of this machine on the local backend, 0 on a cluster.
     """
 
     id: str
@@ -102,13 +144,226 @@ class SweepPlan:
     sweep: Mapping[str, Any]
     backend: str
     host: str
-    site: tuple[str, ...]
+    site: str
+    argv: tuple[str, ...]
     created: float
     unit: str
     baseline: int | None
+    base_batch: int | None
+    base_learning_rate: float | None
+    placeholders: Mapping[str, str]
     shapes: tuple[Shape, ...]
     points: tuple[Point, ...]
     blocks: tuple[tuple[int, ...], ...]
     estimate: Estimate
     notes: tuple[str, ...] = ()
-    cores: int = 0
+
+    @property
+    def spec(self) -> Sweep:
+        """The sweep file."""
+        return Sweep.model_validate(self.sweep)
+
+
+def text_of(value: Any) -> str:
+    """Return a value as an argument has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def point_of(
+    plan: SweepPlan,
+    number: int,
+    values: Mapping[str, Any],
+    *,
+    repeat: int = 0,
+    seed: int = 1,
+    scale: int | None = None,
+    checkpoint: str = "",
+    sweep: Sweep | None = None,
+) -> Point:
+    """Return the point of an axes' values: its shape, what `points.sh` sets, its batch.
+
+    Args:
+        plan: the plan; a search's points are made while it runs.
+        number: the point's number.
+        values: by the axes' names.
+        repeat: as in `Point`.
+        seed: as in `Point`.
+        scale: as in `Point`.
+        checkpoint: what a member of a population goes on from.
+        sweep: `plan.spec`, where the caller has it.
+
+    Raises:
+        InputError: the global batch cannot be divided over the ranks.
+    """
+    sweep = sweep or plan.spec
+    known = {**values, **({plan.unit: scale} if scale else {}), "": bool(checkpoint)}
+    shape = next(
+        shape
+        for shape in plan.shapes
+        if all(known.get(name, False) == value for name, value in shape.fixed.items())
+    )
+    per_rank, whole = batch_of(sweep, plan.base_batch, shape.ranks, values)
+    rate = _learning_rate(sweep, plan, values, whole)
+    texts = {name: text_of(value) for name, value in values.items()} | {"seed": str(seed)}
+    if checkpoint:
+        texts["checkpoint"] = checkpoint
+    if sweep.batch is not None and whole is not None:
+        texts["batch"] = str(whole if sweep.batch.per == "global" else per_rank)
+    if sweep.learning_rate is not None and rate is not None:
+        given = rate / shape.ranks if sweep.learning_rate.times_ranks else rate
+        texts[sweep.learning_rate.argument] = f"{given:.12g}"
+    return Point(
+        number=number,
+        shape=shape.number,
+        scale=scale,
+        values=dict(values),
+        repeat=repeat,
+        seed=seed,
+        variables={name: texts[axis] for axis, name in plan.placeholders.items() if axis in texts},
+        batch_global=whole,
+        batch_per_rank=per_rank,
+        learning_rate=rate,
+    )
+
+
+def batch_of(
+    sweep: Sweep, base: int | None, ranks: int, values: Mapping[str, Any]
+) -> tuple[int | None, int | None]:
+    """Return the batch of one rank and the global one; None where not known.
+
+    A strong sweep keeps the global batch, a weak one that of a rank; all others give the program
+    what the job says, or the axis.
+
+    Raises:
+        InputError: the global batch of a strong sweep cannot be divided over the ranks.
+    """
+    batch = sweep.batch
+    size = values.get(batch.argument, batch.size) if batch else None
+    if batch is None or not isinstance(size, int):
+        return None, base if sweep.mode == "strong" else None
+    is_global = sweep.mode == "strong" or (sweep.mode != "weak" and batch.per == "global")
+    if not is_global:
+        return size, size * ranks
+    if size % ranks and sweep.mode != "strong":
+        return None, size
+    if size % ranks:
+        raise InputError(
+            f"a global batch of {size} cannot be divided over {ranks} ranks",
+            field="batch.size",
+            value=size,
+            hint=f"{size - size % ranks or ranks} and {size - size % ranks + ranks} can be; the "
+            "global batch of a strong sweep must be a multiple of every number of ranks",
+        )
+    return size // ranks, size
+
+
+def _learning_rate(
+    sweep: Sweep, plan: SweepPlan, values: Mapping[str, Any], batch: int | None
+) -> float | None:
+    """Return the optimiser's learning rate by the sweep's rule; None where it sets none."""
+    rule = sweep.learning_rate
+    if rule is None or plan.base_learning_rate is None:
+        return None
+    rate = float(values.get(rule.argument, plan.base_learning_rate))
+    growth = batch / plan.base_batch if batch and plan.base_batch else 1.0
+    return rate * {"constant": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[rule.rule]
+
+
+def job_of(plan: SweepPlan, shape: Shape, array: str) -> ResolvedJob:
+    """Return the job of a shape as an array of tasks, such as `0-99%8`."""
+    job = Job.model_validate({**shape.job, "array": array})
+    origin = f"sweep {plan.id}"
+    return ResolvedJob(job, Path(plan.spec.base), dict.fromkeys(leaves(job.model_dump()), origin))
+
+
+def site_of(plan: SweepPlan, environment: Mapping[str, str]) -> ResolvedSite | None:
+    """Return the site profile that the sweep's jobs use."""
+    return site_for(plan.spec.base, environment, chosen=plan.site, backend=plan.backend)
+
+
+def directory_of(store: Store, plan_id: str) -> Path:
+    """Return where a sweep's records are."""
+    return store.root / "sweeps" / plan_id
+
+
+def write(store: Store, plan: SweepPlan) -> Path:
+    """Write a plan down and return its directory.
+
+    Raises:
+        RecordError: it cannot be written; nothing is left behind.
+    """
+    target = directory_of(store, plan.id)
+    temporary = target.parent / f".{plan.id}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise RecordError(
+            f"cannot write records under {store.root}: {error.strerror or error}",
+            hint="set HPML_HOME (or --records DIR) to a directory that the nodes see too",
+        ) from error
+    lines = (json.dumps(asdict(point), separators=(",", ":")) for point in plan.points)
+    write_text(temporary / _POINTS, "".join(f"{line}\n" for line in lines))
+    write_json(temporary / _PLAN, asdict(replace(plan, points=())))
+    os.rename(temporary, target)
+    return target
+
+
+def read(directory: Path) -> SweepPlan:
+    """Read a plan.
+
+    Raises:
+        NotFoundError: there is none.
+        RecordError: it is damaged.
+    """
+    record = read_json(directory / _PLAN)
+    try:
+        points = tuple(Point(**json.loads(line)) for line in read_lines(directory / _POINTS))
+        known = {name.name: record[name.name] for name in fields(SweepPlan)}
+        shapes = tuple(Shape(**shape) for shape in record["shapes"])
+        lists = {name: tuple(known[name]) for name in ("argv", "notes")}
+        return SweepPlan(
+            **{
+                **known,
+                **lists,
+                "shapes": shapes,
+                "points": points,
+                "blocks": tuple(map(tuple, record["blocks"])),
+                "estimate": Estimate(**record["estimate"]),
+            }
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{directory / _PLAN} is damaged: {error!r}") from error
+
+
+def sweeps(store: Store) -> list[str]:
+    """Return the ids of all sweeps, newest first."""
+    try:
+        names = os.listdir(store.root / "sweeps")
+    except FileNotFoundError:
+        return []
+    known = [name for name in names if ID_PATTERN.match(name)]
+    return sorted(known, key=lambda name: (stamp_of(name), name), reverse=True)
+
+
+def resolve(store: Store, word: str) -> SweepPlan:
+    """Find a sweep by its id, a unique beginning or end of it, or `last`.
+
+    Raises:
+        NotFoundError: nothing fits.
+        InputError: more than one fits.
+    """
+    known = sweeps(store)
+    matches = known[:1] if word == "last" else [name for name in known if name == word]
+    matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
+    if not matches or not word:
+        near = nearest(word, [*known, "last"])
+        hint = f"did you mean {near}?" if near else "start one with `hpml sweep run`"
+        raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
+    if len(matches) > 1:
+        raise InputError(
+            f"names {len(matches)} sweeps: {examples(matches, 5)}",
+            field="SWEEP",
+            value=word,
+            hint="give more of the id",
+        )
+    return read(directory_of(store, matches[0]))

@@ -89,6 +89,7 @@ class Directives:
     time_limit_seconds: int | None = None
     stop_signal: StopSignal | None = None
     exclusive: bool = False
+    overcommit: bool = False
     job_name: str = ""
     array: str = ""
     written: tuple[tuple[str, str], ...] = ()
@@ -209,6 +210,7 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "signal": ("stop_signal", _stop_signal),
     "job-name": ("job_name", str),
     "exclusive": ("exclusive", lambda _: True),
+    "overcommit": ("overcommit", lambda _: True),
     "array": ("array", lambda text: str(parse_array(text))),
 }
 """Option -> field of `Directives` and the reader of its value; other options mean nothing here."""
@@ -268,6 +270,8 @@ def needs_of(asked: Directives, machine: Machine) -> Needs:
         name = "gpus" if gpus == asked.gpus else "gpus_per_task"
         _refuse(asked, [name], counted(gpus, "GPU"), counted(len(machine.gpus), "GPU"))
     cpus = max(tasks * (asked.cpus_per_task or 1), gpus * (asked.cpus_per_gpu or 0))
+    if asked.overcommit:
+        cpus = min(cpus, len(machine.cpus))
     if cpus > len(machine.cpus):
         names = ["ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_gpu"]
         _refuse(asked, names, counted(cpus, "CPU"), counted(len(machine.cpus), "CPU"))

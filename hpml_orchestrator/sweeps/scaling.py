@@ -1,0 +1,106 @@
+"""What a value of an axis changes in a program's arguments, and a scale in a job's resources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import InputError
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec.job import Resources
+
+__all__ = ["Arguments", "scaled"]
+
+
+class Arguments:
+    """A program's arguments, as `--name=value`, `--name value` or `name=value`."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+
+    def value(self, name: str) -> str | None:
+        """Return the value of an argument, None where it is not given."""
+        for index, word in enumerate(self.words):
+            if word.startswith(self._prefix(name)):
+                return word.removeprefix(self._prefix(name))
+            if word == name and index + 1 < len(self.words):
+                return self.words[index + 1]
+        return None
+
+    def set(self, name: str, value: str) -> None:
+        """Replace an argument's value, or append it."""
+        prefix = self._prefix(name)
+        for index, word in enumerate(self.words):
+            if word.startswith(prefix):
+                self.words[index] = prefix + value
+                return
+            if word == name and index + 1 < len(self.words):
+                self.words[index + 1] = value
+                return
+        self.words.append(prefix + value)
+
+    def flag(self, name: str, *, on: bool) -> None:
+        """Give an argument without a value, or leave it out."""
+        self.words = [word for word in self.words if word != name] + [name] * on
+
+    @staticmethod
+    def _prefix(name: str) -> str:
+        return name if name.endswith("=") else f"{name}="
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """Return the first of some arguments that is given."""
+        return next((name for name in names if self.value(name) is not None), None)
+
+
+def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]:
+    """Return the fields of the job that make it as large as a scale says.
+
+    Args:
+        resources: of the base job.
+        unit: `nodes`, `ranks` or `gpus`, in all.
+        scale: how many.
+
+    Raises:
+        InputError: the scale does not fit the base job's nodes.
+    """
+
+    def refused(message: str, hint: str) -> InputError:
+        return InputError(message, field=f"scale.{unit}", value=scale, hint=hint)
+
+    if unit == "nodes":
+        return [("resources.nodes", scale)]
+    each = resources.gpu_count
+    if unit == "ranks":
+        if scale % resources.nodes:
+            raise refused(
+                f"cannot be divided over the base job's {resources.nodes} nodes",
+                f"use multiples of {resources.nodes}, or scale: {{nodes: …}}",
+            )
+        if each:
+            raise refused(
+                "the base job has GPUs, whose number would stay the same",
+                f"scale: {{gpus: [{scale}, …]}}",
+            )
+        return [("resources.ranks_per_node", scale // resources.nodes)]
+    if not each:
+        raise refused("the base job has no GPUs", "give resources.gpus, or scale: {ranks: …}")
+    nodes, here = (1, scale) if scale < each else (scale // each, each)
+    if nodes * here != scale:
+        raise refused(
+            f"does not fill whole nodes of {each} GPUs", f"use multiples of {each}, or fewer"
+        )
+    kind, _, _ = resources.gpus.rpartition(":")
+    fields: list[tuple[str, Any]] = [
+        ("resources.nodes", nodes),
+        ("resources.gpus", f"{kind}:{here}" if kind else str(here)),
+    ]
+    if resources.ranks_per_node is not None:
+        ranks, rest = divmod(resources.ranks_per_node * here, each)
+        if rest or not ranks:
+            raise refused(
+                f"{resources.ranks_per_node} ranks on {each} GPUs cannot be cut down to {here}",
+                "leave ranks_per_node out: there is one rank per GPU then",
+            )
+        fields.append(("resources.ranks_per_node", ranks))
+    return fields
