@@ -12,6 +12,7 @@ import contextlib
 import copy
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -83,6 +84,7 @@ _OPTIONS = (
 ).split()
 _GENERIC = "name nodes tasks_per_node cpus_per_task gpus_per_node mem_gb timeout_min".split()
 _AS_WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "after": lambda jobs: [_run_name(job) for job in ([jobs] if isinstance(jobs, str) else jobs)],
     "mem_gb": lambda size: f"{math.ceil(size * 1024)}M",
     "timeout_min": lambda minutes: format_time(math.ceil(minutes * 60)),
     "setup": lambda lines: lines if isinstance(lines, str) else "\n".join(lines),
@@ -371,6 +373,11 @@ def _most_tasks(backend: str) -> int:
     if answer.returncode:
         raise unusable("scontrol", answer)
     return limits_from(parse_config(answer.stdout)).max_array_size
+
+
+def _run_name(job_id: str) -> str:
+    """Return hpml's name of a job: its task is `ID.INDEX` there, `ID_INDEX` to submitit."""
+    return re.sub(r"_(\d+)$", r".\1", job_id)
 
 
 def _directive(name: str, value: Any) -> str:
