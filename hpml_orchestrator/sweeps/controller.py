@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
 from hpml_orchestrator.sweeps.limits import MAX_TASKS, Limits, max_array_size
-from hpml_orchestrator.sweeps.plan import directory_of, point_of
+from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
 from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
@@ -272,7 +272,7 @@ class Controller:
         if self._searcher is None:
             from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
 
-            self._searcher = open_search(self._directory, self._plan, point_of)
+            self._searcher = open_search(self._directory, self._plan)
         return self._searcher
 
     def _rows(self) -> list[Row]:
