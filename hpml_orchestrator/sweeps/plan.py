@@ -357,7 +357,7 @@ def resolve(store: Store, word: str) -> SweepPlan:
     matches = known[:1] if word == "last" else [name for name in known if name == word]
     matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
     if not matches or not word:
-        near = nearest(word, [*known, "last"])
+        near = nearest(word, [*known, *["last"][: len(known)]])
         hint = f"did you mean {near}?" if near else "start one with `hpml sweep run`"
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:
