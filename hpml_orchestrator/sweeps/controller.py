@@ -7,6 +7,7 @@ submitted twice and none is lost.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -28,7 +29,7 @@ from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
 from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
-from hpml_orchestrator.sweeps.watch import QUERY_SECONDS, TaskState, TaskStates, completed, query
+from hpml_orchestrator.sweeps.watch import TaskState, TaskStates, completed, pause_seconds, query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ class Controller:
         self._jobs: dict[int, str] = {}  # id of the array by the batch's number
         self._refused: set[int] = set()  # numbers of the batches that have no job and never will
         self._log = RowLog(self._directory / "rows.jsonl")
-        self._states = TaskStates()
+        self._states = self._written = TaskStates()
         self._limits = Limits()
         self._ended: dict[int, Submission] = {}  # tasks by point, in this round
         self._undecided = ""
@@ -122,10 +123,10 @@ class Controller:
         holder = holder or _take_lease(self._directory, self._clock())
         if holder:
             seen = progress(self._store, self._plan, waits_for=holder)
-            return replace(seen, next_tick_seconds=QUERY_SECONDS[self._plan.backend])
+            return replace(seen, next_tick_seconds=pause_seconds(self._plan.backend, seen.total))
         self._read()
         self._ended = {}
-        self._waits_for, self._wake_at = "", self._clock() + QUERY_SECONDS[self._plan.backend]
+        self._waits_for, self._wake_at = "", math.inf
         self._settle()
         self._collect()
         if self._is_cancelled():
@@ -133,7 +134,8 @@ class Controller:
         else:
             self._stop_early()
             self._submit()
-        self._states.write(self._directory / "tasks.json")
+        if self._states != self._written:
+            self._states.write(self._directory / "tasks.json")
         return self._progress()
 
     def _read(self) -> None:
@@ -141,6 +143,7 @@ class Controller:
         self._add(read_batches(self._directory, len(self._batches)))
         self._log.read()
         self._states = TaskStates.read(self._directory / "tasks.json")
+        self._written = replace(self._states, tasks=dict(self._states.tasks))
         self._limits = Limits.read(self._directory / "limits.json")
         self._refused.update(self._limits.batches)
 
@@ -470,7 +473,8 @@ class Controller:
         found = progress_of(self._plan, rows, stopped=stopped, now=now, waits_for=self._waits_for)
         exhausted = self._search_is_over and not any(self._out())
         finished = (found.finished or exhausted) and not self._undecided
-        wait = 0.0 if finished else max(0.0, self._wake_at - now)
+        pause = pause_seconds(self._plan.backend, sum(1 for _ in self._out()))
+        wait = 0.0 if finished else max(0.0, min(self._wake_at - now, pause))
         return replace(found, finished=finished, next_tick_seconds=wait)
 
 

@@ -171,7 +171,7 @@ class SweepFolder:
             if progress.finished:
                 return progress
             self.slurm.run(task_seconds)
-            self.slurm.clock.sleep(progress.next_tick_seconds)
+            self.slurm.clock.sleep(max(progress.next_tick_seconds, task_seconds / 4))
         raise AssertionError(f"not finished after {ticks} ticks: {progress}")
 
     def rows(self, planned: plans.SweepPlan) -> list[Row]:
