@@ -307,9 +307,10 @@ def test_cancel_and_resume(folder: SweepFolder) -> None:
     assert (progress.finished, progress.waits_for) == (True, "the sweep was cancelled")
     assert folder.slurm.calls["sbatch"] == calls
     assert set(states(folder, plan)) == {"CANCELLED", "EXCLUDED"}
-    resume(folder.store, plan)
+    resume(folder.store, plan, now=folder.slurm.clock.now)
     progress = folder.carry_on(plan)
     assert progress.counts == {"COMPLETED": 8}
+    assert states(folder, plan) == {"COMPLETED": 8, "CANCELLED": 4}
 
 
 def test_a_cancelled_sweep_cancels_what_still_appears(folder: SweepFolder) -> None:
