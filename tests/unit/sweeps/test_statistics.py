@@ -19,7 +19,6 @@ from scipy import stats
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.sweeps.statistics import (
-    Interval,
     arithmetic_mean,
     data_stall,
     distinguishable,
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
     from numpy.random import Generator
     from numpy.typing import NDArray
+
+    from hpml_orchestrator.sweeps.statistics import Interval
 
     Array: TypeAlias = NDArray[np.float64]
 
@@ -224,15 +225,6 @@ def test_a_difference_is_seen_although_the_intervals_overlap() -> None:
     assert intervals[1] is not None
     assert intervals[0].overlaps(intervals[1])
     assert distinguishable(before, after) is True
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "overlaps"), [(0, 1, True), (0, 0.9, False), (2, 3, True), (2.1, 3, False)]
-)
-def test_overlap(low: float, high: float, overlaps: bool) -> None:
-    """Touching intervals share a value."""
-    interval, other = (Interval(*ends, 0.95, "") for ends in ((1.0, 2.0), (low, high)))
-    assert interval.overlaps(other) is other.overlaps(interval) is overlaps
 
 
 # --- time to accuracy
