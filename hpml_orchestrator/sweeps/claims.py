@@ -97,7 +97,9 @@ def axis_text(name: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a value of an axis with four digits."""
+    """Return a value of an axis, or an accuracy, with four digits."""
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
