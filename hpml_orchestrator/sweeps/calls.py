@@ -1,6 +1,6 @@
 """Calls of a Python function as tasks of a job array: arguments in, results out, by JSON files.
 
-    write_calls(directory, "train.py:objective", [{"lr": 0.1}, {"lr": 0.2}])
+    write_calls(directory, "train.py:objective", {0: {"lr": 0.1}, 1: {"lr": 0.2}})
     # command of a job with `array: 0-1`, in the directory that the function is to run in:
     #     python -u -m hpml_orchestrator.sweeps.calls DIRECTORY {array.index}
     read_result(directory, 1)
@@ -12,22 +12,20 @@ several ranks, each calls the function, and what the first one returns is the re
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.files import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
 __all__ = ["Result", "load_function", "main", "read_result", "write_calls"]
 
@@ -53,59 +51,38 @@ def load_function(reference: str) -> Callable[..., Any]:
     A file's directory, and for a module the working directory, are on Python's path from then on.
 
     Raises:
-        InputError: there is no such file, module or function. What the module itself raises is
+        InputError: there is no such file, module or function; what the module itself raises is
             passed on.
     """
-
-    def wrong(message: str) -> InputError:
-        return InputError(message, field="function", value=reference)
-
     place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise wrong("must be FILE.py:NAME or MODULE:NAME")
-    function: Any = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
-    if function is None:
-        raise wrong(f"there is no {'file' if place.endswith('.py') else 'module'} {place}")
+    path, kind, module = Path.cwd() / place, "module", place
+    if place.endswith(".py"):
+        path, kind, module = path.resolve(), "file", path.stem
+    missing = InputError(f"there is no {kind} {place}", field="function", value=reference)
+    if not place or (kind == "file" and not path.is_file()):
+        raise missing
+    sys.path.insert(0, str(path.parent if kind == "file" else Path.cwd()))
+    try:
+        function: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            raise missing from None
+        raise
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        raise wrong(f"{place} has no function {name}")
-    return function  # type: ignore[no-any-return]
+        message = f"{place} has no function {name}"
+        raise InputError(message, field="function", value=reference)
+    return cast("Callable[..., Any]", function)
 
 
-def _module_of_file(path: Path) -> ModuleType | None:
-    if not path.is_file():
-        return None
-    path = path.resolve()
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None  # noqa: S101 - its name ends in .py
-    assert spec.loader is not None  # noqa: S101
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # before it runs: pickle and multiprocessing look there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(name: str) -> ModuleType | None:
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            return None
-        raise
-
-
-def write_calls(
-    directory: Path, function: str, arguments: Sequence[Mapping[str, Any]] | Mapping[int, Any]
-) -> None:
-    """Write the calls of a function: keyword arguments by the task's index.
+def write_calls(directory: Path, function: str, arguments: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write the calls of a function.
 
     Args:
         directory: is made if it is missing.
-        function: as `load_function` takes it; a relative path is one from the working directory.
-        arguments: of each call, in order from 0 or by index.
+        function: as `load_function` takes it; a relative path starts at the working directory.
+        arguments: of each call, keyword arguments by the task's index.
 
     Raises:
         InputError: there is no such file, or arguments are not what JSON can hold.
@@ -117,8 +94,7 @@ def write_calls(
         if not path.is_file():
             raise InputError(f"there is no file {place}", field="function", value=function)
         function = f"{path}:{name}"
-    items = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
-    calls = {str(index): dict(values) for index, values in items}
+    calls = {str(index): dict(values) for index, values in arguments.items()}
     try:
         json.dumps(calls)
     except TypeError as error:

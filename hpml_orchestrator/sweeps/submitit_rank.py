@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -136,7 +137,9 @@ def _logged(paths: JobPaths, *, merged: bool) -> Iterator[None]:
     copies = [
         (log, output, os.fstat(log).st_size) for log, output in zip(logs, outputs, strict=False)
     ]
-    child = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 warns where NumPy has threads; this copies only
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         try:
             os.close(end)

@@ -62,7 +62,7 @@ def call(directory: Path, index: int, code: int = 0, **environment: str) -> str:
 def test_results_and_exceptions_come_back(tmp_path: Path) -> None:
     """Numbers of NumPy are numbers; an exception is its traceback, and a second try replaces it."""
     folder = tmp_path / "calls"
-    write_calls(folder, "train.py:objective", [{"lr": 1, "layers": [8, 8]}, {"lr": -1}])
+    write_calls(folder, "train.py:objective", {0: {"lr": 1, "layers": [8, 8]}, 1: {"lr": -1}})
     assert read_result(folder, 0) is None
     call(folder, 0, RANK="0")
     call(folder, 0, RANK="1")  # leaves the first rank's result alone
@@ -79,14 +79,14 @@ def test_results_and_exceptions_come_back(tmp_path: Path) -> None:
     assert again is not None
     assert (again.value["loss"], again.error) == (1.5, "")
     assert "calls.json has no call 5" in call(folder, 5, code=1)
-    write_calls(folder, "train.py:odd", [{}])
+    write_calls(folder, "train.py:odd", {0: {}})
     assert "the function returned object" in call(folder, 0, code=1)
 
 
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("train.py", "must be FILE.py:NAME or MODULE:NAME"),
+        ("train.py", "there is no module"),
         ("none.py:objective", "there is no file none.py"),
         ("none.at.all:objective", "there is no module none.at.all"),
         ("train.py:Model.test", "train.py has no function Model.test"),
@@ -103,15 +103,15 @@ def test_functions_are_found() -> None:
     for reference in ("train.py:Model.train", "train:Model.train"):
         assert load_function(reference)(3) == 3
     with pytest.raises(InputError, match="arguments must be numbers"):
-        write_calls(Path("calls"), "train.py:objective", [{"lr": object()}])
+        write_calls(Path("calls"), "train.py:objective", {0: {"lr": object()}})
     with pytest.raises(InputError, match="there is no file none.py"):
-        write_calls(Path("calls"), "none.py:objective", [{}])
+        write_calls(Path("calls"), "none.py:objective", {0: {}})
 
 
 def test_calls_run_as_an_array(tmp_path: Path) -> None:
     """The command of the module's description, as tasks of a local job."""
     desk = Desk(tmp_path)
-    write_calls(tmp_path / "calls", "train.py:objective", [{"lr": 4}, {"lr": -4}])
+    write_calls(tmp_path / "calls", "train.py:objective", {0: {"lr": 4}, 1: {"lr": -4}})
     module = ["-u", "-m", "hpml_orchestrator.sweeps.calls"]
     command = [sys.executable, *module, str(tmp_path / "calls"), "{array.index}"]
     fields: dict[str, Any] = {"name": "calls", "command": command, "array": "0-1"}

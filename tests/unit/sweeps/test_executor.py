@@ -160,6 +160,11 @@ def test_an_array_with_an_error(
     path = tmp_path / "jobs.pkl"
     cloudpickle_dump(jobs, path)
     assert pickle_load(path)[0].result() == (2, "0")
+    executor.update_parameters(hpml_after=[jobs[0].job_id])
+    assert executor.submit(divide, 2).result() == (3, None)
+    executor.update_parameters(hpml_after=jobs[1].job_id)
+    with pytest.raises(InputError, match="ended FAILED"):
+        executor.submit(divide, 1)
 
 
 def test_a_job_is_cancelled(
@@ -294,15 +299,6 @@ def test_wrong_parameters_change_nothing(
     with pytest.raises(InputError, match="is no parameter") as raised:
         HpmlExecutor(executor.folder).update_parameters(partion="gpu")
     assert raised.value.hint == "did you mean partition?"
-
-
-def test_too_large_pickles_are_refused(tmp_path: Path, records: Store) -> None:
-    """Nothing is left of them."""
-    executor = LocalExecutor(tmp_path / "logs", max_pickle_size_gb=1e-6)
-    with pytest.raises(InputError, match="max_pickle_size_gb"):
-        executor.submit(print, "x" * 5000)
-    assert list((tmp_path / "logs").glob("*.pkl")) == []
-    assert list(records.submissions()) == []
 
 
 def test_the_killed_submitters_job_finds_its_call(
