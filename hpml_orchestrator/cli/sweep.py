@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 import webbrowser
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,6 +40,7 @@ from hpml_orchestrator.cli.sweeptext import print_plan, print_status, progress_l
 from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.sweeps import controller, plan
+from hpml_orchestrator.sweeps.batches import read_batches
 from hpml_orchestrator.sweeps.rows import rows as rows_of
 
 if TYPE_CHECKING:
@@ -219,7 +221,8 @@ def cancel(context: typer.Context, sweep: SweepWord) -> None:
     store = store_of(context)
     planned = plan.resolve(store, sweep)
     ended = controller.cancel(store, planned)
-    typer.echo(f"{planned.id}: cancelled {counted(len(ended), 'submission')}; nothing more is submitted")
+    number = counted(len(ended), "submission")
+    typer.echo(f"{planned.id}: cancelled {number}; nothing more is submitted")
 
 
 @group.command(help="Write or print the report of a sweep.")
@@ -244,12 +247,12 @@ def report(
         )
     reports = _reports()
     store = store_of(context)
-    planned = plan.resolve(store, sweep)
+    planned = _with_trials(store, plan.resolve(store, sweep))
     built = reports.build(planned, rows_of(store, planned))
     if as_json:
-        print_json(reports.to_json(built))
+        print_json(reports.pages.to_json(built))
     elif markdown:
-        typer.echo(reports.to_markdown(built))
+        typer.echo(reports.pages.to_markdown(built))
     else:
         path = _write_report(store, planned, built, output)
         typer.echo(str(path))
@@ -273,40 +276,49 @@ def compare(
     """
     reports = _reports()
     store = store_of(context)
-    both = [plan.resolve(store, word) for word in (before, after)]
+    both = [_with_trials(store, plan.resolve(store, word)) for word in (before, after)]
     compared = reports.compare(*(reports.build(one, rows_of(store, one)) for one in both))
     if as_json:
-        print_json(reports.comparison_json(compared))
+        print_json(reports.pages.to_json(compared))
     elif output:
         path = Path(os.path.abspath(os.path.expanduser(output)))
-        write_text(path, reports.comparison_html(compared))
+        write_text(path, reports.pages.to_html(compared))
         typer.echo(str(path))
     else:
-        typer.echo(reports.comparison_markdown(compared))
+        typer.echo(reports.pages.to_markdown(compared))
 
 
 def _reports() -> Any:
-    """Import what draws the report.
+    """Import what makes the reports: `build`, `compare` and the `pages` of both.
 
     Raises:
         InputError: a package of the extra `sweep` is missing.
     """
     try:
-        from hpml_orchestrator.sweeps import report as reports  # noqa: PLC0415 - loads matplotlib
+        from hpml_orchestrator.sweeps import compare, pages, report  # noqa: PLC0415 - matplotlib
     except ModuleNotFoundError as error:
         raise InputError(
             f"needs the package {error.name}, which is not installed",
             field="hpml sweep report",
             hint="pip install 'hpml-orchestrator[sweep]'",
         ) from error
-    return reports
+    return SimpleNamespace(build=report.build, compare=compare.compare, pages=pages)
+
+
+def _with_trials(store: Store, planned: SweepPlan) -> SweepPlan:
+    """Return the plan with the points that a search has chosen so far, which are in its batches."""
+    if not planned.spec.searches:
+        return planned
+    batches = read_batches(plan.directory_of(store, planned.id))
+    points = {task.point.number: task.point for batch in batches for task in batch.tasks}
+    return replace(planned, points=tuple(points[number] for number in sorted(points)))
 
 
 def _write_report(store: Store, planned: SweepPlan, built: Any, output: str = "") -> Path:
     path = plan.directory_of(store, planned.id) / "report.html"
     if output:
         path = Path(os.path.abspath(os.path.expanduser(output)))
-    write_text(path, _reports().to_html(built))
+    write_text(path, _reports().pages.to_html(built))
     return path
 
 
@@ -343,10 +355,11 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     rows = rows_of(store, planned)
+    planned = _with_trials(store, planned)
     built = _reports().build(planned, rows)
     path = _write_report(store, planned, built)
     if as_json:
-        print_json(_reports().to_json(built))
+        print_json(_reports().pages.to_json(built))
     else:
         print_status(planned, progress, rows)
         for sentence in built.answer:

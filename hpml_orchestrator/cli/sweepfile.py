@@ -138,9 +138,9 @@ def _listed(text: str, option: str, example: str) -> tuple[str, list[Any]]:
 
 def _axis(text: str) -> tuple[str, list[Any]]:
     """Return name and values of an axis; a plain name is an argument."""
-    name, values = _listed(text.lstrip("-"), "--grid", "lr=0.1,0.2")
-    is_field = name.partition(".")[0] in Job.model_fields
-    return name if is_field else f"--{name}", values
+    name, values = _listed(text, "--grid", "lr=0.1,0.2")
+    plain = not name.startswith("-") and "." not in name and name not in Job.model_fields
+    return f"--{name}" if plain else name, values
 
 
 def planned_of(context: typer.Context, sweep: Sweep, backend: str, *, local: bool) -> SweepPlan:

@@ -97,19 +97,22 @@ def print_status(planned: SweepPlan, progress: Progress, rows: Sequence[Row]) ->
     """Print a line about the sweep and a table of its combinations."""
     typer.echo(f"{planned.id}: {progress_line(progress)}")
     points = {point.number: point for point in planned.points}
-    groups: dict[str, list[Row]] = {}
+    groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         point = points.get(row.point)
-        label = f"trial {row.point}" if point is None else _label(planned, point)
+        label = (row.point, f"trial {row.point}")
+        if point is not None:
+            label = (point.scale or 0, _label(planned, point))
         groups.setdefault(label, []).append(row)
-    if len(groups) > _SHOWN_COMBINATIONS:
-        groups = dict(list(groups.items())[:_SHOWN_COMBINATIONS])
+    shown = sorted(groups)[-_SHOWN_COMBINATIONS:]
+    if len(shown) < len(groups):
+        typer.echo(f"the last {len(shown)} of {len(groups)} combinations; --json prints all")
     header = ("POINTS", "DONE", "STATES", "MEDIAN TIME", "SAMPLES/S", "ACCURACY")
-    print_table(header, [(label, *_group(group)) for label, group in groups.items()])
+    print_table(header, [(label[1], *_group(groups[label])) for label in shown])
 
 
 def _label(planned: SweepPlan, point: Point) -> str:
-    scale = f"{point.scale} {planned.unit}" if point.scale else ""
+    scale = f"{planned.unit}={point.scale}" if point.scale else ""
     return " ".join(filter(None, [scale, _values(point.values)]))
 
 

@@ -19,11 +19,13 @@ from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
 __all__ = [
     "answer",
     "checklist",
+    "exact_text",
     "interval_text",
     "mixed_batches",
     "notices",
     "number",
     "percent",
+    "phases_text",
     "question",
     "scale_text",
     "states_text",
@@ -93,6 +95,11 @@ def states_text(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state.lower().replace('_', ' ')}" for state, count in ordered)
 
 
+def phases_text(setting: Setting) -> str:
+    """Return the mean seconds of the phases of a setting's runs."""
+    return ", ".join(f"{name} {number(seconds)} s" for name, seconds in setting.phases.items())
+
+
 def question(report: Report) -> str:
     """Return the question that the sweep asks."""
     scales = sorted({setting.scale for setting in report.settings if setting.scale})
@@ -146,8 +153,7 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
     elif best is baseline:
         others = [one for one in siblings if one is not best and one.speedup]
         rest = ", ".join(
-            f"{scale_text(one.scale, report.unit)} {number(one.speedup and one.speedup.value)}"
-            for one in others[:_FEW]
+            f"{one.label} {number(one.speedup.value)}" for one in others[:_FEW] if one.speedup
         )
         yield (
             f"{best.label} is the best scale, with {seconds}: more {report.unit} are not "
@@ -165,10 +171,11 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
             f"{_seconds(baseline.seconds)}."
         )
         yield from _limit(report, best)
-    equal = [one.label for one in report.settings if one.distinguishable is False]
-    others = [label for label in equal if label != best.label]
-    if others and best is not baseline:
-        yield f"Not distinguishable from it, but larger: {first_few(others, _FEW)}."
+    equal = [
+        one.label for one in report.settings if one.distinguishable is False and one is not best
+    ]
+    if equal and best is not baseline:
+        yield f"Not distinguishable from the fastest, but larger: {first_few(equal, _FEW)}."
 
 
 def _limit(report: Report, setting: Setting) -> Iterable[str]:
@@ -215,7 +222,7 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
     ranked = report.ranked
     figure, name = best.figure, report.figure.name
     unit = f" {report.figure.unit}" if report.figure.unit else ""
-    text = f"The best {name} is {_figure(figure)}{unit}, with {best.label} ({_runs(best)}"
+    text = f"The best {name} is {exact_text(figure)}{unit}, with {best.label} ({_runs(best)}"
     if len(ranked) == 1:
         yield f"{text}); no other setting is complete."
     else:
@@ -230,7 +237,7 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
             f", as are {equal - 1} more" if following.distinguishable is False < equal - 1 else ""
         )
         yield (
-            f"{text}); next is {following.label} with {_figure(following.figure)}{unit}, "
+            f"{text}); next is {following.label} with {exact_text(following.figure)}{unit}, "
             f"{relation}{more}."
         )
     noun = "trial" if report.search else "attempt"
@@ -243,11 +250,12 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
     if not report.search and fastest is not best and report.figure.source != "total_seconds":
         yield (
             f"The fastest setting is {fastest.label}: {_seconds(fastest.seconds)} against "
-            f"{_seconds(best.seconds)}, {name} {_figure(fastest.figure)}."
+            f"{_seconds(best.seconds)}, {name} {exact_text(fastest.figure)}."
         )
 
 
-def _figure(estimate: Estimate | None) -> str:
+def exact_text(estimate: Estimate | None) -> str:
+    """Return a figure with four digits, as accuracies need, and its interval."""
     if estimate is None:
         return "-"
     value = estimate.value
@@ -286,7 +294,7 @@ def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
 def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
     """Return what a reader has to know before believing the figures, the gravest first."""
     if report.mixed:
-        yield Notice("Mixed batches", f"No speedups are given: {report.mixed}.")
+        yield Notice("Mixed batches", f"No speedups are given: {report.mixed}.", loud=True)
     for name, title in (
         ("code", "code"),
         ("environment", "environment"),
@@ -297,7 +305,7 @@ def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
         if len(found) > 1:
             details = tuple(f"{text}: {counted(n, 'attempt')}" for text, n in found.most_common(8))
             text = f"Attempts differ in {title}, so differences may not come from the settings."
-            yield Notice(f"Different {title}", text, restricts=True, details=details)
+            yield Notice(f"Different {title}", text, restricts=True, loud=True, details=details)
     yield from _doubts(report)
     yield from _deviations(plan, report)
     few = [one for one in report.settings if 0 < one.runs < MIN_REPEATS]
@@ -337,7 +345,7 @@ def _doubts(report: Report) -> Iterable[Notice]:
             f"{sum(one.oversubscribed for one in many)} of {report.complete} complete runs had "
             f"more ranks than CPU cores ({names}): their times say little about scaling."
         )
-        yield Notice("Oversubscribed runs", text, restricts=True)
+        yield Notice("Oversubscribed runs", text, restricts=True, loud=True)
     loose = [one for one in report.settings if one.unverified]
     if loose:
         names = first_few([one.label for one in loose])
@@ -466,8 +474,8 @@ def checklist(report: Report) -> Iterable[Check]:
     yield check(
         "Choose a weak competitor",
         f"The baseline is {compared[0].label} of the same code: {_seconds(compared[0].seconds)} "
-        f"in all, {number(compared[0].samples_per_second and compared[0].samples_per_second.value)}"
-        " samples/s; nothing is compared with others' results."
+        f"in all, {exact_text(compared[0].samples_per_second)} samples/s; nothing "
+        "is compared with others' results."
         if compared
         else "Settings are compared with each other, not with others' results.",
         ok=bool(compared),

@@ -21,9 +21,10 @@ from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import settle
+from hpml_orchestrator.scheduler.recovery import Found, Undecided
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
 from hpml_orchestrator.sweeps.limits import MAX_TASKS, Limits, max_array_size
-from hpml_orchestrator.sweeps.plan import directory_of, point_of
+from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
 from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
@@ -168,11 +169,25 @@ class Controller:
             submission = batch.submission(self._store)
             known = submission.job()
             if known is not None:
-                self._jobs[batch.number] = str(known["job_id"])
+                self._accept(batch, str(known["job_id"]))
             elif not cancelled:
                 self._send(batch)
             elif submission.directory.is_dir():
-                settle(self._store, submission, self._scheduler, now=self._clock())
+                outcome = settle(self._store, submission, self._scheduler, now=self._clock())
+                if isinstance(outcome, Found):
+                    self._accept(batch, outcome.job_id)
+                elif isinstance(outcome, Undecided):
+                    self._undecided = outcome.reason
+
+    def _accept(self, batch: Batch, job_id: str) -> None:
+        """Keep in mind that a batch has a job, whose tasks are out unless they are over."""
+        self._jobs[batch.number] = job_id
+        for index, task in enumerate(batch.tasks):
+            state = TaskState(
+                f"{batch.sid}.{index}", f"{job_id}_{index}", "PENDING", queued=batch.created
+            )
+            if task.key not in self._log.rows:
+                self._states.tasks.setdefault(task.key, state)
 
     def _send(self, batch: Batch) -> None:
         """Submit a batch and record what came of it."""
@@ -187,13 +202,8 @@ class Controller:
         )
         limits = self._limits
         if sent.job_id:
-            self._jobs[batch.number] = sent.job_id
+            self._accept(batch, sent.job_id)
             limits.accepted(out=out)
-            for index, task in enumerate(batch.tasks):
-                run = f"{batch.sid}.{index}"
-                self._states.tasks[task.key] = TaskState(
-                    run, f"{sent.job_id}_{index}", "PENDING", queued=self._clock()
-                )
         elif sent.undecided:
             self._undecided = sent.undecided
             return
@@ -262,7 +272,7 @@ class Controller:
         if self._searcher is None:
             from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
 
-            self._searcher = open_search(self._directory, self._plan, point_of)
+            self._searcher = open_search(self._directory, self._plan)
         return self._searcher
 
     def _rows(self) -> list[Row]:
@@ -453,11 +463,9 @@ class Controller:
         rows = table(self._plan, self._log, self._states, self._batches, stopped)
         found = progress_of(self._plan, rows, stopped=stopped, now=now, waits_for=self._waits_for)
         exhausted = self._search_is_over and not any(self._out())
-        return replace(
-            found,
-            finished=found.finished or exhausted,
-            next_tick_seconds=0.0 if found.finished else max(0.0, self._wake_at - now),
-        )
+        finished = (found.finished or exhausted) and not self._undecided
+        wait = 0.0 if finished else max(0.0, self._wake_at - now)
+        return replace(found, finished=finished, next_tick_seconds=wait)
 
 
 def _take_lease(directory: Path, now: float) -> str:

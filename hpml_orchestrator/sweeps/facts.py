@@ -17,7 +17,7 @@ __all__ = [
     "Check",
     "Costs",
     "Figure",
-    "Fit",
+    "FittedModel",
     "Notice",
     "Report",
     "Setting",
@@ -89,7 +89,7 @@ class Setting:
             baseline. queue_seconds: mean seconds in the queue.
         gpu_hours, core_hours, energy_kwh: of all attempts; energy_kwh is None if never measured.
         distinguishable: from the best setting, by intervals that do not overlap; None: unknown.
-        totals: total seconds of each complete run.
+        runs: complete runs. figures: of each of them, what settings are ranked by.
     """
 
     number: int
@@ -123,12 +123,8 @@ class Setting:
     oversubscribed: int = 0
     unverified: int = 0
     distinguishable: bool | None = None
-    totals: tuple[float, ...] = ()
-
-    @property
-    def runs(self) -> int:
-        """Complete runs."""
-        return len(self.totals)
+    runs: int = 0
+    figures: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,14 +138,23 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A scaling model fitted to one series; valid within the scales that were measured."""
+class FittedModel:
+    """A scaling model fitted to the runs of one series.
+
+    Attributes:
+        parameters: by the formula's names; scales count in units of the smallest one.
+        residual: typical relative distance of a run from the curve.
+        scales, speedups: the curve, at the measured scales.
+        note: what the model says beyond its parameters.
+    """
 
     model: str
     formula: str
     series: str
     parameters: Mapping[str, Estimate]
-    scales: tuple[float, ...]
+    runs: int
+    residual: float
+    scales: tuple[int, ...]
     speedups: tuple[float, ...]
     note: str = ""
 
@@ -174,12 +179,14 @@ class Notice:
 
     Attributes:
         restricts: whether it restricts the answer, which then says so.
+        loud: whether it may turn the answer over.
         details: one line each.
     """
 
     title: str
     text: str
     restricts: bool = False
+    loud: bool = False
     details: tuple[str, ...] = ()
 
 
@@ -222,7 +229,7 @@ class Report:
     states: Mapping[str, int]
     notices: tuple[Notice, ...]
     settings: tuple[Setting, ...]
-    fits: tuple[Fit, ...]
+    fits: tuple[FittedModel, ...]
     costs: Costs
     attempts: tuple[Attempt, ...]
     trace: tuple[tuple[int, float], ...]
@@ -251,6 +258,6 @@ class Report:
     @property
     def ranked(self) -> list[Setting]:
         """Settings that were measured, the best first."""
-        measured = [setting for setting in self.settings if setting.figure]
         sign = -1 if self.figure.maximize else 1
-        return sorted(measured, key=lambda one: (sign * one.figure.value, one.number))
+        measured = [(sign * one.figure.value, one) for one in self.settings if one.figure]
+        return [one for _, one in sorted(measured, key=lambda pair: pair[0])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,7 @@ from hpml_orchestrator.sweeps.facts import (
     Attempt,
     Costs,
     Figure,
-    Fit,
+    FittedModel,
     Report,
     Setting,
     Target,
@@ -88,7 +88,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         log_axes=_log_axes(plan),
         provenance=_provenance(plan, rows),
     )
-    report = _ranked(report, {number: _figures(runs[number], figure) for number in runs})
+    report = _ranked(report)
     report = replace(report, fits=tuple(_fits(report)), trace=_trace(report))
     report = replace(report, notices=tuple(claims.notices(plan, report)))
     report = replace(report, question=claims.question(report), answer=claims.answer(report))
@@ -137,6 +137,7 @@ def _setting(
 ) -> Setting:
     point, rows = pairs[0][0], [row for _, row in pairs]
     runs = _measured(rows)
+    figures = tuple(_figures(runs, figure))
     energies = [row.energy_kwh for row in rows if row.energy_kwh is not None]
     return Setting(
         number=number,
@@ -152,7 +153,7 @@ def _setting(
         ),
         samples_per_second=_estimate(row.samples_per_second for row in runs),
         accuracy=_estimate(row.accuracy for row in runs),
-        figure=_estimate(_figures(runs, figure)),
+        figure=_estimate(figures),
         target=_target(plan, rows),
         batch_global=_distinct(row.batch_global or point.batch_global for point, row in pairs),
         batch_per_rank=_distinct(
@@ -170,7 +171,8 @@ def _setting(
         energy_kwh=math.fsum(energies) if energies else None,
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
-        totals=tuple(row.total_seconds for row in runs if row.total_seconds),
+        runs=len(runs),
+        figures=figures,
     )
 
 
@@ -258,25 +260,35 @@ def _compared(
         (one for one in settings if (one.series, one.scale) == (setting.series, plan.baseline)),
         None,
     )
-    if baseline is None or not (baseline.figure and setting.figure and setting.scale):
+    if baseline is None or not (baseline.figures and setting.figures and setting.scale):
         return setting
     if setting.number == baseline.number:
         return replace(setting, speedup=Speedup(1, None, 1, None, 1, setting.runs, setting.runs))
-    scale = setting.scale / (plan.baseline or 1)
-    growth = 1.0
+    scale, growth = setting.scale / (plan.baseline or 1), 1.0
     if plan.mode == "strong":
-        speedup = statistics.speedup(baseline.totals, setting.totals, scale=scale)
+        speedup = statistics.speedup(baseline.figures, setting.figures, scale=scale)
     else:
+        speedup = statistics.speedup(setting.figures, baseline.figures, scale=scale)
         works = [_mean(_work(row) for row in runs[one.number]) for one in (baseline, setting)]
         growth = works[1] / works[0] if works[0] and works[1] else math.nan
-        rates = [_rates(runs[one.number]) for one in (setting, baseline)]
-        speedup = statistics.speedup(*rates, scale=scale)
     lost = {
         name: setting.phases.get(name, 0.0) - baseline.phases.get(name, 0.0) * growth / scale
         for name in PARTS
         if name in {**setting.phases, **baseline.phases} and math.isfinite(growth)
     }
-    return replace(setting, speedup=speedup, serial_fraction=None, lost=lost)
+    serial = _serial_fraction(speedup) if scale > 1 else None
+    return replace(setting, speedup=speedup, serial_fraction=serial, lost=lost)
+
+
+def _serial_fraction(speedup: Speedup) -> Estimate:
+    """Return Karp and Flatt's serial fraction; it falls as the speedup grows."""
+    ends = speedup.interval
+    interval = ends and replace(
+        ends,
+        low=models.karp_flatt(ends.high, speedup.scale),
+        high=models.karp_flatt(ends.low, speedup.scale),
+    )
+    return Estimate(models.karp_flatt(speedup.value, speedup.scale), speedup.n, interval)
 
 
 def _rates(runs: Sequence[Row]) -> list[float]:
@@ -289,13 +301,13 @@ def _rates(runs: Sequence[Row]) -> list[float]:
     return [row.samples_per_second for row in runs if row.samples_per_second is not None]
 
 
-def _ranked(report: Report, figures: Mapping[int, Sequence[float]]) -> Report:
+def _ranked(report: Report) -> Report:
     """Return the report with its best setting, and which are not distinguishable from it."""
     ranked = report.ranked
     if not ranked:
         return report
     settings = [
-        replace(setting, distinguishable=_distinguishable(ranked[0], setting, figures))
+        replace(setting, distinguishable=_distinguishable(ranked[0], setting))
         for setting in report.settings
     ]
     best = ranked[0].number
@@ -307,26 +319,65 @@ def _ranked(report: Report, figures: Mapping[int, Sequence[float]]) -> Report:
     return replace(report, settings=tuple(settings), best=best, fastest=fastest)
 
 
-def _distinguishable(
-    best: Setting, other: Setting, figures: Mapping[int, Sequence[float]]
-) -> bool | None:
+def _distinguishable(best: Setting, other: Setting) -> bool | None:
     """Return whether the medians of two settings differ; None with fewer than 6 runs of one."""
     intervals = [one.figure.interval if one.figure else None for one in (best, other)]
     if best.number == other.number:
         return False if intervals[0] else None
-    if None in intervals:
+    if intervals[0] is None or intervals[1] is None:
         return None
-    values = figures[best.number], figures[other.number]
+    values = best.figures, other.figures
     if not intervals[0].overlaps(intervals[1]):
         return True
     positive = min(*values[0], *values[1]) > 0
     return statistics.distinguishable(*values) if positive else False
 
 
-def _fits(report: Report) -> Iterable[Fit]:
-    """Fit a model to each series whose speedups are known at three scales or more."""
+def _fits(report: Report) -> Iterable[FittedModel]:
+    """Fit the laws of scaling to each series with speedups at three scales or more, USL at five."""
+    laws: list[tuple[str, Callable[..., models.Fit], int]] = [
+        ("Amdahl", models.fit_amdahl, 3)
+        if report.mode == "strong"
+        else ("Gustafson", models.fit_gustafson, 3),
+        ("Universal Scalability Law", models.fit_usl, 5),
+    ]
     for series, settings in report.series.items():
-        pass
+        compared = [one for one in settings if one.speedup and one.scale]
+        for name, fit_law, at_least in laws:
+            if len(compared) < at_least:
+                continue
+            scales = [one.scale or 1 for one in compared]
+            unit = min(scales)
+            inverted = report.mode == "strong" and fit_law is models.fit_usl
+            runs = [(one.scale or 1, value) for one in compared for value in one.figures]
+            fit = fit_law(
+                [scale / unit for scale, _ in runs],
+                [1 / value if inverted else value for _, value in runs],
+            )
+            power = -1 if fit_law is models.fit_amdahl else 1
+            base = fit.predict((report.baseline or unit) / unit)
+            note = (
+                f"P counts in units of {claims.scale_text(unit, report.unit)}" if unit > 1 else ""
+            )
+            if fit_law is models.fit_usl:
+                peak = unit * models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
+                limit = models.EXTRAPOLATION_LIMIT * max(scales)
+                note = (
+                    f"highest throughput at about {peak:.0f} {report.unit}"
+                    if peak <= limit
+                    else f"no peak up to {limit} {report.unit}, twice the largest measured scale"
+                )
+            yield FittedModel(
+                model=name,
+                formula=fit.formula,
+                series=series,
+                parameters=fit.parameters,
+                runs=fit.n,
+                residual=fit.residual,
+                scales=tuple(scales),
+                speedups=tuple((fit.predict(scale / unit) / base) ** power for scale in scales),
+                note=note,
+            )
 
 
 def _trace(report: Report) -> tuple[tuple[int, float], ...]:

@@ -1,4 +1,4 @@
-"""Medians, speedups and times to accuracy with 95 % CIs that hold for few runs; waste of time.
+"""Medians, speedups and times to accuracy with 95 % confidence intervals; measures of lost time.
 
 Every interval covers the true value in 93-97 % of simulated sweeps of 6 to 30 repeats with skewed
 run times (tests/unit/sweeps/test_statistics.py); with fewer than 6 repeats there is none. There is
@@ -182,14 +182,12 @@ def speedup(
 
     Source: Hoefler & Belli SC15, rules 1 and 6; Hutson 1999.
     """
-    baseline = np.log(positive(baseline_seconds, "baseline_seconds"))
-    point = np.log(positive(seconds, "seconds"))
-    positive([scale], "scale")
-    positive([work], "work")
-    value = work * math.exp(np.median(baseline)) / math.exp(np.median(point))
+    baseline, point = positive(baseline_seconds, "baseline_seconds"), positive(seconds, "seconds")
+    scale, work = float(positive([scale], "scale")[0]), float(positive([work], "work")[0])
+    value = work * float(np.median(baseline) / np.median(point))
     interval = None
     if min(len(baseline), len(point)) >= MIN_REPEATS:
-        ratios = _medians(baseline)[:, None] - _medians(point)
+        ratios = _log_medians(baseline)[:, None] - _log_medians(point)
         tail = (1 - CONFIDENCE) / 2
         low, high = work * np.exp(np.quantile(ratios, [tail, 1 - tail]))
         interval = Interval(float(low), float(high), CONFIDENCE, "smoothed bootstrap")
@@ -325,18 +323,28 @@ def _order_interval(lows: Array, highs: Array) -> Interval | None:
     n = len(lows)
     if n < MIN_REPEATS:
         return None
-    # the k-th smallest and largest cover the median with 1 - 2 P(Binomial(n, 1/2) < k)
+    k, covers, weight = _order_rank(n)
+    if not weight:
+        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers:.1f} %"
+        return Interval(float(lows[k - 1]), float(highs[n - k]), CONFIDENCE, method)
+    low = (1 - weight) * lows[k - 1] + weight * lows[k]
+    high = (1 - weight) * highs[n - k] + weight * highs[n - k - 1]
+    return Interval(float(low), float(high), CONFIDENCE, "interpolated order statistics")
+
+
+@lru_cache(maxsize=256)
+def _order_rank(n: int) -> tuple[int, float, float]:
+    """Return k, what the k-th smallest and largest of n values cover, and the next pair's weight.
+
+    They cover the median with probability 1 - 2 P(Binomial(n, 1/2) < k); the weight is 0 where
+    that is close enough to 95 %.
+    """
     covers = 1 - 2 * stats.binom.cdf(np.arange(n // 2 + 1) - 1, n, 0.5)
     k = int(np.flatnonzero(covers >= CONFIDENCE)[-1])
-    low, high = lows[k - 1], highs[n - k]
     if covers[k] <= _TOO_WIDE:
-        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers[k]:.1f} %"
-        return Interval(float(low), float(high), CONFIDENCE, method)
+        return k, float(covers[k]), 0.0
     surplus = (covers[k] - CONFIDENCE) / (covers[k] - covers[k + 1])
-    weight = (n - k) * surplus / (k + (n - 2 * k) * surplus)
-    low = (1 - weight) * low + weight * lows[k]
-    high = (1 - weight) * high + weight * highs[n - k - 1]
-    return Interval(float(low), float(high), CONFIDENCE, "interpolated order statistics")
+    return k, float(covers[k]), float((n - k) * surplus / (k + (n - 2 * k) * surplus))
 
 
 @lru_cache(maxsize=256)
@@ -351,9 +359,10 @@ def _median_ranks(n: int) -> Array:
     return np.asarray(np.clip(quantiles * n - 0.5, 0, n - 1), dtype=np.float64)
 
 
-def _medians(values: Array) -> Array:
-    """Return equally probable medians of samples like this one."""
-    return np.interp(_median_ranks(len(values)), np.arange(len(values)), np.sort(values))
+def _log_medians(values: Array) -> Array:
+    """Return the logs of equally probable medians of samples like this one."""
+    ranks = np.arange(len(values), dtype=np.float64)
+    return np.interp(_median_ranks(len(values)), ranks, np.log(np.sort(values)))
 
 
 def _sample(values: Sequence[float], field: str) -> Array:
