@@ -191,7 +191,9 @@ class Counter(submitit.helpers.Checkpointable):
     def __call__(self) -> tuple[int, int]:
         rank = submitit.JobEnvironment().global_rank
         (self.started / f"{self.checkpoints}.{rank}").touch()
-        while not self.checkpoints:
+        while (
+            not self.checkpoints and not rank
+        ):  # the other rank ends, and starts again all the same
             time.sleep(0.05)
         return rank, self.checkpoints
 
@@ -208,8 +210,10 @@ def test_all_ranks_start_again_from_a_checkpoint(
     job = executor.submit(Counter(tmp_path))
     eventually(lambda: len(list(tmp_path.glob("0.?"))) == 2)
     attempt = records.run(hpml_run(job).sid).attempts()[0]
+    eventually(job.task(1).done)
     for rank in attempt.bindings():
         os.kill(rank["pid"], signal.SIGUSR2)
+    eventually((tmp_path / "1.1").exists)
     assert job.results() == [(0, 1), (1, 1)]
     assert "Requeued" in str(job.stdout())
 
