@@ -107,20 +107,28 @@ def about() -> dict[str, Any]:
 
 
 def test_a_job_of_two_ranks(executor: submitit.AutoExecutor, records: Store) -> None:
-    """Each rank knows its place and has a result; hpml binds them and shows what they print."""
+    """Each rank has its place, the data and a result; hpml binds them, and has their output."""
 
     def function(word: str) -> dict[str, Any]:
         print(f"{word} from {submitit.JobEnvironment().global_rank}")
         submitit.helpers.TorchDistributedEnvironment().export()
-        return {**about(), "cwd": str(Path.cwd())}
+        staged = Path(os.environ["HPML_STAGE_WORDS"], "word").read_text()
+        return {**about(), "cwd": str(Path.cwd()), "staged": staged}
 
-    executor.update_parameters(tasks_per_node=2, name="two_ranks", hpml_binding="spread")
+    Path("data").mkdir()
+    Path("data/word").write_text("text")
+    executor.update_parameters(
+        tasks_per_node=2,
+        name="two_ranks",
+        hpml_binding="spread",
+        hpml_stage=[{"name": "words", "source": "data"}],
+    )
     job = executor.submit(function, "hello")
     results = job.results()
     common = {"cluster": "hpml", "job_id": job.job_id, "num_tasks": 2, "num_nodes": 1, "node": 0}
     for rank, result in enumerate(results):
         wanted = {**common, "global_rank": rank, "local_rank": rank, "array_job_id": None}
-        assert result.items() >= {**wanted, "cwd": str(Path.cwd())}.items()
+        assert result.items() >= {**wanted, "cwd": str(Path.cwd()), "staged": "text"}.items()
         assert f"hello from {rank}\n" in str(job.task(rank).stdout())
     run = hpml_run(job)
     assert run == records.resolve(job.job_id)
