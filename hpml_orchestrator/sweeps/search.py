@@ -288,7 +288,7 @@ class Searcher:
                 trial.params,
                 repeat=repeat,
                 seed=seeds[repeat],
-                checkpoint=trial.user_attrs.get("checkpoint") or "",
+                checkpoint=trial.user_attrs.get("checkpoint", ""),
                 sweep=self._sweep,
             )
             for repeat in range(count)
@@ -353,8 +353,9 @@ class Searcher:
         trial = copy.ask(dict(self._axes))
         trial.set_user_attr("point", number * self._sweep.count)
         if self._sweep.mode in _POPULATED:
-            for name in ("parent", "mate", "generation", "checkpoint"):
-                trial.set_user_attr(name, getattr(child, name, None))
+            own = {"parent": None, "mate": None, "generation": 0, "checkpoint": ""}
+            for name, default in own.items():
+                trial.set_user_attr(name, getattr(child, name, default))
         self._study.add_trial(copy.get_trials(deepcopy=False)[number])
         return self._trials()[number]
 
@@ -369,7 +370,7 @@ class Searcher:
                 trial.number,
                 trial.params,
                 sign * trial.values[0] if trial.state is TrialState.COMPLETE else None,
-                trial.user_attrs["generation"] or 0,
+                trial.user_attrs["generation"],
                 str(self._runs / trial.user_attrs.get("run", "") / search.checkpoint),
             )
             for trial in self._trials()
