@@ -43,7 +43,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.train
 # The copyable files are copied, as a user would, and run from there.
 demo: $(VENV)/.train
 	@rm -rf $(DEMO) && mkdir -p $(DEMO)
-	@cp training_jobs/*.py training_jobs/digits.yaml $(DEMO)/
+	@cp training_jobs/*.py training_jobs/digits.yaml training_jobs/digits_sweep.yaml $(DEMO)/
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 

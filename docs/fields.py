@@ -1,4 +1,4 @@
-"""Write the reference pages of the job file and the site profile, from the fields' descriptions.
+"""Write the reference pages of job files, site profiles and sweep files, from the fields' descriptions.
 
 python docs/fields.py
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpml_orchestrator.spec import job_schema, site_schema
+from hpml_orchestrator.spec import job_schema, site_schema, sweep_schema
 
 __all__ = ["PAGES", "page"]
 
@@ -18,6 +18,11 @@ PAGES = {
         job_schema,
         "# Job file reference",
         "All fields of a [job file](job-file.md). `N` is an entry of a list, counted from 0.",
+    ),
+    "sweep-file-reference.md": (
+        sweep_schema,
+        "# Sweep file reference",
+        "All fields of a [sweep file](sweeps.md). `NAME` is an axis.",
     ),
     "site-profile-reference.md": (
         site_schema,

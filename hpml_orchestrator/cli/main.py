@@ -52,6 +52,7 @@ COMMANDS = {
         "Convert an sbatch script to a job file; warnings go to stderr.",
         _JOBS,
     ),
+    "sweep": Entry("sweep", "group", "Run a job many times: scaling, grids, searches.", _JOBS),
     "list": Entry("runs", "list_", "List runs, newest first.", _RUNS),
     "status": Entry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
@@ -66,7 +67,9 @@ COMMANDS = {
     "template": Entry("site", "group", "List script templates or write your own.", _SITE),
     "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
     "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
-    "schema": Entry("site", "schema", "Print the JSON Schema of job files or profiles.", _MORE),
+    "schema": Entry(
+        "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
+    ),
     "man": Entry("man", "man", "Show the manual page of a command.", _MORE),
 }
 

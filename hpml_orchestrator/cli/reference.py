@@ -29,6 +29,28 @@ hpml submit
 hpml run
     Submit a job and follow it: hpml run job.yaml
     Run on this machine, with a JSON summary: hpml run job.yaml --local --json
+hpml sweep
+    Strong scaling, six repeats of each: hpml sweep run job.yaml --strong nodes=1,2,4,8
+hpml sweep plan
+    Show all points and the cost first: hpml sweep plan job.yaml --strong nodes=1,2,4,8
+hpml sweep run
+    Strong scaling: hpml sweep run job.yaml --strong nodes=1,2,4,8 --repeats 6
+    All combinations of two arguments: hpml sweep run job.yaml --grid lr=0.01,0.1 --grid width=16,32
+    A sweep file, in the background: hpml sweep run sweep.yaml --detach
+hpml sweep status
+    All sweeps: hpml sweep status
+    The newest, again and again: hpml sweep status last --watch
+hpml sweep resume
+    Continue after a closed terminal: hpml sweep resume last
+hpml sweep cancel
+    Cancel what is not done: hpml sweep cancel last
+hpml sweep tick
+    In a crontab: hpml sweep tick digits-strong-20260102-030405-abcdef
+hpml sweep report
+    Open the report: hpml sweep report last --open
+    As Markdown: hpml sweep report last --markdown
+hpml sweep compare
+    Before and after a change: hpml sweep compare digits-strong-20260102-030405-abcdef last
 hpml list
     List the five newest runs: hpml list -n 5
 hpml status

@@ -29,7 +29,7 @@ from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.site.doctor import examine
 from hpml_orchestrator.site.initialise import initialise, profile_path, save
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec import job_schema, site_schema
+from hpml_orchestrator.spec import job_schema, site_schema, sweep_schema
 
 __all__ = ["doctor", "group", "init", "schema"]
 
@@ -163,12 +163,12 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 def schema(
     what: Annotated[
-        Literal["job", "site"],
-        typer.Argument(metavar="job|site", help="Job files or site profiles."),
+        Literal["job", "site", "sweep"],
+        typer.Argument(metavar="job|site|sweep", help="Job files, site profiles or sweep files."),
     ] = "job",
 ) -> None:
-    """Print the JSON Schema of job files or profiles.
+    """Print the JSON Schema of job files, profiles or sweeps.
 
     Editors use it to complete and check these files.
     """
-    print_json(job_schema() if what == "job" else site_schema())
+    print_json({"job": job_schema, "site": site_schema, "sweep": sweep_schema}[what]())

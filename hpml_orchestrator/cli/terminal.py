@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["draw_summary", "draw_table", "progress_bar"]
+__all__ = ["draw_summary", "draw_table", "progress_bar", "sweep_bar"]
 
 _UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS"})
 """Columns that are never wrapped, because users copy from them."""
@@ -68,3 +68,27 @@ def progress_bar() -> progress.Progress:
     bar.add_task("", total=None)
     bar.start()
     return bar
+
+
+def sweep_bar() -> Callable[[int, int | None, str], None]:
+    """Return a function that draws how many of a sweep's points are done; a total of None ends it.
+
+    The bar is on standard error; its line is the third argument.
+    """
+    bar = progress.Progress(
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("", total=None)
+    bar.start()
+
+    def show(done: int, total: int | None, line: str) -> None:
+        if total is None:
+            bar.stop()
+        else:
+            bar.update(task, completed=done, total=total, description=line)
+
+    return show

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
         Stage,
     )
     from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
-    from hpml_orchestrator.spec.schema import job_schema, site_schema
+    from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
     from hpml_orchestrator.spec.site import NodeType, ResolvedSite, Site, load_site
     from hpml_orchestrator.spec.site_find import find_profiles
+    from hpml_orchestrator.spec.sweep import Sweep, load_sweep
 
 __all__ = [
     "ArraySpec",
@@ -40,21 +41,25 @@ __all__ = [
     "Resources",
     "Site",
     "Stage",
+    "Sweep",
     "find_profiles",
     "job_schema",
     "load_job",
     "load_site",
+    "load_sweep",
     "parse_setting",
     "site_schema",
+    "sweep_schema",
 ]
 
 _MODULES = {
     "array": "ArraySpec",
     "job": "Binding Container Environment Job Mail Monitor Resources Stage",
     "load": "ResolvedJob load_job parse_setting",
-    "schema": "job_schema site_schema",
+    "schema": "job_schema site_schema sweep_schema",
     "site": "NodeType ResolvedSite Site load_site",
     "site_find": "find_profiles",
+    "sweep": "Sweep load_sweep",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""The JSON Schemas of a job file and of a site profile, for editors and for the reference."""
+"""The JSON Schemas of job files, sweep files and site profiles, for editors and the reference."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hpml_orchestrator.spec import job, site
+from hpml_orchestrator.spec import job, site, sweep
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import NEEDED_DIRECTIVES, PER_JOB, Site
 
-__all__ = ["job_schema", "site_schema"]
+__all__ = ["job_schema", "site_schema", "sweep_schema"]
 
 
 def job_schema() -> dict[str, Any]:
@@ -37,11 +37,17 @@ def site_schema() -> dict[str, Any]:
     return schema
 
 
+def sweep_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a sweep file."""
+    return _schema(sweep.Sweep, "hpml sweep file")
+
+
 def _schema(model: type[BaseModel], title: str) -> dict[str, Any]:
     """Return a model's schema, with the docstring below each field as its description."""
     schema = model.model_json_schema()
     for name, part in [(model.__name__, schema), *schema["$defs"].items()]:
-        descriptions = _field_docstrings(getattr(job, name, None) or getattr(site, name))
+        module = next(module for module in (job, site, sweep) if hasattr(module, name))
+        descriptions = _field_docstrings(getattr(module, name))
         for field, about in part["properties"].items():
             about["description"] = descriptions[field]
     dialect = "https://json-schema.org/draft/2020-12/schema"

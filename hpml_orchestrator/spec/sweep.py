@@ -211,7 +211,8 @@ class Sweep(Model):
     """What grows in a strong or weak sweep."""
     axes: dict[Annotated[str, Field(min_length=1)], _Axis] = Field(default={})
     """What varies: an argument (`--lr`, or `lr=` for `lr=VALUE`) or a field of the job
-    (`resources.cpus_per_rank`), with a list of values or, in a search, a range."""
+    (`resources.cpus_per_rank`), with a list of values or, in a search, a range:
+    `{low: 1e-4, high: 0.1, log: true}`."""
     repeats: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Runs of each combination; default 6, of a search 1. Fewer than 6 give no 95 % interval."""
     seeds: Seeds = Seeds()

@@ -25,6 +25,7 @@ from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.sweep import MAX_POINTS, BatchSize, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
+from hpml_orchestrator.sweeps import call
 from hpml_orchestrator.sweeps.plan import (
     Estimate,
     Point,
@@ -81,6 +82,10 @@ class _Expansion:
     def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
         self.backend, self.site = backend, site
         self.settings = list(sweep.set.items())
+        if sweep.function:
+            program = {"script": call.__file__, "module": None, "command": None}
+            words = [sweep.function, sweep.search.metric]
+            self.settings += [*program.items(), ("args", words)]
         self.base = load_job(sweep.base, self.settings, site).job
         self.arguments = Arguments(self.base.args)
         self.notes: list[str] = []
@@ -95,12 +100,18 @@ class _Expansion:
         self._check_axes(sweep)
         self.sweep = self._with_batch(sweep)
         self.seed = sweep.seeds.argument or self.arguments.first(_SEEDS)
-        if self.seed is None and self.sweep.count > 1 and not sweep.function:
+        if sweep.function:
+            self.seed = "seed"
+        if self.seed is None and self.sweep.count > 1:
             self.notes.append(
                 "no argument for the random seed is known: repeats differ in timing alone; "
                 "name it with seeds.argument"
             )
         self.placeholders = self._placeholders()
+        if backend == "local" and sweep.scale is not None and sweep.budget.parallel is None:
+            alone = sweep.budget.model_copy(update={"parallel": 1})
+            self.sweep = self.sweep.model_copy(update={"budget": alone})
+            self.notes.append("one run at a time, so that none disturbs another's timing")
 
     def plan(self, chosen_site: str, argv: Sequence[str], now: float) -> SweepPlan:
         sweep = self.sweep
@@ -136,7 +147,7 @@ class _Expansion:
             points=tuple(replace(points[index], number=place[index]) for index in order),
             blocks=tuple(tuple(place[index] for index in block) for block in blocks),
         )
-        if not sweep.searches and not order:
+        if not sweep.searches and not blocks:
             raise InputError("leave nothing to run", field="exclude", value=sweep.exclude)
         estimate = self._estimate(whole)
         return replace(whole, estimate=estimate, notes=tuple(self.notes))
@@ -351,6 +362,8 @@ class _Expansion:
             word, argument = f"{{point.{placeholder}}}", of_role.get(axis, axis)
             if axis.startswith("environment.variables."):
                 settings.append((axis, word))
+            elif sweep.function:
+                arguments.set(f"{argument}=", word)
             elif argument.startswith("-") or argument.endswith("="):
                 arguments.set(argument, word)
         return [*settings, ("args", arguments.words)]

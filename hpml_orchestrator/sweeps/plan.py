@@ -204,7 +204,8 @@ def point_of(
     )
     per_rank, whole = batch_of(sweep, plan.base_batch, shape.ranks, values)
     rate = _learning_rate(sweep, plan, values, whole)
-    texts = {name: text_of(value) for name, value in values.items()} | {"seed": str(seed)}
+    write_value = json.dumps if sweep.function else text_of
+    texts = {name: write_value(value) for name, value in values.items()} | {"seed": str(seed)}
     if checkpoint:
         texts["checkpoint"] = checkpoint
     if sweep.batch is not None and whole is not None:
@@ -356,7 +357,7 @@ def resolve(store: Store, word: str) -> SweepPlan:
     matches = known[:1] if word == "last" else [name for name in known if name == word]
     matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
     if not matches or not word:
-        near = nearest(word, [*known, "last"])
+        near = nearest(word, [*known, *["last"][: len(known)]])
         hint = f"did you mean {near}?" if near else "start one with `hpml sweep run`"
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Row"]
+from hpml_orchestrator.errors import NotFoundError, RecordError, counted
+from hpml_orchestrator.records.files import append_line, read_json, read_text_or_nothing
+from hpml_orchestrator.runs.bound import node_topology
+from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
+from hpml_orchestrator.sweeps.batches import read_batches
+from hpml_orchestrator.sweeps.plan import directory_of
+from hpml_orchestrator.sweeps.watch import TaskStates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.sweeps.batches import Batch
+    from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
+
+__all__ = ["Row", "RowLog", "row_of", "rows", "table", "why_stopped"]
+
+_HOUR_SECONDS = 3600.0
+_JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True)
@@ -84,3 +109,255 @@ class Row:
     code: str = ""
     environment: str = ""
     hardware: str = ""
+
+
+class RowLog:
+    """The rows of what is over, in `rows.jsonl`: each is collected once and never changes.
+
+    Reading goes on where it stopped, so that looking at it often costs little.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.rows: dict[tuple[int, int], Row] = {}
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> None:
+        """Read what was appended since the last time; a torn line is collected again."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._offset)
+                text = stream.read()
+        except FileNotFoundError:
+            return
+        end = text.rfind(b"\n") + 1
+        self._offset += end
+        for line in text[:end].splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            row = Row(**{name: record[name] for name in _NAMES if name in record})
+            self.rows[row.point, row.start] = row
+
+    def append(self, row: Row) -> None:
+        """Add the row of a start that is over."""
+        append_line(self._path, json.dumps(asdict(row), separators=(",", ":"), default=str))
+        self.rows[row.point, row.start] = row
+
+
+_NAMES = frozenset(column.name for column in fields(Row))
+
+
+def rows(store: Store, plan: SweepPlan) -> list[Row]:
+    """Return the rows of a sweep, by point and start; a point that waits has one too.
+
+    Only the sweep's own files are read: what is not over is as of the last tick.
+    """
+    directory = directory_of(store, plan.id)
+    log = RowLog(directory / "rows.jsonl")
+    log.read()
+    states, batches = TaskStates.read(directory / "tasks.json"), read_batches(directory)
+    return table(plan, log, states, batches, why_stopped(directory))
+
+
+def table(
+    plan: SweepPlan, log: RowLog, states: TaskStates, batches: Iterable[Batch], stopped: str
+) -> list[Row]:
+    """Return the rows of what is over, of what is out and of what waits, by point and start.
+
+    Args:
+        plan: the sweep's.
+        log: what is over.
+        states: what is out.
+        batches: all of them.
+        stopped: why nothing more is submitted; empty where the sweep goes on.
+    """
+    found = dict(log.rows)
+    waiting = Row(0, state="EXCLUDED" if stopped else "WAITING", reason=stopped, over=bool(stopped))
+    for key, state in states.tasks.items():
+        if key not in found:
+            found[key] = Row(*key, **asdict(state))
+    for batch in batches:
+        for task in batch.tasks:
+            if task.key not in found:
+                found[task.key] = replace(waiting, point=task.point.number, start=task.start)
+    begun = {point for point, _ in found}
+    for point in plan.points:
+        if point.excluded:
+            reason = point.excluded
+            found[point.number, 0] = Row(point.number, state="EXCLUDED", reason=reason, over=True)
+        elif point.number not in begun:
+            found[point.number, 0] = replace(waiting, point=point.number)
+    return [found[key] for key in sorted(found)]
+
+
+def why_stopped(directory: Path) -> str:
+    """Return why nothing more of a sweep is submitted; empty where it goes on."""
+    for name in ("cancelled.json", "stopped.json"):
+        try:
+            return str(read_json(directory / name)["reason"])
+        except NotFoundError:
+            continue
+    return ""
+
+
+def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> Row:
+    """Return the row of a start that is over, from its run's records.
+
+    Args:
+        plan: the sweep's.
+        shape: of the point.
+        key: numbers of the point and of the start.
+        state: the last state of its task.
+    """
+    try:
+        summary = summarise(state)
+        attempts = state.run.attempts()
+        placed = _placed(state, attempts[-1], shape) if attempts else {}
+    except RecordError as error:  # damaged: the row says so, and the sweep goes on
+        state = replace(state, reason=state.reason or str(error))
+        summary, attempts, placed = Summary(), [], {}
+    result = summary.result or _result_file(state)
+    told = numbers(result)
+    steps = numbers(summary.last_step)
+    phases = {phase.name: phase.seconds for phase in summary.phases}
+    for name in ("evaluation", "checkpoint"):
+        if f"{name}_seconds" in told:
+            phases[name] = told[f"{name}_seconds"]
+    hours = _allocated_seconds(state, attempts) / _HOUR_SECONDS
+    per_rank, world = _whole(told, "batch_size_per_rank"), _whole(told, "world_size")
+    world = world or summary.world_size or None
+    search = plan.sweep.get("search") or {}
+    begun = attempts[0].started if attempts else None
+    row = Row(
+        *key,
+        run=state.submission.label,
+        job_id=state.job_id,
+        state=state.state,
+        reason=state.reason,
+        over=True,
+        attempts=len(attempts),
+        started=state.started or (begun.time if begun else None),
+        ended=state.ended,
+        phases=phases,
+        total_seconds=_total(state, summary),
+        training_seconds=told.get("train_seconds"),
+        samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
+        data_wait_ratio=summary.data_wait_ratio,
+        accuracy=told.get("test_accuracy", told.get("accuracy")),
+        seconds_to_accuracy=told.get("seconds_to_accuracy"),
+        target_accuracy=told.get("target_accuracy"),
+        evaluation_every=told.get("eval_every_epochs"),
+        metric=told.get(search.get("metric", "")),
+        batch_per_rank=per_rank,
+        batch_global=per_rank * world if per_rank and world else None,
+        learning_rate=told.get("learning_rate"),
+        steps=_whole(told, "steps") or _whole(steps, "steps_total"),
+        epochs=_whole(told, "epochs"),
+        world_size=world,
+        nodes=state.nodes,
+        gpu_hours=hours * shape.gpus,
+        core_hours=hours * shape.cores,
+        node_hours=hours * shape.nodes,
+        device=str(result.get("device", "")),
+        result=result,
+        binding=summary.binding,
+    )
+    return replace(
+        row, **placed, **_monitored(summary), **_described(replace(state.submission, index=None))
+    )
+
+
+def _whole(figures: Mapping[str, float], name: str) -> int | None:
+    return int(figures[name]) if name in figures else None
+
+
+def _result_file(state: State) -> dict[str, Any]:
+    """Return `result.json` of a program that reports nothing through the channel."""
+    try:
+        result: dict[str, Any] = read_json(state.run.directory / "result.json")
+    except (NotFoundError, RecordError):
+        return {}
+    result.pop("schema_version", None)
+    return result
+
+
+def _total(state: State, summary: Summary) -> float | None:
+    """Return the seconds from start to end; by the script's own clock where it kept records."""
+    own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
+    if own or state.started is None or state.ended is None:
+        return own or None
+    return state.ended - state.started
+
+
+def _allocated_seconds(state: State, attempts: Sequence[Attempt]) -> float:
+    """Return for how long its resources were allocated, over all starts by Slurm."""
+    earlier = 0.0
+    for attempt in attempts[:-1]:
+        begun = attempt.started
+        ended = (attempt.ended or {}).get("time") or attempt.last_written
+        earlier += max(0.0, float(ended) - begun.time) if begun and ended else 0.0
+    if state.started is None or state.ended is None:
+        return earlier
+    return earlier + max(0.0, state.ended - state.started)
+
+
+def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
+    """Return what is known of the ranks' places: binding, CPUs and GPUs."""
+    places = binding_of(state).places
+    judged = [place.right for place in places if place.right is not None]
+    ranks: dict[str, int] = {}  # per machine: the nodes of a development cluster share one
+    cpus: dict[str, int] = {}
+    machines = []
+    for record in attempt.bindings():
+        host, node = str(record.get("host", "")), str(record.get("node", ""))
+        ranks[host] = ranks.get(host, 0) + 1
+        if host not in cpus:
+            topology = node_topology(attempt, node)
+            cpus[host] = len(topology.cores) if topology else 0
+            models = sorted({gpu.name for gpu in topology.gpus if gpu.name}) if topology else []
+            machines.append(", ".join([counted(cpus[host], "core"), *models]))
+    return {
+        "verified": all(judged) if judged else None,
+        "oversubscribed": shape.oversubscribed
+        or any(0 < cpus[host] < count for host, count in ranks.items()),
+        "hardware": "; ".join(sorted(set(machines))),
+    }
+
+
+def _monitored(summary: Summary) -> dict[str, Any]:
+    """Return energy and activity of the GPUs, where they were monitored."""
+    gpus = summary.monitor.gpus if summary.monitor else ()
+    joules = [gpu.figures["energy_joules"] for gpu in gpus if "energy_joules" in gpu.figures]
+    active = [
+        gpu.figures.get("sm_active_ratio", gpu.figures.get("utilization_ratio")) for gpu in gpus
+    ]
+    shares = [share for share in active if share is not None]
+    return {
+        "energy_kwh": math.fsum(joules) / _JOULES_PER_KWH if joules else None,
+        "gpu_active": math.fsum(shares) / len(shares) if shares else None,
+    }
+
+
+@functools.lru_cache(maxsize=16)
+def _described(submission: Submission) -> dict[str, Any]:
+    """Return what all tasks of a submission share: its time, the code, the environment."""
+    record = submission.record()
+    git = record["provenance"]["git"] or {}
+    code = str(git.get("commit", ""))
+    if git.get("dirty"):
+        diff = read_text_or_nothing(submission.directory / "dirty.diff") + "\n".join(
+            git["untracked"]
+        )
+        code += f"+dirty-{_digest(diff)}"
+    parts = [record["job"]["environment"], record["provenance"]["python"]]
+    return {
+        "queued": submission.started_at(),
+        "code": code,
+        "environment": _digest(json.dumps(parts, sort_keys=True)),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]

@@ -1,0 +1,193 @@
+"""From the command line to a sweep's plan: options, the sweep that they describe, its check."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpml_orchestrator.check.job import check_job, refusal
+from hpml_orchestrator.cli.common import chosen_site, refuse_with
+from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.runs.backend import choose
+from hpml_orchestrator.runs.prepare import render_job
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec import load_sweep, parse_setting
+from hpml_orchestrator.spec.document import parse_yaml, read_mapping
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.sweep import Sweep, make_sweep
+from hpml_orchestrator.sweeps import plan
+from hpml_orchestrator.sweeps.expand import make_plan
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.sweeps.plan import SweepPlan
+
+__all__ = [
+    "BatchOption",
+    "GridOption",
+    "RepeatsOption",
+    "StrongOption",
+    "SweepFile",
+    "WeakOption",
+    "check_plan",
+    "planned_of",
+    "sweep_of",
+]
+
+_CHECKED_SHAPES = 16
+
+SweepFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="Sweep file, or with --strong, --weak or --grid a job file."
+    ),
+]
+StrongOption = Annotated[
+    str,
+    typer.Option(
+        "--strong",
+        metavar="UNIT=N,N,…",
+        help="Strong scaling over nodes, ranks or gpus: the global batch stays the same.",
+    ),
+]
+WeakOption = Annotated[
+    str,
+    typer.Option(
+        "--weak", metavar="UNIT=N,N,…", help="Weak scaling: the batch of each rank stays the same."
+    ),
+]
+GridOption = Annotated[
+    list[str],
+    typer.Option(
+        "--grid",
+        metavar="NAME=V,V,…",
+        help="All values of an argument (lr=0.1,0.2) or a field of the job "
+        "(resources.cpus_per_rank=1,2); may be repeated.",
+    ),
+]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option("--repeats", min=1, help="Runs of each combination.", show_default="6"),
+]
+BatchOption = Annotated[
+    str,
+    typer.Option(
+        "--batch",
+        metavar="ARGUMENT[:global]",
+        help="The argument that is the batch size of a rank, or of all ranks with :global.",
+    ),
+]
+
+
+def sweep_of(
+    file: str,
+    strong: str,
+    weak: str,
+    grid: list[str],
+    repeats: int | None,
+    batch: str,
+    settings: list[str],
+) -> Sweep:
+    """Return the sweep of a file, or of a job file and the options."""
+    if strong:
+        refuse_with("--strong", {"--weak": weak})
+    fields: dict[str, Any] = dict(map(parse_setting, settings))
+    if not (strong or weak or grid):
+        data = read_mapping(Path(os.path.abspath(file)), "sweep file")
+        if "mode" not in data and {"launcher", "script", "command", "module"} & set(data):
+            raise InputError(
+                "is a job file: say what varies",
+                field="FILE",
+                value=file,
+                hint=f"hpml sweep run {file} --strong nodes=1,2,4, or --grid lr=0.1,0.2",
+            )
+        sweep = load_sweep(file)
+        update: dict[str, Any] = {"set": {**sweep.set, **fields}}
+        return sweep.model_copy(update=update | ({"repeats": repeats} if repeats else {}))
+    data = {
+        "base": os.path.abspath(file),
+        "mode": "strong" if strong else "weak" if weak else "grid",
+        "set": fields,
+        "axes": dict(_axis(text) for text in grid),
+    }
+    if strong or weak:
+        option = "--strong" if strong else "--weak"
+        unit, values = _listed(strong or weak, option, "nodes=1,2,4")
+        data["scale"] = {unit: values}
+    if repeats:
+        data["repeats"] = repeats
+    if batch:
+        name, _, per = batch.partition(":")
+        data["batch"] = {"argument": name, "per": per or "rank"}
+    return make_sweep(data, Path(os.path.abspath(file)))
+
+
+def _listed(text: str, option: str, example: str) -> tuple[str, list[Any]]:
+    """Return name and values of `name=1,2,4`."""
+    name, equals, values = text.partition("=")
+    if not equals or not name or not values:
+        raise InputError(f"must be written as {example}", field=option, value=text)
+    return name, [parse_yaml(value, option) for value in values.split(",")]
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """Return name and values of an axis; a plain name is an argument."""
+    name, values = _listed(text, "--grid", "lr=0.1,0.2")
+    plain = not name.startswith("-") and "." not in name and name not in Job.model_fields
+    return f"--{name}" if plain else name, values
+
+
+def planned_of(context: typer.Context, sweep: Sweep, backend: str, *, local: bool) -> SweepPlan:
+    """Return the plan of a sweep for the scheduler and the site profile in use."""
+    if local:
+        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
+    name = choose("local" if local else backend)
+    chosen = chosen_site(context)
+    return make_plan(
+        sweep,
+        backend=name,
+        site=site_for(sweep.base, os.environ, chosen=chosen, backend=name),
+        chosen_site=chosen,
+        argv=sys.argv,
+        now=time.time(),
+    )
+
+
+def check_plan(planned: SweepPlan, store: Store) -> None:
+    """Check the job of every shape, of many the largest ones; nothing is submitted.
+
+    Raises:
+        InputError: the cluster would not run one of them; names the scale or the axis.
+    """
+    site = plan.site_of(planned, os.environ)
+    shapes = sorted(planned.shapes, key=lambda shape: (shape.nodes, shape.gpus, shape.cores))
+    for shape in reversed(shapes[-_CHECKED_SHAPES:]):
+        rendered = render_job(
+            plan.job_of(planned, shape, "0"), site=site, here=planned.backend == "local"
+        )
+        found = check_job(
+            rendered.resolved.job,
+            backend=planned.backend,
+            records=store.root,
+            environment=dict(os.environ),
+            site=site,
+            topologies=rendered.topologies,
+            targets=rendered.targets,
+            walk_seconds=1.0,
+        )
+        if found.errors:
+            fault = refusal(found.errors)
+            where = ", ".join(
+                f"{name or 'resumed'} = {value}" for name, value in shape.fixed.items()
+            )
+            fault.hint = f"at {where}; {fault.hint}" if where else fault.hint
+            raise fault
+        if found.not_asked:
+            notice(f"warning: not checked against the cluster: {found.not_asked}")
+            return

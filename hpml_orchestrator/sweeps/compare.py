@@ -1,0 +1,154 @@
+"""Set two sweeps side by side, such as before and after a change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.sweeps import statistics
+from hpml_orchestrator.sweeps.claims import interval_text, number
+from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report
+from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
+
+__all__ = ["Comparison", "Pair", "compare"]
+
+_COMPARED = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One setting that both sweeps measured.
+
+    Attributes:
+        before, after: total seconds. speedup: before / after, above 1 where `after` is faster.
+        distinguishable: whether the medians differ; None with fewer than 6 runs of one.
+        accuracy_before, accuracy_after: test accuracy.
+    """
+
+    label: str
+    before: Estimate
+    after: Estimate
+    speedup: Speedup
+    distinguishable: bool | None
+    accuracy_before: Estimate | None
+    accuracy_after: Estimate | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two sweeps, and whether the data can tell.
+
+    Attributes:
+        before, after: ids of the sweeps.
+        notices: what differs besides the change, or restricts the comparison.
+        only_before, only_after: settings that one of them measured.
+        gpu_hours, core_hours: of all attempts, before and after.
+    """
+
+    version: int
+    name: str
+    before: str
+    after: str
+    question: str
+    answer: tuple[str, ...]
+    notices: tuple[Notice, ...]
+    pairs: tuple[Pair, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    gpu_hours: tuple[float, float]
+    core_hours: tuple[float, float]
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """Compare two reports setting by setting; settings are the same if their labels are."""
+    totals = [_totals(report) for report in (before, after)]
+    settings = [{one.label: one for one in report.settings} for report in (before, after)]
+    pairs = []
+    for label in (label for label in totals[0] if label in totals[1]):
+        one, other = (totals[0][label], totals[1][label])
+        pairs.append(
+            Pair(
+                label=label,
+                before=statistics.median_estimate(one),
+                after=statistics.median_estimate(other),
+                speedup=statistics.speedup(one, other),
+                distinguishable=statistics.distinguishable(one, other),
+                accuracy_before=settings[0][label].accuracy,
+                accuracy_after=settings[1][label].accuracy,
+            )
+        )
+    return Comparison(
+        version=1,
+        name=f"{before.name} and {after.name}",
+        before=before.id,
+        after=after.id,
+        question=f"What changed from {before.id} to {after.id}?",
+        answer=tuple(_answer(pairs)),
+        notices=tuple(_notices(before, after)),
+        pairs=tuple(pairs),
+        only_before=tuple(label for label in totals[0] if label not in totals[1]),
+        only_after=tuple(label for label in totals[1] if label not in totals[0]),
+        gpu_hours=(before.costs.gpu_hours, after.costs.gpu_hours),
+        core_hours=(before.costs.core_hours, after.costs.core_hours),
+    )
+
+
+def _totals(report: Report) -> dict[str, list[float]]:
+    """Return the total seconds of the complete runs of each setting, in the report's order."""
+    totals: dict[str, list[float]] = defaultdict(list)
+    for attempt in sorted(report.attempts, key=lambda attempt: attempt.setting):
+        if attempt.row.state == MEASURED and attempt.row.total_seconds:
+            totals[attempt.label].append(attempt.row.total_seconds)
+    return totals
+
+
+def _answer(pairs: list[Pair]) -> Iterable[str]:
+    if not pairs:
+        yield "No setting is complete in both sweeps, so there is nothing to compare."
+        return
+    differing = [pair for pair in pairs if pair.distinguishable]
+    faster = sum(pair.speedup.value > 1 for pair in differing)
+    equal = sum(pair.distinguishable is False for pair in pairs)
+    unknown = len(pairs) - len(differing) - equal
+    text = (
+        f"Of {counted(len(pairs), 'setting')} complete in both sweeps, the second is faster in "
+        f"{faster}, slower in {len(differing) - faster}, and not distinguishable in {equal}"
+    )
+    few = f"{unknown} cannot be judged with fewer than {statistics.MIN_REPEATS} runs on a side"
+    yield f"{text}; {few}." if unknown else f"{text}."
+    largest = max(
+        differing or pairs, key=lambda pair: max(pair.speedup.value, 1 / pair.speedup.value)
+    )
+    yield (
+        f"The largest {'' if differing else 'apparent '}change is at {largest.label}: "
+        f"{number(largest.before.value)} s before, {number(largest.after.value)} s after, "
+        f"{number(largest.speedup.value)}{interval_text(largest.speedup.interval)} times as fast."
+    )
+
+
+def _notices(before: Report, after: Report) -> Iterable[Notice]:
+    details = []
+    for name in _COMPARED:
+        one, other = before.provenance.get(name), after.provenance.get(name)
+        if one != other:
+            details.append(f"{name}: {_text(one)} before, {_text(other)} after")
+    fields = [report.provenance["sweep file"] for report in (before, after)]
+    for name in sorted({*fields[0], *fields[1]} - {"name"}):
+        one, other = (str(values.get(name, "not set")) for values in fields)
+        if one != other:
+            details.append(f"sweep file, {name}: {one} before, {other} after")
+    if details:
+        text = "What differs between the sweeps besides their times."
+        yield Notice("Different conditions", text, loud=True, details=tuple(details))
+    for when, report in (("before", before), ("after", after)):
+        for notice in report.notices:
+            if notice.restricts:
+                yield Notice(f"{notice.title} ({when})", notice.text, restricts=True)
+
+
+def _text(value: object) -> str:
+    texts = value if isinstance(value, list) else [str(value or "")]
+    return first_few([text for text in texts if text], 4) or "not known"

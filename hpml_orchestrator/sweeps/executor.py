@@ -1,0 +1,407 @@
+"""submitit's executor `hpml`: `submitit.AutoExecutor(folder, cluster="hpml")`.
+
+A function is submitted like any job: its parameters are fields of a job file, and submission,
+states and cancelling are those of `runs/`. submitit's files are in its folder, `%j` being the
+scheduler's job id, on this machine the end of the run's id. `%A_submission.sh` is a link to the
+batch script, and so leads to hpml's records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from submitit.core import core
+from submitit.core.utils import DelayedSubmission, JobPaths
+
+from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.store import Store, Submission, default_root
+from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.backend import choose, open_backend
+from hpml_orchestrator.runs.cancel import cancel
+from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
+from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.runs.submit import submit
+from hpml_orchestrator.scheduler.command import SubprocessRunner
+from hpml_orchestrator.scheduler.local.resources import MAX_TASKS
+from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
+from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec import ResolvedJob, load_job
+from hpml_orchestrator.spec.load import make_absolute
+from hpml_orchestrator.spec.values import format_time, parse_time
+from hpml_orchestrator.sweeps.submitit_rank import HpmlJobEnvironment, call_pickle, local_job_id
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec.site import ResolvedSite
+
+__all__ = ["HpmlExecutor", "HpmlInfoWatcher", "HpmlJob", "HpmlJobEnvironment"]
+
+_MODULE = "hpml_orchestrator.sweeps.submitit_rank"
+_JOB_FILE = "hpml_job.yaml"
+_JOB = """\
+# The job of functions that are submitted with submitit; their parameters are put on top of it.
+name: submitit
+resources: {time: 5, ranks_per_node: 1}
+"""
+_FIELDS = {
+    "name": "name",
+    "nodes": "resources.nodes",
+    "tasks_per_node": "resources.ranks_per_node",
+    "cpus_per_task": "resources.cpus_per_rank",
+    "gpus_per_node": "resources.gpus",
+    "gpus": "resources.gpus",
+    "mem_gb": "resources.memory",
+    "timeout_min": "resources.time",
+    "account": "resources.account",
+    "constraint": "resources.constraint",
+    "exclusive": "resources.exclusive",
+    "partition": "resources.partition",
+    "qos": "resources.qos",
+    "after": "after",
+    "binding": "binding",
+    "monitor": "monitor",
+    "setup": "environment.setup",
+    "stage": "stage",
+}
+"""Parameter -> field of the job file. What a job file can say beside them, `set` and `job_file` do.
+"""
+_OPTIONS = (
+    "additional_parameters array_parallelism backend job_file records set signal_delay_s site "
+    "stderr_to_stdout"
+).split()
+_GENERIC = "name nodes tasks_per_node cpus_per_task gpus_per_node mem_gb timeout_min".split()
+_AS_WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "after": lambda jobs: [_run_name(job) for job in ([jobs] if isinstance(jobs, str) else jobs)],
+    "mem_gb": lambda size: f"{math.ceil(size * 1024)}M",
+    "timeout_min": lambda minutes: format_time(math.ceil(minutes * 60)),
+    "setup": lambda lines: lines if isinstance(lines, str) else "\n".join(lines),
+}
+_PARALLEL_TASKS = 256  # of an array at the same time, as submitit has it
+_SIGNAL_SECONDS = 90  # before the time limit, as submitit has it
+_START_SECONDS = 60  # for a start or restart on this machine
+_GIB = 1024**3
+
+
+class HpmlInfoWatcher(core.InfoWatcher):
+    """Asks for the states of all jobs at once: their records first, then each scheduler once."""
+
+    def __init__(self, delay_s: int = 60) -> None:
+        super().__init__(delay_s)
+        self._paths: dict[str, JobPaths] = {}
+
+    def watch(self, job_id: str, paths: JobPaths) -> None:
+        """Watch a job whose files are there."""
+        self._paths[job_id] = paths
+        self.register_job(job_id)
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """Return the job's state, by Slurm's names."""
+        return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Return whether nothing more will happen with a job."""
+        self.get_info(job_id, mode=mode)
+        return job_id in self._finished
+
+    def update(self) -> None:
+        """Ask for the states of all jobs that are not over."""
+        self._last_status_check = time.time()
+        runs: dict[Path, dict[str, Submission]] = defaultdict(dict)
+        for job_id in self._registered - self._finished:
+            run = _run_of(self._paths[job_id]) if job_id in self._paths else None
+            if run is not None:
+                runs[run.directory.parents[1]][job_id] = run
+        for root, submissions in runs.items():
+            self._num_calls += 1
+            answer = states(Store(root), submissions.values())
+            for (job_id, run), state in zip(submissions.items(), answer, strict=True):
+                self._info_dict[job_id] = {
+                    "JobID": job_id,
+                    "State": state.state,
+                    "Reason": state.reason,
+                    "NodeList": state.nodes,
+                    "Run": run.label,
+                }
+                if state.over or state.lost or not run.directory.exists():
+                    self._finished.add(job_id)
+
+
+class HpmlJob(core.Job[core.R]):
+    """A function that was submitted, in submitit's terms; `run` is the same in hpml's."""
+
+    watcher = HpmlInfoWatcher()
+
+    @property
+    def run(self) -> Submission | None:
+        """Its submission, or task of one; None where its batch script is not in the folder."""
+        return _run_of(self.paths)
+
+    def _register_in_watcher(self) -> None:
+        if not self._tasks[0]:  # all ranks of a job share one state
+            self.watcher.watch(self.job_id, self.paths)
+
+    def cancel(self, check: bool = True) -> None:
+        """Cancel the job.
+
+        Args:
+            check: whether it is an error if that is impossible.
+
+        Raises:
+            HpmlError: the scheduler did not cancel it.
+        """
+        with _hints() if check else contextlib.suppress(HpmlError):
+            if self.run is not None:
+                cancel(Store(self.run.directory.parents[1]), [self.run])
+
+
+class HpmlExecutor(core.Executor):
+    """Runs functions as jobs of hpml, on Slurm or on this machine.
+
+    Args:
+        folder: for submitit's files; all nodes must see it.
+        max_num_timeout: how often a function that can checkpoint starts again after its time limit.
+        max_pickle_size_gb: most that the pickles of one submission may take.
+        python: the command that starts Python in the job; default: this interpreter.
+    """
+
+    job_class = HpmlJob
+
+    def __init__(
+        self,
+        folder: str | Path,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.max_num_timeout = max_num_timeout
+        self.max_pickle_size_gb = max_pickle_size_gb
+        self.python = shlex.quote(sys.executable) if python is None else python
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Return 0: it is never chosen unless it is named."""
+        return 0
+
+    @classmethod
+    def _valid_parameters(cls) -> set[str]:
+        return {*_FIELDS, *_OPTIONS}.difference(_GENERIC, ["stderr_to_stdout"])
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        """Change parameters, all or none.
+
+        Raises:
+            InputError: there is no such parameter, or no job can have this value.
+        """
+        known = {*_FIELDS, *_OPTIONS}
+        for name in kwargs:
+            if name not in known:
+                hint = did_you_mean(name, known) or f"there are: {', '.join(sorted(known))}"
+                raise InputError("is no parameter of this executor", field=name, hint=hint)
+        with _hints():
+            self._load({**self.parameters, **kwargs})
+        self.parameters.update(kwargs)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        """Submit calls: one as a job, several as an array, or arrays where one would be too large.
+
+        Raises:
+            HpmlError: the job is wrong, or the scheduler refused it; what was submitted of it
+                before is cancelled.
+        """
+        calls = list(delayed_submissions)
+        backend = choose(self.parameters.get("backend", "auto"))
+        jobs: list[core.Job[Any]] = []
+        with _hints():
+            size = _most_tasks(backend) if len(calls) > 1 else 1
+            chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
+            together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
+            limit = max(1, together // len(chunks))
+            try:
+                for chunk in chunks:
+                    jobs += self._submit(chunk, backend, limit)
+            except BaseException:
+                for job in jobs:
+                    job.cancel(check=False)
+                raise
+        return jobs
+
+    def _submit(
+        self, calls: Sequence[DelayedSubmission], backend: str, limit: int
+    ) -> list[core.Job[Any]]:
+        """Submit calls as one job or array, of which at most `limit` run at the same time."""
+        rendered, seconds = self._render(calls, backend, limit)
+        job = rendered.resolved.job
+        sid = new_id(job.name)
+        suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
+        pickles = [call_pickle(self.folder, f"{sid}{suffix}") for suffix in suffixes]
+        store = self._store()
+        try:
+            for call, pickle in zip(calls, pickles, strict=True):
+                call.set_timeout(math.ceil(seconds / 60), self.max_num_timeout)
+                call.dump(pickle)
+                self._check_size(pickle, len(calls))
+            submission = prepare(
+                store,
+                rendered,
+                backend=backend,
+                argv=sys.argv,
+                environment=os.environ,
+                after=outstanding(store, job.after, backend=backend),
+                sid=sid,
+            )
+            number = submit(submission, open_backend(backend, store), environment=os.environ)
+        except SchedulerUnavailable:  # a job may exist, and will look for its pickle
+            raise
+        except BaseException:
+            for pickle in pickles:
+                pickle.unlink(missing_ok=True)
+            raise
+        first = local_job_id(sid) if backend == "local" else number
+        ranks = range(job.resources.nodes * job.resources.ranks)
+        jobs: list[core.Job[Any]] = []
+        for suffix, pickle in zip(suffixes, pickles, strict=True):
+            paths = JobPaths(self.folder, f"{first}{suffix.replace('.', '_')}")
+            paths.folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # the tasks of an array have one script
+                paths.submission_file.symlink_to(submission.script)
+            with contextlib.suppress(FileNotFoundError):  # the job has started and taken it
+                pickle.rename(paths.submitted_pickle)
+            jobs.append(HpmlJob(self.folder, str(paths.job_id), tasks=ranks))
+        return jobs
+
+    def _render(
+        self, calls: Sequence[DelayedSubmission], backend: str, limit: int
+    ) -> tuple[Rendered, int]:
+        """Return the job of some calls and the seconds that each of them may take."""
+        parameters = self.parameters
+        asked = self._load(parameters).job.resources
+        seconds = parse_time(asked.time)
+        delay = min(int(parameters.get("signal_delay_s", _SIGNAL_SECONDS)), seconds // 2)
+        more = parameters.get("additional_parameters") or {}
+        extra = [*asked.extra, *(_directive(name, value) for name, value in more.items())]
+        array = f"0-{len(calls) - 1}%{min(limit, len(calls))}" if len(calls) > 1 else None
+        settings: list[tuple[str, Any]] = [("array", array)]
+        options = ["--merge-output"] if parameters.get("stderr_to_stdout") else []
+        if backend == "local":
+            # Its ranks start again in the same job, each time with a time limit of their own.
+            again = any(hasattr(call.function, "checkpoint") for call in calls)
+            starts = 1 + self.max_num_timeout if again else 1
+            settings.append(("resources.time", format_time(starts * (seconds + _START_SECONDS))))
+            options += ["--signal-after", str(seconds - delay)]
+        elif not any(option.startswith("--signal=") for option in extra):
+            extra.append(f"--signal={HpmlJobEnvironment.USR_SIG}@{delay}")
+        settings += [("resources.extra", extra), ("args", options)]
+        resolved = self._load(parameters, settings)
+        site = self._site(parameters, backend)
+        return render_job(resolved, site=site, here=backend == "local"), seconds
+
+    def _load(
+        self, parameters: Mapping[str, Any], settings: Sequence[tuple[str, Any]] = ()
+    ) -> ResolvedJob:
+        """Return the job that parameters describe, with settings on top."""
+        path = parameters.get("job_file") or self._default_job_file()
+        command = [*shlex.split(self.python), "-u", "-m", _MODULE, str(self.folder)]
+        fields: dict[str, Any] = {
+            "launcher": "srun",
+            "script": None,
+            "module": None,
+            "command": command,
+            "args": [],
+            "workdir": os.getcwd(),
+            "environment.variables.SUBMITIT_EXECUTOR": HpmlExecutor.name(),
+        }
+        for name, field in _FIELDS.items():
+            if parameters.get(name) is not None:
+                fields[field] = _AS_WRITTEN.get(name, copy.deepcopy)(parameters[name])
+        make_absolute(fields, Path.cwd())
+        values = [*fields.items(), *(parameters.get("set") or {}).items(), *settings]
+        backend = choose(parameters.get("backend", "auto"))
+        return load_job(path, values, self._site(parameters, backend))
+
+    def _default_job_file(self) -> Path:
+        folder = JobPaths.get_first_id_independent_folder(self.folder)
+        path = folder / _JOB_FILE
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, _JOB)
+        return path
+
+    def _site(self, parameters: Mapping[str, Any], backend: str) -> ResolvedSite | None:
+        beside = parameters.get("job_file") or Path.cwd() / _JOB_FILE
+        chosen = parameters.get("site") or os.environ.get("HPML_SITE", "")
+        return site_for(beside, os.environ, chosen=chosen, backend=backend)
+
+    def _store(self) -> Store:
+        records = self.parameters.get("records")
+        return Store(
+            default_root({**os.environ, "HPML_HOME": str(records)} if records else os.environ)
+        )
+
+    def _check_size(self, pickle: Path, count: int) -> None:
+        """Refuse calls that would fill the file system, judged by one of them."""
+        size = count * pickle.stat().st_size / _GIB
+        if size > self.max_pickle_size_gb:
+            raise InputError(
+                f"the calls to submit take about {size:.2g} GiB as pickles",
+                field="max_pickle_size_gb",
+                value=self.max_pickle_size_gb,
+                hint="pass large data by file, or allow more with hpml_max_pickle_size_gb",
+            )
+
+
+def _most_tasks(backend: str) -> int:
+    """Return how many tasks an array may have; Slurm's MaxArraySize limits the index, from 0."""
+    if backend == "local":
+        return MAX_TASKS
+    answer = ask(SubprocessRunner(), ["scontrol", "show", "config"])
+    if answer.returncode:
+        raise unusable("scontrol", answer)
+    return limits_from(parse_config(answer.stdout)).max_array_size
+
+
+def _run_name(job_id: str) -> str:
+    """Return hpml's name of a job: its task is `ID.INDEX` there, `ID_INDEX` to submitit."""
+    return re.sub(r"_(\d+)$", r".\1", job_id)
+
+
+def _directive(name: str, value: Any) -> str:
+    """Return an option of sbatch; True stands for one without a value, as in submitit."""
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option}={value}"
+
+
+def _run_of(paths: JobPaths) -> Submission | None:
+    """Return the run whose batch script a job's folder leads to; None where there is none."""
+    try:
+        directory = paths.submission_file.readlink().parent
+    except OSError:
+        return None
+    _, _, index = str(paths.job_id).partition("_")
+    return Submission(directory, int(index) if index else None)
+
+
+@contextlib.contextmanager
+def _hints() -> Iterator[None]:
+    """Show the hint of an error below its message."""
+    try:
+        yield
+    except HpmlError as error:
+        if error.hint:
+            error.add_note(f"hint: {error.hint}")
+        raise

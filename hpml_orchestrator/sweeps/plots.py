@@ -1,0 +1,359 @@
+"""Draw a report's plots as SVG text whose colours follow the page, light or dark.
+
+Text stays text, so it has the page's font and can be found and read aloud. Every colour is a CSS
+variable with the light colour as its default: a plot also looks right in a file of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+from typing import Any
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.texts import examples
+from hpml_orchestrator.sweeps.claims import number, phases_text, scale_text
+from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report, Setting
+from hpml_orchestrator.sweeps.statistics import Estimate, Interval
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+except ModuleNotFoundError as error:
+    raise InputError(
+        "the report's plots need matplotlib", hint="pip install 'hpml-orchestrator[sweep]'"
+    ) from error
+
+__all__ = ["COLOURS", "Plot", "draw"]
+
+COLOURS = {
+    "ink": "#24292f",
+    "quiet": "#6e7781",
+    "line": "#d7dce1",
+    "page": "#fefefe",
+    "c1": "#1f6fb4",
+    "c2": "#c9601b",
+    "c3": "#2a8b57",
+    "c4": "#8a56ac",
+    "c5": "#b8860f",
+    "c6": "#1b8f9c",
+    "c7": "#b0486f",
+    "c8": "#7a6652",
+    "c9": "#8d99a6",
+    "c10": "#b4bdc6",
+}
+"""The plots' colours on a light page by the names of the CSS variables, `--ink` and so on."""
+
+_SERIES = [COLOURS[f"c{number}"] for number in range(1, 7)]
+_PARTS = {part: COLOURS[f"c{place}"] for place, part in enumerate(PARTS, 1)}
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hpml",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": COLOURS["quiet"],
+    "axes.labelcolor": COLOURS["ink"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": COLOURS["line"],
+    "grid.linewidth": 0.6,
+    "text.color": COLOURS["ink"],
+    "xtick.color": COLOURS["quiet"],
+    "ytick.color": COLOURS["quiet"],
+    "xtick.labelcolor": COLOURS["ink"],
+    "ytick.labelcolor": COLOURS["ink"],
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+}
+_WIDTH, _HEIGHT = 5.2, 3.5  # inches: 374 pt, so that 9 pt can still be read on a phone
+_MOST_VECTORS = 600
+_MOST_BARS = 16
+_MOST_TICKS = 9
+_MOST_PANELS = 6
+_COMPARABLE = 2
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot: what it shows, the same in words, and the SVG element."""
+
+    name: str
+    title: str
+    description: str
+    svg: str
+
+
+def draw(report: Report) -> list[Plot]:
+    """Return the plots that the data of a report allow, in the order of the page."""
+    with rc_context(dict(_STYLE)):
+        if not report.scaling:
+            plots = [_trace(report), _effects(report)]
+        else:
+            plots = [
+                _speedup(report),
+                _efficiency(report),
+                _phases(report),
+                _accuracy(report),
+                _target(report),
+            ]
+    return [plot for plot in plots if plot]
+
+
+def _plot(name: str, title: str, description: str, figure: Figure) -> Plot:
+    """Return a figure as an SVG element that can stand beside others in a page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, dpi=144)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    label = escape(f"{title}. {description}", quote=True)
+    for pattern, text in (
+        (r"<metadata>.*?</metadata>", ""),
+        (r'(id="|href="#|url\(#)', rf"\g<1>{name}-"),
+        (r"font: ([\d.]+px) [^;\"]*", r"font-size: \1; font-family: inherit"),
+        (r' (?:width|height)="[\d.]+pt"', ""),
+        (r"\A<svg", f'<svg role="img" aria-label="{label}"'),
+    ):
+        svg = re.sub(pattern, text, svg, flags=re.DOTALL)
+    for variable, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{variable}, {colour})")
+    return Plot(name, title, description, svg)
+
+
+def _panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def _dots(axis: Axes, points: Sequence[tuple[Any, float]], colour: str) -> None:
+    """Draw all points; very many become one picture, so that the page stays small."""
+    x, y = zip(*points, strict=True) if points else ((), ())
+    many = len(x) > _MOST_VECTORS
+    axis.scatter(
+        x, y, s=5 if many else 12, color=colour, alpha=0.45, linewidths=0, rasterized=many, zorder=2
+    )
+
+
+def _over_scales(
+    report: Report,
+    axis: Axes,
+    estimate: Callable[[Setting], Estimate | None],
+    runs: Callable[[Setting], Iterable[float]],
+) -> list[tuple[Setting, Estimate]]:
+    """Draw every run and the medians with their intervals, a colour per series; return medians."""
+    scales = sorted({one.scale for one in report.settings if one.scale})
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(FixedLocator(scales[:: math.ceil(len(scales) / _MOST_TICKS)]))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axis.set_xlabel(report.unit.replace("gpus", "GPUs"))
+    drawn: list[tuple[Setting, Estimate]] = []
+    for (name, settings), colour in zip(report.series.items(), _SERIES, strict=False):
+        medians = [(one, middle) for one in settings if (middle := estimate(one))]
+        _dots(axis, [(one.scale, run) for one, _ in medians for run in runs(one)], colour)
+        ends = [
+            middle.interval or Interval(middle.value, middle.value, 0, "") for _, middle in medians
+        ]
+        axis.errorbar(
+            [one.scale for one, _ in medians],
+            [middle.value for _, middle in medians],
+            yerr=[
+                [middle.value - end.low for (_, middle), end in zip(medians, ends, strict=True)],
+                [
+                    end.high - middle.value if math.isfinite(end.high) else 0
+                    for (_, middle), end in zip(medians, ends, strict=True)
+                ],
+            ],
+            color=colour,
+            marker="o",
+            capsize=3,
+            label=name or "median, 95 % CI",
+            zorder=3,
+        )
+        drawn += medians
+    return drawn
+
+
+def _words(medians: Sequence[tuple[Setting, Estimate]], unit: str) -> str:
+    listed = [f"{one.label}: {number(middle.value)}{unit}" for one, middle in medians]
+    return "Every run, medians with 95 % CI. " + examples(listed, 8)
+
+
+def _relative(report: Report, setting: Setting) -> list[float]:
+    """Return the speedup of each run over the baseline's median."""
+    baseline = next(one for one in report.series[setting.series] if one.scale == report.baseline)
+    base = baseline.figure.value if baseline.figure else 1
+    return [run / base if report.figure.maximize else base / run for run in setting.figures]
+
+
+def _speedup(report: Report) -> Plot | None:
+    if sum(one.speedup is not None for one in report.settings) < _COMPARABLE:
+        return None
+    figure, (axis,) = _panels(_HEIGHT)
+    base = report.baseline or 1
+    scales = sorted({one.scale for one in report.settings if one.scale})
+    ideal = [scale / base for scale in scales]
+    axis.plot(scales, ideal, color=COLOURS["quiet"], linestyle="--", linewidth=1, label="ideal")
+    medians = _over_scales(
+        report,
+        axis,
+        lambda one: one.speedup and Estimate(one.speedup.value, one.runs, one.speedup.interval),
+        lambda one: _relative(report, one),
+    )
+    if len(report.series) == 1:
+        for fit, colour in zip(report.fits, _SERIES[3:], strict=False):
+            axis.plot(fit.scales, fit.speedups, ":", color=colour, label=f"{fit.model} (fit)")
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_ylabel(f"speedup over {scale_text(base, report.unit)}")
+    axis.legend(loc="upper left")
+    return _plot("speedup", "Speedup", _words(medians, ""), figure)
+
+
+def _efficiency(report: Report) -> Plot | None:
+    if sum(one.speedup is not None for one in report.settings) < _COMPARABLE:
+        return None
+    figure, (axis,) = _panels(_HEIGHT)
+    axis.axhline(100, color=COLOURS["quiet"], linestyle="--", linewidth=1, label="ideal")
+
+    def estimate(one: Setting) -> Estimate | None:
+        if one.speedup is None:
+            return None
+        interval = one.speedup.efficiency_interval
+        return Estimate(100 * one.speedup.efficiency, one.runs, interval and interval.scaled(100))
+
+    medians = _over_scales(
+        report,
+        axis,
+        estimate,
+        lambda one: [
+            100 * value / (one.speedup.scale if one.speedup else 1)
+            for value in _relative(report, one)
+        ],
+    )
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("parallel efficiency, %")
+    axis.legend(loc="lower left")
+    return _plot("efficiency", "Parallel efficiency", _words(medians, " %"), figure)
+
+
+def _accuracy(report: Report) -> Plot | None:
+    if not any(one.accuracy for one in report.settings):
+        return None
+    figure, (axis,) = _panels(_HEIGHT)
+    reached: dict[int, list[float]] = defaultdict(list)
+    for attempt in report.attempts:
+        if attempt.row.state == MEASURED and attempt.row.accuracy is not None:
+            reached[attempt.setting].append(attempt.row.accuracy)
+    medians = _over_scales(report, axis, lambda one: one.accuracy, lambda one: reached[one.number])
+    axis.set_ylabel("test accuracy")
+    axis.legend(loc="best")
+    return _plot("accuracy", "Test accuracy", _words(medians, ""), figure)
+
+
+def _target(report: Report) -> Plot | None:
+    if not any(one.target and one.target.seconds for one in report.settings):
+        return None
+    figure, (axis,) = _panels(_HEIGHT)
+
+    def estimate(one: Setting) -> Estimate | None:
+        if one.target is None or one.target.seconds is None:
+            return None
+        high = math.inf if one.target.high is None else one.target.high
+        interval = None if one.target.low is None else Interval(one.target.low, high, 0.95, "")
+        return Estimate(one.target.seconds, one.target.runs, interval)
+
+    medians = _over_scales(report, axis, estimate, lambda _: ())
+    for one, middle in medians:
+        if one.target and one.scale:
+            text = f"{one.target.reached} of {one.target.runs}"
+            place = (one.scale, middle.value)
+            axis.annotate(text, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("seconds to the target accuracy")
+    return _plot("target", "Time to accuracy", _words(medians, " s"), figure)
+
+
+def _phases(report: Report) -> Plot | None:
+    settings = [one for one in report.settings if one.phases][:_MOST_BARS]
+    if not settings:
+        return None
+    figure, (axis,) = _panels(1.4 + 0.34 * len(settings))
+    left = [0.0] * len(settings)
+    for part, colour in _PARTS.items():
+        widths = [one.phases.get(part, 0.0) for one in settings]
+        if any(widths):
+            bars = axis.barh(range(len(settings)), widths, 0.62, left, color=colour, label=part)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.bar_label(bars, [f"{number(end)} s" for end in left], padding=4)
+    axis.set_yticks(range(len(settings)), [one.label for one in settings])
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.margins(x=0.14)
+    axis.set_xlabel("mean seconds of a run, without the queue")
+    figure.legend(loc="outside lower center", ncols=4)
+    listed = [f"{one.label}: {phases_text(one)}" for one in settings]
+    return _plot("phases", "Where the time goes", examples(listed, 4), figure)
+
+
+def _trace(report: Report) -> Plot | None:
+    values = [
+        (attempt.row.point, attempt.row.metric)
+        for attempt in report.attempts
+        if attempt.row.metric is not None and attempt.row.state == MEASURED
+    ]
+    if not (report.search and values):
+        return None
+    figure, (axis,) = _panels(_HEIGHT)
+    _dots(axis, values, COLOURS["c1"])
+    trials = [trial for trial, _ in report.trace] + [max(trial for trial, _ in values)]
+    best = [value for _, value in report.trace] + [report.trace[-1][1]]
+    axis.step(trials, best, where="post", color=COLOURS["c2"], label="best so far")
+    axis.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS, integer=True))
+    axis.set_xlabel("trial")
+    axis.set_ylabel(report.figure.name)
+    axis.legend(loc="best")
+    words = f"{len(values)} trials; the best is {number(best[-1])}, of trial {trials[-2]}."
+    return _plot("trace", "Best so far", words, figure)
+
+
+def _effects(report: Report) -> Plot | None:
+    """Draw the figure against each axis: every setting, and the median of each listed value."""
+    measured = [one for one in report.settings if one.figure]
+    axes = list(dict.fromkeys(name for one in measured for name in one.values))[:_MOST_PANELS]
+    axes = [name for name in axes if len({str(one.values.get(name)) for one in measured}) > 1]
+    if not axes:
+        return None
+    columns = min(2, len(axes))
+    rows = math.ceil(len(axes) / columns)
+    figure, panels = _panels(0.8 + 2.2 * rows, rows, columns)
+    for name, axis in zip(axes, panels, strict=False):
+        points = [(one.values.get(name), one.figure.value) for one in measured if one.figure]
+        if not all(isinstance(value, (int, float)) for value, _ in points):
+            points = [(str(value), figure) for value, figure in points]
+        _dots(axis, points, COLOURS["c1"])
+        by_value: dict[Any, list[float]] = defaultdict(list)
+        for value, height in points:
+            by_value[value].append(height)
+        if not report.search:
+            medians = {value: median(by_value[value]) for value in by_value}
+            axis.plot(list(medians), list(medians.values()), color=COLOURS["c2"], marker="_")
+        if name in report.log_axes:
+            axis.set_xscale("log")
+        axis.set_xlabel(name)
+        axis.set_ylabel(report.figure.name)
+    for axis in panels[len(axes) :]:
+        axis.set_visible(False)
+    line = "" if report.search else ", with the median of each value"
+    words = f"Each setting's {report.figure.name} against {examples(axes, 6)}{line}."
+    return _plot("axes", "What each axis does", words, figure)

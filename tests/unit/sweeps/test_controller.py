@@ -1,0 +1,350 @@
+"""A sweep is carried on by whoever ticks: nothing twice, nothing lost, within all limits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.owner import this_owner
+from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.spec.array import parse_array
+from hpml_orchestrator.sweeps.controller import cancel, resume
+from hpml_orchestrator.sweeps.plan import SweepPlan, directory_of
+from hpml_orchestrator.testing import Fault, Killed
+
+if TYPE_CHECKING:
+    from tests.unit.sweeps.conftest import SweepFolder
+
+TWO_SHAPES = {"axes": {"--lr": [0.1, 0.2], "resources.cpus_per_rank": [1, 2]}}
+SUBMIT_FAULTS = [
+    Fault.NONE,
+    Fault.UNAVAILABLE,
+    Fault.LOST_ANSWER,
+    Fault.KILLED_BEFORE,
+    Fault.KILLED_DURING,
+    Fault.BOTH_KILLED,
+    Fault.KILLED_AFTER,
+]
+
+
+def arrays(folder: SweepFolder) -> list[str]:
+    """The arrays of all submissions, in the order of submission."""
+    records = [submission.record() for submission in folder.store.submissions()]
+    return [record["job"]["array"] for record in sorted(records, key=lambda one: one["created"])]
+
+
+def states(folder: SweepFolder, plan: SweepPlan) -> Counter[str]:
+    """How many rows are in which state."""
+    return Counter(row.state for row in folder.rows(plan))
+
+
+def test_a_sweep_runs_to_its_end(folder: SweepFolder) -> None:
+    """One array for the points of one shape, one question per 30 s, a row for each point."""
+    plan = folder.plan()
+    assert states(folder, plan) == {"WAITING": 6}
+    progress = folder.carry_on(plan)
+    assert (progress.done, progress.total, progress.counts) == (6, 6, {"COMPLETED": 6})
+    assert folder.slurm.sizes == [6]
+    assert folder.started() == list(range(6))
+    assert folder.slurm.calls["squeue"] <= 4
+    row = folder.rows(plan)[3]
+    assert row.over
+    assert row.run == f"{next(folder.store.submissions()).sid}.3"
+    assert row.core_hours == pytest.approx(60 / 3600)
+
+
+def test_points_sh_sets_the_values_of_each_task(folder: SweepFolder) -> None:
+    """Whatever the shell makes of a value: it reaches the program as it is."""
+    plan = folder.plan(axes={"--lr": ["a b", "$HOME'`x`\"", "äö;"]}, repeats=1)
+    folder.carry_on(plan)
+    (submission,) = folder.store.submissions()
+    for index, point in enumerate(plan.points):
+        script = f'. {submission.directory}/points.sh; printf %s "$HPML_POINT_LR|$HPML_POINT"'
+        environment = {"SLURM_ARRAY_TASK_ID": str(index)}
+        done = subprocess.check_output(["bash", "-c", script], env=environment, text=True)
+        assert done == f"{point.values['--lr']}|{point.number}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_faults_neither_repeat_nor_lose_a_point(folder: SweepFolder, seed: int) -> None:
+    """Controllers and calls of sbatch die at random; every point has one task in the end."""
+    plan = folder.plan(**TWO_SHAPES, repeats=3)
+    folder.slurm.faults = random.Random(seed).choices(SUBMIT_FAULTS, k=12)
+    folder.carry_on(plan)
+    assert folder.started() == list(range(12))
+    assert states(folder, plan) == {"COMPLETED": 12}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_a_kill_at_any_write_harms_nothing(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, *, late: bool
+) -> None:
+    """Before and after each rename and link of a whole sweep, in turn."""
+    calls = Counter(left=0)
+
+    def killing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls["left"] -= 1
+            if calls["left"] == 0 and not late:
+                raise Killed
+            result = real(*arguments, **named)
+            if calls["left"] == 0:
+                raise Killed
+            return result
+
+        return call
+
+    for name in ("rename", "replace", "link"):
+        monkeypatch.setattr(os, name, killing(getattr(os, name)))
+    steps = 0
+    while calls["left"] <= 0:
+        steps += 1
+        plan = folder.plan(axes={"--lr": [0.1]})
+        folder.slurm.jobs.clear()
+        calls["left"] = steps
+        folder.carry_on(plan)
+        assert folder.started() == [0, 1], steps
+        assert states(folder, plan) == {"COMPLETED": 2}
+    assert steps > 15
+
+
+def test_a_batch_is_no_larger_than_the_cluster_allows(folder: SweepFolder) -> None:
+    """MaxArraySize 8 bounds the index: every array begins at 0. A refused array is halved."""
+    plan = folder.plan(axes={"--lr": [index / 100 for index in range(10)]})
+    folder.slurm.array_limit = 8
+    folder.carry_on(plan)
+    assert folder.slurm.sizes == [5, 5, 5, 5]
+    assert folder.started() == list(range(20))
+    assert states(folder, plan) == {"COMPLETED": 20}
+
+
+def test_a_limit_on_submitted_jobs_is_waited_for(folder: SweepFolder) -> None:
+    """The array is halved until it fits; then the next goes out when tasks have ended."""
+    plan = folder.plan(axes={"--lr": [index / 100 for index in range(20)]}, repeats=1)
+    folder.slurm.submit_limit = 8
+    folder.carry_on(plan)
+    assert max(folder.slurm.sizes) <= 8
+    assert folder.started() == list(range(20))
+    assert states(folder, plan) == {"COMPLETED": 20}
+
+
+def test_the_waits_for_a_limit_grow(folder: SweepFolder) -> None:
+    """30 s, 60 s, … and at most 10 minutes, while others of the user fill the queue."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.slurm.submit_limit = 0
+    controller, tried, waits = folder.controller(plan), 0, []
+    while len(waits) < 7:
+        progress = controller.tick()
+        if folder.slurm.calls["sbatch"] > tried:
+            waits.append(folder.slurm.clock.now)
+            tried = folder.slurm.calls["sbatch"]
+            assert progress.waits_for.startswith("QOSMaxSubmitJobPerUserLimit; next try in ")
+        folder.slurm.clock.sleep(max(1.0, progress.next_tick_seconds))
+    gaps = [later - sooner for sooner, later in itertools.pairwise(waits)]
+    assert gaps == pytest.approx([30, 60, 120, 240, 480, 600], abs=2)
+    folder.slurm.submit_limit = None
+    assert folder.carry_on(plan).counts == {"COMPLETED": 1}
+
+
+@pytest.mark.parametrize(
+    ("refusals", "rows", "stopped"),
+    [
+        (["Batch job submission failed: Invalid account"], {"REFUSED": 1, "EXCLUDED": 3}, True),
+        (["", "Batch job submission failed: Invalid qos"], {"COMPLETED": 3, "REFUSED": 1}, False),
+        (["QOSMaxWallDurationPerJobLimit; Batch job submission failed: Job violates accounting"],
+         {"REFUSED": 1, "EXCLUDED": 3}, True),
+        (["Batch job submission failed: Job violates accounting/QOS policy"],
+         {"COMPLETED": 4}, False),
+    ],
+    ids=["first", "later", "other limit", "unnamed limit"],
+)  # fmt: skip
+def test_a_refusal_is_final_but_for_limits(
+    folder: SweepFolder, refusals: list[str], rows: dict[str, int], *, stopped: bool
+) -> None:
+    """The row has Slurm's reason; a sweep whose first batch is refused stops."""
+    plan = folder.plan(axes={"--lr": [0.1], "resources.cpus_per_rank": [1, 2]})
+    folder.slurm.refusals = list(refusals)
+    progress = folder.carry_on(plan)
+    assert states(folder, plan) == rows
+    assert ("refused the first jobs" in progress.waits_for) == stopped
+    if "REFUSED" in rows:
+        row = next(row for row in folder.rows(plan) if row.state == "REFUSED")
+        assert row.reason == refusals[-1]
+    calls = folder.slurm.calls["sbatch"]
+    assert folder.controller(plan).tick().finished
+    assert folder.slurm.calls["sbatch"] == calls
+
+
+def test_points_are_started_again_as_the_sweep_says(folder: SweepFolder) -> None:
+    """Every start has its row; what fails too often, or in another way, is left as it is."""
+    plan = folder.plan(axes={"--lr": [0.1, 0.2, 0.3]}, repeats=1, retry={"FAILED": 1})
+    ends = [JobState.FAILED, JobState.TIMEOUT, JobState.FAILED, JobState.FAILED]
+    folder.slurm.ends = ends
+    progress = folder.carry_on(plan)
+    rows = [(row.point, row.start, row.state) for row in folder.rows(plan)]
+    assert rows == [
+        (0, 0, "FAILED"),
+        (0, 1, "FAILED"),
+        (1, 0, "TIMEOUT"),
+        (2, 0, "FAILED"),
+        (2, 1, "COMPLETED"),
+    ]
+    assert progress.counts == {"FAILED": 1, "TIMEOUT": 1, "COMPLETED": 1}
+
+
+def test_a_preempted_task_is_over_only_when_slurm_does_not_requeue_it(folder: SweepFolder) -> None:
+    """It is left alone for three minutes, in which Slurm may have put it back."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.slurm.ends = [JobState.PREEMPTED]
+    controller, waited = folder.controller(plan), 0.0
+    while len(folder.rows(plan)) == 1:
+        progress = controller.tick()
+        folder.slurm.run(30)
+        folder.slurm.clock.sleep(progress.next_tick_seconds)
+        waited += progress.next_tick_seconds
+    assert waited > 180
+    folder.carry_on(plan)
+    assert [row.state for row in folder.rows(plan)] == ["PREEMPTED", "COMPLETED"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"),
+    [
+        ({"core_hours": 3.0}, {"COMPLETED": 8}),
+        ({"core_hours": 1.1}, {"COMPLETED": 2, "EXCLUDED": 6}),
+        ({"gpu_hours": 0.1}, {"COMPLETED": 8}),
+        ({"time": "30:00", "parallel": 2}, {"COMPLETED": 4, "EXCLUDED": 4}),
+    ],
+    ids=["enough", "spent", "no gpus", "time"],
+)
+def test_a_budget_is_kept(
+    folder: SweepFolder, budget: dict[str, Any], rows: dict[str, int]
+) -> None:
+    """A point is promised all of its time limit; what it did not use is free again."""
+    plan = folder.plan(budget=budget, **TWO_SHAPES)
+    progress = folder.carry_on(plan, task_seconds=2000.0 if "time" in budget else 600.0)
+    assert states(folder, plan) == rows
+    assert progress.finished
+    if "EXCLUDED" in rows:
+        assert progress.waits_for.startswith("budget: ")
+
+
+def test_points_in_parallel(folder: SweepFolder) -> None:
+    """The throttles of the arrays that are out never allow more than the sweep says."""
+    plan = folder.plan(**TWO_SHAPES, repeats=3, budget={"parallel": 3})
+    folder.carry_on(plan)
+    throttles = [parse_array(array).limit for array in arrays(folder)]
+    assert sum(filter(None, throttles[:2])) <= 3
+    assert None not in throttles
+    assert folder.started() == list(range(12))
+
+
+def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
+    """So many per minute, of whatever process."""
+    axes = {"resources.cpus_per_rank": list(range(1, 9))}
+    plan = folder.plan(axes=axes, repeats=1, budget={"submits_per_minute": 3})
+    for calls in (3, 3, 6):
+        progress = folder.controller(plan).tick()
+        assert folder.slurm.calls["sbatch"] == calls
+        if calls == 3:
+            assert progress.waits_for == "3 submissions per minute"
+            folder.slurm.clock.sleep(30.5)
+    folder.carry_on(plan)
+    assert folder.started() == list(range(8))
+
+
+def test_only_one_controller_works(folder: SweepFolder) -> None:
+    """Another one reads, until the first is dead or has given no sign of life for 90 s."""
+    plan = folder.plan()
+    lease = directory_of(folder.store, plan.id) / "controller.json"
+    now = folder.slurm.clock.now
+    alive = asdict(this_owner(plan.id, pid=1))
+    for owner, renewed, works in (
+        (alive, now, False),
+        (alive | {"hostname": "other"}, now - 60, False),
+        (alive | {"hostname": "other"}, now - 100, True),
+        (alive | {"start_ticks": 1}, now, True),
+    ):
+        write_json(lease, owner | {"renewed": renewed})
+        progress = folder.controller(plan).tick()
+        assert (progress.waits_for == "") == works
+        assert works or (progress.next_tick_seconds > 0 and f"{owner['pid']}" in progress.waits_for)
+        assert (folder.slurm.calls["sbatch"] > 0) == works
+
+
+def test_a_local_sweep_stays_on_its_machine(folder: SweepFolder) -> None:
+    """Elsewhere nothing is started."""
+    plan = replace(folder.plan(), host="elsewhere")
+    assert "elsewhere" in folder.controller(plan).tick().waits_for
+    assert folder.slurm.calls["sbatch"] == 0
+
+
+def test_cancel_and_resume(folder: SweepFolder) -> None:
+    """Nothing more is submitted, all is cancelled; afterwards the cancelled points run again."""
+    plan = folder.plan(budget={"parallel": 2}, **TWO_SHAPES)
+    folder.controller(plan).tick()
+    folder.slurm.run()
+    outcomes = cancel(folder.store, plan, backends=lambda _name, _host: folder.slurm)
+    assert [outcome.partition(": ")[2] for outcome in outcomes] == [
+        "cancelled job 1",
+        "cancelled job 2",
+    ]
+    calls = folder.slurm.calls["sbatch"]
+    folder.slurm.clock.sleep(60)
+    progress = folder.carry_on(plan)
+    assert (progress.finished, progress.waits_for) == (True, "the sweep was cancelled")
+    assert folder.slurm.calls["sbatch"] == calls
+    assert set(states(folder, plan)) == {"CANCELLED", "EXCLUDED"}
+    resume(folder.store, plan)
+    progress = folder.carry_on(plan)
+    assert progress.counts == {"COMPLETED": 8}
+
+
+def test_a_cancelled_sweep_cancels_what_still_appears(folder: SweepFolder) -> None:
+    """The controller died while sbatch was under way: its job is cancelled by a later tick."""
+    plan = folder.plan()
+    folder.slurm.faults = [Fault.BOTH_KILLED]
+    with pytest.raises(Killed):
+        folder.controller(plan).tick()
+    folder.slurm.clock.sleep(31.0)
+    cancelled = directory_of(folder.store, plan.id) / "cancelled.json"
+    write_json(cancelled, {"reason": "the sweep was cancelled"})
+    folder.slurm.clock.sleep(120.0)
+    progress = folder.carry_on(plan)
+    assert progress.counts == {"CANCELLED": 6}
+    assert folder.started() == list(range(6))
+
+
+def test_blocks_go_out_in_order(folder: SweepFolder) -> None:
+    """One block after the other, whatever their shapes."""
+    plan = folder.plan(mode="grid", **TWO_SHAPES, repeats=2, order="interleaved")
+    folder.carry_on(plan)
+    submitted = [
+        read_json(path)["points"]
+        for path in sorted(
+            (directory_of(folder.store, plan.id) / "batches").iterdir(),
+            key=lambda path: int(path.stem),
+        )
+    ]
+    order = [point["number"] for points in submitted for point in points]
+    block = {number: index for index, numbers in enumerate(plan.blocks) for number in numbers}
+    assert [block[number] for number in order] == sorted(block.values())
+
+
+def test_a_task_that_everybody_forgot_is_over(folder: SweepFolder) -> None:
+    """Ten minutes after its last sign of life, so that the sweep can end."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.controller(plan).tick()
+    folder.slurm.jobs.clear()
+    progress = folder.carry_on(plan)
+    assert progress.counts == {"UNKNOWN": 1}
+    assert folder.slurm.clock.now - plan.created > 600

@@ -1,0 +1,321 @@
+"""Functions submitted with submitit, on the local backend."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+from submitit.auto import test_auto
+from submitit.core import test_plugins
+from submitit.core.plugins import get_executors, get_job_environments
+from submitit.core.utils import FailedJobError, UncompletedJobError, cloudpickle_dump, pickle_load
+from submitit.local import local, test_local
+
+from hpml_orchestrator.errors import HpmlError, InputError, SchedulerError
+from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.sweeps.executor import HpmlExecutor, HpmlJob
+from tests.patience import eventually
+
+
+class LocalExecutor(HpmlExecutor):
+    """The executor on this machine."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.update_parameters(backend="local")
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Records of the test's own; the working directory is the test's, too."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HPML_HOME", str(tmp_path / "records"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return Store(tmp_path / "records")
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> submitit.AutoExecutor:
+    made = submitit.AutoExecutor(tmp_path / "logs", cluster="hpml")
+    made.update_parameters(hpml_backend="local", timeout_min=5)
+    return made
+
+
+@pytest.mark.parametrize(
+    "own_test",
+    [
+        test_local.test_local_map_array,
+        test_local.test_local_submit_array,
+        test_local.test_local_error,
+        test_local.test_pickle_output_from_main,
+        test_local.test_stdout,
+        test_local.test_requeuing,
+        test_local.test_custom_checkpoint,
+        test_local.test_load_submission,
+    ],
+    ids=lambda own_test: own_test.__name__,
+)
+def test_submitits_tests_of_an_executor_pass(
+    own_test: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What submitit asks of its own local executor holds for this one."""
+    monkeypatch.setattr(local, "LocalExecutor", LocalExecutor)
+    monkeypatch.setattr(local, "LocalJob", HpmlJob)
+    own_test(tmp_path / "logs")
+
+
+@pytest.mark.parametrize("name", ["a 0", "a'; echo foo", r"a\=0", "a\n0", 'a{b}$c"'])
+def test_the_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """It reaches the job unchanged, and `%j` in it becomes the job's id."""
+    executor = LocalExecutor(tmp_path / name / "%j")
+    job = executor.submit(max, 3, 4)
+    assert job.result() == 4
+    assert job.paths.folder == tmp_path / name / job.job_id
+
+
+def test_submitits_tests_of_plugins_and_streams_pass(executor: submitit.AutoExecutor) -> None:
+    """Both entry points are there; each stream has a log of its own unless they are merged."""
+    test_plugins.test_executors(get_executors()["hpml"])
+    test_plugins.test_env(get_job_environments()["hpml"])
+    test_auto.test_redirect_stdout_stderr(executor)
+
+
+def hpml_run(job: submitit.Job[Any]) -> Submission:
+    assert isinstance(job, HpmlJob)
+    assert job.run is not None
+    return job.run
+
+
+def about() -> dict[str, Any]:
+    environment = submitit.JobEnvironment()
+    names = (
+        "cluster job_id raw_job_id array_job_id array_task_id hostnames num_nodes num_tasks node "
+        "global_rank local_rank"
+    ).split()
+    return {name: getattr(environment, name) for name in names}
+
+
+def test_a_job_of_two_ranks(executor: submitit.AutoExecutor, records: Store) -> None:
+    """Each rank knows its place and has a result; hpml binds them and shows what they print."""
+
+    def function(word: str) -> dict[str, Any]:
+        print(f"{word} from {submitit.JobEnvironment().global_rank}")
+        submitit.helpers.TorchDistributedEnvironment().export()
+        return {**about(), "cwd": str(Path.cwd())}
+
+    executor.update_parameters(tasks_per_node=2, name="two_ranks", hpml_binding="spread")
+    job = executor.submit(function, "hello")
+    results = job.results()
+    common = {"cluster": "hpml", "job_id": job.job_id, "num_tasks": 2, "num_nodes": 1, "node": 0}
+    for rank, result in enumerate(results):
+        wanted = {**common, "global_rank": rank, "local_rank": rank, "array_job_id": None}
+        assert result.items() >= {**wanted, "cwd": str(Path.cwd())}.items()
+        assert f"hello from {rank}\n" in str(job.task(rank).stdout())
+    run = hpml_run(job)
+    assert run == records.resolve(job.job_id)
+    (state,) = eventually(lambda: [state for state in states(records, [run]) if state.over])
+    assert (state.name, state.state) == ("two_ranks", "COMPLETED")
+    assert {"hello from 0", "hello from 1"} <= set(state.run.output.read_text().splitlines())
+    assert [rank["bound"] for rank in state.run.attempts()[0].bindings()] == [True, True]
+    assert job.paths.submission_file.read_text() == run.script.read_text()
+
+
+def state_is(job: submitit.Job[Any], state: str) -> bool:
+    return job.watcher.get_state(job.job_id, "force") == state
+
+
+def test_an_array_with_an_error(
+    executor: submitit.AutoExecutor, records: Store, tmp_path: Path
+) -> None:
+    """A batch is one submission; one task's exception is its own."""
+
+    def divide(number: int) -> tuple[float, Any]:
+        return 6 / number, about()["array_task_id"]
+
+    executor.update_parameters(hpml_array_parallelism=2)
+    with executor.batch():
+        jobs = [executor.submit(divide, number) for number in (3, 0)]
+        with pytest.raises(AttributeError):
+            print(jobs[0].job_id)
+    assert jobs[0].result() == (2, "0")
+    error = jobs[1].exception()
+    assert isinstance(error, FailedJobError)
+    assert "ZeroDivisionError" in str(error)
+    assert [job.job_id.partition("_")[2] for job in jobs] == ["0", "1"]
+    (submission,) = records.submissions()
+    assert submission.record()["job"]["array"] == "0-1%2"
+    for job, end in zip(jobs, ("COMPLETED", "FAILED"), strict=True):
+        eventually(partial(state_is, job, end))
+    path = tmp_path / "jobs.pkl"
+    cloudpickle_dump(jobs, path)
+    assert pickle_load(path)[0].result() == (2, "0")
+
+
+def test_a_job_is_cancelled(
+    executor: submitit.AutoExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is over then, and asking for its result says so."""
+    job = executor.submit(time.sleep, 600)
+    eventually(lambda: state_is(job, "RUNNING"))
+    job.cancel()
+    eventually(lambda: job.done(force_check=True))
+    assert job.state == "CANCELLED"
+    monkeypatch.setattr(HpmlJob, "_results_timeout_s", 0)
+    with pytest.raises(UncompletedJobError, match="CANCELLED"):
+        job.result()
+
+
+class Counter(submitit.helpers.Checkpointable):
+    """Counts starts until it has been checkpointed."""
+
+    def __init__(self, started: Path) -> None:
+        self.started = started
+        self.checkpoints = 0
+
+    def __call__(self) -> tuple[int, int]:
+        rank = submitit.JobEnvironment().global_rank
+        (self.started / f"{self.checkpoints}.{rank}").touch()
+        while not self.checkpoints:
+            time.sleep(0.05)
+        return rank, self.checkpoints
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        self.checkpoints += 1
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def test_all_ranks_start_again_from_a_checkpoint(
+    executor: submitit.AutoExecutor, tmp_path: Path, records: Store
+) -> None:
+    """The first rank's checkpoint is what every rank goes on with."""
+    executor.update_parameters(tasks_per_node=2)
+    job = executor.submit(Counter(tmp_path))
+    eventually(lambda: len(list(tmp_path.glob("0.?"))) == 2)
+    attempt = records.run(hpml_run(job).sid).attempts()[0]
+    for rank in attempt.bindings():
+        os.kill(rank["pid"], signal.SIGUSR2)
+    assert job.results() == [(0, 1), (1, 1)]
+    assert "Requeued" in str(job.stdout())
+
+
+def test_parameters_are_fields_of_the_job(
+    executor: submitit.AutoExecutor, tmp_path: Path, records: Store
+) -> None:
+    """Each goes where a job file has it, over the job file that is the base."""
+    (tmp_path / "base.yaml").write_text(
+        "name: base\nlauncher: torchrun\nscript: train.py\nargs: [--lr, '1']\n"
+        "resources: {time: 30, gpus: 'a100:2', extra: [--hint=nomultithread]}\n"
+        "environment: {variables: {LEVEL: '3'}}\n"
+    )
+    Path("data").mkdir()
+    executor.update_parameters(
+        timeout_min=90,
+        gpus_per_node=4,
+        mem_gb=1.5,
+        hpml_job_file=tmp_path / "base.yaml",
+        hpml_partition="gpu",
+        hpml_account="me",
+        hpml_qos="high",
+        hpml_constraint="a&b",
+        hpml_stage=[{"name": "data", "source": "data"}],
+        hpml_binding={"policy": "numa", "verify": "strict"},
+        hpml_set={"resources.cpus_per_rank": 7, "environment.variables.MORE": "4"},
+        hpml_setup=["export A=1", "export B=2"],
+        hpml_additional_parameters={"mail_user": "ada", "no_kill": True},
+    )
+    with pytest.raises(InputError, match="mail-user has a field of its own") as raised:
+        executor.submit(about)
+    assert any("hint: " in note for note in raised.value.__notes__)
+    executor.update_parameters(hpml_additional_parameters={"no_kill": True})
+    with pytest.raises(SchedulerError, match="GPU"):  # as this machine has not so many
+        executor.submit(about)
+    (submission,) = records.submissions()
+    job = submission.record()["job"]
+    asked = job["resources"]
+    assert {name: asked[name] for name in ("gpus", "memory", "partition", "account", "qos")} == {
+        "gpus": "4",
+        "memory": "1536M",
+        "partition": "gpu",
+        "account": "me",
+        "qos": "high",
+    }
+    assert (asked["constraint"], asked["cpus_per_rank"], asked["ranks_per_node"]) == (
+        "a&b",
+        7,
+        None,
+    )
+    assert asked["extra"] == ["--hint=nomultithread", "--no-kill"]
+    assert asked["time"] == "01:31:00"
+    assert (job["name"], job["launcher"], job["script"]) == ("base", "srun", None)
+    assert job["workdir"] == str(Path.cwd())
+    assert job["stage"][0]["source"] == str(Path("data").absolute())
+    assert (job["binding"]["policy"], job["binding"]["verify"]) == ("numa", "strict")
+    assert job["environment"]["setup"] == "export A=1\nexport B=2"
+    wanted = {"LEVEL": "3", "MORE": "4", "SUBMITIT_EXECUTOR": "hpml"}
+    assert job["environment"]["variables"] == wanted
+    assert list((tmp_path / "logs").glob("*.pkl")) == []
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "message"),
+    [
+        ({"hpml_partion": "gpu"}, NameError, "Unknown argument 'partion' for executor 'hpml'"),
+        ({"hpml_binding": "left"}, InputError, "binding.policy: must be"),
+        ({"hpml_backend": "pbs"}, InputError, "must be auto, slurm or local"),
+        ({"nodes": 0}, InputError, "resources.nodes"),
+        ({"name": "my job"}, InputError, "name: must be letters, digits"),
+        ({"hpml_job_file": "missing.yaml"}, HpmlError, "missing.yaml"),
+        ({"hpml_set": {"resources.nods": 2}}, InputError, "resources.nods"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_parameters_change_nothing(
+    parameters: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    executor: submitit.AutoExecutor,
+) -> None:
+    """They are refused when they are given; the executor goes on as before."""
+    before = dict(executor.parameters)
+    with pytest.raises(error, match=re.escape(message)):
+        executor.update_parameters(**parameters)
+    assert executor.parameters == before
+    with pytest.raises(InputError, match="is no parameter") as raised:
+        HpmlExecutor(executor.folder).update_parameters(partion="gpu")
+    assert raised.value.hint == "did you mean partition?"
+
+
+def test_too_large_pickles_are_refused(tmp_path: Path, records: Store) -> None:
+    """Nothing is left of them."""
+    executor = LocalExecutor(tmp_path / "logs", max_pickle_size_gb=1e-6)
+    with pytest.raises(InputError, match="max_pickle_size_gb"):
+        executor.submit(print, "x" * 5000)
+    assert list((tmp_path / "logs").glob("*.pkl")) == []
+    assert list(records.submissions()) == []
+
+
+def test_the_killed_submitters_job_finds_its_call(
+    executor: submitit.AutoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call lies ready before its job exists: nobody has to put it there afterwards."""
+
+    def never(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "symlink_to", never)
+    with pytest.raises(KeyboardInterrupt):
+        executor.submit(max, 5, 6)
+    monkeypatch.undo()
+    (result,) = eventually(lambda: list((tmp_path / "logs").glob("*_0_result.pkl")))
+    assert pickle_load(result) == ("success", 6)

@@ -1,0 +1,236 @@
+"""From a sweep file to its plan: points, batches, order, shapes; and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.spec import load_sweep, sweep_schema
+from hpml_orchestrator.sweeps import plan
+from hpml_orchestrator.sweeps.expand import make_plan
+
+NOW = 1_800_000_000.0
+JOB: dict[str, Any] = {
+    "name": "toy",
+    "launcher": "srun",
+    "command": ["python", "train.py"],
+    "args": ["--batch-size=32", "--lr", "0.1", "--seed=7", "data.path=x"],
+    "resources": {"nodes": 1, "ranks_per_node": 2, "time": "30:00"},
+}
+STRONG = {"mode": "strong", "scale": {"ranks": [1, 2, 4]}}
+GPUS = {"resources": {"gpus": "a100:4", "time": "1:00:00"}}
+
+
+def made(folder: Path, fields: dict[str, Any], **job: Any) -> plan.SweepPlan:
+    """The plan of a sweep file, on Slurm: nothing of this machine counts."""
+    (folder / "job.yaml").write_text(json.dumps(JOB | job))
+    (folder / "sweep.yaml").write_text(json.dumps({"base": "job.yaml"} | fields))
+    return make_plan(load_sweep(folder / "sweep.yaml"), backend="slurm", now=NOW)
+
+
+def test_a_strong_sweep_keeps_the_global_batch(tmp_path: Path) -> None:
+    """64 at every scale, which the program is given per rank; six repeats, each with its seed."""
+    planned = made(tmp_path, STRONG)
+    rows = {(p.scale, p.batch_global, p.batch_per_rank) for p in planned.points}
+    assert rows == {(1, 64, 64), (2, 64, 32), (4, 64, 16)}
+    assert len(planned.points) == 18
+    assert {p.seed for p in planned.points} == {1, 2, 3, 4, 5, 6}
+    four = next(p for p in planned.points if p.scale == 4)
+    args = planned.shapes[four.shape].job["args"]
+    assert args[0] == "--batch-size={point.batch_size}"
+    assert "--seed={point.seed}" in args
+    assert four.variables["batch_size"] == "16"
+    assert planned.baseline == 1
+    assert planned.estimate.core_hours == pytest.approx(6 * (1 + 2 + 4) / 2)
+
+
+def test_a_weak_sweep_keeps_the_batch_of_a_rank(tmp_path: Path) -> None:
+    """The learning rate follows the global batch by the rule, for a program that scales it too."""
+    rule = {"argument": "--lr", "rule": "linear", "times_ranks": True}
+    fields = {"mode": "weak", "scale": {"nodes": [1, 4]}, "learning_rate": rule, "repeats": 1}
+    planned = made(tmp_path, fields)
+    one, four = sorted(planned.points, key=lambda point: point.scale or 0)
+    assert (one.batch_global, four.batch_global) == (64, 256)
+    # 0.1 for each of two ranks, as the program multiplies it
+    assert (one.learning_rate, four.learning_rate) == (pytest.approx(0.2), pytest.approx(0.8))
+    assert {one.variables["lr"], four.variables["lr"]} == {"0.1"}
+
+
+@pytest.mark.parametrize(
+    ("scales", "job", "shapes"),
+    [
+        ({"gpus": [2, 4, 8]}, GPUS, [(1, 2, 2), (1, 4, 4), (2, 8, 8)]),
+        ({"nodes": [1, 3]}, GPUS, [(1, 4, 4), (3, 12, 12)]),
+        (
+            {"ranks": [2, 4]},
+            {"resources": {"nodes": 2, "ranks_per_node": 1}},
+            [(2, 2, 0), (2, 4, 0)],
+        ),
+    ],
+    ids=["gpus", "nodes", "ranks on two nodes"],
+)
+def test_scales_become_resources(
+    tmp_path: Path, scales: dict[str, Any], job: dict[str, Any], shapes: list[tuple[int, ...]]
+) -> None:
+    """Nodes are filled one after the other; what a node has stays as the base job says."""
+    planned = made(tmp_path, {"mode": "weak", "scale": scales, "repeats": 1}, **job)
+    assert [(s.nodes, s.ranks, s.gpus) for s in planned.shapes] == shapes
+
+
+def test_a_grid_has_all_combinations_and_few_shapes(tmp_path: Path) -> None:
+    """Arguments and variables come from points.sh; fields of the job and flags make shapes."""
+    axes = {
+        "--lr": [0.1, 1e-5],
+        "data.path=": ["a b", "it's"],
+        "environment.variables.MODE": ["x", "y"],
+        "--amp": [True, False],
+        "resources.cpus_per_rank": [1, 2],
+    }
+    planned = made(tmp_path, {"mode": "grid", "axes": axes, "repeats": 2})
+    combinations = {json.dumps(point.values) for point in planned.points}
+    assert len(combinations) == 2**5
+    assert len(planned.points) == 2**6
+    assert len(planned.shapes) == 4
+    point = next(
+        p
+        for p in planned.points
+        if p.values == {**p.values, "--lr": 1e-5, "--amp": True, "data.path=": "it's"}
+    )
+    shape = planned.shapes[point.shape]
+    assert point.variables["lr"] == "1e-05"
+    assert {"--amp", "--seed={point.seed}", "data.path={point.data_path}"} < set(shape.job["args"])
+    assert shape.job["args"][1:3] == ["--lr", "{point.lr}"]
+    assert shape.job["environment"]["variables"] == {"MODE": "{point.mode}"}
+    assert shape.fixed["resources.cpus_per_rank"] == shape.job["resources"]["cpus_per_rank"]
+
+
+@pytest.mark.parametrize("order", ["interleaved", "random", "written"])
+def test_the_order_is_fixed_and_complete(tmp_path: Path, order: str) -> None:
+    """The same file gives the same order; interleaved, every block has each scale once."""
+    fields = {**STRONG, "order": order, "repeats": 4}
+    planned, again = made(tmp_path, fields), made(tmp_path, fields)
+    assert planned.points == again.points
+    numbers = list(itertools.chain.from_iterable(planned.blocks))
+    assert numbers == sorted(p.number for p in planned.points) == list(range(12))
+    blocks = [[planned.points[number].scale for number in block] for block in planned.blocks]
+    if order == "interleaved":
+        assert [sorted(map(int, filter(None, block))) for block in blocks] == [[1, 2, 4]] * 4
+        assert len({tuple(block) for block in blocks}) > 1
+    if order == "written":
+        assert blocks == [[1] * 4 + [2] * 4 + [4] * 4]
+
+
+def test_excluded_points_stay_in_the_plan_with_their_rule(tmp_path: Path) -> None:
+    """They are in no block, and the plan says why."""
+    fields = {**STRONG, "repeats": 2, "exclude": [{"ranks": [2, 4], "repeat": 1}]}
+    planned = made(tmp_path, fields)
+    excluded = [point for point in planned.points if point.excluded]
+    assert {(p.scale, p.repeat) for p in excluded} == {(2, 1), (4, 1)}
+    assert "exclude rule 1" in excluded[0].excluded
+    assert sum(map(len, planned.blocks)) == planned.estimate.points == 4
+
+
+def test_a_plan_on_disk_is_the_same_plan(tmp_path: Path) -> None:
+    """It is found by parts of its id; a second one makes a word ambiguous."""
+    store = Store(tmp_path / "records")
+    planned = made(tmp_path, STRONG)
+    plan.write(store, planned)
+    assert plan.resolve(store, "last") == plan.resolve(store, planned.id[:12]) == planned
+    plan.write(store, replace(planned, id=planned.id[:-1] + "!"[:0] + "0"))
+    with pytest.raises(InputError, match="names 2 sweeps"):
+        plan.resolve(store, "toy-strong")
+
+
+def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
+    """A population's first generation has no checkpoint to go on from."""
+    axes = {"--lr": {"low": 0.001, "high": 0.1, "log": True}}
+    planned = made(tmp_path, {"mode": "pbt", "axes": axes})
+    first = plan.point_of(planned, 0, {"--lr": 0.01})
+    later = plan.point_of(planned, 9, {"--lr": 0.02}, checkpoint="/runs/a/checkpoint.pt")
+    jobs = [planned.shapes[point.shape].job["args"] for point in (first, later)]
+    assert [any("--checkpoint-from" in word for word in args) for args in jobs] == [False, True]
+    assert later.variables["checkpoint"] == "/runs/a/checkpoint.pt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "job", "field", "message"),
+    [
+        ({"mode": "strong"}, {}, "", "scale: must be given"),
+        ({**STRONG, "mode": "grid"}, {}, "", "scale: belongs to"),
+        ({"mode": "grid"}, {}, "", "axes: must name what varies"),
+        ({"mode": "grid", "axes": {"--lr": []}}, {}, "axes.--lr", "1 or more entries"),
+        ({"mode": "grid", "axes": {"--lr": [1, 1]}}, {}, "axes.--lr", "names 1 twice"),
+        (
+            {"mode": "grid", "axes": {"lr": [1, 2]}},
+            {},
+            "axes.lr",
+            "neither an argument nor a field",
+        ),
+        (
+            {"mode": "grid", "axes": {"--lr": {"low": 1, "high": 2}}},
+            {},
+            "",
+            "a range needs a search",
+        ),
+        (
+            {"mode": "grid", "axes": {"--lr": {"low": 2, "high": 1}}},
+            {},
+            "axes.--lr",
+            "low below high",
+        ),
+        ({"mode": "grid", "axes": {"resources.nods": [1]}}, {}, "resources.nods", "no such field"),
+        ({"mode": "grid", "axes": {"resources.time": ["x"]}}, {}, "resources.time", "time"),
+        ({"mode": "grid", "axes": {"array": [1]}}, {}, "axes.array", "the sweep sets it"),
+        ({**STRONG, "repeats": 0}, {}, "repeats", "at least 1"),
+        ({**STRONG, "version": 2}, {}, "version", "must be 1"),
+        ({**STRONG, "nonsense": 2}, {}, "nonsense", "no such field"),
+        ({**STRONG, "baseline": 3}, {}, "", "none of the scales"),
+        ({**STRONG, "scale": {"ranks": [1], "nodes": [1]}}, {}, "scale", "one of nodes, ranks"),
+        ({**STRONG, "scale": {"ranks": [3]}}, {}, "batch.size", "cannot be divided over 3"),
+        (STRONG, {"args": []}, "batch", "has to know the batch size"),
+        ({**STRONG, "axes": {"--batch-size": [1]}}, {}, "axes.--batch-size", "keeps the batch"),
+        ({**STRONG, "scale": {"gpus": [1]}}, {}, "scale.gpus", "has no GPUs"),
+        ({**STRONG, "scale": {"gpus": [6]}}, GPUS, "scale.gpus", "whole nodes of 4"),
+        ({**STRONG, "scale": {"ranks": [2]}}, GPUS, "scale.ranks", "would stay the same"),
+        (STRONG, {"array": "0-3"}, "array", "a single one"),
+        ({**STRONG, "exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is no axis"),
+        ({**STRONG, "exclude": [{"ranks": [1, 2, 4]}]}, {}, "exclude", "leave nothing to run"),
+        ({**STRONG, "budget": {"core_hours": 1}}, {}, "budget.core_hours", "suffice for one point"),
+        ({**STRONG, "budget": {"time": "5"}}, {}, "budget.time", "shorter than the time limit"),
+        (
+            {**STRONG, "learning_rate": {"argument": "--eta"}},
+            {},
+            "learning_rate.argument",
+            "number",
+        ),
+        ({**STRONG, "seeds": {"values": [1, 2]}}, {}, "", "a seed for each of 6"),
+        ({**STRONG, "base": "nowhere.yaml"}, {}, None, "no such job file"),
+    ],
+)
+def test_bad_sweep_files_are_refused(
+    tmp_path: Path, fields: dict[str, Any], job: dict[str, Any], field: str | None, message: str
+) -> None:
+    """One clear error each, before anything is written."""
+    with pytest.raises(Exception, match=message) as caught:
+        made(tmp_path, fields, **job)
+    assert getattr(caught.value, "field", None) == field
+    assert not (tmp_path / "records").exists()
+
+
+def test_the_schema_accepts_what_is_accepted(tmp_path: Path) -> None:
+    """An editor with the schema agrees with hpml on good files and on unknown fields."""
+    schema = sweep_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    good = {"base": "job.yaml", **STRONG, "axes": {"--lr": [0.1, "x", True]}, "repeats": 2}
+    made(tmp_path, good)
+    jsonschema.validate(good, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**good, "nonsense": 1}, schema)
