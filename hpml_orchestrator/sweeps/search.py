@@ -64,66 +64,42 @@ def check_search(sweep: Sweep) -> None:
     """
     search, pbt, evolution = sweep.search, sweep.mode == "pbt", sweep.mode == "evolution"
     sampler = search.sampler if sweep.mode == "bayes" else ""
+    trials, size = search.trials, search.population
+    populated = pbt or evolution or sampler == "nsga2"
     lists = [name for name, axis in sweep.axes.items() if not isinstance(axis, Range)]
     missing = [name for name in _PACKAGES.get(sampler, ()) if find_spec(name) is None]
-    checks: list[tuple[bool, str, str]] = [
+    no_ranges, packages = " and ".join(lists), " ".join(missing)
+    checks: list[tuple[object, str, str]] = [
+        (sampler == "cmaes" and lists, "search.sampler", f"needs a range for {no_ranges}"),
+        (missing, "search.sampler", f"needs another package: pip install {packages}"),
+        (populated and size > trials, "search.population", f"must be at most the {trials} trials"),
         (
-            sampler == "cmaes" and bool(lists),
-            "search.sampler",
-            f"cmaes searches ranges, and has none for {' and '.join(lists)}: use another sampler",
-        ),
-        (
-            bool(missing),
-            "search.sampler",
-            f"needs {' and '.join(missing)}: pip install {' '.join(missing)}",
-        ),
-        (
-            (evolution or pbt or sampler == "nsga2") and search.population > search.trials,
-            "search.population",
-            f"must be at most the number of trials, {search.trials}",
-        ),
-        (
-            evolution and search.tournament > search.population,
+            evolution and search.tournament > size,
             "search.tournament",
-            f"must be at most the population, {search.population}",
+            f"must be at most the population, {size}",
         ),
-        (
-            pbt and search.trials % search.population > 0,
-            "search.trials",
-            f"must be a multiple of the population, {search.population}",
-        ),
+        (pbt and trials % size, "search.trials", f"must be a multiple of the population, {size}"),
         (
             pbt and ".." in Path(search.checkpoint).parts,
             "search.checkpoint",
             "must be a file in the run's directory, such as checkpoint.pt",
         ),
-        (
-            pbt and sweep.count > 1,
-            "repeats",
-            "must be 1 in mode pbt, where each run goes on from one checkpoint",
-        ),
+        (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
         (
             search.pruner != "none" and (pbt or sweep.count > 1),
             "search.pruner",
             "must be none with repeats, and in mode pbt, which replaces bad runs itself",
         ),
-        (
-            bool(sweep.exclude),
-            "exclude",
-            "belongs to the modes strong, weak and grid: leave the values out of the axes",
-        ),
+        (sweep.exclude, "exclude", "must be empty in a search: leave the values out of the axes"),
     ]
     problems = [
         InputError(message, field=field, value=attrgetter(field)(sweep))
         for wrong, field, message in checks
         if wrong
     ]
+    whole = "must be a whole number, as low and high are"
     problems += [
-        InputError(
-            "must be a whole number, as low and high are",
-            field=f"axes.{name}.step",
-            value=axis.step,
-        )
+        InputError(whole, field=f"axes.{name}.step", value=axis.step)
         for name, axis in sweep.axes.items()
         if isinstance(axis, Range) and axis.whole and isinstance(axis.step, float)
     ]
@@ -249,25 +225,23 @@ class Searcher:
         Returns:
             Numbers of points that run; those that were returned before are among them.
         """
-        active = {row.point for row in rows} - {row.point for row in _last(rows) if row.over}
+        active = {row.point for row in _last(rows) if not row.over}
         doomed = set()
         for trial in self._running():
-            number = trial.number * self._sweep.count
-            trial_id = self._id_of(trial)
-            new = {
-                step: value
-                for step, value in evaluations.get(number, ())
-                if step not in trial.intermediate_values
-            }
+            number, trial_id = trial.number * self._sweep.count, self._id_of(trial)
+            known = trial.intermediate_values
+            new = {step: value for step, value in evaluations.get(number, ()) if step not in known}
             for step, value in new.items():
                 self._storage.set_trial_intermediate_value(trial_id, step, value)
-            if new and self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
+            if number not in active:
+                continue
+            if "stopped_at" in trial.user_attrs:
+                doomed.add(number)
+            elif new and self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
                 # Kept, as the pruner's answer may change with what the other trials reach.
                 self._storage.set_trial_user_attr(trial_id, "stopped_at", max(new))
                 doomed.add(number)
-            elif "stopped_at" in trial.user_attrs:
-                doomed.add(number)
-        return doomed & active
+        return doomed
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -319,11 +293,10 @@ class Searcher:
                 self._storage.set_trial_user_attr(self._id_of(trial), name, value)
             if values:
                 self._study.tell(trial.number, statistics.median(values))
+            elif "PRUNED" in states:  # its value is the last that was reported
+                self._study.tell(trial.number, state=TrialState.PRUNED)
             else:
-                pruned = "PRUNED" in states  # Optuna takes the last evaluation as its value
-                self._study.tell(
-                    trial.number, state=TrialState.PRUNED if pruned else TrialState.FAIL
-                )
+                self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _may_ask(self) -> bool:
         """Whether there is another trial to make now."""

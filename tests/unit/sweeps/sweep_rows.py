@@ -118,7 +118,7 @@ def scaling(
         )
         points.append(point)
         slower = noise.lognormvariate(0, 0.02)
-        training = slower * 200 * (0.05 + 0.95 / scale) * 1.004 ** scale
+        training = slower * 200 * (0.05 + 0.95 / scale) * 1.004**scale
         phases = {
             "queue": 30 * noise.random(),
             "staging": 3 + noise.random(),
@@ -151,10 +151,20 @@ def grid(
 ) -> tuple[SweepPlan, list[Row]]:
     """A grid: more --lr is better up to 0.1, a larger --batch-size faster and a little worse."""
     noise = random.Random(3)
-    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    combinations = [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+    ]
     points = [
-        Point(number, 0, values=values, repeat=repeat, seed=repeat + 1, batch_global=512,
-              batch_per_rank=128, learning_rate=values.get("--lr"))
+        Point(
+            number,
+            0,
+            values=values,
+            repeat=repeat,
+            seed=repeat + 1,
+            batch_global=512,
+            batch_per_rank=128,
+            learning_rate=values.get("--lr"),
+        )
         for number, (repeat, values) in enumerate(itertools.product(range(repeats), combinations))
     ]
     return plan_of("grid", points, **fields), [_trial(point, noise) for point in points]
@@ -164,7 +174,9 @@ def search(trials: int = 20, mode: str = "bayes") -> tuple[SweepPlan, list[Row]]
     """A search of --lr (logarithmic) and --layers; some trials are pruned, some fail."""
     noise = random.Random(5)
     points = [
-        Point(number, 0, values={"--lr": 10 ** noise.uniform(-4, 0), "--layers": noise.randint(1, 6)})
+        Point(
+            number, 0, values={"--lr": 10 ** noise.uniform(-4, 0), "--layers": noise.randint(1, 6)}
+        )
         for number in range(trials)
     ]
     rows = []
