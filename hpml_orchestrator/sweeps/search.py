@@ -7,6 +7,7 @@ nothing is kept in memory between two calls. So a controller can be killed at an
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import random
@@ -14,6 +15,7 @@ import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from importlib.util import find_spec
 from operator import attrgetter
@@ -45,15 +47,26 @@ _POPULATED = {"evolution", "pbt"}
 _PACKAGES = {"cmaes": ("cmaes",), "gp": ("torch", "scipy")}  # beyond Optuna's own, by sampler
 
 
-class _NoLock(JournalFileOpenLock):
-    """No lock: only the controller writes, under its own; Optuna's would stay after a kill."""
+class _KernelLock(JournalFileOpenLock):
+    """A lock on the journal that goes with its holder; Optuna's own ones stay after a kill.
+
+    There is one controller at a time, but one that was held up may wake beside the next.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
 
     def acquire(self) -> bool:
-        """Do nothing."""
+        """Wait for the lock; a file system without locks has to do without."""
+        self._stream = self._path.open("ab")
+        with suppress(OSError):
+            fcntl.flock(self._stream, fcntl.LOCK_EX)
         return True
 
     def release(self) -> None:
-        """Do nothing."""
+        """Give it back."""
+        self._stream.close()
 
 
 def check_search(sweep: Sweep) -> None:
@@ -120,9 +133,10 @@ def open_search(directory: Path, plan: SweepPlan) -> Searcher:
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # its log lines are no output of hpml's
     path = directory / STUDY
+    lock = _KernelLock(path)
     try:
-        _drop_half_line(path)
-        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_NoLock(str(path))))
+        _drop_half_line(path, lock)
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(
             f"the study {path} cannot be read: {type(error).__name__}: {error}",
@@ -138,16 +152,15 @@ def open_search(directory: Path, plan: SweepPlan) -> Searcher:
     return Searcher(directory, plan, storage)
 
 
-def _drop_half_line(path: Path) -> None:
+def _drop_half_line(path: Path, lock: _KernelLock) -> None:
     """Cut off what a killed writer left of its last line: Optuna would write on behind it."""
+    lock.acquire()
     try:
-        with path.open("rb+") as stream:
-            data = stream.read()
-            if not data.endswith(b"\n"):
-                stream.truncate(data.rfind(b"\n") + 1)
-                os.fsync(stream.fileno())
-    except FileNotFoundError:
-        pass
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+    finally:
+        lock.release()
 
 
 class Searcher:
@@ -200,17 +213,18 @@ class Searcher:
                 hint=f"put {STUDY} back from a copy; without it the search cannot go on",
             )
         self._tell(rows)
-        points = [
-            point
-            for trial in self._running()
-            for point in self._points(trial)
-            if point.number not in known
-        ]
         copy: Study | None = None
-        while len(points) < free and self._may_ask():
+        while True:
+            points = [
+                point
+                for trial in self._running()
+                for point in self._points(trial)
+                if point.number not in known
+            ]
+            if len(points) >= free or not self._may_ask():
+                return points[: max(free, 0)]
             copy = copy or self._copy()
-            points += self._points(self._ask(copy))
-        return points[: max(free, 0)]
+            self._ask(copy)
 
     def to_stop(
         self, rows: Sequence[Row], evaluations: Mapping[int, Sequence[tuple[int, float]]]
@@ -315,7 +329,7 @@ class Searcher:
         copy.add_trials(self._trials())
         return copy
 
-    def _ask(self, copy: Study) -> FrozenTrial:
+    def _ask(self, copy: Study) -> None:
         """Make the next trial in the study and in its copy."""
         number = len(copy.get_trials(deepcopy=False))
         rng = random.Random(f"{self._sweep.search.seed}:{number}")
@@ -330,7 +344,6 @@ class Searcher:
             for name, default in own.items():
                 trial.set_user_attr(name, getattr(child, name, default))
         self._study.add_trial(copy.get_trials(deepcopy=False)[number])
-        return self._trials()[number]
 
     def _child(self, rng: random.Random) -> Child | None:
         """Return the child of earlier trials, None where values are for a sampler to draw."""
