@@ -55,7 +55,8 @@ def check_report(report: dict[str, Any], records: Path, mode: str, repeats: int)
         each = 64 // ranks if mode == "strong" else 32
         assert scale["batch"] == {(each, ranks)}
         assert setting["batch_global"] == [each * ranks]
-        assert scale["learning_rate"] == {pytest.approx(0.1 * each * ranks / 64)}
+        (rate,) = scale["learning_rate"]
+        assert rate == pytest.approx(0.1 * each * ranks / 64)
         values = [s["seconds"]["value"] for s in report["settings"] if s["scale"] in {1, ranks}]
         ratio = values[0] / values[-1]
         assert setting["speedup"]["value"] == pytest.approx(ratio, rel=0.35), (base, scale)
