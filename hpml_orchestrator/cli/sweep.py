@@ -309,7 +309,7 @@ def _with_trials(store: Store, planned: SweepPlan) -> SweepPlan:
     """Return the plan with the points that a search has chosen so far, which are in its batches."""
     if not planned.spec.searches:
         return planned
-    batches = read_batches(plan.directory_of(store, planned.id))
+    batches = read_batches(plan.directory_of(store, planned.id), planned)
     points = {task.point.number: task.point for batch in batches for task in batch.tasks}
     return replace(planned, points=tuple(points[number] for number in sorted(points)))
 

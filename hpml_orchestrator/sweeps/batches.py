@@ -92,17 +92,19 @@ class Sent:
     undecided: str = ""
 
 
-def read_batches(directory: Path, start: int = 0) -> list[Batch]:
-    """Return the batches of a sweep's directory, in order, from a number on."""
+def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch]:
+    """Return the batches of a sweep, in order, from a number on."""
     try:
         count = sum(name.endswith(".json") for name in os.listdir(directory / "batches"))
     except FileNotFoundError:
         return []
-    return [_read(directory / "batches" / f"{number}.json") for number in range(start, count)]
+    paths = [directory / "batches" / f"{number}.json" for number in range(start, count)]
+    return [_read(path, plan) for path in paths]
 
 
-def _read(path: Path) -> Batch:
+def _read(path: Path, plan: SweepPlan) -> Batch:
     record = read_json(path)
+    chosen = {point["number"]: Point(**point) for point in record["chosen"]}
     return Batch(
         number=int(path.stem),
         sid=record["sid"],
@@ -110,8 +112,8 @@ def _read(path: Path) -> Batch:
         throttle=record["throttle"],
         created=record["created"],
         tasks=tuple(
-            Task(Point(**point), start)
-            for point, start in zip(record["points"], record["starts"], strict=True)
+            Task(chosen.get(number) or plan.points[number], start)
+            for number, start in record["tasks"]
         ),
     )
 
@@ -141,8 +143,9 @@ def create_batch(
         "shape": batch.shape,
         "throttle": throttle,
         "created": now,
-        "points": [asdict(task.point) for task in tasks],
-        "starts": [task.start for task in tasks],
+        "tasks": [task.key for task in tasks],
+        # The plan has all points but those of a search.
+        "chosen": [] if plan.points else [asdict(task.point) for task in tasks],
     }
     return batch if create_json(path, record) else None
 

@@ -140,7 +140,7 @@ class Controller:
 
     def _read(self) -> None:
         """Read what is on disk and not known yet."""
-        self._add(read_batches(self._directory, len(self._batches)))
+        self._add(read_batches(self._directory, self._plan, len(self._batches)))
         self._log.read()
         self._states = TaskStates.read(self._directory / "tasks.json")
         self._written = replace(self._states, tasks=dict(self._states.tasks))
@@ -264,10 +264,8 @@ class Controller:
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
         if row.state == "CANCELLED" and self._is_cancelled():
             row = replace(row, reason=_CANCELLED)  # `resume` starts it again
-        if task.point.number in stopped_points(self._directory) and row.state in (
-            "COMPLETED",
-            "CANCELLED",
-        ):
+        ended = row.state in ("COMPLETED", "CANCELLED") and self._sweep.searches
+        if ended and task.point.number in stopped_points(self._directory):
             row = replace(row, state="PRUNED", reason="stopped early by the search")
         self._log.append(row)
         self._ended[task.point.number] = state.submission
@@ -512,7 +510,7 @@ def cancel(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -
     """
     directory = directory_of(store, plan.id)
     create_json(directory / "cancelled.json", {"reason": _CANCELLED})
-    submissions = [batch.submission(store) for batch in read_batches(directory)]
+    submissions = [batch.submission(store) for batch in read_batches(directory, plan)]
     made = [submission for submission in submissions if submission.directory.is_dir()]
     outcomes = cancel_runs(store, made, backends=backends)
     return [f"{outcome['id']}: {outcome['outcome']}" for outcome in outcomes]

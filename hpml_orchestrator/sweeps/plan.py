@@ -230,13 +230,13 @@ def point_of(
 def job_of(plan: SweepPlan, shape: Shape, array: str) -> ResolvedJob:
     """Return the job of a shape as an array of tasks, such as `0-99%8`."""
     job = Job.model_validate({**shape.job, "array": array})
-    origin = f"sweep {plan.id}"
-    return ResolvedJob(job, Path(plan.spec.base), dict.fromkeys(leaves(job.model_dump()), origin))
+    origins = dict.fromkeys(leaves(job.model_dump()), f"sweep {plan.id}")
+    return ResolvedJob(job, Path(plan.sweep["base"]), origins)
 
 
 def site_of(plan: SweepPlan, environment: Mapping[str, str]) -> ResolvedSite | None:
     """Return the site profile that the sweep's jobs use."""
-    return site_for(plan.spec.base, environment, chosen=plan.site, backend=plan.backend)
+    return site_for(plan.sweep["base"], environment, chosen=plan.site, backend=plan.backend)
 
 
 def directory_of(store: Store, plan_id: str) -> Path:

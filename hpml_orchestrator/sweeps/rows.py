@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, counted
@@ -144,7 +144,7 @@ class RowLog:
 
     def append(self, row: Row) -> None:
         """Add the row of a start that is over."""
-        line = json.dumps(asdict(row), separators=(",", ":"), default=str)
+        line = json.dumps(vars(row), separators=(",", ":"), default=str)
         append_line(self._path, f"\n{line}" if self._torn else line)
         self._torn = False
         self.rows[row.point, row.start] = row
@@ -161,7 +161,7 @@ def rows(store: Store, plan: SweepPlan) -> list[Row]:
     directory = directory_of(store, plan.id)
     log = RowLog(directory / "rows.jsonl")
     log.read()
-    states, batches = TaskStates.read(directory / "tasks.json"), read_batches(directory)
+    states, batches = TaskStates.read(directory / "tasks.json"), read_batches(directory, plan)
     return table(plan, log, states, batches, why_stopped(directory))
 
 
@@ -181,7 +181,7 @@ def table(
     waiting = Row(0, state="EXCLUDED" if stopped else "WAITING", reason=stopped, over=bool(stopped))
     for key, state in states.tasks.items():
         if key not in found:
-            found[key] = Row(*key, **asdict(state))
+            found[key] = Row(*key, **vars(state))
     for batch in batches:
         for task in batch.tasks:
             if task.key not in found:

@@ -7,12 +7,13 @@ in `tasks.json`, with what was answered.
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError
-from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.files import SCHEMA_VERSION, read_json, write_text
 from hpml_orchestrator.runs.state import State, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
@@ -74,8 +75,9 @@ class TaskStates:
 
     def write(self, path: Path) -> None:
         """Keep the states."""
-        tasks = {f"{point}.{start}": asdict(state) for (point, start), state in self.tasks.items()}
-        write_json(path, {"asked": self.asked, "tasks": tasks})
+        tasks = {f"{point}.{start}": vars(state) for (point, start), state in self.tasks.items()}
+        record = {"schema_version": SCHEMA_VERSION, "asked": self.asked, "tasks": tasks}
+        write_text(path, json.dumps(record))  # on one line: there may be ten thousand
 
     def due(self, backend: str, now: float) -> bool:
         """Return whether the scheduler may be asked again, with some jitter."""

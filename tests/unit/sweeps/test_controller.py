@@ -330,13 +330,13 @@ def test_blocks_go_out_in_order(folder: SweepFolder) -> None:
     plan = folder.plan(mode="grid", **TWO_SHAPES, repeats=2, order="interleaved")
     folder.carry_on(plan)
     submitted = [
-        read_json(path)["points"]
+        read_json(path)["tasks"]
         for path in sorted(
             (directory_of(folder.store, plan.id) / "batches").iterdir(),
             key=lambda path: int(path.stem),
         )
     ]
-    order = [point["number"] for points in submitted for point in points]
+    order = [number for tasks in submitted for number, _ in tasks]
     block = {number: index for index, numbers in enumerate(plan.blocks) for number in numbers}
     assert [block[number] for number in order] == sorted(block.values())
 
