@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -111,6 +112,7 @@ def exact_text(estimate: Estimate | None) -> str:
     return f"{value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
 
 
+@cache
 def environment(form: str) -> jinja2.Environment:
     """Return the environment of the report's templates, for `html` or `md`."""
     environment = jinja2.Environment(
