@@ -10,9 +10,9 @@ from typing import TypeAlias
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
-from hpml_orchestrator.sweeps.claims import interval_text, number
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report, Setting
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
+from hpml_orchestrator.sweeps.wording import interval_text, number
 
 __all__ = ["Comparison", "Pair", "compare"]
 

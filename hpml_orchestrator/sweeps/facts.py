@@ -192,10 +192,14 @@ class Notice:
 
 @dataclass(frozen=True)
 class Check:
-    """One of the twelve ways to fool the masses, and how this report answers it."""
+    """One of the twelve ways to fool the masses, and how this report answers it.
+
+    Attributes:
+        status: `ok`, `not answered` or `does not apply`.
+    """
 
     way: str
-    status: Literal["ok", "not answered", "does not apply"]
+    status: str
     answer: str
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.spec.sweep import SEARCHES
-from hpml_orchestrator.sweeps import claims, models, statistics
+from hpml_orchestrator.sweeps import claims, models, statistics, wording
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     PARTS,
@@ -94,7 +94,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     report = replace(report, fits=tuple(_fits(report)), trace=_trace(report))
     report = replace(report, notices=tuple(claims.notices(plan, report)))
     report = replace(report, question=claims.question(report), answer=claims.answer(report))
-    return replace(report, checks=tuple(claims.checklist(report)))
+    return replace(report, checks=claims.checklist(report))
 
 
 def _key(point: Point) -> tuple[Any, ...]:
@@ -102,10 +102,10 @@ def _key(point: Point) -> tuple[Any, ...]:
 
 
 def _label(unit: str, point: Point) -> str:
-    values = claims.values_text(point.values)
+    values = wording.values_text(point.values)
     if point.scale is None:
         return values or "as the base job"
-    return claims.scale_text(point.scale, unit) + (f", {values}" if values else "")
+    return wording.scale_text(point.scale, unit) + (f", {values}" if values else "")
 
 
 def _setting_numbers(points: Iterable[Point]) -> dict[tuple[Any, ...], int]:
@@ -144,7 +144,7 @@ def _setting(
     return Setting(
         number=number,
         label=_label(plan.unit, point),
-        series=claims.values_text(point.values) if point.scale is not None else "",
+        series=wording.values_text(point.values) if point.scale is not None else "",
         scale=point.scale,
         values=point.values,
         planned=len({point.number for point, _ in pairs}),
@@ -361,7 +361,7 @@ def _fits(report: Report) -> Iterable[FittedModel]:
             power = -1 if fit_law is models.fit_amdahl else 1
             base = fit.predict((report.baseline or unit) / unit)
             note = (
-                f"P counts in units of {claims.scale_text(unit, report.unit)}" if unit > 1 else ""
+                f"P counts in units of {wording.scale_text(unit, report.unit)}" if unit > 1 else ""
             )
             if fit_law is models.fit_usl:
                 peak = unit * models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)

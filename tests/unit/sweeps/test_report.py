@@ -83,7 +83,7 @@ def test_a_strong_sweep_is_recomputed() -> None:
     assert report.costs.energy_kwh == pytest.approx(sum(row.energy_kwh or 0 for row in rows))
     assert report.best == at(report, LARGEST).number
     assert "4.63" in report.answer[0]
-    assert "8 nodes are the best of 4 scales" in report.answer[0]
+    assert "8 nodes are the fastest of 4 scales" in report.answer[0]
 
 
 def test_a_weak_sweep_compares_samples_per_total_second() -> None:
@@ -121,7 +121,7 @@ def test_a_weak_sweep_compares_samples_per_total_second() -> None:
             lambda: sweep_rows.scaling(change=at_largest(batch_global=256)),
             "strong scaling needs the same global batch everywhere, but runs had 256, 512",
         ),
-        (lambda: sweep_rows.scaling(repeats=5), "8 nodes seem to be the best"),
+        (lambda: sweep_rows.scaling(repeats=5), "8 nodes seem to be the fastest"),
         (lambda: sweep_rows.scaling(repeats=5), "no 95 % CI"),
         (
             lambda: sweep_rows.scaling(change=at_largest(oversubscribed=True)),
@@ -226,7 +226,7 @@ def test_the_cheapest_of_equal_scales_is_best() -> None:
     equal = [replace(row, total_seconds=totals.get(row.point, row.total_seconds)) for row in rows]
     report = build(plan, equal)
     assert report.settings[report.best or 0].scale == 4
-    assert "Not distinguishable from the fastest, but larger: 8 nodes" in " ".join(report.answer)
+    assert "Not distinguishable from it, but larger: 8 nodes" in " ".join(report.answer)
 
 
 def test_models_are_fitted_where_the_scales_allow() -> None:

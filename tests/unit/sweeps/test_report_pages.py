@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import pytest
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.sweeps.compare import Comparison, compare
-from hpml_orchestrator.sweeps.facts import Report
 from hpml_orchestrator.sweeps.pages import json_schema, to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
@@ -163,13 +164,44 @@ def chromium() -> str:
     return path
 
 
-def test_chromium_shows_it_on_a_phone_and_on_a_desk(chromium: str, tmp_path: Path) -> None:
-    """No console message (the page forbids itself to fetch), nothing wider than the window."""
-    reports: dict[str, Report] = {
-        name: build(*SWEEPS[name]()) for name in ("one point", "8 points", "200 trials")
-    }
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a server of `tmp_path`, and what was asked of it, violations included."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def end_headers(self) -> None:
+            if "start" not in self.path:
+                policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+                self.send_header("Content-Security-Policy", f"{policy}; report-uri /violation")
+            super().end_headers()
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_request(self, *_: Any) -> None:
+            asked.append(self.path)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+def test_chromium_shows_it_on_a_phone_and_on_a_desk(
+    chromium: str, site: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    """It asks for nothing, the browser has nothing to forbid, nothing is wider than the window."""
+    address, asked = site
+    reports = [build(*SWEEPS[name]()) for name in ("one point", "8 points", "200 trials")]
     frames = ""
-    for place, report in enumerate(reports.values()):
+    for place, report in enumerate(reports):
         (tmp_path / f"{place}.html").write_text(to_html(report), encoding="utf-8")
         frames += "".join(
             f'<iframe src="{place}.html" width="{width}" height="900"></iframe>' for width in WIDTHS
@@ -182,18 +214,16 @@ def test_chromium_shows_it_on_a_phone_and_on_a_desk(chromium: str, tmp_path: Pat
         }));
         document.body.textContent = JSON.stringify(seen);
     })</script>"""
-    start = tmp_path / "start.html"
-    start.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{measure}", "utf-8")
+    start = f"<!doctype html><meta charset=utf-8><link rel=icon href=data:,><body>{frames}{measure}"
+    (tmp_path / "start.html").write_text(start, encoding="utf-8")
     command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files"]
-    command += ["--enable-logging=stderr", "--dump-dom", start.as_uri()]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"{address}/start.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert "CONSOLE" not in done.stderr
+    assert set(asked) == {"/start.html", "/0.html", "/1.html", "/2.html"}
     body = re.search(r"<body>(.*)</body>", done.stdout, flags=re.DOTALL)
     assert body
     seen = json.loads(html.unescape(body[1]))
-    expected = [(report, width) for report in reports.values() for width in WIDTHS]
-    assert len(seen) == len(expected)
+    expected = [(report, width) for report in reports for width in WIDTHS]
     for page, (report, width) in zip(seen, expected, strict=True):
         assert page["width"] <= width
         assert page["answer"] == report.answer[0]
