@@ -18,6 +18,7 @@ from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
 
 __all__ = [
     "answer",
+    "axis_text",
     "checklist",
     "exact_text",
     "interval_text",
@@ -29,6 +30,7 @@ __all__ = [
     "question",
     "scale_text",
     "states_text",
+    "value_text",
     "values_text",
 ]
 
@@ -82,10 +84,22 @@ def scale_text(scale: int | None, unit: str) -> str:
 
 def values_text(values: Mapping[str, Any]) -> str:
     """Return the values of the axes in one line."""
-    return ", ".join(f"{name.removesuffix('=')}={_value(value)}" for name, value in values.items())
+    return ", ".join(f"{axis_text(name)}={value_text(value)}" for name, value in values.items())
 
 
-def _value(value: Any) -> str:
+def axis_text(name: str) -> str:
+    """Return an axis' name without the dashes of an argument.
+
+    >>> axis_text("--batch-size"), axis_text("lr=")
+    ('batch-size', 'lr')
+    """
+    return name.removeprefix("--").removesuffix("=")
+
+
+def value_text(value: Any) -> str:
+    """Return a value of an axis, or an accuracy, with four digits."""
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -103,9 +117,12 @@ def phases_text(setting: Setting) -> str:
 def question(report: Report) -> str:
     """Return the question that the sweep asks."""
     scales = sorted({setting.scale for setting in report.settings if setting.scale})
-    axes = " and ".join(dict.fromkeys(name for one in report.settings for name in one.values))
+    axes = " and ".join(
+        dict.fromkeys(axis_text(name) for one in report.settings for name in one.values)
+    )
     if report.scaling and scales:
-        span = f"from {scales[0]} to {scale_text(scales[-1], report.unit)}"
+        largest = scale_text(scales[-1], report.unit)
+        span = f"from {scales[0]} to {largest}" if len(scales) > 1 else f"on {largest} alone"
         what = "global batch" if report.mode == "strong" else "batch of each rank"
         sizes = {
             size
@@ -117,7 +134,11 @@ def question(report: Report) -> str:
         size = f" ({sizes.pop()})" if len(sizes) == 1 else ""
         return f"How does {report.name} scale {span} with the same {what}{size}?"
     direction = "highest" if report.figure.maximize else "lowest"
-    which = f"values of {axes}" if report.search else f"of {len(report.settings)} combinations"
+    which = (
+        f"values of {axes}"
+        if report.search
+        else f"of {len(report.settings)} combinations of {axes}"
+    )
     gives = "give" if report.search else "gives"
     return f"Which {which} {gives} {report.name} the {direction} {report.figure.name}?"
 
@@ -140,6 +161,8 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
     siblings = [one for one in report.series[best.series] if one.seconds]
     baseline = next((one for one in siblings if one.scale == report.baseline), None)
     seconds = f"{_seconds(best.seconds)} in all ({_runs(best)})"
+    if any(one.oversubscribed for one in siblings):
+        yield f"The data do not show how {report.name} scales: runs had more ranks than CPU cores."
     if report.mixed:
         yield f"No speedups are given: {report.mixed}."
         yield f"The fastest setting took {seconds}: {best.label}."
@@ -163,12 +186,14 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
     else:
         speedup = best.speedup
         faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
+        verb = ("seems" if best.scale == 1 else "seem") + " to be"
+        if speedup.interval:
+            verb = "is" if best.scale == 1 else "are"
         yield (
-            f"{best.label} {'is' if best.scale == 1 else 'are'} the best of "
+            f"{best.label} {verb} the best of "
             f"{len(siblings)} scales: {number(speedup.value)}{interval_text(speedup.interval)} "
-            f"{faster} {baseline.label}, an efficiency of {percent(speedup.efficiency)}"
-            f"{interval_text(speedup.efficiency_interval, 100)}; {seconds} against "
-            f"{_seconds(baseline.seconds)}."
+            f"{faster} {baseline.label} at an efficiency of {number(100 * speedup.efficiency)}"
+            f"{interval_text(speedup.efficiency_interval, 100)} % ({_runs(best)})."
         )
         yield from _limit(report, best)
     equal = [
@@ -228,16 +253,16 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
     else:
         following = ranked[1]
         relation = {
-            None: f"whether they differ cannot be said with fewer than {MIN_REPEATS} runs each",
-            True: "distinguishable from it",
-            False: "not distinguishable from it",
+            None: f"; whether they differ cannot be said with fewer than {MIN_REPEATS} runs each",
+            True: ", distinguishable from it",
+            False: ", not distinguishable from it",
         }[following.distinguishable]
         equal = sum(one.distinguishable is False for one in ranked) - 1
         more = (
             f", as are {equal - 1} more" if following.distinguishable is False < equal - 1 else ""
         )
         yield (
-            f"{text}); next is {following.label} with {exact_text(following.figure)}{unit}, "
+            f"{text}); next is {following.label} with {exact_text(following.figure)}{unit}"
             f"{relation}{more}."
         )
     noun = "trial" if report.search else "attempt"
@@ -270,6 +295,8 @@ def _seconds(estimate: Estimate | None) -> str:
 
 
 def _runs(setting: Setting) -> str:
+    if setting.runs == 1:
+        return "1 run, no 95 % CI"
     interval = setting.seconds.interval if setting.seconds else None
     return f"median of {counted(setting.runs, 'run')}, {'' if interval else 'no '}95 % CI"
 
@@ -315,7 +342,7 @@ def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
             f"No 95 % CI for {counted(len(few), 'setting')} with fewer than {MIN_REPEATS} "
             f"complete runs (down to {least}), so differences there may be chance."
         )
-        yield Notice("Few repeats", text, restricts=True)
+        yield Notice("Few repeats", text)
     open_runs = {name: report.states[name] for name in _UNFINISHED if report.states.get(name)}
     if open_runs:
         text = f"The sweep is not finished: {states_text(open_runs)}."
@@ -345,7 +372,7 @@ def _doubts(report: Report) -> Iterable[Notice]:
             f"{sum(one.oversubscribed for one in many)} of {report.complete} complete runs had "
             f"more ranks than CPU cores ({names}): their times say little about scaling."
         )
-        yield Notice("Oversubscribed runs", text, restricts=True, loud=True)
+        yield Notice("Oversubscribed runs", text, restricts=not report.scaling, loud=True)
     loose = [one for one in report.settings if one.unverified]
     if loose:
         names = first_few([one.label for one in loose])
@@ -353,7 +380,7 @@ def _doubts(report: Report) -> Iterable[Notice]:
             f"The binding of {sum(one.unverified for one in loose)} of {report.complete} "
             f"complete runs is not verified ({names})."
         )
-        yield Notice("Binding not verified", text, restricts=report.scaling)
+        yield Notice("Binding not verified", text)
 
 
 def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:

@@ -7,12 +7,13 @@ submitted twice and none is lost.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable, counted
 from hpml_orchestrator.records.files import create_json, read_json, write_json
@@ -28,16 +29,17 @@ from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
 from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
-from hpml_orchestrator.sweeps.watch import QUERY_SECONDS, TaskState, TaskStates, completed, query
+from hpml_orchestrator.sweeps.watch import TaskState, TaskStates, completed, pause_seconds, query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Point, SweepPlan
+    from hpml_orchestrator.sweeps.search import Searcher
 
 __all__ = ["Controller", "Progress", "cancel", "progress", "resume", "tick"]
 
@@ -99,12 +101,13 @@ class Controller:
         self._jobs: dict[int, str] = {}  # id of the array by the batch's number
         self._refused: set[int] = set()  # numbers of the batches that have no job and never will
         self._log = RowLog(self._directory / "rows.jsonl")
-        self._states = TaskStates()
+        self._states = self._written = TaskStates()
         self._limits = Limits()
+        self._ended: dict[int, Submission] = {}  # tasks by point, in this round
         self._undecided = ""
         self._waits_for = ""
         self._wake_at = 0.0
-        self._searcher: Any = None
+        self._searcher: Searcher | None = None
         self._retry: Mapping[str, int] = plan.sweep["retry"]
         self._search_is_over = False
 
@@ -120,9 +123,10 @@ class Controller:
         holder = holder or _take_lease(self._directory, self._clock())
         if holder:
             seen = progress(self._store, self._plan, waits_for=holder)
-            return replace(seen, next_tick_seconds=QUERY_SECONDS[self._plan.backend])
+            return replace(seen, next_tick_seconds=pause_seconds(self._plan.backend, seen.total))
         self._read()
-        self._waits_for, self._wake_at = "", self._clock() + QUERY_SECONDS[self._plan.backend]
+        self._ended = {}
+        self._waits_for, self._wake_at = "", math.inf
         self._settle()
         self._collect()
         if self._is_cancelled():
@@ -130,7 +134,8 @@ class Controller:
         else:
             self._stop_early()
             self._submit()
-        self._states.write(self._directory / "tasks.json")
+        if self._states != self._written:
+            self._states.write(self._directory / "tasks.json")
         return self._progress()
 
     def _read(self) -> None:
@@ -138,6 +143,7 @@ class Controller:
         self._add(read_batches(self._directory, len(self._batches)))
         self._log.read()
         self._states = TaskStates.read(self._directory / "tasks.json")
+        self._written = replace(self._states, tasks=dict(self._states.tasks))
         self._limits = Limits.read(self._directory / "limits.json")
         self._refused.update(self._limits.batches)
 
@@ -264,11 +270,12 @@ class Controller:
         ):
             row = replace(row, state="PRUNED", reason="stopped early by the search")
         self._log.append(row)
+        self._ended[task.point.number] = state.submission
         self._states.tasks.pop(task.key, None)
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _open_search(self) -> Any:
+    def _open_search(self) -> Searcher:
         if self._searcher is None:
             from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
 
@@ -292,7 +299,9 @@ class Controller:
             if batch.number in self._jobs
         }
         metric = self._sweep.search.metric
-        values = {number: evaluations(task, metric) for number, task in running.items()}
+        # What has just ended counts too: others are compared with it.
+        seen = self._ended | running
+        values = {number: evaluations(task, metric) for number, task in seen.items()}
         doomed = self._open_search().to_stop(self._rows(), values)
         asked = {number: running[number] for number in doomed & running.keys()}
         late = ask_to_stop(self._directory, asked, now=self._clock())
@@ -464,7 +473,8 @@ class Controller:
         found = progress_of(self._plan, rows, stopped=stopped, now=now, waits_for=self._waits_for)
         exhausted = self._search_is_over and not any(self._out())
         finished = (found.finished or exhausted) and not self._undecided
-        wait = 0.0 if finished else max(0.0, self._wake_at - now)
+        pause = pause_seconds(self._plan.backend, sum(1 for _ in self._out()))
+        wait = 0.0 if finished else max(0.0, min(self._wake_at - now, pause))
         return replace(found, finished=finished, next_tick_seconds=wait)
 
 

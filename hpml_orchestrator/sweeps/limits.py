@@ -104,8 +104,8 @@ class Limits:
         if not _SUBMIT_LIMIT.search(reason):
             return False
         self.ceiling = out + tasks // 2
+        self.retry_at = now + self.wait
         if tasks == 1:
-            self.retry_at = now + self.wait
             self.wait = min(2 * self.wait, _LONGEST_WAIT_SECONDS)
         return True
 

@@ -80,6 +80,7 @@ def _environment(form: str, drawn: Sequence[plots.Plot]) -> jinja2.Environment:
     environment.globals |= {
         "format": form,
         "plots": drawn,
+        "tidy": _tidy,
         "parts": PARTS,
         "most": _MOST_RANKED,
         "collapse": _COLLAPSED_ABOVE,
@@ -96,6 +97,8 @@ def _environment(form: str, drawn: Sequence[plots.Plot]) -> jinja2.Environment:
         "remarks": _remarks,
         "scale": claims.scale_text,
         "several": _several,
+        "axis": claims.axis_text,
+        "value": claims.value_text,
         "states": claims.states_text,
         "target": _target,
     }
@@ -105,6 +108,20 @@ def _environment(form: str, drawn: Sequence[plots.Plot]) -> jinja2.Environment:
 def _body(environment: jinja2.Environment, document: Report | Comparison) -> str:
     name = "report" if isinstance(document, Report) else "comparison"
     return environment.get_template(f"{name}.j2").render({name: document})
+
+
+def _tidy(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], align: str
+) -> tuple[list[str], list[list[Any]], str]:
+    """Return a table without the columns that nothing is known for."""
+    align = align.ljust(len(head), align[-1])
+    kept = [
+        column
+        for column in range(len(head))
+        if column == 0 or any(row[column] not in {"-", ""} for row in rows)
+    ]
+    cells = [[row[column] for column in kept] for row in rows]
+    return [head[column] for column in kept], cells, "".join(align[column] for column in kept)
 
 
 def _estimate(estimate: Estimate | Speedup | None, factor: float = 1) -> str:

@@ -10,7 +10,7 @@ import io
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
@@ -18,7 +18,7 @@ from typing import Any
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import examples
-from hpml_orchestrator.sweeps.claims import number, phases_text, scale_text
+from hpml_orchestrator.sweeps.claims import axis_text, number, phases_text, scale_text
 from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report, Setting
 from hpml_orchestrator.sweeps.statistics import Estimate, Interval
 
@@ -53,8 +53,11 @@ COLOURS = {
 """The plots' colours on a light page by the names of the CSS variables, `--ink` and so on."""
 
 _SERIES = [COLOURS[f"c{number}"] for number in range(1, 7)]
-_PARTS = {part: COLOURS[f"c{place}"] for place, part in enumerate(PARTS, 1)}
-_STYLE = {
+_PARTS = {
+    part: COLOURS[f"c{place}"]
+    for part, place in zip(PARTS, (2, 4, 5, 7, 1, 6, 3, 8, 9, 10), strict=True)
+}
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpml",
     "font.size": 9,
@@ -96,7 +99,7 @@ class Plot:
 
 def draw(report: Report) -> list[Plot]:
     """Return the plots that the data of a report allow, in the order of the page."""
-    with rc_context(dict(_STYLE)):
+    with rc_context(_STYLE):
         if not report.scaling:
             plots = [_trace(report), _effects(report)]
         else:
@@ -148,44 +151,60 @@ def _over_scales(
     report: Report,
     axis: Axes,
     estimate: Callable[[Setting], Estimate | None],
-    runs: Callable[[Setting], Iterable[float]],
-) -> list[tuple[Setting, Estimate]]:
-    """Draw every run and the medians with their intervals, a colour per series; return medians."""
+    runs: Callable[[Setting], Sequence[float]],
+) -> list[tuple[Setting, int, Estimate]]:
+    """Draw every run and the medians with their intervals, a colour per series.
+
+    Returns:
+        Setting, scale and median of each that was drawn.
+    """
     scales = sorted({one.scale for one in report.settings if one.scale})
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(scales[:: math.ceil(len(scales) / _MOST_TICKS)]))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axis.set_xlim(scales[0] / 1.2, scales[-1] * 1.2)
     axis.set_xlabel(report.unit.replace("gpus", "GPUs"))
-    drawn: list[tuple[Setting, Estimate]] = []
+    drawn = []
     for (name, settings), colour in zip(report.series.items(), _SERIES, strict=False):
-        medians = [(one, middle) for one in settings if (middle := estimate(one))]
-        _dots(axis, [(one.scale, run) for one, _ in medians for run in runs(one)], colour)
-        ends = [
-            middle.interval or Interval(middle.value, middle.value, 0, "") for _, middle in medians
+        medians = [
+            (one, one.scale, middle) for one in settings if one.scale and (middle := estimate(one))
+        ]
+        dots = []
+        for one, scale, _ in medians:
+            values = runs(one)
+            # side by side, so that equal ones do not hide each other
+            spread = [0.12 * ((i + 0.5) / len(values) - 0.5) for i in range(len(values))]
+            dots += [(scale * 2**shift, value) for shift, value in zip(spread, values, strict=True)]
+        _dots(axis, dots, colour)
+        down = [median - (end.low if end else median) for median, end in _ends(medians)]
+        up = [
+            end.high - median if end and math.isfinite(end.high) else 0
+            for median, end in _ends(medians)
         ]
         axis.errorbar(
-            [one.scale for one, _ in medians],
-            [middle.value for _, middle in medians],
-            yerr=[
-                [middle.value - end.low for (_, middle), end in zip(medians, ends, strict=True)],
-                [
-                    end.high - middle.value if math.isfinite(end.high) else 0
-                    for (_, middle), end in zip(medians, ends, strict=True)
-                ],
-            ],
+            [scale for _, scale, _ in medians],
+            [median for median, _ in _ends(medians)],
+            yerr=[down, up],
             color=colour,
-            marker="o",
-            capsize=3,
-            label=name or "median, 95 % CI",
+            marker="D",
+            markerfacecolor=COLOURS["page"],
+            capsize=4,
+            label=f"{name or 'median'}, 95 % CI; dots are runs",
             zorder=3,
         )
         drawn += medians
     return drawn
 
 
-def _words(medians: Sequence[tuple[Setting, Estimate]], unit: str) -> str:
-    listed = [f"{one.label}: {number(middle.value)}{unit}" for one, middle in medians]
+def _ends(
+    medians: Sequence[tuple[Setting, int, Estimate]],
+) -> list[tuple[float, Interval | None]]:
+    return [(middle.value, middle.interval) for _, _, middle in medians]
+
+
+def _words(medians: Sequence[tuple[Setting, int, Estimate]], unit: str) -> str:
+    listed = [f"{one.label}: {number(middle.value)}{unit}" for one, _, middle in medians]
     return "Every run, medians with 95 % CI. " + examples(listed, 8)
 
 
@@ -207,7 +226,9 @@ def _speedup(report: Report) -> Plot | None:
     medians = _over_scales(
         report,
         axis,
-        lambda one: one.speedup and Estimate(one.speedup.value, one.runs, one.speedup.interval),
+        lambda one: (
+            Estimate(one.speedup.value, one.runs, one.speedup.interval) if one.speedup else None
+        ),
         lambda one: _relative(report, one),
     )
     if len(report.series) == 1:
@@ -274,11 +295,15 @@ def _target(report: Report) -> Plot | None:
         return Estimate(one.target.seconds, one.target.runs, interval)
 
     medians = _over_scales(report, axis, estimate, lambda _: ())
-    for one, middle in medians:
-        if one.target and one.scale:
-            text = f"{one.target.reached} of {one.target.runs}"
-            place = (one.scale, middle.value)
-            axis.annotate(text, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
+    for one, scale, middle in medians:
+        text = f"{one.target.reached} of {one.target.runs}" if one.target else ""
+        place = (scale, middle.value)
+        axis.annotate(text, place, xytext=(7, 5), textcoords="offset points", fontsize=8)
+    for one in report.settings:
+        if one.target and one.target.seconds is None:
+            text = f"{one.target.reached} of {one.target.runs}, median\nnot reached"
+            top = axis.get_xaxis_transform()
+            axis.text(one.scale or 1, 0.97, text, transform=top, ha="right", va="top", fontsize=8)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("seconds to the target accuracy")
     return _plot("target", "Time to accuracy", _words(medians, " s"), figure)
@@ -337,7 +362,7 @@ def _effects(report: Report) -> Plot | None:
     columns = min(2, len(axes))
     rows = math.ceil(len(axes) / columns)
     figure, panels = _panels(0.8 + 2.2 * rows, rows, columns)
-    for name, axis in zip(axes, panels, strict=False):
+    for place, (name, axis) in enumerate(zip(axes, panels, strict=False)):
         points = [(one.values.get(name), one.figure.value) for one in measured if one.figure]
         if not all(isinstance(value, (int, float)) for value, _ in points):
             points = [(str(value), figure) for value, figure in points]
@@ -350,8 +375,8 @@ def _effects(report: Report) -> Plot | None:
             axis.plot(list(medians), list(medians.values()), color=COLOURS["c2"], marker="_")
         if name in report.log_axes:
             axis.set_xscale("log")
-        axis.set_xlabel(name)
-        axis.set_ylabel(report.figure.name)
+        axis.set_xlabel(axis_text(name))
+        axis.set_ylabel("" if place % columns else report.figure.name)
     for axis in panels[len(axes) :]:
         axis.set_visible(False)
     line = "" if report.search else ", with the median of each value"

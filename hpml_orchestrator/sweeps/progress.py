@@ -58,7 +58,7 @@ def progress_of(
     done = sum(row.over for row in last.values())
     out = any(row.job_id and not row.over for row in rows)
     return Progress(
-        counts=Counter(row.state for row in last.values()),
+        counts=dict(Counter(row.state for row in last.values())),
         done=done,
         total=total,
         gpu_hours=sum(row.gpu_hours for row in rows),

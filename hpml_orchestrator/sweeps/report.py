@@ -35,6 +35,8 @@ from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 __all__ = ["build"]
 
+_ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
+
 
 def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     """Return the report of a sweep, of an unfinished one too.
@@ -186,6 +188,8 @@ def _figures(runs: Sequence[Row], figure: Figure) -> list[float]:
 
 def _estimate(values: Iterable[float | None]) -> Estimate | None:
     known = [value for value in values if value is not None]
+    if len(known) == 1:
+        return Estimate(known[0], 1, None)
     return statistics.median_estimate(known) if known else None
 
 
@@ -242,14 +246,14 @@ def _parts(row: Row) -> dict[str, float]:
     parts = {name: phases.get(name, 0.0) for name in ("staging", "start-up", "warm-up", "end")}
     parts["rendezvous"] = phases.get("launch", 0.0) + phases.get("rendezvous", 0.0)
     parts |= {**inner, "steps": training - waited, "data wait": waited}
-    parts["not divided"] = max(0.0, (row.total_seconds or 0.0) - sum(parts.values()))
-    return parts
+    parts["not divided"] = (row.total_seconds or 0.0) - sum(parts.values())
+    return {name: seconds for name, seconds in parts.items() if seconds > _ROUNDING_SECONDS}
 
 
 def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
     divided = [_parts(row) for row in runs]
-    means = {name: fmean(parts[name] for parts in divided) for name in PARTS if divided}
-    return {name: seconds for name, seconds in means.items() if seconds > 0}
+    names = [name for name in PARTS if any(name in parts for parts in divided)]
+    return {name: fmean(parts.get(name, 0.0) for parts in divided) for name in names}
 
 
 def _compared(
@@ -361,7 +365,7 @@ def _fits(report: Report) -> Iterable[FittedModel]:
             )
             if fit_law is models.fit_usl:
                 peak = unit * models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
-                limit = models.EXTRAPOLATION_LIMIT * max(scales)
+                limit = 2 * max(scales)
                 note = (
                     f"highest throughput at about {peak:.0f} {report.unit}"
                     if peak <= limit

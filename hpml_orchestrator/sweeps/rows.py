@@ -121,6 +121,7 @@ class RowLog:
         self.rows: dict[tuple[int, int], Row] = {}
         self._path = path
         self._offset = 0
+        self._torn = False
 
     def read(self) -> None:
         """Read what was appended since the last time; a torn line is collected again."""
@@ -132,6 +133,7 @@ class RowLog:
             return
         end = text.rfind(b"\n") + 1
         self._offset += end
+        self._torn = end < len(text)
         for line in text[:end].splitlines():
             try:
                 record = json.loads(line)
@@ -142,7 +144,9 @@ class RowLog:
 
     def append(self, row: Row) -> None:
         """Add the row of a start that is over."""
-        append_line(self._path, json.dumps(asdict(row), separators=(",", ":"), default=str))
+        line = json.dumps(asdict(row), separators=(",", ":"), default=str)
+        append_line(self._path, f"\n{line}" if self._torn else line)
+        self._torn = False
         self.rows[row.point, row.start] = row
 
 

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.sweeps.batches import Batch
 
-__all__ = ["TaskState", "TaskStates", "completed", "query"]
+__all__ = ["TaskState", "TaskStates", "completed", "pause_seconds", "query"]
 
-QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}
+_QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}
 _JITTER_SECONDS = {"slurm": 5.0, "local": 0.0}
+_LOOK_SECONDS = {"slurm": 5.0, "local": 1.0}
+_LOOKS_PER_SECOND = 100
 _LOST_SECONDS = 600.0
 
 
@@ -78,7 +80,12 @@ class TaskStates:
     def due(self, backend: str, now: float) -> bool:
         """Return whether the scheduler may be asked again, with some jitter."""
         jitter = random.random() * _JITTER_SECONDS[backend]
-        return not 0 <= now - self.asked < QUERY_SECONDS[backend] + jitter
+        return not 0 <= now - self.asked < _QUERY_SECONDS[backend] + jitter
+
+
+def pause_seconds(backend: str, out: int) -> float:
+    """Return how long to wait until so many tasks are looked at again: 5 to 30 s on a cluster."""
+    return max(_LOOK_SECONDS[backend], min(out / _LOOKS_PER_SECOND, _QUERY_SECONDS["slurm"]))
 
 
 def completed(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import SchedulerError
-from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
 from hpml_orchestrator.spec.array import parse_array
@@ -171,12 +171,27 @@ class SweepFolder:
             if progress.finished:
                 return progress
             self.slurm.run(task_seconds)
-            self.slurm.clock.sleep(progress.next_tick_seconds)
+            self.slurm.clock.sleep(max(progress.next_tick_seconds, task_seconds / 4))
         raise AssertionError(f"not finished after {ticks} ticks: {progress}")
 
     def rows(self, planned: plans.SweepPlan) -> list[Row]:
         """Return the sweep's rows."""
         return rows(self.store, planned)
+
+    def attempt(self, job_id: str) -> Path:
+        """Return the directory of the first attempt of a task's run, made on demand."""
+        job, index = self.slurm.jobs[job_id], job_id.partition("_")[2]
+        run = self.store.runs_dir / f"{Path(job.status.directory).name}.{index}"
+        (run / "attempts" / "0" / "started").mkdir(parents=True, exist_ok=True)
+        (run / "attempts" / "0" / "started" / "job_id").write_text(job_id)
+        return run / "attempts" / "0"
+
+    def report(self, job_id: str, **result: float) -> None:
+        """Let a task end as COMPLETED by its own record, with a result."""
+        attempt = self.attempt(job_id)
+        write_json(attempt.parents[1] / "result.json", result)
+        end = {"exit_code": 0, "state": "COMPLETED", "time": self.slurm.clock.now}
+        write_json(attempt / "ended.json", end)
 
     def started(self) -> list[int]:
         """Return the numbers of the points that the small Slurm has tasks of, sorted."""

@@ -46,7 +46,7 @@ def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> Row:
     """The row of a run that went well."""
     total = sum(seconds for name, seconds in phases.items() if name not in {"queue", *INNER})
     ranks = point.scale or 4
-    usual = {
+    usual: dict[str, Any] = {
         "run": f"sub-1.{point.number}",
         "job_id": f"4711_{point.number}",
         "state": "COMPLETED",
@@ -103,7 +103,8 @@ def scaling(
         fields: of the plan.
     """
     noise = random.Random(7)
-    points, rows = [], []
+    points: list[Point] = []
+    rows = []
     for repeat, scale in itertools.product(range(repeats), scales):
         batch = 512 if mode == "strong" else 64 * 4 * scale
         point = Point(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.records.events import append
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.scheduler.model import JobState
@@ -348,3 +349,77 @@ def test_a_task_that_everybody_forgot_is_over(folder: SweepFolder) -> None:
     progress = folder.carry_on(plan)
     assert progress.counts == {"UNKNOWN": 1}
     assert folder.slurm.clock.now - plan.created > 600
+
+
+def test_done_markers_need_no_question(folder: SweepFolder) -> None:
+    """What completed by its own record is collected without asking the scheduler."""
+    plan = folder.plan()
+    controller = folder.controller(plan)
+    controller.tick()
+    for job_id in list(folder.slurm.jobs):
+        folder.report(job_id, test_accuracy=0.5)
+    assert controller.tick().finished
+    assert folder.slurm.calls["squeue"] == 0
+    assert {row.accuracy for row in folder.rows(plan)} == {0.5}
+
+
+SEARCH: dict[str, Any] = {
+    "mode": "random",
+    "axes": {"--lr": {"low": 0.1, "high": 1.0}},
+    "repeats": 1,
+    "search": {"trials": 7},
+    "budget": {"parallel": 3},
+}
+
+
+def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> None:
+    """At most three trials run at a time, and each is one task, whoever dies meanwhile."""
+    plan = folder.plan(**SEARCH)
+    folder.slurm.faults = [Fault.KILLED_AFTER]
+    for _ in range(30):
+        try:
+            progress = folder.controller(plan).tick()
+        except Killed:
+            continue
+        if progress.finished:
+            break
+        running = [job_id for job_id in folder.slurm.jobs if not done(folder, job_id)]
+        assert len(running) <= 3
+        for number, job_id in enumerate(running[:2]):
+            folder.report(job_id, test_accuracy=0.1 * number)
+        folder.slurm.clock.sleep(progress.next_tick_seconds)
+    assert folder.started() == list(range(7))
+    assert progress.counts == {"COMPLETED": 7}
+    assert {row.metric for row in folder.rows(plan)} <= {0.0, 0.1}
+
+
+def done(folder: SweepFolder, job_id: str) -> bool:
+    """Whether a task has recorded its end."""
+    return (folder.attempt(job_id) / "ended.json").exists()
+
+
+def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
+    """By the file `stop`; a minute later it is cancelled, and its row says PRUNED."""
+    search = {"trials": 7, "pruner": "median"}
+    plan = folder.plan(**SEARCH | {"search": search, "budget": {"parallel": 7}})
+    controller = folder.controller(plan)
+    controller.tick()
+    folder.slurm.run(5000.0)
+    *good, bad = sorted(folder.slurm.jobs)
+    for job_id in [*good, bad]:
+        events = folder.attempt(job_id) / "events" / "node1.jsonl"
+        accuracy = 0.1 if job_id == bad else 0.9
+        for epoch in (1, 2):
+            data = {"accuracy": accuracy, "epoch": epoch}
+            append(events, "evaluation", node="node1", rank=0, now=folder.slurm.clock.now, **data)
+        if job_id != bad:
+            folder.report(job_id, test_accuracy=accuracy)
+            controller.tick()
+    folder.slurm.clock.sleep(30)
+    controller.tick()
+    assert (folder.attempt(bad) / "stop").exists()
+    assert not any((folder.attempt(job_id) / "stop").exists() for job_id in good)
+    for _ in range(3):
+        folder.slurm.clock.sleep(40)
+        progress = controller.tick()
+    assert progress.counts == {"COMPLETED": 6, "PRUNED": 1}

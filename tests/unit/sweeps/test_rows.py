@@ -1,0 +1,108 @@
+"""Real local runs become rows; what waits and what runs has rows too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.sweeps.controller import Controller, progress
+from tests.patience import eventually
+
+if TYPE_CHECKING:
+    from tests.unit.sweeps.conftest import SweepFolder
+
+# What a small training reports, in a file; the second rate fails.
+TRAINING = """\
+import json, os, sys
+rate, seed, directory = float(sys.argv[1][5:]), int(sys.argv[2][7:]), sys.argv[3]
+if rate == 0.5:
+    sys.exit(3)
+result = {"test_accuracy": rate, "seed": seed, "batch_size_per_rank": 16, "world_size": 2,
+          "train_seconds": 1.5, "samples_per_second": 640.0, "evaluation_seconds": 0.25,
+          "learning_rate": rate, "epochs": 2, "device": "cpu",
+          "point": os.environ["HPML_POINT"], "sweep": os.environ["HPML_SWEEP"]}
+with open(os.path.join(directory, "result.json"), "w") as stream:
+    json.dump(result, stream)
+"""
+JOB: dict[str, Any] = {
+    "command": [sys.executable, "-c", TRAINING],
+    "args": ["--lr=0.1", "--seed=1", "{run.dir}"],
+    "resources": {"nodes": 1, "ranks_per_node": 1, "time": "5:00"},
+}
+
+
+def test_a_local_sweep(folder: SweepFolder) -> None:
+    """Values reach the program, results its row; a failed point keeps its row and its reason."""
+    plan = folder.local_plan(JOB, mode="grid", axes={"--lr": [0.1, 0.5]}, repeats=2)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder.root)}
+    controller = Controller(folder.store, plan, environment=environment)
+    found = eventually(lambda: (p := controller.tick()).finished and p, pause=0.1)
+    assert (found.done, found.counts) == (4, {"COMPLETED": 2, "FAILED": 2})
+    assert progress(folder.store, plan).finished
+    rows = folder.rows(plan)
+    assert [row.point for row in rows] == [0, 1, 2, 3]
+    for point, row in zip(plan.points, rows, strict=True):
+        failed = point.values["--lr"] == 0.5
+        assert row.state == ("FAILED" if failed else "COMPLETED")
+        assert row.verified
+        assert row.total_seconds == pytest.approx(
+            sum(seconds for name, seconds in row.phases.items() if name not in SIDE_PHASES), abs=0.1
+        )
+        assert row.started
+        assert row.ended
+        assert row.core_hours == pytest.approx((row.ended - row.started) / 3600)
+        assert row.hardware.startswith(f"{os.cpu_count()} core")
+        if failed:
+            assert row.accuracy is None
+            continue
+        assert (row.accuracy, row.metric, row.learning_rate) == (0.1, 0.1, 0.1)
+        assert (row.batch_per_rank, row.batch_global, row.world_size) == (16, 32, 2)
+        assert (row.samples_per_second, row.training_seconds) == (640.0, 1.5)
+        assert (row.device, row.epochs, row.phases["evaluation"]) == ("cpu", 2, 0.25)
+        assert row.result["seed"] == point.seed
+        assert row.result["point"] == str(point.number)
+        assert row.result["sweep"] == plan.id
+    assert len({row.environment for row in rows}) == 1
+
+
+SIDE_PHASES = ("queue", "evaluation", "checkpoint")
+
+
+def test_a_row_is_collected_once(folder: SweepFolder) -> None:
+    """Records that are removed later take no row away; a torn line is collected again."""
+    plan = folder.plan()
+    controller = folder.controller(plan)
+    controller.tick()
+    first, *others = list(folder.slurm.jobs)
+    for job_id in [first, *others]:
+        folder.report(job_id, test_accuracy=0.5)
+    controller.tick()
+    path = folder.store.root / "sweeps" / plan.id / "rows.jsonl"
+    lines = path.read_text().splitlines()
+    assert len(lines) == 6
+    path.write_text("\n".join([*lines[:5], lines[5][:40]]))
+    folder.report(others[-1], test_accuracy=0.75)
+    assert folder.controller(plan).tick().finished
+    assert [row.accuracy for row in folder.rows(plan)] == [0.5] * 5 + [0.75]
+
+
+def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:
+    """Excluded, waiting, pending and running points, as of the last tick."""
+    rules = [{"--lr": 0.3}]
+    plan = folder.plan(exclude=rules, budget={"parallel": 2}, repeats=1)
+    excluded = [row for row in folder.rows(plan) if row.state == "EXCLUDED"]
+    assert len(excluded) == 1
+    assert excluded[0].reason
+    assert excluded[0].over
+    controller = folder.controller(plan)
+    controller.tick()
+    assert {row.state for row in folder.rows(plan)} == {"EXCLUDED", "PENDING"}
+    folder.slurm.run(1000.0)
+    folder.slurm.clock.sleep(40)
+    controller.tick()
+    running = [row for row in folder.rows(plan) if row.state == "RUNNING"]
+    assert [row.job_id for row in running] == ["1_0", "1_1"]
+    assert all(row.started and not row.over for row in running)
