@@ -7,6 +7,7 @@ submitted twice and none is lost.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -15,21 +16,28 @@ from collections import Counter
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import SchedulerUnavailable, counted
+from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.files import create_json, read_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
-from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
-from hpml_orchestrator.sweeps.limits import MAX_TASKS, Limits, max_array_size
+from hpml_orchestrator.sweeps.limits import MAX_TASKS, Limits, allowance, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
-from hpml_orchestrator.sweeps.pruning import ask_to_stop, evaluations, stopped_points
 from hpml_orchestrator.sweeps.rows import Row, RowLog, row_of, rows, table, why_stopped
-from hpml_orchestrator.sweeps.watch import TaskState, TaskStates, completed, pause_seconds, query
+from hpml_orchestrator.sweeps.watch import (
+    TaskState,
+    TaskStates,
+    ask_to_stop,
+    completed,
+    evaluations,
+    pause_seconds,
+    query,
+    stopped_points,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +54,6 @@ __all__ = ["Controller", "Progress", "cancel", "progress", "resume", "tick"]
 LEASE_SECONDS = 90.0
 """After this time without a sign of life, another process may carry the sweep on."""
 
-_HOUR_SECONDS = 3600.0
-_MINUTE_SECONDS = 60.0
 _CANCELLED = "the sweep was cancelled"
 
 
@@ -104,6 +110,7 @@ class Controller:
         self._states = self._written = TaskStates()
         self._limits = Limits()
         self._ended: dict[int, Submission] = {}  # tasks by point, in this round
+        self._may_ask = True
         self._undecided = ""
         self._waits_for = ""
         self._wake_at = 0.0
@@ -125,6 +132,7 @@ class Controller:
             seen = progress(self._store, self._plan, waits_for=holder)
             return replace(seen, next_tick_seconds=pause_seconds(self._plan.backend, seen.total))
         self._read()
+        self._may_ask = self._states.due(self._plan.backend, self._clock())
         self._ended = {}
         self._waits_for, self._wake_at = "", math.inf
         self._settle()
@@ -173,17 +181,22 @@ class Controller:
             if batch.number in self._jobs or batch.number in self._refused:
                 continue
             submission = batch.submission(self._store)
+            begun = submission.directory.is_dir()
             known = submission.job()
             if known is not None:
                 self._accept(batch, str(known["job_id"]))
+            elif begun and submission.refused() is None and not self._may_ask:
+                self._undecided = "it is not known yet whether sbatch made a job"
             elif not cancelled:
                 self._send(batch)
-            elif submission.directory.is_dir():
+            elif begun:
                 outcome = settle(self._store, submission, self._scheduler, now=self._clock())
                 if isinstance(outcome, Found):
                     self._accept(batch, outcome.job_id)
                 elif isinstance(outcome, Undecided):
                     self._undecided = outcome.reason
+            if begun and known is None and self._may_ask:
+                self._states.asked = self._clock()
 
     def _accept(self, batch: Batch, job_id: str) -> None:
         """Keep in mind that a batch has a job, whose tasks are out unless they are over."""
@@ -239,7 +252,7 @@ class Controller:
                 self._keep(batch, index, state)
                 indices.discard(index)
         asked = [self._batches[number] for number, indices in left.items() if indices]
-        if asked and self._states.due(self._plan.backend, self._clock()):
+        if asked and self._may_ask:
             self._states.asked = self._clock()
             for batch, index, state in query(
                 self._store, asked, backends=self._backends, now=self._clock
@@ -306,7 +319,8 @@ class Controller:
         if late:
             tasks = self._states.tasks
             ids = [state.job_id for (number, _), state in tasks.items() if number in late]
-            self._scheduler.cancel(ids)
+            with contextlib.suppress(SchedulerUnavailable):  # the next round tries again
+                self._scheduler.cancel(ids)
 
     # --- what is next ------------------------------------------------------------------------
 
@@ -362,15 +376,28 @@ class Controller:
             groups = self._waiting(len(out) if parallel is None else max(0, parallel - len(out)))
             if not groups:
                 return
-            size, throttle = self._size(groups, out)
-            if size < 1:
+            allowed = allowance(
+                self._plan,
+                self._sweep,
+                self._limits,
+                groups=[(group[0].point.shape, len(group)) for group in groups],
+                out=Counter(batch.number for batch, _, _ in out),
+                batches=self._batches,
+                rows=self._log.rows.values(),
+                now=self._clock(),
+            )
+            if allowed.over:
+                self._stop(allowed.reason)
+                return
+            if not allowed.tasks:
+                self._wait(allowed.reason, allowed.seconds)
                 return
             batch = create_batch(
                 self._directory,
                 self._plan,
                 len(self._batches),
-                groups[0][:size],
-                throttle=throttle,
+                groups[0][: allowed.tasks],
+                throttle=allowed.throttle,
                 now=self._clock(),
             )
             if batch is None:
@@ -383,76 +410,10 @@ class Controller:
                 self._wait(self._undecided)
                 return
 
-    def _size(
-        self, groups: Sequence[Sequence[Task]], out: Sequence[tuple[Batch, int, Task]]
-    ) -> tuple[int, int | None]:
-        """Return how many tasks of the first group to submit, and how many may run at once.
-
-        None may be submitted where a limit is reached; then it is known what the sweep waits for.
-        """
-        now, size = self._clock(), len(groups[0])
-        minute_ago = now - _MINUTE_SECONDS
-        recent = [batch.created for batch in self._batches if batch.created > minute_ago]
-        most = self._sweep.budget.submits_per_minute
-        if self._plan.backend == "slurm" and len(recent) >= most:
-            self._wait(f"{counted(most, 'submission')} per minute", min(recent) - minute_ago)
-            return 0, None
-        size = self._affordable(groups[0], out)
-        room = self._limits.room(len(out), now)
-        if size and not room:
-            left = max(0.0, self._limits.retry_at - now)
-            self._wait(f"{self._limits.reason}; next try in {seconds_text(left)}", left)
-        parallel = self._sweep.parallel
-        if parallel is None:
-            return min(size, room), None
-        used = Counter(batch.number for batch, _, _ in out)
-        free = parallel - sum(
-            min(count, self._batches[number].throttle or count) for number, count in used.items()
-        )
-        if free < 1:
-            self._wait(f"one of {counted(parallel, 'point')} that run at the same time")
-            return 0, None
-        size = min(size, room)
-        if self._sweep.searches:
-            return min(size, free), None
-        return size, min(size, max(1, free // len(groups))) if size else None
-
-    def _affordable(self, tasks: Sequence[Task], out: Sequence[tuple[Batch, int, Task]]) -> int:
-        """Return how many of the tasks the budget allows; the sweep stops where none ever will."""
-        seconds, now = self._sweep.seconds, self._clock()
-        if seconds is not None and now - self._plan.created > seconds:
-            self._stop(f"budget: {seconds_text(seconds)} are over")
-            return 0
-        size = len(tasks)
-        shapes, shape = self._plan.shapes, self._plan.shapes[tasks[0].point.shape]
-        for unit in ("gpu", "core"):
-            budget = getattr(self._sweep.budget, f"{unit}_hours")
-            cost = getattr(shape, f"{unit}s") * shape.seconds / _HOUR_SECONDS
-            if budget is None or not cost:
-                continue
-            spent = sum(getattr(row, f"{unit}_hours") for row in self._log.rows.values())
-            promised = sum(
-                getattr(shapes[batch.shape], f"{unit}s") * shapes[batch.shape].seconds
-                for batch, _, _ in out
-            )
-            left = budget - spent - promised / _HOUR_SECONDS
-            size = min(size, max(0, int(left / cost + 1e-9)))
-            if not size and not out:
-                self._stop(
-                    f"budget: {spent:.3g} of {budget:g} {unit}-hours are spent, "
-                    f"the next point may take {cost:.3g}"
-                )
-                return 0
-            if not size:
-                self._wait(f"the budget of {budget:g} {unit}-hours, until more points have ended")
-                return 0
-        return size
-
-    def _wait(self, reason: str, seconds: float | None = None) -> None:
-        """Note what the sweep waits for, and when to look again."""
+    def _wait(self, reason: str, seconds: float = math.inf) -> None:
+        """Note what the sweep waits for, and when to try again at the latest."""
         self._waits_for = reason
-        if seconds is not None:
-            self._wake_at = min(self._wake_at, self._clock() + seconds)
+        self._wake_at = min(self._wake_at, self._clock() + seconds)
 
     def _stop(self, reason: str) -> None:
         create_json(self._directory / "stopped.json", {"reason": reason, "time": self._clock()})

@@ -1,4 +1,4 @@
-"""How much a scheduler takes at once: learnt from its configuration and from what it refuses.
+"""How much may be submitted now: by the sweep's budget, and by what the scheduler takes.
 
 Arrays have a largest size, and sites limit the jobs that a user may have submitted. Slurm does not
 tell the second beforehand. So a refused array is halved, and when even one task is too many, the
@@ -7,25 +7,35 @@ next try is made when tasks have ended, or after 30 s, 60 s, … up to 10 minute
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, SchedulerUnavailable
+from hpml_orchestrator.errors import NotFoundError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask
 from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["MAX_TASKS", "Limits", "max_array_size"]
+    from hpml_orchestrator.spec.sweep import Sweep
+    from hpml_orchestrator.sweeps.batches import Batch
+    from hpml_orchestrator.sweeps.plan import SweepPlan
+    from hpml_orchestrator.sweeps.rows import Row
+
+__all__ = ["MAX_TASKS", "Allowance", "Limits", "allowance", "max_array_size"]
 
 MAX_TASKS = 1000
 """Most tasks of one batch."""
 
+_HOUR_SECONDS = 3600.0
+_MINUTE_SECONDS = 60.0
+_MANY, _ROUNDING = 1_000_000, 1e-9
 _FIRST_WAIT_SECONDS = 30.0
 _LONGEST_WAIT_SECONDS = 600.0
 _ARRAY_LIMIT = re.compile(r"invalid job array specification", re.IGNORECASE)
@@ -114,3 +124,98 @@ class Limits:
         self.wait = _FIRST_WAIT_SECONDS
         if self.ceiling is not None and out >= self.ceiling:
             self.ceiling = None
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How much may be submitted now.
+
+    Attributes:
+        tasks: of the first group; 0 for none.
+        throttle: how many of them may run at once; None for as many as fit.
+        reason: why none may be.
+        seconds: when to ask again at the latest.
+        over: whether none ever will be: the budget is used up.
+    """
+
+    tasks: int = 0
+    throttle: int | None = None
+    reason: str = ""
+    seconds: float = math.inf
+    over: bool = False
+
+
+def allowance(
+    plan: SweepPlan,
+    sweep: Sweep,
+    limits: Limits,
+    *,
+    groups: Sequence[tuple[int, int]],
+    out: Mapping[int, int],
+    batches: Sequence[Batch],
+    rows: Collection[Row],
+    now: float,
+) -> Allowance:
+    """Return how many tasks of the first group may be submitted.
+
+    Args:
+        plan: the sweep's.
+        sweep: the sweep file.
+        limits: the scheduler's.
+        groups: shape and number of tasks of each array that could be next, in order.
+        out: how many tasks of each batch are submitted and not over.
+        batches: all so far, by number.
+        rows: of what is over.
+        now: seconds since the epoch.
+    """
+    minute_ago, most = now - _MINUTE_SECONDS, sweep.budget.submits_per_minute
+    recent = [batch.created for batch in batches if batch.created > minute_ago]
+    if plan.backend == "slurm" and len(recent) >= most:
+        reason = f"{counted(most, 'submission')} per minute"
+        return Allowance(reason=reason, seconds=min(recent) - minute_ago)
+    if sweep.seconds is not None and now - plan.created > sweep.seconds:
+        return Allowance(reason=f"budget: {seconds_text(sweep.seconds)} are over", over=True)
+    shape, size = groups[0]
+    for unit in ("gpu", "core"):
+        tasks, reason = _affordable(plan, sweep, unit, shape, out, batches, rows)
+        if not tasks:
+            return Allowance(reason=reason, over=not out)
+        size = min(size, tasks)
+    room = limits.room(sum(out.values()), now)
+    if not room:
+        left = max(0.0, limits.retry_at - now)
+        reason = f"{limits.reason}; next try in {seconds_text(left)}"
+        return Allowance(reason=reason, seconds=left)
+    size = min(size, room)
+    if sweep.parallel is None:
+        return Allowance(size)
+    running = sum(min(count, batches[key].throttle or count) for key, count in out.items())
+    free = sweep.parallel - running
+    if free < 1:
+        return Allowance(reason=f"{counted(sweep.parallel, 'point')} at the same time")
+    if sweep.searches:
+        return Allowance(min(size, free))
+    return Allowance(size, throttle=min(size, max(1, free // len(groups))))
+
+
+def _affordable(
+    plan: SweepPlan,
+    sweep: Sweep,
+    unit: str,
+    shape: int,
+    out: Mapping[int, int],
+    batches: Sequence[Batch],
+    rows: Collection[Row],
+) -> tuple[int, str]:
+    """Return how many points of a shape the budget of GPU- or core-hours allows, or why none."""
+    hours = [getattr(known, f"{unit}s") * known.seconds / _HOUR_SECONDS for known in plan.shapes]
+    budget, cost = getattr(sweep.budget, f"{unit}_hours"), hours[shape]
+    if budget is None or not cost:
+        return _MANY, ""
+    spent = sum(getattr(row, f"{unit}_hours") for row in rows)
+    promised = sum(hours[batches[key].shape] * count for key, count in out.items())
+    reason = f"budget: {spent:.3g} of {budget:g} {unit}-hours are spent"
+    if out:
+        reason += f", {promised:.3g} are promised to what is out"
+    tasks = int((budget - spent - promised) / cost + _ROUNDING)
+    return max(0, tasks), f"{reason}, and the next point may take {cost:.3g}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError
-from hpml_orchestrator.records.files import SCHEMA_VERSION, read_json, write_text
+from hpml_orchestrator.records.files import SCHEMA_VERSION, read_json, write_json, write_text
 from hpml_orchestrator.runs.state import State, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
@@ -22,17 +22,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.sweeps.batches import Batch
 
-__all__ = ["TaskState", "TaskStates", "completed", "pause_seconds", "query"]
+__all__ = [
+    "TaskState",
+    "TaskStates",
+    "ask_to_stop",
+    "completed",
+    "evaluations",
+    "pause_seconds",
+    "query",
+    "stopped_points",
+]
 
 _QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}
 _JITTER_SECONDS = {"slurm": 5.0, "local": 0.0}
 _LOOK_SECONDS = {"slurm": 5.0, "local": 1.0}
 _LOOKS_PER_SECOND = 100
 _LOST_SECONDS = 600.0
+_STOPS = "stops.json"
+_STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -142,3 +153,48 @@ def _without_lost(state: State, created: float, now: float) -> State:
     attempt = state.run.newest()
     seen = max(created, (attempt.last_written if attempt else None) or 0.0)
     return replace(state, over=now - seen > _LOST_SECONDS)
+
+
+def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
+    """Return step (the epoch, where it is told) and value of a run's evaluations so far.
+
+    Args:
+        task: one task of an array.
+        metric: a figure of the result; evaluations may call `test_accuracy` just `accuracy`.
+    """
+    attempt = run_of(task).newest()
+    values: dict[int, float] = {}
+    for event in attempt.milestones() if attempt else ():
+        data = event.data
+        value = data.get(metric, data.get(metric.removeprefix("test_")))
+        if event.event == "evaluation" and not data.get("final") and value is not None:
+            step = data.get("epoch", data.get("step", len(values) + 1))
+            values[int(step)] = float(value)
+    return sorted(values.items())
+
+
+def stopped_points(directory: Path) -> dict[int, float]:
+    """Return when each point of a sweep was first asked to stop, seconds since the epoch."""
+    try:
+        record = read_json(directory / _STOPS)
+    except NotFoundError:
+        return {}
+    return {int(number): moment for number, moment in record["points"].items()}
+
+
+def ask_to_stop(directory: Path, tasks: Mapping[int, Submission], *, now: float) -> set[int]:
+    """Ask runs to stop at their next step, and return the points that have not for a minute.
+
+    Args:
+        directory: the sweep's.
+        tasks: the run of each point, by its number.
+        now: seconds since the epoch.
+    """
+    asked = stopped_points(directory)
+    for number, task in tasks.items():
+        attempt = run_of(task).newest()
+        if attempt is not None:
+            write_text(attempt.directory / "stop", "")
+            asked.setdefault(number, now)
+    write_json(directory / _STOPS, {"points": asked})
+    return {number for number in tasks if now - asked.get(number, now) > _STOP_SECONDS}

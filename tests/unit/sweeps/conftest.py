@@ -85,6 +85,11 @@ class SmallSlurm(FakeScheduler):
         self.calls["squeue"] += 1
         return super().query(job_ids)
 
+    def find(self, directory: Path, *, name: str, since: float) -> list[str]:
+        """Count this question too."""
+        self.calls["squeue"] += 1
+        return super().find(directory, name=name, since=since)
+
     @property
     def queued(self) -> int:
         """Tasks that are not over."""

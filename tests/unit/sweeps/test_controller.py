@@ -83,6 +83,8 @@ def test_faults_neither_repeat_nor_lose_a_point(folder: SweepFolder, seed: int) 
     folder.carry_on(plan)
     assert folder.started() == list(range(12))
     assert states(folder, plan) == {"COMPLETED": 12}
+    most = (folder.slurm.clock.now - plan.created) / 30 + 12  # each who follows a killed one asks
+    assert folder.slurm.calls["squeue"] <= most
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
