@@ -13,12 +13,13 @@ __all__ = ["attempts_of", "recomputed"]
 
 def attempts_of(records: Path, sweep: str) -> list[tuple[dict[str, Any], Path]]:
     """Every task that a sweep has submitted: its point, and the directory of its run."""
-    folder = records / "sweeps" / sweep / "batches"
+    folder = records / "sweeps" / sweep
+    points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
     tasks = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted((folder / "batches").glob("*.json")):
         batch = json.loads(path.read_text())
-        for index, point in enumerate(batch["points"]):
-            tasks.append((point, records / "runs" / f"{batch['sid']}.{index}"))
+        for index, (number, _) in enumerate(batch["tasks"]):
+            tasks.append((points[number], records / "runs" / f"{batch['sid']}.{index}"))
     return tasks
 
 
