@@ -190,7 +190,9 @@ def _over_scales(
             marker="D",
             markerfacecolor=COLOURS["page"],
             capsize=4,
-            label=f"{series or 'median'}, 95 % CI{'; dots are runs' if dots else ''}",
+            label=(series or "median")
+            + (", 95 % CI" if any(one.interval for one in medians) else "")
+            + ("; dots are runs" if dots else ""),
             zorder=3,
         )
     finish(axis)

@@ -49,12 +49,13 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     started = {row.point for row in rows}
     waiting = [Row(number) for number in points if number not in started]
     ordered = sorted([*rows, *waiting], key=lambda row: (row.point, row.start))
-    numbers = _setting_numbers([points.get(row.point) or Point(row.point, 0) for row in ordered])
+    for row in ordered:  # of a search whose batches the caller does not know
+        points.setdefault(row.point, Point(row.point, 0, values={"trial": row.point}))
+    numbers = _setting_numbers(plan.mode, [points[row.point] for row in ordered])
     attempts = []
     grouped: dict[int, list[tuple[Point, Row]]] = defaultdict(list)
     for row in ordered:
-        point = points.get(row.point) or Point(row.point, 0)
-        number = numbers[_key(point)]
+        point, number = points[row.point], numbers[row.point]
         grouped[number].append((point, row))
         label = _label(plan.unit, point)
         attempts.append(Attempt(label, number, point.repeat, point.seed, row))
@@ -62,7 +63,6 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     settings = [_setting(plan, number, grouped[number], figure) for number in sorted(grouped)]
     runs = {number: _measured(row for _, row in pairs) for number, pairs in grouped.items()}
     mixed = claims.mixed_batches(plan.mode, settings)
-    rates = plan.mode == "weak"
     if plan.baseline is not None and not mixed:
         settings = [_compared(setting, settings, runs, plan) for setting in settings]
     report = Report(
@@ -73,20 +73,12 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         unit=plan.unit,
         baseline=plan.baseline,
         search=plan.mode in SEARCHES,
-        question="",
-        answer=(),
         figure=figure,
-        speedup_of="samples per second of the total time" if rates else "total time",
         mixed=mixed,
-        best=None,
-        fastest=None,
         states=Counter(row.state for row in ordered),
-        notices=(),
         settings=tuple(settings),
-        fits=(),
         costs=_costs(ordered),
         attempts=tuple(attempts),
-        trace=(),
         log_axes=_log_axes(plan),
         provenance=_provenance(plan, rows),
     )
@@ -97,10 +89,6 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     return replace(report, checks=claims.checklist(report))
 
 
-def _key(point: Point) -> tuple[Any, ...]:
-    return (*((name, repr(value)) for name, value in point.values.items()), point.scale or 0)
-
-
 def _label(unit: str, point: Point) -> str:
     values = wording.values_text(point.values)
     if point.scale is None:
@@ -108,13 +96,22 @@ def _label(unit: str, point: Point) -> str:
     return wording.scale_text(point.scale, unit) + (f", {values}" if values else "")
 
 
-def _setting_numbers(points: Iterable[Point]) -> dict[tuple[Any, ...], int]:
-    """Return a number for each setting: series in the plan's order, scales ascending."""
-    keys = dict.fromkeys(_key(point) for point in points)
-    series = {key[:-1]: None for key in keys}
-    order = {values: number for number, values in enumerate(series)}
-    ordered = sorted(keys, key=lambda key: (order[key[:-1]], key[-1]))
-    return {key: number for number, key in enumerate(ordered)}
+def _setting_numbers(mode: str, points: Iterable[Point]) -> dict[int, int]:
+    """Return each point's setting: series in the plan's order, scales ascending.
+
+    Points of equal scale and values are repeats of one setting; not so of `pbt`, where a member
+    goes on from a checkpoint.
+    """
+    keys: dict[int, tuple[Any, ...]] = {}
+    for point in points:
+        values = tuple((name, repr(value)) for name, value in point.values.items())
+        keys[point.number] = (values, point.number if mode == "pbt" else point.scale or 0)
+    series: dict[Any, int] = {}
+    for values, _ in keys.values():
+        series.setdefault(values, len(series))
+    ordered = sorted(set(keys.values()), key=lambda key: (series[key[0]], key[1]))
+    places = {key: place for place, key in enumerate(ordered)}
+    return {number: places[key] for number, key in keys.items()}
 
 
 def _measured(rows: Iterable[Row]) -> list[Row]:
@@ -125,7 +122,10 @@ def _figure(plan: SweepPlan, rows: Sequence[Row]) -> Figure:
     """Return what ranks settings: of a scaling sweep the time or the rate, else the metric."""
     search = plan.sweep.get("search") or {}
     if plan.mode == "weak":
-        return Figure("rate", "samples per second of the total time", "samples/s", maximize=True)
+        if all(_work(row) for row in _measured(rows)):
+            name = "samples per second of the total time"
+            return Figure("rate", name, "samples/s", maximize=True)
+        return Figure("samples_per_second", "steady samples per second", "samples/s", maximize=True)
     if plan.mode != "strong" and any(row.metric is not None for row in rows):
         maximize = search.get("direction", "maximize") == "maximize"
         return Figure("metric", search.get("metric", "metric"), "", maximize=maximize)
@@ -181,7 +181,7 @@ def _setting(
 def _figures(runs: Sequence[Row], figure: Figure) -> list[float]:
     """Return what settings are ranked by, for each run that has it."""
     if figure.source == "rate":
-        return _rates(runs)
+        return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
     values = [getattr(row, figure.source) for row in runs]
     return [value for value in values if value is not None]
 
@@ -293,16 +293,6 @@ def _serial_fraction(speedup: Speedup) -> Estimate:
         high=models.karp_flatt(ends.low, speedup.scale),
     )
     return Estimate(models.karp_flatt(speedup.value, speedup.scale), speedup.n, interval)
-
-
-def _rates(runs: Sequence[Row]) -> list[float]:
-    """Return samples per second of the total time; steady ones if the work is not known of all."""
-    works = [_work(row) for row in runs]
-    if all(works):
-        return [
-            (work or 0) / (row.total_seconds or 1) for work, row in zip(works, runs, strict=True)
-        ]
-    return [row.samples_per_second for row in runs if row.samples_per_second is not None]
 
 
 def _ranked(report: Report) -> Report:
