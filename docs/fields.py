@@ -1,4 +1,4 @@
-"""Write the reference pages of job files, site profiles and sweep files, from the fields' descriptions.
+"""Write the reference pages of job, sweep and site files from the fields' descriptions.
 
 python docs/fields.py
 """

@@ -550,22 +550,12 @@ class Training:
         self.ranks.fail_together(problem)
         self.seconds["checkpoint"] += time.perf_counter() - began
 
-    def resume(self) -> None:
-        """Go on from the checkpoint when there is one; rank 0 reads it for all."""
+    def resume(self) -> bool:
+        """Go on from the checkpoint; whether there is one."""
         path: Path = self.options.checkpoint
-        state: dict[str, Any] | None = None
-        problem = ""
-        if self.ranks.rank == 0 and path.exists():
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-                problem = self._unfit(state, path)
-            except Exception as error:  # noqa: BLE001 - a torn file raises many kinds
-                first = (str(error).splitlines() or [""])[0]
-                problem = f"cannot read the checkpoint {path}: {type(error).__name__}: {first}"
-        self.ranks.fail_together(problem)
-        state = self.ranks.broadcast(state)
+        state = self._read(path, own=True)
         if state is None:
-            return
+            return False
         self.network.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -580,10 +570,40 @@ class Training:
         self.seconds.update(state["seconds"])
         self.seconds["steady"] = 0  # the rate is this run's own
         self.say(f"resumed from {path}: {self.epoch} epochs and {self.step} steps are done")
+        return True
 
-    def _unfit(self, state: Any, path: Path) -> str:
+    def start_from(self, path: Path) -> None:
+        """Start with the model and the optimizer's momenta of a checkpoint with other settings."""
+        state = self._read(path, own=False)
+        groups = self.optimizer.state_dict()["param_groups"]  # learning rate and such are our own
+        problem = ""
+        try:
+            self.network.load_state_dict(state["model"])
+            self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        except (RuntimeError, ValueError):
+            then = state["settings"]
+            problem = f"{path} holds another model: width {then['width']} -> {self.options.width}"
+        self.ranks.fail_together(problem)
+        self.say(f"started from {path}, the model of epoch {state['epoch']}")
+
+    def _read(self, path: Path, *, own: bool) -> Any:
+        """Return a checkpoint, which rank 0 reads for all; None where there is none of our own."""
+        state, problem = None, ""
+        if self.ranks.rank == 0 and (path.exists() or not own):
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                problem = self._unfit(state, path, own=own)
+            except Exception as error:  # noqa: BLE001 - a torn file raises many kinds
+                first = (str(error).splitlines() or [""])[0]
+                problem = f"cannot read the checkpoint {path}: {type(error).__name__}: {first}"
+        self.ranks.fail_together(problem)
+        return self.ranks.broadcast(state)
+
+    def _unfit(self, state: Any, path: Path, *, own: bool) -> str:
         if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
             return f"{path} is no checkpoint of this script"
+        if not own:
+            return ""
         then, now = state["settings"], self._settings()
         changed = [
             f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]
@@ -843,6 +863,7 @@ def options_of(description: str) -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, metavar="FILE")
     add("--checkpoint-every", type=positive, default=1, metavar="EPOCHS")
     add("--resume", action="store_true", help="go on from --checkpoint when it exists")
+    add("--checkpoint-from", type=Path, metavar="FILE", help="start with another run's model")
     add("--stop-after-epochs", type=positive, metavar="N", help="end early; the schedule stays")
     add("--output", type=Path, metavar="DIR", help="write result.json there")
     add("--timeout-seconds", type=positive, default=600, help="how long a rank waits for others")
@@ -873,8 +894,9 @@ def train(
     training = kind(options, ranks, channel)
     ranks.use_cores()
     try:
-        if options.resume:
-            training.resume()
+        resumed = options.resume and training.resume()
+        if options.checkpoint_from is not None and not resumed:
+            training.start_from(options.checkpoint_from)
         stopped = training.run()
     finally:
         training.close()

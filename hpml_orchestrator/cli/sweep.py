@@ -33,11 +33,12 @@ from hpml_orchestrator.cli.sweepfile import (
     SweepFile,
     WeakOption,
     check_plan,
+    extra_needed,
     planned_of,
     sweep_of,
 )
 from hpml_orchestrator.cli.sweeptext import print_plan, print_status, progress_line
-from hpml_orchestrator.errors import InputError, JobFailedError, counted
+from hpml_orchestrator.errors import JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.sweeps import controller, plan
 from hpml_orchestrator.sweeps.batches import read_batches
@@ -289,20 +290,11 @@ def compare(
 
 
 def _reports() -> Any:
-    """Import what makes the reports: `build`, `compare` and the `pages` of both.
-
-    Raises:
-        InputError: a package of the extra `sweep` is missing.
-    """
-    try:
+    """Import what makes the reports: `build`, `compare` and the `pages` of both."""
+    with extra_needed():
         from hpml_orchestrator.sweeps import compare, pages, report  # noqa: PLC0415 - matplotlib
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"needs the package {error.name}, which is not installed",
-            field="hpml sweep report",
-            hint="pip install 'hpml-orchestrator[sweep]'",
-        ) from error
-    return SimpleNamespace(build=report.build, compare=compare.compare, pages=pages)
+
+        return SimpleNamespace(build=report.build, compare=compare.compare, pages=pages)
 
 
 def _with_trials(store: Store, planned: SweepPlan) -> SweepPlan:
@@ -365,7 +357,8 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
         for sentence in built.answer:
             typer.echo(sentence)
         typer.echo(f"report  {path}")
-    failed = progress.total - progress.counts.get("COMPLETED", 0)
+    fine = ("COMPLETED", "PRUNED", "EXCLUDED")
+    failed = progress.total - sum(progress.counts.get(state, 0) for state in fine)
     if failed:
         raise JobFailedError(
             f"{counted(failed, 'point')} of {progress.total} did not complete",

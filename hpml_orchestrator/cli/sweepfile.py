@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +38,7 @@ __all__ = [
     "SweepFile",
     "WeakOption",
     "check_plan",
+    "extra_needed",
     "planned_of",
     "sweep_of",
 ]
@@ -149,6 +152,11 @@ def planned_of(context: typer.Context, sweep: Sweep, backend: str, *, local: boo
         refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
     name = choose("local" if local else backend)
     chosen = chosen_site(context)
+    if sweep.searches:
+        with extra_needed():
+            from hpml_orchestrator.sweeps.search import check_search  # noqa: PLC0415 - loads Optuna
+
+            check_search(sweep)
     return make_plan(
         sweep,
         backend=name,
@@ -157,6 +165,22 @@ def planned_of(context: typer.Context, sweep: Sweep, backend: str, *, local: boo
         argv=sys.argv,
         now=time.time(),
     )
+
+
+@contextlib.contextmanager
+def extra_needed() -> Iterator[None]:
+    """Refuse what needs a package of the extra `sweep` that is not installed.
+
+    Raises:
+        InputError: names the package and how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"this needs the package {error.name}, which is not installed",
+            hint="pip install 'hpml-orchestrator[sweep]'",
+        ) from error
 
 
 def check_plan(planned: SweepPlan, store: Store) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
-from hpml_orchestrator.sweeps.claims import interval_text, number
-from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report
+from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report, Setting
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
+from hpml_orchestrator.sweeps.wording import interval_text, number
 
 __all__ = ["Comparison", "Pair", "compare"]
 
+_Measured: TypeAlias = dict[tuple[int | None, str], tuple[Setting, list[float]]]
 _COMPARED = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
 
 
@@ -63,21 +65,20 @@ class Comparison:
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """Compare two reports setting by setting; settings are the same if their labels are."""
-    totals = [_totals(report) for report in (before, after)]
-    settings = [{one.label: one for one in report.settings} for report in (before, after)]
+    """Compare two reports setting by setting: equal scales and values of the axes."""
+    measured = [_measured(report) for report in (before, after)]
     pairs = []
-    for label in (label for label in totals[0] if label in totals[1]):
-        one, other = (totals[0][label], totals[1][label])
+    for key in (key for key in measured[0] if key in measured[1]):
+        (setting, one), (same, other) = (settings[key] for settings in measured)
         pairs.append(
             Pair(
-                label=label,
+                label=setting.label,
                 before=statistics.median_estimate(one),
                 after=statistics.median_estimate(other),
                 speedup=statistics.speedup(one, other),
                 distinguishable=statistics.distinguishable(one, other),
-                accuracy_before=settings[0][label].accuracy,
-                accuracy_after=settings[1][label].accuracy,
+                accuracy_before=setting.accuracy,
+                accuracy_after=same.accuracy,
             )
         )
     return Comparison(
@@ -89,20 +90,28 @@ def compare(before: Report, after: Report) -> Comparison:
         answer=tuple(_answer(pairs)),
         notices=tuple(_notices(before, after)),
         pairs=tuple(pairs),
-        only_before=tuple(label for label in totals[0] if label not in totals[1]),
-        only_after=tuple(label for label in totals[1] if label not in totals[0]),
+        only_before=_only(*measured),
+        only_after=_only(*reversed(measured)),
         gpu_hours=(before.costs.gpu_hours, after.costs.gpu_hours),
         core_hours=(before.costs.core_hours, after.costs.core_hours),
     )
 
 
-def _totals(report: Report) -> dict[str, list[float]]:
-    """Return the total seconds of the complete runs of each setting, in the report's order."""
-    totals: dict[str, list[float]] = defaultdict(list)
-    for attempt in sorted(report.attempts, key=lambda attempt: attempt.setting):
+def _measured(report: Report) -> _Measured:
+    """Return settings with the total seconds of their complete runs, by scale and values."""
+    totals: dict[int, list[float]] = defaultdict(list)
+    for attempt in report.attempts:
         if attempt.row.state == MEASURED and attempt.row.total_seconds:
-            totals[attempt.label].append(attempt.row.total_seconds)
-    return totals
+            totals[attempt.setting].append(attempt.row.total_seconds)
+    return {
+        (one.scale, repr(sorted(one.values.items()))): (one, totals[one.number])
+        for one in report.settings
+        if totals[one.number]
+    }
+
+
+def _only(these: _Measured, those: _Measured) -> tuple[str, ...]:
+    return tuple(setting.label for key, (setting, _) in these.items() if key not in those)
 
 
 def _answer(pairs: list[Pair]) -> Iterable[str]:

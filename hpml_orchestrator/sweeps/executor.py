@@ -76,8 +76,7 @@ _FIELDS = {
     "setup": "environment.setup",
     "stage": "stage",
 }
-"""Parameter -> field of the job file. What a job file can say beside them, `set` and `job_file` do.
-"""
+"""Parameter -> field of the job file; `set` and `job_file` reach the other fields."""
 _OPTIONS = (
     "additional_parameters array_parallelism backend job_file records set signal_delay_s site "
     "stderr_to_stdout"
@@ -92,7 +91,6 @@ _AS_WRITTEN: dict[str, Callable[[Any], Any]] = {
 _PARALLEL_TASKS = 256  # of an array at the same time, as submitit has it
 _SIGNAL_SECONDS = 90  # before the time limit, as submitit has it
 _START_SECONDS = 60  # for a start or restart on this machine
-_GIB = 1024**3
 
 
 class HpmlInfoWatcher(core.InfoWatcher):
@@ -173,7 +171,6 @@ class HpmlExecutor(core.Executor):
     Args:
         folder: for submitit's files; all nodes must see it.
         max_num_timeout: how often a function that can checkpoint starts again after its time limit.
-        max_pickle_size_gb: most that the pickles of one submission may take.
         python: the command that starts Python in the job; default: this interpreter.
     """
 
@@ -183,12 +180,10 @@ class HpmlExecutor(core.Executor):
         self,
         folder: str | Path,
         max_num_timeout: int = 3,
-        max_pickle_size_gb: float = 1.0,
         python: str | None = None,
     ) -> None:
         super().__init__(folder)
         self.max_num_timeout = max_num_timeout
-        self.max_pickle_size_gb = max_pickle_size_gb
         self.python = shlex.quote(sys.executable) if python is None else python
 
     @classmethod
@@ -255,7 +250,6 @@ class HpmlExecutor(core.Executor):
             for call, pickle in zip(calls, pickles, strict=True):
                 call.set_timeout(math.ceil(seconds / 60), self.max_num_timeout)
                 call.dump(pickle)
-                self._check_size(pickle, len(calls))
             submission = prepare(
                 store,
                 rendered,
@@ -266,9 +260,9 @@ class HpmlExecutor(core.Executor):
                 sid=sid,
             )
             number = submit(submission, open_backend(backend, store), environment=os.environ)
-        except SchedulerUnavailable:  # a job may exist, and will look for its pickle
+        except SchedulerUnavailable:  # a job may exist, and look for its pickle
             raise
-        except BaseException:
+        except Exception:
             for pickle in pickles:
                 pickle.unlink(missing_ok=True)
             raise
@@ -352,17 +346,6 @@ class HpmlExecutor(core.Executor):
         return Store(
             default_root({**os.environ, "HPML_HOME": str(records)} if records else os.environ)
         )
-
-    def _check_size(self, pickle: Path, count: int) -> None:
-        """Refuse calls that would fill the file system, judged by one of them."""
-        size = count * pickle.stat().st_size / _GIB
-        if size > self.max_pickle_size_gb:
-            raise InputError(
-                f"the calls to submit take about {size:.2g} GiB as pickles",
-                field="max_pickle_size_gb",
-                value=self.max_pickle_size_gb,
-                hint="pass large data by file, or allow more with hpml_max_pickle_size_gb",
-            )
 
 
 def _most_tasks(backend: str) -> int:

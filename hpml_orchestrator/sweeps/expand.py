@@ -23,9 +23,15 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.sweep import MAX_POINTS, BatchSize, Range, Sweep
+from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call
+from hpml_orchestrator.sweeps.batchsize import (
+    base_batch,
+    base_learning_rate,
+    batch_note,
+    with_batch,
+)
 from hpml_orchestrator.sweeps.plan import (
     Estimate,
     Point,
@@ -40,11 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["make_plan"]
 
-_RANK_BATCH = (
-    "--batch-size --batch_size --bs --per-device-train-batch-size --per_device_train_batch_size "
-    "--micro-batch-size --train-batch-size -b"
-).split()
-_GLOBAL_BATCH = "--global-batch-size --global_batch_size --total-batch-size".split()
 _SEEDS = "--seed --random-seed --random_seed".split()
 _MOST_SUBMISSIONS = 60
 _SECONDS_PER_HOUR = 3600
@@ -98,7 +99,9 @@ class _Expansion:
             )
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self._check_axes(sweep)
-        self.sweep = self._with_batch(sweep)
+        self.sweep = with_batch(sweep, self.arguments, self.base_ranks)
+        if sweep.scale is not None and self.sweep.batch is not None:
+            self.notes.append(batch_note(self.sweep))
         self.seed = sweep.seeds.argument or self.arguments.first(_SEEDS)
         if sweep.function:
             self.seed = "seed"
@@ -129,8 +132,8 @@ class _Expansion:
             created=now,
             unit=sweep.scale.unit if sweep.scale else "",
             baseline=(sweep.baseline or sweep.scale.sizes[0]) if sweep.scale else None,
-            base_batch=self._base_batch(),
-            base_learning_rate=self._base_learning_rate(),
+            base_batch=base_batch(sweep, self.base_ranks),
+            base_learning_rate=base_learning_rate(sweep, self.arguments, self.base_ranks),
             placeholders=self.placeholders,
             shapes=tuple(self._shapes(scales)),
             points=(),
@@ -151,16 +154,6 @@ class _Expansion:
             raise InputError("leave nothing to run", field="exclude", value=sweep.exclude)
         estimate = self._estimate(whole)
         return replace(whole, estimate=estimate, notes=tuple(self.notes))
-
-    def _base_batch(self) -> int | None:
-        """Return the global batch of the base job, None where it is not known."""
-        batch = self.sweep.batch
-        if batch is None or batch.size is None:
-            return None
-        is_global = self.sweep.mode == "strong" or (
-            self.sweep.mode != "weak" and batch.per == "global"
-        )
-        return batch.size if is_global else batch.size * self.base_ranks
 
     def _check_axes(self, sweep: Sweep) -> None:
         for name, axis in sweep.axes.items():
@@ -194,103 +187,29 @@ class _Expansion:
             return False
         return not (sweep.function and name.isidentifier() and name not in Job.model_fields)
 
-    def _with_batch(self, sweep: Sweep) -> Sweep:
-        """Return the sweep with the batch size that counts.
-
-        Raises:
-            InputError: a strong or weak sweep has none.
-        """
-        scaling, batch = sweep.scale is not None, sweep.batch
-        argument = batch.argument if batch else self.arguments.first(_GLOBAL_BATCH + _RANK_BATCH)
-        if argument is None:
-            if scaling and not sweep.function:
-                raise InputError(
-                    f"a {sweep.mode} sweep has to know the batch size, and the job's arguments "
-                    "have none by a usual name",
-                    field="batch",
-                    hint="give it in the job's args, or name its argument: batch: "
-                    "{argument: --my-batch, per: rank} or, on the command line, --batch --my-batch",
-                )
-            return sweep
-        if scaling and argument in sweep.axes:
-            raise InputError(
-                f"a {sweep.mode} sweep keeps the batch; vary it in a grid",
-                field=f"axes.{argument}",
-            )
-        per = batch.per if batch else ("global" if argument in _GLOBAL_BATCH else "rank")
-        size = batch.size if batch else None
-        if size is None:
-            text = self.arguments.value(argument)
-            if text is None and not scaling:
-                return sweep.model_copy(update={"batch": None})
-            if text is None or not re.fullmatch(r"[1-9]\d{0,9}", text):
-                raise InputError(
-                    "must be given in the job's args, as a whole number above zero",
-                    field=argument,
-                    value=text,
-                    hint=f"add {argument}=64 to args, or give batch.size",
-                )
-            size = int(text)
-            if sweep.mode == "strong" and per == "rank":
-                size *= self.base_ranks
-            if sweep.mode == "weak" and per == "global":
-                size //= self.base_ranks
-        whose = "one rank" if per == "rank" else "all ranks"
-        if scaling:
-            kept = (
-                f"the global batch stays {size}"
-                if sweep.mode == "strong"
-                else (f"the batch of a rank stays {size}")
-            )
-            self.notes.append(f"{argument} is the batch of {whose}; {kept}")
-        return sweep.model_copy(update={"batch": BatchSize(argument=argument, per=per, size=size)})
-
-    def _base_learning_rate(self) -> float | None:
-        rule = self.sweep.learning_rate
-        if rule is None:
-            return None
-        text = self.arguments.value(rule.argument)
-        if text is None and rule.argument in self.sweep.axes:
-            text = "1"  # each point has its own
-        try:
-            rate = float(text or "")
-        except ValueError:
-            raise InputError(
-                f"must be given in the job's args as a number, since {rule.argument} follows "
-                f"the rule {rule.rule}",
-                field="learning_rate.argument",
-                value=text or rule.argument,
-                hint=f"add {rule.argument}=0.1 to args",
-            ) from None
-        return rate * (self.base_ranks if rule.times_ranks else 1)
-
     def _placeholders(self) -> dict[str, str]:
         """Return the placeholder of each value that goes into arguments or variables."""
-        names: dict[str, str] = {}
-        used: set[str] = set()
-
-        def add(key: str, wanted: str) -> None:
-            word = re.sub(r"[^A-Za-z0-9]+", "_", wanted).strip("_").lower() or "value"
-            spare = (f"{word}_{number}" for number in itertools.count(2))
-            while word in used:
-                word = next(spare)
-            used.add(word)
-            names[key] = word
-
+        wanted: dict[str, str] = {}
         for axis, values in self.sweep.axes.items():
-            if not self._is_field(self.sweep, axis) and not _is_flag(axis, values):
-                add(axis, axis)
-            elif axis.startswith("environment.variables."):
-                add(axis, axis.rpartition(".")[2])
-        rule, batch = self.sweep.learning_rate, self.sweep.batch
-        if rule is not None and rule.argument not in names:
-            add(rule.argument, rule.argument)
-        if batch is not None and self.sweep.scale is not None:
-            add("batch", batch.argument)
+            if axis.startswith("environment.variables."):
+                wanted[axis] = axis.rpartition(".")[2]
+            elif not self._is_field(self.sweep, axis) and not _is_flag(axis, values):
+                wanted[axis] = axis
+        if self.sweep.learning_rate is not None:
+            wanted[self.sweep.learning_rate.argument] = self.sweep.learning_rate.argument
+        if self.sweep.batch is not None and self.sweep.scale is not None:
+            wanted["batch"] = self.sweep.batch.argument
         if self.seed is not None:
-            add("seed", "seed")
+            wanted["seed"] = "seed"
         if self.sweep.mode == "pbt":
-            add("checkpoint", "checkpoint")
+            wanted["checkpoint"] = "checkpoint"
+        names: dict[str, str] = {}
+        for key, text in wanted.items():
+            word = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_").lower() or "value"
+            spare = (f"{word}_{number}" for number in itertools.count(2))
+            while word in names.values():
+                word = next(spare)
+            names[key] = word
         return names
 
     def _shapes(self, scales: Sequence[int | None]) -> Iterator[Shape]:

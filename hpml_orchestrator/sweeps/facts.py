@@ -129,9 +129,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figure:
-    """What settings are ranked by: a field of the rows, or samples per second of the total time."""
+    """What settings are ranked by, and what speedups of a scaling sweep compare.
 
-    source: Literal["total_seconds", "rate", "metric", "accuracy"]
+    Attributes:
+        source: a field of the rows; `rate` is samples per second of the total time.
+    """
+
+    source: Literal["total_seconds", "rate", "samples_per_second", "metric", "accuracy"]
     name: str
     unit: str
     maximize: bool
@@ -192,10 +196,14 @@ class Notice:
 
 @dataclass(frozen=True)
 class Check:
-    """One of the twelve ways to fool the masses, and how this report answers it."""
+    """One of the twelve ways to fool the masses, and how this report answers it.
+
+    Attributes:
+        status: `ok`, `not answered` or `does not apply`.
+    """
 
     way: str
-    status: Literal["ok", "not answered", "does not apply"]
+    status: str
     answer: str
 
 
@@ -205,7 +213,6 @@ class Report:
 
     Attributes:
         answer: the two sentences on top, and what restricts them.
-        speedup_of: what speedups compare: `total time` or samples per second of the total time.
         mixed: why no speedups are given, by rule 1 (equal batches), or empty.
         best: number of the best setting. fastest: of the one with the smallest total time.
         trace: of a search, the best figure so far after each trial, as (trial, figure).
@@ -219,22 +226,21 @@ class Report:
     unit: str
     baseline: int | None
     search: bool
-    question: str
-    answer: tuple[str, ...]
     figure: Figure
-    speedup_of: str
     mixed: str
-    best: int | None
-    fastest: int | None
     states: Mapping[str, int]
-    notices: tuple[Notice, ...]
     settings: tuple[Setting, ...]
-    fits: tuple[FittedModel, ...]
     costs: Costs
     attempts: tuple[Attempt, ...]
-    trace: tuple[tuple[int, float], ...]
     log_axes: tuple[str, ...]
     provenance: Mapping[str, Any]
+    question: str = ""
+    answer: tuple[str, ...] = ()
+    best: int | None = None
+    fastest: int | None = None
+    notices: tuple[Notice, ...] = ()
+    fits: tuple[FittedModel, ...] = ()
+    trace: tuple[tuple[int, float], ...] = ()
     checks: tuple[Check, ...] = ()
 
     @property

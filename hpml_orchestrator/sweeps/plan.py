@@ -9,7 +9,6 @@ It is on disk, complete, before anything is submitted:
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -24,6 +23,7 @@ from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import ResolvedJob, leaves
 from hpml_orchestrator.spec.sweep import Sweep
+from hpml_orchestrator.sweeps.batchsize import batch_of, learning_rate_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
@@ -202,8 +202,8 @@ def point_of(
         for shape in plan.shapes
         if all(known.get(name, False) == value for name, value in shape.fixed.items())
     )
-    per_rank, whole = batch_of(sweep, plan.base_batch, shape.ranks, values)
-    rate = _learning_rate(sweep, plan, values, whole)
+    per_rank, whole = batch_of(sweep, shape.ranks, values)
+    rate = learning_rate_of(sweep, plan.base_learning_rate, plan.base_batch, whole, values)
     write_value = json.dumps if sweep.function else text_of
     texts = {name: write_value(value) for name, value in values.items()} | {"seed": str(seed)}
     if checkpoint:
@@ -225,49 +225,6 @@ def point_of(
         batch_per_rank=per_rank,
         learning_rate=rate,
     )
-
-
-def batch_of(
-    sweep: Sweep, base: int | None, ranks: int, values: Mapping[str, Any]
-) -> tuple[int | None, int | None]:
-    """Return the batch of one rank and the global one; None where not known.
-
-    A strong sweep keeps the global batch, a weak one that of a rank; all others give the program
-    what the job says, or the axis.
-
-    Raises:
-        InputError: the global batch of a strong sweep cannot be divided over the ranks.
-    """
-    batch = sweep.batch
-    size = values.get(batch.argument, batch.size) if batch else None
-    if batch is None or not isinstance(size, int):
-        return None, base if sweep.mode == "strong" else None
-    is_global = sweep.mode == "strong" or (sweep.mode != "weak" and batch.per == "global")
-    if not is_global:
-        return size, size * ranks
-    if size % ranks and sweep.mode != "strong":
-        return None, size
-    if size % ranks:
-        raise InputError(
-            f"a global batch of {size} cannot be divided over {ranks} ranks",
-            field="batch.size",
-            value=size,
-            hint=f"{size - size % ranks or ranks} and {size - size % ranks + ranks} can be; the "
-            "global batch of a strong sweep must be a multiple of every number of ranks",
-        )
-    return size // ranks, size
-
-
-def _learning_rate(
-    sweep: Sweep, plan: SweepPlan, values: Mapping[str, Any], batch: int | None
-) -> float | None:
-    """Return the optimiser's learning rate by the sweep's rule; None where it sets none."""
-    rule = sweep.learning_rate
-    if rule is None or plan.base_learning_rate is None:
-        return None
-    rate = float(values.get(rule.argument, plan.base_learning_rate))
-    growth = batch / plan.base_batch if batch and plan.base_batch else 1.0
-    return rate * {"constant": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[rule.rule]
 
 
 def job_of(plan: SweepPlan, shape: Shape, array: str) -> ResolvedJob:

@@ -10,17 +10,17 @@ import io
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import examples
-from hpml_orchestrator.sweeps.claims import number, phases_text, scale_text
-from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report, Setting
+from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report
 from hpml_orchestrator.sweeps.statistics import Estimate, Interval
+from hpml_orchestrator.sweeps.wording import axis_text, number, phases_text, scale_text
 
 try:
     from matplotlib import rc_context
@@ -52,9 +52,13 @@ COLOURS = {
 }
 """The plots' colours on a light page by the names of the CSS variables, `--ink` and so on."""
 
+_Point: TypeAlias = tuple[Estimate, Sequence[float]]  # the median, and every run
 _SERIES = [COLOURS[f"c{number}"] for number in range(1, 7)]
-_PARTS = {part: COLOURS[f"c{place}"] for place, part in enumerate(PARTS, 1)}
-_STYLE = {
+_PARTS = {
+    part: COLOURS[f"c{place}"]
+    for part, place in zip(PARTS, (2, 4, 5, 7, 1, 6, 3, 8, 9, 10), strict=True)
+}
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpml",
     "font.size": 9,
@@ -81,7 +85,6 @@ _MOST_VECTORS = 600
 _MOST_BARS = 16
 _MOST_TICKS = 9
 _MOST_PANELS = 6
-_COMPARABLE = 2
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,8 @@ class Plot:
 
 def draw(report: Report) -> list[Plot]:
     """Return the plots that the data of a report allow, in the order of the page."""
-    with rc_context(dict(_STYLE)):
-        if not report.scaling:
-            plots = [_trace(report), _effects(report)]
-        else:
-            plots = [
-                _speedup(report),
-                _efficiency(report),
-                _phases(report),
-                _accuracy(report),
-                _target(report),
-            ]
+    with rc_context(_STYLE):
+        plots = list(_curves(report)) if report.scaling else [_trace(report), _effects(report)]
     return [plot for plot in plots if plot]
 
 
@@ -146,142 +140,149 @@ def _dots(axis: Axes, points: Sequence[tuple[Any, float]], colour: str) -> None:
 
 def _over_scales(
     report: Report,
-    axis: Axes,
-    estimate: Callable[[Setting], Estimate | None],
-    runs: Callable[[Setting], Iterable[float]],
-) -> list[tuple[Setting, Estimate]]:
-    """Draw every run and the medians with their intervals, a colour per series; return medians."""
+    name: str,
+    title: str,
+    label: str,
+    points: Mapping[int, _Point],
+    finish: Callable[[Axes], object] = lambda _: None,
+) -> Plot | None:
+    """Draw runs and medians with intervals over the scales, a colour per series.
+
+    Args:
+        report: its settings are drawn.
+        name: of the plot.
+        title: of the plot, for the reader.
+        label: of the vertical axis.
+        points: median and runs by the settings' numbers.
+        finish: draws what else this plot has.
+    """
+    if not points:
+        return None
+    figure, (axis,) = _panels(_HEIGHT)
     scales = sorted({one.scale for one in report.settings if one.scale})
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(scales[:: math.ceil(len(scales) / _MOST_TICKS)]))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axis.set_xlim(scales[0] / 1.2, scales[-1] * 1.2)
     axis.set_xlabel(report.unit.replace("gpus", "GPUs"))
-    drawn: list[tuple[Setting, Estimate]] = []
-    for (name, settings), colour in zip(report.series.items(), _SERIES, strict=False):
-        medians = [(one, middle) for one in settings if (middle := estimate(one))]
-        _dots(axis, [(one.scale, run) for one, _ in medians for run in runs(one)], colour)
-        ends = [
-            middle.interval or Interval(middle.value, middle.value, 0, "") for _, middle in medians
+    axis.set_ylabel(label)
+    for (series, settings), colour in zip(report.series.items(), _SERIES, strict=False):
+        drawn = [(one.scale, *points[one.number]) for one in settings if one.number in points]
+        medians = [median for _, median, _ in drawn]
+        ends = [one.interval or Interval(one.value, one.value, 0, "") for one in medians]
+        tops = [end.high if math.isfinite(end.high) else end.low for end in ends]
+        # runs stand side by side, so that equal ones do not hide each other
+        dots = [
+            ((scale or 1) * 2 ** (0.12 * ((place + 0.5) / len(runs) - 0.5)), run)
+            for scale, _, runs in drawn
+            for place, run in enumerate(runs)
         ]
+        _dots(axis, dots, colour)
         axis.errorbar(
-            [one.scale for one, _ in medians],
-            [middle.value for _, middle in medians],
+            [scale or 1 for scale, _, _ in drawn],
+            [one.value for one in medians],
             yerr=[
-                [middle.value - end.low for (_, middle), end in zip(medians, ends, strict=True)],
-                [
-                    end.high - middle.value if math.isfinite(end.high) else 0
-                    for (_, middle), end in zip(medians, ends, strict=True)
-                ],
+                [one.value - end.low for one, end in zip(medians, ends, strict=True)],
+                [max(0, top - one.value) for one, top in zip(medians, tops, strict=True)],
             ],
             color=colour,
-            marker="o",
-            capsize=3,
-            label=name or "median, 95 % CI",
+            marker="D",
+            markerfacecolor=COLOURS["page"],
+            capsize=4,
+            label=(series or "median")
+            + (", 95 % CI" if any(one.interval for one in medians) else "")
+            + ("; dots are runs" if dots else ""),
             zorder=3,
         )
-        drawn += medians
-    return drawn
+    finish(axis)
+    axis.legend(loc="best")
+    listed = [
+        f"{one.label}: {number(points[one.number][0].value)}"
+        for one in report.settings
+        if one.number in points
+    ]
+    words = f"{label}: every run, medians with 95 % CI. {examples(listed, 8)}"
+    return _plot(name, title, words, figure)
 
 
-def _words(medians: Sequence[tuple[Setting, Estimate]], unit: str) -> str:
-    listed = [f"{one.label}: {number(middle.value)}{unit}" for one, middle in medians]
-    return "Every run, medians with 95 % CI. " + examples(listed, 8)
+def _curves(report: Report) -> Iterable[Plot | None]:
+    """Draw speedup and efficiency, accuracy and time to accuracy over the scales."""
+    bases = {one.series: one.figure for one in report.settings if one.scale == report.baseline}
+    speedups: dict[int, _Point] = {}
+    efficiencies: dict[int, _Point] = {}
+    for one in report.settings:
+        base = bases.get(one.series)
+        if one.speedup is None or base is None:
+            continue
+        runs = [
+            run / base.value if report.figure.maximize else base.value / run for run in one.figures
+        ]
+        speedups[one.number] = Estimate(one.speedup.value, one.runs, one.speedup.interval), runs
+        interval, share = one.speedup.efficiency_interval, 100 / one.speedup.scale
+        efficiencies[one.number] = (
+            Estimate(100 * one.speedup.efficiency, one.runs, interval and interval.scaled(100)),
+            [share * run for run in runs],
+        )
+    ideal: dict[str, Any] = {
+        "color": COLOURS["quiet"],
+        "linestyle": "--",
+        "linewidth": 1,
+        "label": "ideal",
+    }
 
-
-def _relative(report: Report, setting: Setting) -> list[float]:
-    """Return the speedup of each run over the baseline's median."""
-    baseline = next(one for one in report.series[setting.series] if one.scale == report.baseline)
-    base = baseline.figure.value if baseline.figure else 1
-    return [run / base if report.figure.maximize else base / run for run in setting.figures]
-
-
-def _speedup(report: Report) -> Plot | None:
-    if sum(one.speedup is not None for one in report.settings) < _COMPARABLE:
-        return None
-    figure, (axis,) = _panels(_HEIGHT)
-    base = report.baseline or 1
-    scales = sorted({one.scale for one in report.settings if one.scale})
-    ideal = [scale / base for scale in scales]
-    axis.plot(scales, ideal, color=COLOURS["quiet"], linestyle="--", linewidth=1, label="ideal")
-    medians = _over_scales(
-        report,
-        axis,
-        lambda one: one.speedup and Estimate(one.speedup.value, one.runs, one.speedup.interval),
-        lambda one: _relative(report, one),
-    )
-    if len(report.series) == 1:
+    def finish_speedup(axis: Axes) -> None:
+        scales = sorted({one.scale for one in report.settings if one.scale})
+        axis.plot(scales, [scale / (report.baseline or 1) for scale in scales], **ideal)
         for fit, colour in zip(report.fits, _SERIES[3:], strict=False):
-            axis.plot(fit.scales, fit.speedups, ":", color=colour, label=f"{fit.model} (fit)")
-    axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_ylabel(f"speedup over {scale_text(base, report.unit)}")
-    axis.legend(loc="upper left")
-    return _plot("speedup", "Speedup", _words(medians, ""), figure)
+            if not fit.series:
+                axis.plot(fit.scales, fit.speedups, ":", color=colour, label=f"{fit.model} (fit)")
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
+    def finish_efficiency(axis: Axes) -> None:
+        axis.axhline(100, **ideal)
+        axis.set_ylim(bottom=0)
 
-def _efficiency(report: Report) -> Plot | None:
-    if sum(one.speedup is not None for one in report.settings) < _COMPARABLE:
-        return None
-    figure, (axis,) = _panels(_HEIGHT)
-    axis.axhline(100, color=COLOURS["quiet"], linestyle="--", linewidth=1, label="ideal")
-
-    def estimate(one: Setting) -> Estimate | None:
-        if one.speedup is None:
-            return None
-        interval = one.speedup.efficiency_interval
-        return Estimate(100 * one.speedup.efficiency, one.runs, interval and interval.scaled(100))
-
-    medians = _over_scales(
-        report,
-        axis,
-        estimate,
-        lambda one: [
-            100 * value / (one.speedup.scale if one.speedup else 1)
-            for value in _relative(report, one)
-        ],
-    )
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel("parallel efficiency, %")
-    axis.legend(loc="lower left")
-    return _plot("efficiency", "Parallel efficiency", _words(medians, " %"), figure)
-
-
-def _accuracy(report: Report) -> Plot | None:
-    if not any(one.accuracy for one in report.settings):
-        return None
-    figure, (axis,) = _panels(_HEIGHT)
+    if len(speedups) > 1:
+        label = f"speedup over {scale_text(report.baseline, report.unit)}"
+        yield _over_scales(report, "speedup", "Speedup", label, speedups, finish_speedup)
+        label = "parallel efficiency, %"
+        yield _over_scales(
+            report, "efficiency", "Parallel efficiency", label, efficiencies, finish_efficiency
+        )
+    yield _phases(report)
     reached: dict[int, list[float]] = defaultdict(list)
     for attempt in report.attempts:
         if attempt.row.state == MEASURED and attempt.row.accuracy is not None:
             reached[attempt.setting].append(attempt.row.accuracy)
-    medians = _over_scales(report, axis, lambda one: one.accuracy, lambda one: reached[one.number])
-    axis.set_ylabel("test accuracy")
-    axis.legend(loc="best")
-    return _plot("accuracy", "Test accuracy", _words(medians, ""), figure)
+    accuracies = {
+        one.number: (one.accuracy, reached[one.number]) for one in report.settings if one.accuracy
+    }
+    yield _over_scales(report, "accuracy", "Test accuracy", "test accuracy", accuracies)
+    yield _time_to_accuracy(report)
 
 
-def _target(report: Report) -> Plot | None:
-    if not any(one.target and one.target.seconds for one in report.settings):
-        return None
-    figure, (axis,) = _panels(_HEIGHT)
+def _time_to_accuracy(report: Report) -> Plot | None:
+    targets = [(one, one.target) for one in report.settings if one.target and one.scale]
+    points: dict[int, _Point] = {}
+    for one, target in targets:
+        if target.seconds is not None:
+            high = math.inf if target.high is None else target.high
+            interval = None if target.low is None else Interval(target.low, high, 0.95, "")
+            points[one.number] = Estimate(target.seconds, target.runs, interval), ()
 
-    def estimate(one: Setting) -> Estimate | None:
-        if one.target is None or one.target.seconds is None:
-            return None
-        high = math.inf if one.target.high is None else one.target.high
-        interval = None if one.target.low is None else Interval(one.target.low, high, 0.95, "")
-        return Estimate(one.target.seconds, one.target.runs, interval)
+    def finish(axis: Axes) -> None:
+        for one, target in targets:
+            missing = "" if target.seconds else ",\nmedian not reached"
+            place = one.scale or 1, target.seconds or 0
+            text = f"{target.reached} of {target.runs}{missing}"
+            axis.annotate(text, place, xytext=(7, 5), textcoords="offset points", fontsize=8)
+        axis.set_xlim(right=axis.get_xlim()[1] * 1.25)
+        axis.set_ylim(bottom=0)
 
-    medians = _over_scales(report, axis, estimate, lambda _: ())
-    for one, middle in medians:
-        if one.target and one.scale:
-            text = f"{one.target.reached} of {one.target.runs}"
-            place = (one.scale, middle.value)
-            axis.annotate(text, place, xytext=(6, 4), textcoords="offset points", fontsize=8)
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel("seconds to the target accuracy")
-    return _plot("target", "Time to accuracy", _words(medians, " s"), figure)
+    label = "seconds to the target accuracy"
+    return _over_scales(report, "target", "Time to accuracy", label, points, finish)
 
 
 def _phases(report: Report) -> Plot | None:
@@ -337,7 +338,7 @@ def _effects(report: Report) -> Plot | None:
     columns = min(2, len(axes))
     rows = math.ceil(len(axes) / columns)
     figure, panels = _panels(0.8 + 2.2 * rows, rows, columns)
-    for name, axis in zip(axes, panels, strict=False):
+    for place, (name, axis) in enumerate(zip(axes, panels, strict=False)):
         points = [(one.values.get(name), one.figure.value) for one in measured if one.figure]
         if not all(isinstance(value, (int, float)) for value, _ in points):
             points = [(str(value), figure) for value, figure in points]
@@ -350,8 +351,8 @@ def _effects(report: Report) -> Plot | None:
             axis.plot(list(medians), list(medians.values()), color=COLOURS["c2"], marker="_")
         if name in report.log_axes:
             axis.set_xscale("log")
-        axis.set_xlabel(name)
-        axis.set_ylabel(report.figure.name)
+        axis.set_xlabel(axis_text(name))
+        axis.set_ylabel("" if place % columns else report.figure.name)
     for axis in panels[len(axes) :]:
         axis.set_visible(False)
     line = "" if report.search else ", with the median of each value"

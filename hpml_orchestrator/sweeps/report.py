@@ -17,7 +17,7 @@ from typing import Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.spec.sweep import SEARCHES
-from hpml_orchestrator.sweeps import claims, models, statistics
+from hpml_orchestrator.sweeps import claims, models, statistics, wording
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     PARTS,
@@ -35,6 +35,8 @@ from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 __all__ = ["build"]
 
+_ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
+
 
 def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     """Return the report of a sweep, of an unfinished one too.
@@ -47,12 +49,13 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     started = {row.point for row in rows}
     waiting = [Row(number) for number in points if number not in started]
     ordered = sorted([*rows, *waiting], key=lambda row: (row.point, row.start))
-    numbers = _setting_numbers([points.get(row.point) or Point(row.point, 0) for row in ordered])
+    for row in ordered:  # of a search whose batches the caller does not know
+        points.setdefault(row.point, Point(row.point, 0, values={"trial": row.point}))
+    numbers = _setting_numbers(plan.mode, [points[row.point] for row in ordered])
     attempts = []
     grouped: dict[int, list[tuple[Point, Row]]] = defaultdict(list)
     for row in ordered:
-        point = points.get(row.point) or Point(row.point, 0)
-        number = numbers[_key(point)]
+        point, number = points[row.point], numbers[row.point]
         grouped[number].append((point, row))
         label = _label(plan.unit, point)
         attempts.append(Attempt(label, number, point.repeat, point.seed, row))
@@ -60,7 +63,6 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     settings = [_setting(plan, number, grouped[number], figure) for number in sorted(grouped)]
     runs = {number: _measured(row for _, row in pairs) for number, pairs in grouped.items()}
     mixed = claims.mixed_batches(plan.mode, settings)
-    rates = plan.mode == "weak"
     if plan.baseline is not None and not mixed:
         settings = [_compared(setting, settings, runs, plan) for setting in settings]
     report = Report(
@@ -71,20 +73,12 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         unit=plan.unit,
         baseline=plan.baseline,
         search=plan.mode in SEARCHES,
-        question="",
-        answer=(),
         figure=figure,
-        speedup_of="samples per second of the total time" if rates else "total time",
         mixed=mixed,
-        best=None,
-        fastest=None,
         states=Counter(row.state for row in ordered),
-        notices=(),
         settings=tuple(settings),
-        fits=(),
         costs=_costs(ordered),
         attempts=tuple(attempts),
-        trace=(),
         log_axes=_log_axes(plan),
         provenance=_provenance(plan, rows),
     )
@@ -92,27 +86,32 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     report = replace(report, fits=tuple(_fits(report)), trace=_trace(report))
     report = replace(report, notices=tuple(claims.notices(plan, report)))
     report = replace(report, question=claims.question(report), answer=claims.answer(report))
-    return replace(report, checks=tuple(claims.checklist(report)))
-
-
-def _key(point: Point) -> tuple[Any, ...]:
-    return (*((name, repr(value)) for name, value in point.values.items()), point.scale or 0)
+    return replace(report, checks=claims.checklist(report))
 
 
 def _label(unit: str, point: Point) -> str:
-    values = claims.values_text(point.values)
+    values = wording.values_text(point.values)
     if point.scale is None:
         return values or "as the base job"
-    return claims.scale_text(point.scale, unit) + (f", {values}" if values else "")
+    return wording.scale_text(point.scale, unit) + (f", {values}" if values else "")
 
 
-def _setting_numbers(points: Iterable[Point]) -> dict[tuple[Any, ...], int]:
-    """Return a number for each setting: series in the plan's order, scales ascending."""
-    keys = dict.fromkeys(_key(point) for point in points)
-    series = {key[:-1]: None for key in keys}
-    order = {values: number for number, values in enumerate(series)}
-    ordered = sorted(keys, key=lambda key: (order[key[:-1]], key[-1]))
-    return {key: number for number, key in enumerate(ordered)}
+def _setting_numbers(mode: str, points: Iterable[Point]) -> dict[int, int]:
+    """Return each point's setting: series in the plan's order, scales ascending.
+
+    Points of equal scale and values are repeats of one setting; not so of `pbt`, where a member
+    goes on from a checkpoint.
+    """
+    keys: dict[int, tuple[Any, ...]] = {}
+    for point in points:
+        values = tuple((name, repr(value)) for name, value in point.values.items())
+        keys[point.number] = (values, point.number if mode == "pbt" else point.scale or 0)
+    series: dict[Any, int] = {}
+    for values, _ in keys.values():
+        series.setdefault(values, len(series))
+    ordered = sorted(set(keys.values()), key=lambda key: (series[key[0]], key[1]))
+    places = {key: place for place, key in enumerate(ordered)}
+    return {number: places[key] for number, key in keys.items()}
 
 
 def _measured(rows: Iterable[Row]) -> list[Row]:
@@ -123,7 +122,10 @@ def _figure(plan: SweepPlan, rows: Sequence[Row]) -> Figure:
     """Return what ranks settings: of a scaling sweep the time or the rate, else the metric."""
     search = plan.sweep.get("search") or {}
     if plan.mode == "weak":
-        return Figure("rate", "samples per second of the total time", "samples/s", maximize=True)
+        if all(_work(row) for row in _measured(rows)):
+            name = "samples per second of the total time"
+            return Figure("rate", name, "samples/s", maximize=True)
+        return Figure("samples_per_second", "steady samples per second", "samples/s", maximize=True)
     if plan.mode != "strong" and any(row.metric is not None for row in rows):
         maximize = search.get("direction", "maximize") == "maximize"
         return Figure("metric", search.get("metric", "metric"), "", maximize=maximize)
@@ -142,7 +144,7 @@ def _setting(
     return Setting(
         number=number,
         label=_label(plan.unit, point),
-        series=claims.values_text(point.values) if point.scale is not None else "",
+        series=wording.values_text(point.values) if point.scale is not None else "",
         scale=point.scale,
         values=point.values,
         planned=len({point.number for point, _ in pairs}),
@@ -179,13 +181,15 @@ def _setting(
 def _figures(runs: Sequence[Row], figure: Figure) -> list[float]:
     """Return what settings are ranked by, for each run that has it."""
     if figure.source == "rate":
-        return _rates(runs)
+        return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
     values = [getattr(row, figure.source) for row in runs]
     return [value for value in values if value is not None]
 
 
 def _estimate(values: Iterable[float | None]) -> Estimate | None:
     known = [value for value in values if value is not None]
+    if len(known) == 1:
+        return Estimate(known[0], 1, None)
     return statistics.median_estimate(known) if known else None
 
 
@@ -242,14 +246,14 @@ def _parts(row: Row) -> dict[str, float]:
     parts = {name: phases.get(name, 0.0) for name in ("staging", "start-up", "warm-up", "end")}
     parts["rendezvous"] = phases.get("launch", 0.0) + phases.get("rendezvous", 0.0)
     parts |= {**inner, "steps": training - waited, "data wait": waited}
-    parts["not divided"] = max(0.0, (row.total_seconds or 0.0) - sum(parts.values()))
-    return parts
+    parts["not divided"] = (row.total_seconds or 0.0) - sum(parts.values())
+    return {name: seconds for name, seconds in parts.items() if seconds > _ROUNDING_SECONDS}
 
 
 def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
     divided = [_parts(row) for row in runs]
-    means = {name: fmean(parts[name] for parts in divided) for name in PARTS if divided}
-    return {name: seconds for name, seconds in means.items() if seconds > 0}
+    names = [name for name in PARTS if any(name in parts for parts in divided)]
+    return {name: fmean(parts.get(name, 0.0) for parts in divided) for name in names}
 
 
 def _compared(
@@ -289,16 +293,6 @@ def _serial_fraction(speedup: Speedup) -> Estimate:
         high=models.karp_flatt(ends.low, speedup.scale),
     )
     return Estimate(models.karp_flatt(speedup.value, speedup.scale), speedup.n, interval)
-
-
-def _rates(runs: Sequence[Row]) -> list[float]:
-    """Return samples per second of the total time; steady ones if the work is not known of all."""
-    works = [_work(row) for row in runs]
-    if all(works):
-        return [
-            (work or 0) / (row.total_seconds or 1) for work, row in zip(works, runs, strict=True)
-        ]
-    return [row.samples_per_second for row in runs if row.samples_per_second is not None]
 
 
 def _ranked(report: Report) -> Report:
@@ -357,11 +351,11 @@ def _fits(report: Report) -> Iterable[FittedModel]:
             power = -1 if fit_law is models.fit_amdahl else 1
             base = fit.predict((report.baseline or unit) / unit)
             note = (
-                f"P counts in units of {claims.scale_text(unit, report.unit)}" if unit > 1 else ""
+                f"P counts in units of {wording.scale_text(unit, report.unit)}" if unit > 1 else ""
             )
             if fit_law is models.fit_usl:
                 peak = unit * models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
-                limit = models.EXTRAPOLATION_LIMIT * max(scales)
+                limit = 2 * max(scales)
                 note = (
                     f"highest throughput at about {peak:.0f} {report.unit}"
                     if peak <= limit

@@ -7,6 +7,7 @@ nothing is kept in memory between two calls. So a controller can be killed at an
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import random
@@ -14,6 +15,7 @@ import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from importlib.util import find_spec
 from operator import attrgetter
@@ -45,15 +47,26 @@ _POPULATED = {"evolution", "pbt"}
 _PACKAGES = {"cmaes": ("cmaes",), "gp": ("torch", "scipy")}  # beyond Optuna's own, by sampler
 
 
-class _NoLock(JournalFileOpenLock):
-    """No lock: only the controller writes, under its own; Optuna's would stay after a kill."""
+class _KernelLock(JournalFileOpenLock):
+    """A lock on the journal that goes with its holder; Optuna's own ones stay after a kill.
+
+    There is one controller at a time, but one that was held up may wake beside the next.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
 
     def acquire(self) -> bool:
-        """Do nothing."""
+        """Wait for the lock; a file system without locks has to do without."""
+        self._stream = self._path.open("ab")
+        with suppress(OSError):
+            fcntl.flock(self._stream, fcntl.LOCK_EX)
         return True
 
     def release(self) -> None:
-        """Do nothing."""
+        """Give it back."""
+        self._stream.close()
 
 
 def check_search(sweep: Sweep) -> None:
@@ -64,66 +77,42 @@ def check_search(sweep: Sweep) -> None:
     """
     search, pbt, evolution = sweep.search, sweep.mode == "pbt", sweep.mode == "evolution"
     sampler = search.sampler if sweep.mode == "bayes" else ""
+    trials, size = search.trials, search.population
+    populated = pbt or evolution or sampler == "nsga2"
     lists = [name for name, axis in sweep.axes.items() if not isinstance(axis, Range)]
     missing = [name for name in _PACKAGES.get(sampler, ()) if find_spec(name) is None]
-    checks: list[tuple[bool, str, str]] = [
+    no_ranges, packages = " and ".join(lists), " ".join(missing)
+    checks: list[tuple[object, str, str]] = [
+        (sampler == "cmaes" and lists, "search.sampler", f"needs a range for {no_ranges}"),
+        (missing, "search.sampler", f"needs another package: pip install {packages}"),
+        (populated and size > trials, "search.population", f"must be at most the {trials} trials"),
         (
-            sampler == "cmaes" and bool(lists),
-            "search.sampler",
-            f"cmaes searches ranges, and has none for {' and '.join(lists)}: use another sampler",
-        ),
-        (
-            bool(missing),
-            "search.sampler",
-            f"needs {' and '.join(missing)}: pip install {' '.join(missing)}",
-        ),
-        (
-            (evolution or pbt or sampler == "nsga2") and search.population > search.trials,
-            "search.population",
-            f"must be at most the number of trials, {search.trials}",
-        ),
-        (
-            evolution and search.tournament > search.population,
+            evolution and search.tournament > size,
             "search.tournament",
-            f"must be at most the population, {search.population}",
+            f"must be at most the population, {size}",
         ),
-        (
-            pbt and search.trials % search.population > 0,
-            "search.trials",
-            f"must be a multiple of the population, {search.population}",
-        ),
+        (pbt and trials % size, "search.trials", f"must be a multiple of the population, {size}"),
         (
             pbt and ".." in Path(search.checkpoint).parts,
             "search.checkpoint",
             "must be a file in the run's directory, such as checkpoint.pt",
         ),
-        (
-            pbt and sweep.count > 1,
-            "repeats",
-            "must be 1 in mode pbt, where each run goes on from one checkpoint",
-        ),
+        (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
         (
             search.pruner != "none" and (pbt or sweep.count > 1),
             "search.pruner",
             "must be none with repeats, and in mode pbt, which replaces bad runs itself",
         ),
-        (
-            bool(sweep.exclude),
-            "exclude",
-            "belongs to the modes strong, weak and grid: leave the values out of the axes",
-        ),
+        (sweep.exclude, "exclude", "must be empty in a search: leave the values out of the axes"),
     ]
     problems = [
         InputError(message, field=field, value=attrgetter(field)(sweep))
         for wrong, field, message in checks
         if wrong
     ]
+    whole = "must be a whole number, as low and high are"
     problems += [
-        InputError(
-            "must be a whole number, as low and high are",
-            field=f"axes.{name}.step",
-            value=axis.step,
-        )
+        InputError(whole, field=f"axes.{name}.step", value=axis.step)
         for name, axis in sweep.axes.items()
         if isinstance(axis, Range) and axis.whole and isinstance(axis.step, float)
     ]
@@ -144,9 +133,10 @@ def open_search(directory: Path, plan: SweepPlan) -> Searcher:
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # its log lines are no output of hpml's
     path = directory / STUDY
+    lock = _KernelLock(path)
     try:
-        _drop_half_line(path)
-        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_NoLock(str(path))))
+        _drop_half_line(path, lock)
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(
             f"the study {path} cannot be read: {type(error).__name__}: {error}",
@@ -162,16 +152,15 @@ def open_search(directory: Path, plan: SweepPlan) -> Searcher:
     return Searcher(directory, plan, storage)
 
 
-def _drop_half_line(path: Path) -> None:
+def _drop_half_line(path: Path, lock: _KernelLock) -> None:
     """Cut off what a killed writer left of its last line: Optuna would write on behind it."""
+    lock.acquire()
     try:
-        with path.open("rb+") as stream:
-            data = stream.read()
-            if not data.endswith(b"\n"):
-                stream.truncate(data.rfind(b"\n") + 1)
-                os.fsync(stream.fileno())
-    except FileNotFoundError:
-        pass
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+    finally:
+        lock.release()
 
 
 class Searcher:
@@ -224,17 +213,18 @@ class Searcher:
                 hint=f"put {STUDY} back from a copy; without it the search cannot go on",
             )
         self._tell(rows)
-        points = [
-            point
-            for trial in self._running()
-            for point in self._points(trial)
-            if point.number not in known
-        ]
         copy: Study | None = None
-        while len(points) < free and self._may_ask():
+        while True:
+            points = [
+                point
+                for trial in self._running()
+                for point in self._points(trial)
+                if point.number not in known
+            ]
+            if len(points) >= free or not self._may_ask():
+                return points[: max(free, 0)]
             copy = copy or self._copy()
-            points += self._points(self._ask(copy))
-        return points[: max(free, 0)]
+            self._ask(copy)
 
     def to_stop(
         self, rows: Sequence[Row], evaluations: Mapping[int, Sequence[tuple[int, float]]]
@@ -249,25 +239,23 @@ class Searcher:
         Returns:
             Numbers of points that run; those that were returned before are among them.
         """
-        active = {row.point for row in rows} - {row.point for row in _last(rows) if row.over}
+        active = {row.point for row in _last(rows) if not row.over}
         doomed = set()
         for trial in self._running():
-            number = trial.number * self._sweep.count
-            trial_id = self._id_of(trial)
-            new = {
-                step: value
-                for step, value in evaluations.get(number, ())
-                if step not in trial.intermediate_values
-            }
+            number, trial_id = trial.number * self._sweep.count, self._id_of(trial)
+            known = trial.intermediate_values
+            new = {step: value for step, value in evaluations.get(number, ()) if step not in known}
             for step, value in new.items():
                 self._storage.set_trial_intermediate_value(trial_id, step, value)
-            if new and self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
+            if number not in active:
+                continue
+            if "stopped_at" in trial.user_attrs:
+                doomed.add(number)
+            elif new and self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
                 # Kept, as the pruner's answer may change with what the other trials reach.
                 self._storage.set_trial_user_attr(trial_id, "stopped_at", max(new))
                 doomed.add(number)
-            elif "stopped_at" in trial.user_attrs:
-                doomed.add(number)
-        return doomed & active
+        return doomed
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -288,7 +276,7 @@ class Searcher:
                 trial.params,
                 repeat=repeat,
                 seed=seeds[repeat],
-                checkpoint=trial.user_attrs.get("checkpoint") or "",
+                checkpoint=trial.user_attrs.get("checkpoint", ""),
                 sweep=self._sweep,
             )
             for repeat in range(count)
@@ -319,11 +307,10 @@ class Searcher:
                 self._storage.set_trial_user_attr(self._id_of(trial), name, value)
             if values:
                 self._study.tell(trial.number, statistics.median(values))
+            elif "PRUNED" in states:  # its value is the last that was reported
+                self._study.tell(trial.number, state=TrialState.PRUNED)
             else:
-                pruned = "PRUNED" in states  # Optuna takes the last evaluation as its value
-                self._study.tell(
-                    trial.number, state=TrialState.PRUNED if pruned else TrialState.FAIL
-                )
+                self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _may_ask(self) -> bool:
         """Whether there is another trial to make now."""
@@ -342,7 +329,7 @@ class Searcher:
         copy.add_trials(self._trials())
         return copy
 
-    def _ask(self, copy: Study) -> FrozenTrial:
+    def _ask(self, copy: Study) -> None:
         """Make the next trial in the study and in its copy."""
         number = len(copy.get_trials(deepcopy=False))
         rng = random.Random(f"{self._sweep.search.seed}:{number}")
@@ -353,10 +340,10 @@ class Searcher:
         trial = copy.ask(dict(self._axes))
         trial.set_user_attr("point", number * self._sweep.count)
         if self._sweep.mode in _POPULATED:
-            for name in ("parent", "mate", "generation", "checkpoint"):
-                trial.set_user_attr(name, getattr(child, name, None))
+            own = {"parent": None, "mate": None, "generation": 0, "checkpoint": ""}
+            for name, default in own.items():
+                trial.set_user_attr(name, getattr(child, name, default))
         self._study.add_trial(copy.get_trials(deepcopy=False)[number])
-        return self._trials()[number]
 
     def _child(self, rng: random.Random) -> Child | None:
         """Return the child of earlier trials, None where values are for a sampler to draw."""
@@ -369,7 +356,7 @@ class Searcher:
                 trial.number,
                 trial.params,
                 sign * trial.values[0] if trial.state is TrialState.COMPLETE else None,
-                trial.user_attrs["generation"] or 0,
+                trial.user_attrs["generation"],
                 str(self._runs / trial.user_attrs.get("run", "") / search.checkpoint),
             )
             for trial in self._trials()

@@ -53,7 +53,7 @@ __all__ = [
 CONFIDENCE = 0.95
 MIN_REPEATS = 6  # of 5 values, even [min, max] covers the median at 93.75 % only
 _TOO_WIDE = 0.97  # an interval that covers more than this is narrowed by interpolation
-_HALF = 0.5 + 1e-9
+_HALF = 0.5 + 1e-9  # survival is a product of fractions, so it is one half up to rounding
 _GRID = 200  # quantiles of each sample's median: 40,000 ratios
 
 
@@ -152,7 +152,7 @@ def median_estimate(values: Sequence[float]) -> Estimate:
     least 95 %: [min, max] of 6 covers 96.9 %. A pair that covers more than 97 % is narrowed to 95 %
     by interpolation with the next pair inside.
 
-    Source: Hoefler & Belli SC15, section 3.1.3; Hettmansperger & Sheather 1986.
+    Source: Hoefler & Belli SC15, rule 5; Hettmansperger & Sheather 1986.
     """
     ordered = np.sort(_sample(values, "values"))
     return Estimate(float(np.median(ordered)), len(ordered), _order_interval(ordered, ordered))
@@ -171,7 +171,7 @@ def speedup(
     statistic of n draws from its runs, interpolated in log seconds, and the CI holds the central
     95 % of the ratios. It is computed on a grid, so the same runs always give the same CI, and
     the CI of the inverse ratio is the inverse. In simulation this covered 93-97 % for 6 to 30
-    repeats; the percentile bootstrap covered 88 % where an odd number of noisy runs was compared
+    repeats; the percentile bootstrap covered 89 % where an odd number of noisy runs was compared
     with steady ones, the basic bootstrap 73-94 %.
 
     Args:
@@ -180,7 +180,7 @@ def speedup(
         scale: how many times the baseline's GPUs (nodes, ranks) this point used.
         work: how many times the baseline's work it did: 1 for strong scaling, `scale` for weak.
 
-    Source: Hoefler & Belli SC15, rules 1 and 6; Hutson 1999.
+    Source: Hoefler & Belli SC15, rules 1 and 4; Hutson 1999.
     """
     baseline, point = positive(baseline_seconds, "baseline_seconds"), positive(seconds, "seconds")
     scale, work = float(positive([scale], "scale")[0]), float(positive([work], "work")[0])
@@ -227,7 +227,7 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeT
         seconds: until the target was reached, or until the run ended without.
         reached: for each run, whether the target was reached.
 
-    Source: Kaplan & Meier 1958; rule 7 of docs/sweeps.md.
+    Source: Kaplan & Meier 1958.
     """
     times = positive(seconds, "seconds")
     if len(reached) != len(times):

@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from submitit.core.logger import get_logger
 from submitit.core.submission import process_job
@@ -93,9 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     paths.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # another rank, or the submitter, was faster
         call_pickle(options.folder, _run().name).rename(paths.submitted_pickle)
+    paths.result_pickle.unlink(missing_ok=True)  # of a start before this one
     output = contextlib.ExitStack()
 
-    def restart() -> None:
+    def restart() -> NoReturn:
         output.close()
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - this very command
 
@@ -103,22 +106,31 @@ def main(argv: list[str] | None = None) -> int:
         with output:
             output.enter_context(_logged(paths, merged=options.merge_output))
             if options.signal_after is not None:
-                arguments = (environment, options.signal_after, restart)
+                arguments = (environment, options.signal_after, _size(_restarts()), restart)
                 threading.Thread(target=_watch, args=arguments, daemon=True).start()
-            return _call(options.folder)
+            code = _call(options.folder, environment)
     except SystemExit as stop:
         if stop.code != _RESTART:
             raise
         restart()
-    return 1
+    return code
 
 
-def _call(folder: str) -> int:
+def _call(folder: str, environment: HpmlJobEnvironment) -> int:
+    """Make the call, and wait for those of the other ranks.
+
+    The script's srun ends a step a minute after its first rank, and ranks here need not end
+    together. A rank that is waiting also starts again when the first one does.
+    """
     try:
         process_job(folder)
     except Exception:  # noqa: BLE001 - the user's function; submitit has kept it as the result
         traceback.print_exc()
         return 1
+    signal.signal(environment._usr_sig(), signal.SIG_IGN)  # noqa: SLF001 - submitit's for plugins
+    for rank in range(environment.num_tasks):
+        while not JobPaths(folder, environment.job_id, rank).result_pickle.exists():
+            time.sleep(_LOOK_SECONDS)
     return 0
 
 
@@ -136,7 +148,9 @@ def _logged(paths: JobPaths, *, merged: bool) -> Iterator[None]:
     copies = [
         (log, output, os.fstat(log).st_size) for log, output in zip(logs, outputs, strict=False)
     ]
-    child = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 warns where NumPy has threads; this copies only
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         try:
             os.close(end)
@@ -171,20 +185,31 @@ def _copy(copies: Sequence[tuple[int, int, int]], ended: int) -> None:
                 places[log] += os.write(output, data)
 
 
-def _watch(environment: HpmlJobEnvironment, seconds: float, restart: Callable[[], None]) -> None:
+def _watch(
+    environment: HpmlJobEnvironment, seconds: float, restarts: int, restart: Callable[[], None]
+) -> None:
     """Send the signal of the time limit, and restart when the first rank does.
 
     Slurm does this for its jobs. It runs beside the function, which may wait for the first rank.
+
+    Args:
+        environment: the job.
+        seconds: from the beginning of the call to the signal.
+        restarts: size of the file of restarts when this rank started.
+        restart: starts this rank anew.
     """
-    rank, seen = environment.global_rank, _size(_restarts())
+    number = environment._usr_sig()  # noqa: SLF001 - submitit's for plugins
+    # The call begins when submitit handles the signal, which would end the process before.
+    while signal.getsignal(number) is signal.SIG_DFL:
+        time.sleep(_LOOK_SECONDS)
     signal_at = time.monotonic() + seconds
     while True:
         time.sleep(_LOOK_SECONDS)
-        if rank and _size(_restarts()) != seen:
+        if environment.global_rank and _size(_restarts()) != restarts:
             restart()
         if time.monotonic() >= signal_at:
             signal_at = float("inf")
-            os.kill(os.getpid(), environment._usr_sig())  # noqa: SLF001 - submitit's for plugins
+            os.kill(os.getpid(), number)
 
 
 def _size(path: Path) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import SlurmCluster, booted
-from tests.cluster.hpml_on_slurm import HPML, VENV, Desk, eventually
+from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
+from tests.cluster.user import VENV
 
 CONFIGURATION = """\
 MaxArraySize=8

@@ -180,6 +180,33 @@ def test_a_killed_training_goes_on_to_the_same_end(
         train_here(job, command[1:])
 
 
+def test_a_training_starts_from_the_checkpoint_of_another(
+    job: ModuleType, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is the other run's, the settings are its own, and so is a checkpoint to resume."""
+    parent, own = tmp_path / "parent.pt", tmp_path / "own.pt"
+    common: list[object] = ["--data", few, "--workers", 0, "--output", tmp_path]
+    train_here(job, [*common, "--epochs", 9, "--checkpoint", parent])
+    reached = result_of(tmp_path)["test_accuracy"]
+    assert reached > 0.6
+    child = [*common, "--epochs", 1, "--lr", 1e-9, "--checkpoint", own, "--resume"]
+    child += ["--checkpoint-from", parent]
+    train_here(job, child)
+    result = result_of(tmp_path)
+    assert (result["epochs"], result["learning_rate"]) == (1, 1e-9)
+    assert result["test_accuracy"] == pytest.approx(reached, abs=0.05)
+    assert f"started from {parent}" in capsys.readouterr().out
+    parent.unlink()
+    train_here(job, child)
+    assert f"resumed from {own}" in capsys.readouterr().out
+    for arguments, problem in (
+        (["--checkpoint-from", parent], r"cannot read the checkpoint .*parent\.pt"),
+        (["--checkpoint-from", own, "--width", 8], "width 16 -> 8"),
+    ):
+        with pytest.raises(job.JobError, match=problem):
+            train_here(job, [*common, *arguments])
+
+
 def test_a_stop_file_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -> None:
     """Two ranks as srun starts them agree to stop, save and exit 0; resumed, they finish."""
     stop, file = tmp_path / "stop", tmp_path / "events.jsonl"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.spec.sweep import Sweep
 from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan
 from hpml_orchestrator.sweeps.rows import Row
-from hpml_orchestrator.sweeps.search import STUDY, open_search
+from hpml_orchestrator.sweeps.search import STUDY, Searcher, open_search
 
 ID = "digits-bayes-20261122-120000-abcdef"
 AXES = {"--lr": {"low": 1e-4, "high": 1.0, "log": True}, "--momentum": {"low": 0.0, "high": 0.99}}
@@ -83,29 +84,45 @@ class Controller:
         self.plan, self.train, self.parallel = make_plan(sweep), train, parallel
         self.directory = records / "sweeps" / ID
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._file = self.directory / "rows.json"
         self.rows: list[Row] = []
         self.points: dict[int, Point] = {}
+        self._file = self.directory / "rows.json"
         if self._file.exists():
-            record = read_json(self._file)
-            self.rows = [Row(**row) for row in record["rows"]]
-            self.points = {point["number"]: Point(**point) for point in record["points"]}
+            for values, variables, row in read_json(self._file)["rows"]:
+                self._add(Point(row["point"], 0, values=values, variables=variables), row)
+
+    @cached_property
+    def searcher(self) -> Searcher:
+        return open_search(self.directory, self.plan)
+
+    def _add(self, point: Point, row: Mapping[str, Any]) -> None:
+        self.points[point.number] = point
+        self.rows.append(Row(**row))
 
     def tick(self) -> bool:
         """End the oldest run and start new ones; whether anything happened."""
         running = [index for index, row in enumerate(self.rows) if not row.over]
-        if len(running) == self.parallel or (running and not self.propose(1)):
+        if len(running) == self.parallel or (running and not self.searcher.propose(self.rows, 1)):
             self.end(running[0], self.train(self.points[self.rows[running[0]].point]))
-        new = self.propose(self.parallel - sum(not row.over for row in self.rows))
+        free = self.parallel - sum(not row.over for row in self.rows)
+        new = self.searcher.propose(self.rows, free)
         for point in new:
-            self.points[point.number] = point
-            self.rows.append(Row(point.number, run=f"run-{point.number}", state="RUNNING"))
-        points = [asdict(point) for point in self.points.values()]
-        write_json(self._file, {"rows": [*map(asdict, self.rows)], "points": points})
+            self._add(point, {"point": point.number, "run": f"run-{point.number}"})
+        rows = [
+            (self.points[row.point].values, self.points[row.point].variables, self._record(row))
+            for row in self.rows
+        ]
+        write_json(self._file, {"rows": rows})
         return bool(running or new)
 
+    @staticmethod
+    def _record(row: Row) -> dict[str, Any]:
+        return {
+            name: value for name, value in vars(row).items() if value != getattr(Row, name, None)
+        }
+
     def propose(self, free: int) -> list[Point]:
-        """Return new points without recording them."""
+        """Open the study anew and return new points, without recording them."""
         return open_search(self.directory, self.plan).propose(self.rows, free)
 
     def end(self, index: int, result: float | str) -> None:

@@ -46,7 +46,7 @@ def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> Row:
     """The row of a run that went well."""
     total = sum(seconds for name, seconds in phases.items() if name not in {"queue", *INNER})
     ranks = point.scale or 4
-    usual = {
+    usual: dict[str, Any] = {
         "run": f"sub-1.{point.number}",
         "job_id": f"4711_{point.number}",
         "state": "COMPLETED",
@@ -103,7 +103,8 @@ def scaling(
         fields: of the plan.
     """
     noise = random.Random(7)
-    points, rows = [], []
+    points: list[Point] = []
+    rows = []
     for repeat, scale in itertools.product(range(repeats), scales):
         batch = 512 if mode == "strong" else 64 * 4 * scale
         point = Point(
@@ -118,7 +119,7 @@ def scaling(
         )
         points.append(point)
         slower = noise.lognormvariate(0, 0.02)
-        training = slower * 200 * (0.05 + 0.95 / scale) * 1.004 ** scale
+        training = slower * 200 * (0.05 + 0.95 / scale) * 1.004**scale
         phases = {
             "queue": 30 * noise.random(),
             "staging": 3 + noise.random(),
@@ -151,10 +152,20 @@ def grid(
 ) -> tuple[SweepPlan, list[Row]]:
     """A grid: more --lr is better up to 0.1, a larger --batch-size faster and a little worse."""
     noise = random.Random(3)
-    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    combinations = [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+    ]
     points = [
-        Point(number, 0, values=values, repeat=repeat, seed=repeat + 1, batch_global=512,
-              batch_per_rank=128, learning_rate=values.get("--lr"))
+        Point(
+            number,
+            0,
+            values=values,
+            repeat=repeat,
+            seed=repeat + 1,
+            batch_global=512,
+            batch_per_rank=128,
+            learning_rate=values.get("--lr"),
+        )
         for number, (repeat, values) in enumerate(itertools.product(range(repeats), combinations))
     ]
     return plan_of("grid", points, **fields), [_trial(point, noise) for point in points]
@@ -164,7 +175,9 @@ def search(trials: int = 20, mode: str = "bayes") -> tuple[SweepPlan, list[Row]]
     """A search of --lr (logarithmic) and --layers; some trials are pruned, some fail."""
     noise = random.Random(5)
     points = [
-        Point(number, 0, values={"--lr": 10 ** noise.uniform(-4, 0), "--layers": noise.randint(1, 6)})
+        Point(
+            number, 0, values={"--lr": 10 ** noise.uniform(-4, 0), "--layers": noise.randint(1, 6)}
+        )
         for number in range(trials)
     ]
     rows = []

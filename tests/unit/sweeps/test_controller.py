@@ -144,7 +144,8 @@ def test_the_waits_for_a_limit_grow(folder: SweepFolder) -> None:
     """30 s, 60 s, … and at most 10 minutes, while others of the user fill the queue."""
     plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
     folder.slurm.submit_limit = 0
-    controller, tried, waits = folder.controller(plan), 0, []
+    controller, tried = folder.controller(plan), 0
+    waits: list[float] = []
     while len(waits) < 7:
         progress = controller.tick()
         if folder.slurm.calls["sbatch"] > tried:

@@ -1,0 +1,53 @@
+"""A sweep's figures computed again from the raw records, with none of hpml's code."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+__all__ = ["attempts_of", "recomputed"]
+
+
+def attempts_of(records: Path, sweep: str) -> list[tuple[dict[str, Any], Path]]:
+    """Every task that a sweep has submitted: its point, and the directory of its run."""
+    folder = records / "sweeps" / sweep
+    points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
+    tasks = []
+    for path in sorted((folder / "batches").glob("*.json")):
+        batch = json.loads(path.read_text())
+        for index, (number, _) in enumerate(batch["tasks"]):
+            tasks.append((points[number], records / "runs" / f"{batch['sid']}.{index}"))
+    return tasks
+
+
+def recomputed(records: Path, sweep: str) -> dict[int, dict[str, Any]]:
+    """By scale: how many runs, and the medians of their seconds, throughput and accuracy."""
+    figures: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for point, run in attempts_of(records, sweep):
+        result = json.loads((run / "result.json").read_text())
+        (attempt,) = (run / "attempts").iterdir()
+        events = [
+            json.loads(line) for line in (attempt / "events/batch.jsonl").read_text().splitlines()
+        ]
+        started = next(event["time"] for event in events if event["event"] == "started")
+        ended = json.loads((attempt / "ended.json").read_text())
+        assert ended["exit_code"] == 0
+        scale = figures[point["scale"]]
+        scale["seconds"].append(ended["time"] - started)
+        scale["samples_per_second"].append(result["samples_per_second"])
+        scale["accuracy"].append(result["test_accuracy"])
+        scale["batch"].append((result["batch_size_per_rank"], result["world_size"]))
+        scale["learning_rate"].append(result["learning_rate"])
+    medians = ("seconds", "samples_per_second", "accuracy")
+    return {
+        size: {
+            "runs": len(scale["seconds"]),
+            **{name: median(scale[name]) for name in medians},
+            "batch": set(scale["batch"]),
+            "learning_rate": {round(rate, 9) for rate in scale["learning_rate"]},
+        }
+        for size, scale in figures.items()
+    }
