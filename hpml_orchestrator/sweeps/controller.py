@@ -173,8 +173,6 @@ class Controller:
                     if task.key not in self._log.rows:
                         yield batch, index, task
 
-    # --- what is out -------------------------------------------------------------------------
-
     def _settle(self) -> None:
         """Find the jobs of batches whose submission was interrupted, or submit those."""
         self._undecided = ""
@@ -284,8 +282,6 @@ class Controller:
         self._ended[task.point.number] = state.submission
         self._states.tasks.pop(task.key, None)
 
-    # --- searches ----------------------------------------------------------------------------
-
     def _open_search(self) -> Searcher:
         if self._searcher is None:
             from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
@@ -321,8 +317,6 @@ class Controller:
             ids = [state.job_id for (number, _), state in tasks.items() if number in late]
             with contextlib.suppress(SchedulerUnavailable):  # the next round tries again
                 self._scheduler.cancel(ids)
-
-    # --- what is next ------------------------------------------------------------------------
 
     def _retries(self) -> Iterator[Task]:
         """Yield the next start of each point that the sweep starts again."""
@@ -441,7 +435,8 @@ class Controller:
 def _take_lease(directory: Path, now: float) -> str:
     """Take or renew the lease of a sweep; return who else has it, empty where nobody has.
 
-    It only saves work: two controllers at once do no harm.
+    Of several that find it free at the same time one takes it: by a file that is made exclusively,
+    named after the lease before. Batches would be safe with two controllers; a search is not.
     """
     path, owner = directory / "controller.json", this_owner(directory.name)
     lease = {**asdict(owner), "renewed": now}
@@ -452,10 +447,18 @@ def _take_lease(directory: Path, now: float) -> str:
             return ""
         record = read_json(path)
     other, age = Owner.read(str(path)), now - float(record.get("renewed", 0.0))
-    if other == owner and 0 <= age < RENEW_SECONDS:
+    if other == owner and abs(age) < RENEW_SECONDS:
         return ""
-    if other not in (None, owner) and owner_is_alive(other) and 0 <= age < LEASE_SECONDS:
+    if other not in (None, owner) and owner_is_alive(other) and abs(age) < LEASE_SECONDS:
         return f"process {other.pid} on {other.hostname}, which carries this sweep on"
+    if other != owner:
+        # If its maker dies before it has the lease, the next try is made 90 s later.
+        claim = path.with_name(f"controller.{now - age:.3f}.{now // LEASE_SECONDS:.0f}.claim")
+        earlier = set(directory.glob("controller.*.claim")) - {claim}
+        if not create_json(claim, lease):
+            return "another process, which is taking this sweep over"
+        for path_before in earlier:
+            path_before.unlink(missing_ok=True)
     write_json(path, lease)
     return ""
 

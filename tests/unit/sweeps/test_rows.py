@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,22 @@ def test_a_local_sweep(folder: SweepFolder) -> None:
         assert row.result["point"] == str(point.number)
         assert row.result["sweep"] == plan.id
     assert len({row.environment for row in rows}) == 1
+
+
+def test_several_processes_at_once(folder: SweepFolder) -> None:
+    """Whoever ticks at the same moment: one submits, the others look on."""
+    plan = folder.local_plan(JOB, mode="grid", axes={"--lr": [0.1]}, repeats=2)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder.root)}
+    hpml = [sys.executable, "-m", "hpml_orchestrator.cli", "--records", str(folder.store.root)]
+    tick = [*hpml, "sweep", "tick", plan.id]
+    processes = [
+        subprocess.Popen(tick, env=environment, stdout=subprocess.DEVNULL) for _ in range(3)
+    ]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    controller = Controller(folder.store, plan, environment=environment)
+    eventually(lambda: controller.tick().finished, pause=0.1)
+    assert len(list(folder.store.submissions())) == 1
+    assert {row.state for row in folder.rows(plan)} == {"COMPLETED"}
 
 
 SIDE_PHASES = ("queue", "evaluation", "checkpoint")
