@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.errors import NotFoundError, SchedulerUnavailable
 from hpml_orchestrator.records.files import create_json, read_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.runs.backend import backends_of
@@ -53,8 +53,6 @@ __all__ = ["Controller", "Progress", "cancel", "progress", "resume", "tick"]
 
 LEASE_SECONDS = 90.0
 """After this time without a sign of life, another process may carry the sweep on."""
-
-_CANCELLED = "the sweep was cancelled"
 
 
 def tick(
@@ -110,6 +108,7 @@ class Controller:
         self._states = self._written = TaskStates()
         self._limits = Limits()
         self._ended: dict[int, Submission] = {}  # tasks by point, in this round
+        self._resumed = 0.0  # when the sweep was last resumed after a cancel
         self._may_ask = True
         self._undecided = ""
         self._waits_for = ""
@@ -154,6 +153,8 @@ class Controller:
         self._written = replace(self._states, tasks=dict(self._states.tasks))
         self._limits = Limits.read(self._directory / "limits.json")
         self._refused.update(self._limits.batches)
+        with contextlib.suppress(NotFoundError):
+            self._resumed = float(read_json(self._directory / "resumed.json")["time"])
 
     def _is_cancelled(self) -> bool:
         return (self._directory / "cancelled.json").exists()
@@ -275,8 +276,6 @@ class Controller:
             )
             return
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
-        if row.state == "CANCELLED" and self._is_cancelled():
-            row = replace(row, reason=_CANCELLED)  # `resume` starts it again
         ended = row.state in ("COMPLETED", "CANCELLED") and self._sweep.searches
         if ended and task.point.number in stopped_points(self._directory):
             row = replace(row, state="PRUNED", reason="stopped early by the search")
@@ -336,7 +335,8 @@ class Controller:
             task = Task(self._points[number], last.start + 1)
             count = sum(row.state == last.state for row in points_rows)
             allowed = count <= self._retry.get(last.state, 0)
-            if (allowed or last.reason == _CANCELLED) and task.key not in taken:
+            with_sweep = last.state == "CANCELLED" and (last.queued or 0.0) < self._resumed
+            if (allowed or with_sweep) and task.key not in taken:
                 yield task
 
     def _taken(self) -> set[tuple[int, int]]:
@@ -470,14 +470,20 @@ def cancel(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -
         SchedulerUnavailable: the scheduler gives no answer; ticks go on to cancel.
     """
     directory = directory_of(store, plan.id)
-    create_json(directory / "cancelled.json", {"reason": _CANCELLED})
+    create_json(directory / "cancelled.json", {"reason": "the sweep was cancelled"})
     submissions = [batch.submission(store) for batch in read_batches(directory, plan)]
     made = [submission for submission in submissions if submission.directory.is_dir()]
     outcomes = cancel_runs(store, made, backends=backends)
     return [f"{outcome['id']}: {outcome['outcome']}" for outcome in outcomes]
 
 
-def resume(store: Store, plan: SweepPlan) -> None:
-    """Let a sweep go on that was cancelled or has stopped; `tick` then does."""
+def resume(store: Store, plan: SweepPlan, *, now: float | None = None) -> None:
+    """Let a sweep go on that was cancelled or has stopped; `tick` then does.
+
+    Points that were cancelled with the sweep are started again.
+    """
+    directory = directory_of(store, plan.id)
+    if (directory / "cancelled.json").exists():
+        write_json(directory / "resumed.json", {"time": time.time() if now is None else now})
     for name in ("cancelled.json", "stopped.json"):
-        (directory_of(store, plan.id) / name).unlink(missing_ok=True)
+        (directory / name).unlink(missing_ok=True)

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import SlurmCluster, booted
-from tests.cluster.hpml_on_slurm import HPML, VENV, Desk, eventually
+from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
+from tests.cluster.user import VENV
 
 CONFIGURATION = """\
 MaxArraySize=8
@@ -163,17 +164,14 @@ def test_a_lost_answer_of_sbatch(desk: Desk) -> None:
     assert arrays(desk) == [4]
 
 
-@pytest.mark.slow
 def test_a_node_that_goes_down(desk: Desk) -> None:
     """Its tasks are requeued by Slurm, or started again by the sweep; no point is lost."""
-    sweep = sweep_file(desk, 6, 20, budget={"submits_per_minute": 600})
+    sweep = sweep_file(desk, 6, 8)
     desk.hpml("sweep", "run", sweep, "--no-check", "--detach")
     eventually(lambda: len(started(desk)) == 6)
-    try:
-        desk.slurm("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-        time.sleep(1)
-    finally:
-        desk.slurm("scontrol", "update", "nodename=node2", "state=resume")
+    desk.slurm("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    eventually(lambda: "node2" not in desk.slurm("squeue", "--noheader", "--format=%N"))
+    desk.slurm("scontrol", "update", "nodename=node2", "state=idle")
     desk.hpml("sweep", "resume", "last")
     last = {row["point"]: row for row in rows(desk)}
     assert {row["state"] for row in last.values()} == {"COMPLETED"}

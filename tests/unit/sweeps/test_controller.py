@@ -144,7 +144,8 @@ def test_the_waits_for_a_limit_grow(folder: SweepFolder) -> None:
     """30 s, 60 s, … and at most 10 minutes, while others of the user fill the queue."""
     plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
     folder.slurm.submit_limit = 0
-    controller, tried, waits = folder.controller(plan), 0, []
+    controller, tried = folder.controller(plan), 0
+    waits: list[float] = []
     while len(waits) < 7:
         progress = controller.tick()
         if folder.slurm.calls["sbatch"] > tried:
@@ -307,9 +308,10 @@ def test_cancel_and_resume(folder: SweepFolder) -> None:
     assert (progress.finished, progress.waits_for) == (True, "the sweep was cancelled")
     assert folder.slurm.calls["sbatch"] == calls
     assert set(states(folder, plan)) == {"CANCELLED", "EXCLUDED"}
-    resume(folder.store, plan)
+    resume(folder.store, plan, now=folder.slurm.clock.now)
     progress = folder.carry_on(plan)
     assert progress.counts == {"COMPLETED": 8}
+    assert states(folder, plan) == {"COMPLETED": 8, "CANCELLED": 4}
 
 
 def test_a_cancelled_sweep_cancels_what_still_appears(folder: SweepFolder) -> None:

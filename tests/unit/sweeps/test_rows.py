@@ -39,9 +39,10 @@ def test_a_local_sweep(folder: SweepFolder) -> None:
     plan = folder.local_plan(JOB, mode="grid", axes={"--lr": [0.1, 0.5]}, repeats=2)
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder.root)}
     controller = Controller(folder.store, plan, environment=environment)
-    found = eventually(lambda: (p := controller.tick()).finished and p, pause=0.1)
+    eventually(lambda: controller.tick().finished, pause=0.1)
+    found = progress(folder.store, plan)
     assert (found.done, found.counts) == (4, {"COMPLETED": 2, "FAILED": 2})
-    assert progress(folder.store, plan).finished
+    assert found.finished
     rows = folder.rows(plan)
     assert [row.point for row in rows] == [0, 1, 2, 3]
     for point, row in zip(plan.points, rows, strict=True):
