@@ -1,8 +1,9 @@
-"""Medians, speedups and times to accuracy with 95 % confidence intervals that hold for few runs.
+"""Medians, speedups and times to accuracy with 95 % confidence intervals; measures of lost time.
 
 Every interval covers the true value in 93-97 % of simulated sweeps of 6 to 30 repeats with skewed
 run times (tests/unit/sweeps/test_statistics.py); with fewer than 6 repeats there is none. There is
 no mean of speedups here on purpose: a ratio of medians is computed from the runs, never averaged.
+Values that are missing, not finite or not positive raise InputError, which names the argument.
 
 Sources: Hoefler & Belli, "Scientific benchmarking of parallel computing systems", SC15;
 Hettmansperger & Sheather, "Confidence intervals based on interpolated order statistics", 1986;
@@ -37,11 +38,13 @@ __all__ = [
     "Speedup",
     "TimeToAccuracy",
     "arithmetic_mean",
-    "coefficient_of_variation",
+    "data_stall",
     "distinguishable",
     "harmonic_mean",
     "imbalance",
+    "loader_wait_share",
     "median_estimate",
+    "positive",
     "robust_variation",
     "speedup",
     "time_to_accuracy",
@@ -50,7 +53,7 @@ __all__ = [
 CONFIDENCE = 0.95
 MIN_REPEATS = 6  # of 5 values, even [min, max] covers the median at 93.75 % only
 _TOO_WIDE = 0.97  # an interval that covers more than this is narrowed by interpolation
-_HALF = 0.5 + 1e-9
+_HALF = 0.5 + 1e-9  # survival is a product of fractions, so it is one half up to rounding
 _GRID = 200  # quantiles of each sample's median: 40,000 ratios
 
 
@@ -149,10 +152,7 @@ def median_estimate(values: Sequence[float]) -> Estimate:
     least 95 %: [min, max] of 6 covers 96.9 %. A pair that covers more than 97 % is narrowed to 95 %
     by interpolation with the next pair inside.
 
-    Source: Hoefler & Belli SC15, section 3.1.3; Hettmansperger & Sheather 1986.
-
-    Raises:
-        InputError: no values, or one that is not finite.
+    Source: Hoefler & Belli SC15, rule 5; Hettmansperger & Sheather 1986.
     """
     ordered = np.sort(_sample(values, "values"))
     return Estimate(float(np.median(ordered)), len(ordered), _order_interval(ordered, ordered))
@@ -171,7 +171,7 @@ def speedup(
     statistic of n draws from its runs, interpolated in log seconds, and the CI holds the central
     95 % of the ratios. It is computed on a grid, so the same runs always give the same CI, and
     the CI of the inverse ratio is the inverse. In simulation this covered 93-97 % for 6 to 30
-    repeats; the percentile bootstrap covered 88 % where an odd number of noisy runs was compared
+    repeats; the percentile bootstrap covered 89 % where an odd number of noisy runs was compared
     with steady ones, the basic bootstrap 73-94 %.
 
     Args:
@@ -180,19 +180,14 @@ def speedup(
         scale: how many times the baseline's GPUs (nodes, ranks) this point used.
         work: how many times the baseline's work it did: 1 for strong scaling, `scale` for weak.
 
-    Source: Hoefler & Belli SC15, rules 1 and 6; Hutson 1999.
-
-    Raises:
-        InputError: a side without runs, or a number that is not positive and finite.
+    Source: Hoefler & Belli SC15, rules 1 and 4; Hutson 1999.
     """
-    baseline = np.log(_positive(baseline_seconds, "baseline_seconds"))
-    point = np.log(_positive(seconds, "seconds"))
-    _positive([scale], "scale")
-    _positive([work], "work")
-    value = work * math.exp(np.median(baseline)) / math.exp(np.median(point))
+    baseline, point = positive(baseline_seconds, "baseline_seconds"), positive(seconds, "seconds")
+    scale, work = float(positive([scale], "scale")[0]), float(positive([work], "work")[0])
+    value = work * float(np.median(baseline) / np.median(point))
     interval = None
     if min(len(baseline), len(point)) >= MIN_REPEATS:
-        ratios = _medians(baseline)[:, None] - _medians(point)
+        ratios = _log_medians(baseline)[:, None] - _log_medians(point)
         tail = (1 - CONFIDENCE) / 2
         low, high = work * np.exp(np.quantile(ratios, [tail, 1 - tail]))
         interval = Interval(float(low), float(high), CONFIDENCE, "smoothed bootstrap")
@@ -216,9 +211,6 @@ def distinguishable(a_seconds: Sequence[float], b_seconds: Sequence[float]) -> b
 
     Source: Schenker & Gentleman, "On judging the significance of differences by examining the
     overlap between confidence intervals", The American Statistician 55, 2001.
-
-    Raises:
-        InputError: a side without runs, or a time that is not positive and finite.
     """
     interval = speedup(a_seconds, b_seconds).interval
     return None if interval is None else not interval.low <= 1 <= interval.high
@@ -235,12 +227,9 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeT
         seconds: until the target was reached, or until the run ended without.
         reached: for each run, whether the target was reached.
 
-    Source: Kaplan & Meier 1958; rule 7 of docs/sweeps.md.
-
-    Raises:
-        InputError: no runs, lists of different length, or a time that is not positive and finite.
+    Source: Kaplan & Meier 1958.
     """
-    times = _positive(seconds, "seconds")
+    times = positive(seconds, "seconds")
     if len(reached) != len(times):
         raise InputError(f"needs {len(times)} entries, one a run", field="reached", value=reached)
     events = np.asarray(reached, dtype=bool)
@@ -257,9 +246,6 @@ def arithmetic_mean(costs: Sequence[float]) -> float:
     """Return the arithmetic mean, right for costs: seconds, joules, GPU-hours.
 
     Source: Hoefler & Belli SC15, rule 3.
-
-    Raises:
-        InputError: no costs, or one that is not finite.
     """
     return float(np.mean(_sample(costs, "costs")))
 
@@ -268,36 +254,18 @@ def harmonic_mean(rates: Sequence[float]) -> float:
     """Return the harmonic mean, right for rates over equal work: samples/s, flop/s.
 
     Source: Hoefler & Belli SC15, rule 3.
-
-    Raises:
-        InputError: no rates, or one that is not positive and finite.
     """
-    return float(stats.hmean(_positive(rates, "rates")))
-
-
-def coefficient_of_variation(values: Sequence[float]) -> float | None:
-    """Return standard deviation / mean, unitless; None for a single value.
-
-    Source: Hoefler & Belli SC15, section 3.1.2.
-
-    Raises:
-        InputError: no values, or one that is not positive and finite.
-    """
-    sample = _positive(values, "values")
-    return float(stats.variation(sample, ddof=1)) if len(sample) > 1 else None
+    return float(stats.hmean(positive(rates, "rates")))
 
 
 def robust_variation(values: Sequence[float]) -> float | None:
     """Return 1.4826 x median absolute deviation / median, unitless; None for a single value.
 
-    Estimates the coefficient of variation of normal data, and one outlier hardly changes it.
+    For normal data this is the coefficient of variation, but one outlier hardly changes it.
 
     Source: Rousseeuw & Croux, "Alternatives to the median absolute deviation", 1993.
-
-    Raises:
-        InputError: no values, or one that is not positive and finite.
     """
-    sample = _positive(values, "values")
+    sample = positive(values, "values")
     if len(sample) == 1:
         return None
     deviation = stats.median_abs_deviation(sample, scale="normal")
@@ -311,12 +279,43 @@ def imbalance(rank_seconds: Sequence[float]) -> float:
 
     Source: DeRose, Homer & Johnson, "Detecting application load imbalance on high end massively
     parallel systems", Euro-Par 2007.
-
-    Raises:
-        InputError: no ranks, or a time that is not positive and finite.
     """
-    seconds = _positive(rank_seconds, "rank_seconds")
+    seconds = positive(rank_seconds, "rank_seconds")
     return float(seconds.max() / seconds.mean() - 1)
+
+
+def data_stall(
+    synthetic_seconds: float, warm_seconds: float, real_seconds: float
+) -> tuple[float, float]:
+    """Return the seconds lost to preparing and to fetching data, from three runs of equal steps.
+
+    The runs use data made on the device, a small subset in the page cache, and the real data. A
+    stall is slightly negative where the runs scatter by more than they lose.
+
+    Source: Mohan et al. 2021, "Analyzing and mitigating data stalls in DNN training", VLDB 14(5).
+    """
+    positive([synthetic_seconds, warm_seconds, real_seconds], "seconds")
+    return warm_seconds - synthetic_seconds, real_seconds - warm_seconds
+
+
+def loader_wait_share(wait_seconds: Sequence[float], step_seconds: Sequence[float]) -> float:
+    """Return the share of the steps' time, waiting included, that was spent in next(loader).
+
+    Source: Mohan et al. 2021.
+    """
+    waits, steps = _sample(wait_seconds, "wait_seconds"), positive(step_seconds, "step_seconds")
+    if len(waits) != len(steps) or (waits > steps).any() or waits.min() < 0:
+        message = f"needs {len(steps)} entries, each between 0 and the time of its step"
+        raise InputError(message, field="wait_seconds", value=list(wait_seconds))
+    return float(waits.sum() / steps.sum())
+
+
+def positive(values: Sequence[float], field: str) -> Array:
+    """Return the values as an array; refuse none at all and what has no logarithm or inverse."""
+    sample = _sample(values, field)
+    if sample.min() <= 0:
+        raise InputError("must be above 0", field=field, value=float(sample.min()))
+    return sample
 
 
 def _order_interval(lows: Array, highs: Array) -> Interval | None:
@@ -324,18 +323,28 @@ def _order_interval(lows: Array, highs: Array) -> Interval | None:
     n = len(lows)
     if n < MIN_REPEATS:
         return None
-    # the k-th smallest and largest cover the median with 1 - 2 P(Binomial(n, 1/2) < k)
+    k, covers, weight = _order_rank(n)
+    if not weight:
+        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers:.1f} %"
+        return Interval(float(lows[k - 1]), float(highs[n - k]), CONFIDENCE, method)
+    low = (1 - weight) * lows[k - 1] + weight * lows[k]
+    high = (1 - weight) * highs[n - k] + weight * highs[n - k - 1]
+    return Interval(float(low), float(high), CONFIDENCE, "interpolated order statistics")
+
+
+@lru_cache(maxsize=256)
+def _order_rank(n: int) -> tuple[int, float, float]:
+    """Return k, what the k-th smallest and largest of n values cover, and the next pair's weight.
+
+    They cover the median with probability 1 - 2 P(Binomial(n, 1/2) < k); the weight is 0 where
+    that is close enough to 95 %.
+    """
     covers = 1 - 2 * stats.binom.cdf(np.arange(n // 2 + 1) - 1, n, 0.5)
     k = int(np.flatnonzero(covers >= CONFIDENCE)[-1])
-    low, high = lows[k - 1], highs[n - k]
     if covers[k] <= _TOO_WIDE:
-        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers[k]:.1f} %"
-        return Interval(float(low), float(high), CONFIDENCE, method)
+        return k, float(covers[k]), 0.0
     surplus = (covers[k] - CONFIDENCE) / (covers[k] - covers[k + 1])
-    weight = (n - k) * surplus / (k + (n - 2 * k) * surplus)
-    low = (1 - weight) * low + weight * lows[k]
-    high = (1 - weight) * high + weight * highs[n - k - 1]
-    return Interval(float(low), float(high), CONFIDENCE, "interpolated order statistics")
+    return k, float(covers[k]), float((n - k) * surplus / (k + (n - 2 * k) * surplus))
 
 
 @lru_cache(maxsize=256)
@@ -350,9 +359,10 @@ def _median_ranks(n: int) -> Array:
     return np.asarray(np.clip(quantiles * n - 0.5, 0, n - 1), dtype=np.float64)
 
 
-def _medians(values: Array) -> Array:
-    """Return equally probable medians of samples like this one."""
-    return np.interp(_median_ranks(len(values)), np.arange(len(values)), np.sort(values))
+def _log_medians(values: Array) -> Array:
+    """Return the logs of equally probable medians of samples like this one."""
+    ranks = np.arange(len(values), dtype=np.float64)
+    return np.interp(_median_ranks(len(values)), ranks, np.log(np.sort(values)))
 
 
 def _sample(values: Sequence[float], field: str) -> Array:
@@ -362,14 +372,6 @@ def _sample(values: Sequence[float], field: str) -> Array:
         raise InputError("needs at least one value", field=field)
     if not np.isfinite(sample).all():
         raise InputError("must be finite numbers", field=field, value=list(values))
-    return sample
-
-
-def _positive(values: Sequence[float], field: str) -> Array:
-    """Return the values as an array; refuse what has no logarithm or inverse."""
-    sample = _sample(values, field)
-    if sample.min() <= 0:
-        raise InputError("must be above 0", field=field, value=float(sample.min()))
     return sample
 
 

@@ -1,0 +1,343 @@
+"""Models of scaling, communication, compute and memory, against published numbers.
+
+Fits are tried on data of generators that play the work out, step by step. HPML_LONG=1 repeats
+the simulations ten times as often.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.sweeps.models import (
+    Algorithm,
+    Fit,
+    Mfu,
+    Roofline,
+    allreduce_crossover,
+    allreduce_seconds,
+    amdahl_speedup,
+    bus_bandwidth_factor,
+    fit_allreduce,
+    fit_amdahl,
+    fit_gustafson,
+    fit_usl,
+    gustafson_speedup,
+    karp_flatt,
+    memory_estimate,
+    usl_peak,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.random import Generator
+
+SIMULATIONS = 3_000 if os.environ.get("HPML_LONG") == "1" else 300
+MARGIN = 2 * math.sqrt(0.95 * 0.05 / SIMULATIONS)
+GB = 1e9
+
+
+# --- closed forms
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "expected"),
+    [
+        (amdahl_speedup, (0.05, 1e9), 20),
+        (amdahl_speedup, (0.1, 8), 80 / 17),
+        (amdahl_speedup, (0, 64), 64),
+        (amdahl_speedup, (1, 64), 1),
+        # Gustafson 1988: 1,024 processors, serial fractions of 0.4 to 0.8 %
+        (gustafson_speedup, (0.004, 1024), 1019.908),
+        (gustafson_speedup, (0.008, 1024), 1015.816),
+        (usl_peak, (0.0277285, 0.0001044), 96.5),  # SPEC SDM 91 in R's package usl
+        (usl_peak, (0.1, 0), math.inf),
+        # nccl-tests, doc/PERFORMANCE.md
+        (bus_bandwidth_factor, ("allreduce", 8), 1.75),
+        (bus_bandwidth_factor, ("reduce-scatter", 8), 0.875),
+        (bus_bandwidth_factor, ("all-gather", 4), 0.75),
+        (bus_bandwidth_factor, ("all-to-all", 2), 0.5),
+        (bus_bandwidth_factor, ("broadcast", 16), 1),
+        (bus_bandwidth_factor, ("reduce", 16), 1),
+    ],
+)
+def test_closed_forms(
+    function: Callable[..., float], arguments: tuple[Any, ...], expected: float
+) -> None:
+    """Published figures and limits."""
+    assert function(*arguments) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "fractions"),
+    [
+        ("1.82 2.50 3.08 3.57 4.00 4.38 4.71", "0.10 0.10 0.10 0.10 0.10 0.10 0.10"),
+        ("1.87 2.61 3.23 3.73 4.14 4.46 4.71", "0.070 0.075 0.080 0.085 0.090 0.095 0.100"),
+    ],
+    ids=["serial-code", "overhead"],
+)
+def test_karp_flatt(speedups: str, fractions: str) -> None:
+    """The two programs of Quinn 2003, section 7.5, on 2 to 8 processors."""
+    pairs = zip(speedups.split(), fractions.split(), strict=True)
+    for processors, (speedup, fraction) in enumerate(pairs, start=2):
+        assert karp_flatt(float(speedup), processors) == pytest.approx(float(fraction), abs=0.0015)
+    assert karp_flatt(amdahl_speedup(0.03, 12), 12) == pytest.approx(0.03)
+    assert karp_flatt(4.4, 4) < 0, "superlinear"
+
+
+def test_roofline() -> None:
+    """A V100's 125 Tflop/s and 900 GB/s meet at 139 flop/byte (NVIDIA's performance guide)."""
+    device = Roofline(125e12, 900e9)
+    assert device.ridge == pytest.approx(138.9, abs=0.05)
+    assert device.attainable(10) == 9e12
+    assert device.attainable(500) == 125e12
+    assert [device.bound(x) for x in (10, 138, 139, 500)] == ["memory"] * 2 + ["compute"] * 2
+
+
+def test_mfu() -> None:
+    """PaLM 540B: 45.7 % without attention (Chowdhery et al. 2022, section 4.1)."""
+    palm = Mfu(540.35e9, 238.3e3, gpus=6144, peak_flops=275e12, dtype="bf16")
+    assert palm.value == pytest.approx(0.457, abs=0.0005)
+    assert str(palm) == (
+        "45.7 % = 6 N tokens/s / (P peak), N = 5.404e+11, 2.383e+05 tokens/s, P = 6144, "
+        "peak 275 Tflop/s bf16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "activations", "gpus", "advice"),
+    [
+        (1.5e9, 30 * GB, 1, "DDP"),
+        (1.5e9, 100 * GB, 1, "DDP with activation checkpointing"),
+        (7e9, 20 * GB, 1, None),
+        (7e9, 20 * GB, 8, "ZeRO-1"),
+        (13e9, 20 * GB, 16, "ZeRO-2"),
+        (40e9, 40 * GB, 32, "FSDP"),
+        (30e9, 250 * GB, 32, "FSDP, tensor parallel inside the node"),
+        (30e9, 3000 * GB, 64, "tensor parallel inside the node, pipeline between nodes"),
+    ],
+)
+def test_memory(parameters: float, activations: float, gpus: int, advice: str | None) -> None:
+    """The simplest way that fits into 80 GB is advised, at 18 bytes a parameter."""
+    estimate = memory_estimate(
+        parameters, activations, layers=36, device_bytes=80 * GB, gpus=gpus, gpus_per_node=8
+    )
+    assert estimate.advice == advice
+    assert estimate.usable_bytes == pytest.approx(72 * GB)
+    assert estimate.strategies["DDP"] == pytest.approx(18 * parameters + activations)
+    needs = list(estimate.strategies.values())
+    assert needs[2:4] == sorted(needs[2:4], reverse=True)
+
+
+# --- communication
+
+
+def played_out(algorithm: str, ranks: int, size: float, alpha: float, beta: float) -> float:
+    """Seconds of an allreduce, message by message."""
+    seconds = 0.0
+    if algorithm == "ring":
+        for _phase in ("reduce-scatter", "all-gather"):
+            for _neighbour in range(ranks - 1):
+                seconds += alpha + beta * size / ranks
+    elif algorithm == "tree":
+        for _phase in ("reduce", "broadcast"):
+            reached = 1
+            while reached < ranks:
+                reached *= 2
+                seconds += alpha + beta * size
+    else:  # two shards of a parameter server, each of which all ranks send a half to
+        for _phase in ("push", "pull"):
+            seconds += alpha + sum(beta * size / 2 for _rank in range(ranks))
+    return seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16, 64])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "parameter server"])
+def test_an_allreduce_takes_as_long_as_its_messages(algorithm: Algorithm, ranks: int) -> None:
+    """Small, where latency counts, and large, where bandwidth does."""
+    for size in (8, 1e6, 1e9):
+        seconds = allreduce_seconds(algorithm, ranks, size, alpha=5e-6, beta=4e-11, servers=2)
+        assert seconds == pytest.approx(played_out(algorithm, ranks, size, 5e-6, 4e-11))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tree", "ring"),
+        ("ring", "tree"),
+        ("parameter server", "ring"),
+        ("parameter server", "tree"),
+    ],
+)
+def test_the_crossover_is_where_two_algorithms_take_equally_long(
+    first: Algorithm, second: Algorithm
+) -> None:
+    """On 16 ranks; the pipelined tree never loses to the ring, so there is none."""
+    size = allreduce_crossover(first, second, 16, alpha=1e-5, beta=1e-10)
+    assert size is not None
+    times = [allreduce_seconds(name, 16, size, alpha=1e-5, beta=1e-10) for name in (first, second)]
+    assert times[0] == pytest.approx(times[1])
+    assert allreduce_crossover("ring", "pipelined tree", 16, alpha=1e-5, beta=1e-10) is None
+
+
+# --- fits
+
+
+def strong_runs(rng: Generator) -> Fit:
+    """12 s of serial work and 960 tasks of 0.1 s each, dealt out to the ranks: f = 1/9."""
+    scales = [1, 2, 4, 8, 16] * 6
+    seconds = [12 + 0.1 * max(len(range(rank, 960, p)) for rank in range(p)) for p in scales]
+    return fit_amdahl(scales, noisy(seconds, rng))
+
+
+def weak_runs(rng: Generator) -> Fit:
+    """Each rank's batch of 64 takes 0.5 s, of which 0.05 s are work that only one rank does."""
+    scales = [1, 2, 4, 8, 16] * 6
+    rates = [(64 * 0.1 + sum(64 * 0.9 for _rank in range(p))) / 0.5 for p in scales]
+    return fit_gustafson(scales, noisy(rates, rng))
+
+
+def contended_runs(rng: Generator) -> Fit:
+    """A request takes 10 ms, 0.3 ms more for each other one, and 2 us for each ordered pair."""
+    scales = [1, 2, 4, 8, 16, 32, 64] * 6
+    milliseconds = [10 + 0.3 * (n - 1) + 0.002 * n * (n - 1) for n in scales]
+    rates = [1000 * n / each for n, each in zip(scales, milliseconds, strict=True)]
+    return fit_usl(scales, noisy(rates, rng))
+
+
+def ring_runs(rng: Generator) -> Fit:
+    """Message sizes of nccl-tests on 4 and 8 ranks of one node."""
+    shapes = [(ranks, 2.0**k) for ranks in (4, 8) for k in range(10, 31, 2)]
+    seconds = [played_out("ring", ranks, size, 5e-6, 1 / 200e9) for ranks, size in shapes]
+    ranks, sizes = zip(*shapes, strict=True)
+    return fit_allreduce(ranks, sizes, noisy(seconds, rng))
+
+
+def noisy(values: list[float], rng: Generator) -> list[float]:
+    """The values, each off by some 3 %."""
+    return [value * math.exp(0.03 * rng.standard_normal()) for value in values]
+
+
+FITS = pytest.mark.parametrize(
+    ("fitted", "truth"),
+    [
+        (strong_runs, {"T1": 108, "f": 1 / 9}),
+        (weak_runs, {"X1": 128, "f": 0.1}),
+        (contended_runs, {"g": 100, "a": 0.03, "b": 0.0002}),
+        (ring_runs, {"alpha": 5e-6, "beta": 1 / 200e9}),
+    ],
+    ids=["amdahl", "gustafson", "usl", "allreduce"],
+)
+
+
+@FITS
+def test_fits_recover_their_parameters(
+    fitted: Callable[[Generator], Fit], truth: dict[str, float]
+) -> None:
+    """And their 95 % intervals cover the truth in 93-97 % of simulated sweeps."""
+    rng = np.random.default_rng(14)
+    fits = [fitted(rng) for _ in range(SIMULATIONS)]
+    for name, true in truth.items():
+        estimates = [fit.parameters[name] for fit in fits]
+        assert np.median([estimate.value for estimate in estimates]) == pytest.approx(
+            true, rel=0.02
+        )
+        intervals = [estimate.interval for estimate in estimates if estimate.interval]
+        assert len(intervals) == SIMULATIONS
+        covered = sum(interval.low <= true <= interval.high for interval in intervals)
+        assert 0.93 - MARGIN <= covered / SIMULATIONS <= 0.97 + MARGIN, name
+    assert np.median([fit.residual for fit in fits]) == pytest.approx(0.03, rel=0.1)
+    assert fits[0].r_squared > 0.9
+
+
+@FITS
+def test_nothing_is_predicted_beyond_twice_the_largest_scale(
+    fitted: Callable[[Generator], Fit], truth: dict[str, float]
+) -> None:
+    """Rule 10: the curve ends there."""
+    fit = fitted(np.random.default_rng(1))
+    assert list(fit.parameters) == list(truth)
+    assert fit.predict(2 * fit.largest_scale, 1e6) > 0
+    for scale in (2 * fit.largest_scale + 1, 0.5, math.nan):
+        with pytest.raises(InputError, match="twice the largest measured scale") as error:
+            fit.predict(scale, 1e6)
+        assert error.value.field == "scale"
+
+
+def test_predictions_are_the_model_at_that_scale() -> None:
+    """Seconds for Amdahl and allreduce, rates for the others."""
+    rng = np.random.default_rng(2)
+    assert strong_runs(rng).predict(32) == pytest.approx(12 + 3, rel=0.03)
+    assert weak_runs(rng).predict(32) == pytest.approx(64 * (0.1 + 32 * 0.9) / 0.5, rel=0.03)
+    assert contended_runs(rng).predict(100) == pytest.approx(1e5 / (10 + 29.7 + 19.8), rel=0.03)
+    expected = played_out("ring", 16, 1e8, 5e-6, 1 / 200e9)
+    assert ring_runs(rng).predict(16, 1e8) == pytest.approx(expected, rel=0.03)
+
+
+def test_usl_of_published_data() -> None:
+    """Two data sets of R's package usl: one exact, one measured (SPEC SDM 91)."""
+    exact = fit_usl([1, 2, 4, 6, 8, 10], [1, 1.8868, 3.0769, 3.5294, 3.5398, 3.3557])
+    assert [p.value for p in exact.parameters.values()] == pytest.approx([1, 0.02, 0.02], rel=1e-3)
+    loads = [1, 18, 36, 72, 108, 144, 216]
+    measured = fit_usl(loads, [64.9, 995.9, 1652.4, 1853.2, 1828.9, 1775.0, 1702.2])
+    # usl minimises absolute residuals, so its figures lie in the intervals rather than coincide
+    for name, published in {"a": 0.01704689, "b": 7.892498e-05}.items():
+        interval = measured.parameters[name].interval
+        assert interval is not None
+        assert interval.low < published < interval.high
+    assert measured.r_squared > 0.99
+    peak = usl_peak(measured.parameters["a"].value, measured.parameters["b"].value)
+    assert peak == pytest.approx(96.5, rel=0.05)
+
+
+def test_parameters_stay_in_their_range() -> None:
+    """Superlinear rates have no negative contention, and constant times are all serial."""
+    superlinear = fit_usl([1, 2, 4, 8, 16], [100, 210, 430, 890, 1800])
+    values = [parameter.value for parameter in superlinear.parameters.values()]
+    assert values[1:] == pytest.approx([0, 0], abs=1e-4)
+    assert all(p.interval and p.interval.low >= 0 for p in superlinear.parameters.values())
+    serial = fit_amdahl([1, 2, 4, 8], [100, 101, 99, 100]).parameters["f"]
+    assert serial.value == pytest.approx(1, abs=0.03)
+    assert serial.interval is not None
+    assert serial.interval.high == 1
+    latency = fit_allreduce([4] * 4, [8, 64, 512, 1024], [3e-5, 2.9e-5, 3.1e-5, 2.9e-5])
+    assert latency.parameters["alpha"].value == pytest.approx(5e-6, rel=0.03)
+    assert latency.parameters["beta"].value >= 0
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "field"),
+    [
+        (amdahl_speedup, (1.1, 2), "serial_fraction"),
+        (gustafson_speedup, (0.1, 0), "scale"),
+        (karp_flatt, (1, 1), "scale"),
+        (karp_flatt, (0, 2), "speedup"),
+        (usl_peak, (0.1, -1), "coherency"),
+        (fit_amdahl, ([1, 2, 2], [3, 2, 2]), "scales"),
+        (fit_amdahl, ([1, 2, 4], [3, 2]), "seconds"),
+        (fit_gustafson, ([1, 2, 4], [3, math.nan, 2]), "rates"),
+        (fit_usl, ([1, 2, 3, 4] * 2, [1, 2, 3, 4] * 2), "scales"),
+        (fit_allreduce, ([4, 4, 4], [1, 1, 2], [1, 1, 1]), "size_bytes"),
+        (fit_allreduce, ([1, 2, 2], [1, 2, 3], [1, 1, 1]), "ranks"),
+        (bus_bandwidth_factor, ("allreduce", 1), "ranks"),
+        (Mfu, (1e9, 1e3, 0, 1e12, "bf16"), "gpus"),
+        (Roofline(1e12, 1e9).attainable, (0,), "intensity"),
+        (memory_estimate, (1e9, 1e9, 0, 1e9), "layers"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    function: Callable[..., object], arguments: tuple[Any, ...], field: str
+) -> None:
+    """The error names the argument."""
+    with pytest.raises(InputError) as error:
+        function(*arguments)
+    assert error.value.field == field
