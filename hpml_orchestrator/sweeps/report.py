@@ -355,7 +355,7 @@ def _fits(report: Report) -> Iterable[FittedModel]:
             )
             if fit_law is models.fit_usl:
                 peak = unit * models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
-                limit = models.EXTRAPOLATION_LIMIT * max(scales)
+                limit = 2 * max(scales)
                 note = (
                     f"highest throughput at about {peak:.0f} {report.unit}"
                     if peak <= limit
