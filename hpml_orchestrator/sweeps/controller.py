@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Controller", "Progress", "cancel", "progress", "resume", "tick"]
 
-LEASE_SECONDS = 90.0
-"""After this time without a sign of life, another process may carry the sweep on."""
+LEASE_SECONDS, RENEW_SECONDS = 90.0, 15.0
+"""After how long without a sign of life another process may carry the sweep on; how often the one
+that does gives such a sign."""
 
 
 def tick(
@@ -444,10 +445,16 @@ def _take_lease(directory: Path, now: float) -> str:
     """
     path, owner = directory / "controller.json", this_owner(directory.name)
     lease = {**asdict(owner), "renewed": now}
-    if create_json(path, lease):
+    try:
+        record = read_json(path)
+    except NotFoundError:
+        if create_json(path, lease):
+            return ""
+        record = read_json(path)
+    other, age = Owner.read(str(path)), now - float(record.get("renewed", 0.0))
+    if other == owner and 0 <= age < RENEW_SECONDS:
         return ""
-    other, renewed = Owner.read(str(path)), float(read_json(path).get("renewed", 0.0))
-    if other not in (None, owner) and owner_is_alive(other) and 0 <= now - renewed < LEASE_SECONDS:
+    if other not in (None, owner) and owner_is_alive(other) and 0 <= age < LEASE_SECONDS:
         return f"process {other.pid} on {other.hostname}, which carries this sweep on"
     write_json(path, lease)
     return ""
