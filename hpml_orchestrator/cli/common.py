@@ -194,8 +194,8 @@ def print_json(value: Any) -> None:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: drawn by rich on a terminal, tab-separated lines elsewhere."""
     if not sys.stdout.isatty():
-        for row in [header, *rows]:
-            typer.echo("\t".join(" ".join(cell.split()) for cell in row))
+        lines = ("\t".join(" ".join(cell.split()) for cell in row) for row in [header, *rows])
+        typer.echo("\n".join(lines))
         return
     from hpml_orchestrator.cli.terminal import draw_table  # noqa: PLC0415
 

@@ -42,7 +42,9 @@ from hpml_orchestrator.errors import JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.sweeps import controller, plan
 from hpml_orchestrator.sweeps.batches import read_batches
+from hpml_orchestrator.sweeps.progress import progress_of
 from hpml_orchestrator.sweeps.rows import rows as rows_of
+from hpml_orchestrator.sweeps.rows import why_stopped
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
@@ -52,16 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["group"]
 
 _LINE_SECONDS = 60.0
-
-
-def _completesweep_of(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the sweeps whose ids start with a word, for the shell's completion."""
-    try:
-        ctx.obj = {"records": ctx.find_root().params.get("records")}
-        names = ["last", *plan.sweeps(store_of(ctx))]
-    except Exception:  # noqa: BLE001 - completion never disturbs the command line
-        return []
-    return [name for name in names if name.startswith(incomplete)]
 
 
 def _complete_sweep(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -112,7 +104,9 @@ def plan_(
     sweep = sweep_of(file, strong, weak, grid, repeats, batch, settings)
     planned = planned_of(context, sweep, backend, local=local)
     if as_json:
-        print_json(asdict(planned))
+        # asdict would copy every value of every point
+        points = [vars(point) for point in planned.points]
+        print_json({**asdict(replace(planned, points=())), "points": points})
     else:
         print_plan(planned, terminal=sys.stdout.isatty())
 
@@ -201,9 +195,10 @@ def status(
     planned = plan.resolve(store, sweep)
     while True:
         rows = rows_of(store, planned)
-        progress = controller.progress(store, planned)
+        stopped = why_stopped(plan.directory_of(store, planned.id))
+        progress = progress_of(planned, rows, stopped=stopped, now=time.time())
         if as_json:
-            print_json({**asdict(progress), "rows": [asdict(row) for row in rows]})
+            print_json({**asdict(progress), "rows": [vars(row) for row in rows]})
         else:
             if watch and sys.stdout.isatty():
                 typer.echo("\033[2J\033[H", nl=False)

@@ -19,7 +19,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec import load_sweep, parse_setting
+from hpml_orchestrator.spec import parse_setting
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.sweep import Sweep, make_sweep
@@ -110,7 +110,7 @@ def sweep_of(
                 value=file,
                 hint=f"hpml sweep run {file} --strong nodes=1,2,4, or --grid lr=0.1,0.2",
             )
-        sweep = load_sweep(file)
+        sweep = make_sweep(data, Path(os.path.abspath(file)))
         update: dict[str, Any] = {"set": {**sweep.set, **fields}}
         return sweep.model_copy(update=update | ({"repeats": repeats} if repeats else {}))
     data = {

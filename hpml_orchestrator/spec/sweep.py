@@ -76,9 +76,11 @@ class Range(Model):
 
 
 def _distinct(value: list[Any]) -> list[Any]:
-    for index, entry in enumerate(value):
-        if entry in value[:index]:
+    known: set[Any] = set()
+    for entry in value:
+        if entry in known:
             raise ValueError(f"names {entry} twice")
+        known.add(entry)
     return value
 
 

@@ -47,23 +47,14 @@ def question(report: Report) -> str:
         largest = scale_text(scales[-1], report.unit)
         span = f"from {scales[0]} to {largest}" if len(scales) > 1 else f"on {largest} alone"
         what = "global batch" if report.mode == "strong" else "batch of each rank"
-        sizes = {
-            size
-            for setting in report.settings
-            for size in (
-                setting.batch_global if report.mode == "strong" else setting.batch_per_rank
-            )
-        }
+        sizes = {size for one in report.settings for size in _batches(report.mode, one)}
         size = f" ({sizes.pop()})" if len(sizes) == 1 else ""
         return f"How does {report.name} scale {span} with the same {what}{size}?"
     direction = "highest" if report.figure.maximize else "lowest"
-    which = (
-        f"values of {axes}"
-        if report.search
-        else f"of {len(report.settings)} combinations of {axes}"
-    )
-    gives = "give" if report.search else "gives"
-    return f"Which {which} {gives} {report.name} the {direction} {report.figure.name}?"
+    which = f"of {len(report.settings)} combinations of {axes} gives"
+    if report.search:
+        which = f"values of {axes} give"
+    return f"Which {which} {report.name} the {direction} {report.figure.name}?"
 
 
 def answer(report: Report) -> tuple[str, ...]:
@@ -84,9 +75,8 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
     siblings = [one for one in report.series[best.series] if one.seconds]
     baseline = next((one for one in siblings if one.scale == report.baseline), None)
     seconds = f"{_seconds(best.seconds)} in all ({_runs(best)})"
-    equal = [
-        one.label for one in report.settings if one.distinguishable is False and one is not best
-    ]
+    equal = [one.label for one in siblings if one.distinguishable is False and one is not best]
+    verb = "is" if best.scale == 1 else "are"
     if any(one.oversubscribed for one in siblings):
         yield f"The data do not show how {report.name} scales: runs had more ranks than CPU cores."
     if report.mixed:
@@ -96,7 +86,7 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
         yield f"Only {best.label} is complete, so there is no speedup: it took {seconds}."
     elif baseline is None or baseline.seconds is None or best.speedup is None:
         name = scale_text(report.baseline, report.unit)
-        reason = "did not report batch and steps" if baseline else "is not complete"
+        reason = "did not report samples per second" if baseline else "is not complete"
         yield f"No speedups are given: the baseline, {name}, {reason}."
         yield f"The fastest setting took {seconds}: {best.label}."
     elif best is baseline:
@@ -105,18 +95,17 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
             f"{one.label} {number(one.speedup.value)}" for one in others[:_FEW] if one.speedup
         )
         yield (
-            f"{best.label} is the best scale, with {seconds}: more {report.unit} are not "
+            f"{best.label} {verb} the best scale, with {seconds}: more {report.unit} are not "
             f"distinguishably faster (speedups: {rest})."
         )
-        yield from _limit(report, others[-1])
+        yield from _limit(report, siblings[-1])
     else:
         speedup = best.speedup
         faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
-        verb = ("seems" if best.scale == 1 else "seem") + " to be"
-        if speedup.interval:
-            verb = "is" if best.scale == 1 else "are"
+        if speedup.interval is None:
+            verb = "seems to be" if best.scale == 1 else "seem to be"
         yield (
-            f"{best.label} {verb} {'the smallest of the' if equal else 'the'} fastest of "
+            f"{best.label} {verb} the {'best' if equal else 'fastest'} of "
             f"{len(siblings)} scales: {number(speedup.value)}{interval_text(speedup.interval)} "
             f"{faster} {baseline.label} at an efficiency of {number(100 * speedup.efficiency)}"
             f"{interval_text(speedup.efficiency_interval, 100)} % ({_runs(best)})."
@@ -223,8 +212,7 @@ def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
     sizes: dict[str, set[int]] = defaultdict(set)
     for setting in settings:
         if setting.runs:
-            batches = setting.batch_global if mode == "strong" else setting.batch_per_rank
-            sizes[setting.series].update(batches)
+            sizes[setting.series].update(_batches(mode, setting))
     for found in sizes.values():
         if len(found) > 1:
             listed = ", ".join(str(size) for size in sorted(found))
@@ -232,21 +220,21 @@ def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
     return ""
 
 
+def _batches(mode: str, setting: Setting) -> tuple[int, ...]:
+    """Return the batch sizes that the mode keeps constant."""
+    return setting.batch_global if mode == "strong" else setting.batch_per_rank
+
+
 def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
     """Return what a reader has to know before believing the figures, the gravest first."""
     if report.mixed:
         yield Notice("Mixed batches", f"No speedups are given: {report.mixed}.", loud=True)
-    for name, title in (
-        ("code", "code"),
-        ("environment", "environment"),
-        ("hardware", "hardware"),
-        ("device", "device"),
-    ):
+    for name in ("code", "environment", "hardware", "device"):
         found = Counter(text for attempt in report.attempts if (text := getattr(attempt.row, name)))
         if len(found) > 1:
             details = tuple(f"{text}: {counted(n, 'attempt')}" for text, n in found.most_common(8))
-            text = f"Attempts differ in {title}, so differences may not come from the settings."
-            yield Notice(f"Different {title}", text, restricts=True, loud=True, details=details)
+            text = f"Attempts differ in {name}, so differences may not come from the settings."
+            yield Notice(f"Different {name}", text, restricts=True, loud=True, details=details)
     yield from _doubts(report)
     yield from _deviations(plan, report)
     few = [one for one in report.settings if 0 < one.runs < MIN_REPEATS]

@@ -154,7 +154,7 @@ def _notices(before: Report, after: Report) -> Iterable[Notice]:
         yield Notice("Different conditions", text, loud=True, details=tuple(details))
     for when, report in (("before", before), ("after", after)):
         for notice in report.notices:
-            if notice.restricts:
+            if notice.restricts or notice.loud:
                 yield Notice(f"{notice.title} ({when})", notice.text, restricts=True)
 
 

@@ -323,7 +323,8 @@ class _Expansion:
                         scale=scale,
                         sweep=sweep,
                     )
-                    yield replace(point, excluded=self._excluded(plan.unit, point))
+                    excluded = self._excluded(plan.unit, point)
+                    yield replace(point, excluded=excluded) if excluded else point
 
     def _excluded(self, unit: str, point: Point) -> str:
         """Return the rule that leaves a point out; empty where it is to run."""

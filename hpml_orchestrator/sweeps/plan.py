@@ -259,7 +259,8 @@ def write(store: Store, plan: SweepPlan) -> Path:
             f"cannot write records under {store.root}: {error.strerror or error}",
             hint="set HPML_HOME (or --records DIR) to a directory that the nodes see too",
         ) from error
-    lines = (json.dumps(asdict(point), separators=(",", ":")) for point in plan.points)
+    # A point holds plain values: asdict would copy each of them.
+    lines = (json.dumps(vars(point), separators=(",", ":")) for point in plan.points)
     write_text(temporary / _POINTS, "".join(f"{line}\n" for line in lines))
     write_json(temporary / _PLAN, asdict(replace(plan, points=())))
     os.rename(temporary, target)

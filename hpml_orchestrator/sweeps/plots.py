@@ -85,6 +85,7 @@ _MOST_VECTORS = 600
 _MOST_BARS = 16
 _MOST_TICKS = 9
 _MOST_PANELS = 6
+_FEWEST_POINTS = 2  # one needs no plot
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _over_scales(
         points: median and runs by the settings' numbers.
         finish: draws what else this plot has.
     """
-    if not points:
+    if len(points) < _FEWEST_POINTS:
         return None
     figure, (axis,) = _panels(_HEIGHT)
     scales = sorted({one.scale for one in report.settings if one.scale})
@@ -244,13 +245,12 @@ def _curves(report: Report) -> Iterable[Plot | None]:
         axis.axhline(100, **ideal)
         axis.set_ylim(bottom=0)
 
-    if len(speedups) > 1:
-        label = f"speedup over {scale_text(report.baseline, report.unit)}"
-        yield _over_scales(report, "speedup", "Speedup", label, speedups, finish_speedup)
-        label = "parallel efficiency, %"
-        yield _over_scales(
-            report, "efficiency", "Parallel efficiency", label, efficiencies, finish_efficiency
-        )
+    label = f"speedup over {scale_text(report.baseline, report.unit)}"
+    yield _over_scales(report, "speedup", "Speedup", label, speedups, finish_speedup)
+    label = "parallel efficiency, %"
+    yield _over_scales(
+        report, "efficiency", "Parallel efficiency", label, efficiencies, finish_efficiency
+    )
     yield _phases(report)
     reached: dict[int, list[float]] = defaultdict(list)
     for attempt in report.attempts:

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from typer.testing import CliRunner
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
-from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec import load_job, load_sweep
 from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.site import load_site
+from hpml_orchestrator.sweeps.expand import make_plan
 from tests.pages import (
     ROOT,
     RUN_PAGES,
@@ -242,6 +244,11 @@ def test_job_files_and_profiles_in_pages_load(block: Block, tmp_path: Path) -> N
         assert load_site([profile]).origins
         return
     text, path = block.text, tmp_path / f"job.{block.words[0]}"
+    if re.search(r"^mode:", text, re.MULTILINE):
+        shutil.copy(ROOT / "training_jobs/digits.yaml", tmp_path)
+        path.write_text(text, encoding="utf-8")
+        assert make_plan(load_sweep(path), backend="slurm", now=0).shapes
+        return
     if not re.search(r"^name\b", text, re.MULTILINE):
         text = f"name: part\ncommand: [program]\n{text}"
     path.write_text(text, encoding="utf-8")

@@ -45,7 +45,7 @@ LINES = [
     ("render good.yaml --explain -o out", 2, "--explain: cannot be given together with --o", ""),
     ("render good.yaml --force", 2, "--force: needs --output DIR", ""),
     ("render good.yaml -o good.yaml/x", 2, "--output: cannot be written", ""),
-    ("schema sweep", 2, "'sweep' is not one of 'job', 'site'", ""),
+    ("schema cluster", 2, "'cluster' is not one of 'job', 'site', 'sweep'", ""),
     ("show nothing", 3, "no run 'nothing' under ", ""),
     ("show probe", 2, "RUN: names 2 runs: probe-20240102-000000-bbbbbb, probe-2024010", ""),
     ("cancel last nothing", 3, "no run 'nothing' under ", "nothing was cancelled; "),

@@ -31,7 +31,7 @@ def plan_of(mode: str, points: Sequence[Point], **fields: Any) -> SweepPlan:
         mode=mode,
         backend="slurm",
         host="",
-        site=("/etc/hpml/site.toml",),
+        site="/etc/hpml/site.toml",
         created=BEGAN,
         shapes=(),
         points=tuple(points),

@@ -82,6 +82,7 @@ def test_a_strong_sweep_is_recomputed() -> None:
             assert setting.serial_fraction.value == pytest.approx(share)
     assert report.costs.energy_kwh == pytest.approx(sum(row.energy_kwh or 0 for row in rows))
     assert report.best == at(report, LARGEST).number
+    assert [one.distinguishable for one in report.settings] == [True, True, True, False]
     assert "4.63" in report.answer[0]
     assert "8 nodes are the fastest of 4 scales" in report.answer[0]
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -120,6 +121,22 @@ def test_plots_stay_small() -> None:
     assert sum(len(plot.svg) for plot in many) < 300_000
     identities = re.findall(r' id="([^"]+)"', "".join(plot.svg for plot in few))
     assert len(identities) == len(set(identities))
+
+
+def test_without_matplotlib_the_user_is_told_what_to_install() -> None:
+    """One error with the command, not a traceback."""
+    program = """import sys
+sys.modules["matplotlib"] = None
+from hpml_orchestrator.errors import InputError
+try:
+    import hpml_orchestrator.sweeps.pages
+except InputError as error:
+    print(error, "|", error.hint)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().endswith("pip install 'hpml-orchestrator[sweep]'")
 
 
 def faster_at_8(row: Any) -> Any:
