@@ -101,8 +101,9 @@ def sweep_of(
     if strong:
         refuse_with("--strong", {"--weak": weak})
     fields: dict[str, Any] = dict(map(parse_setting, settings))
+    source = Path(os.path.abspath(file))
     if not (strong or weak or grid):
-        data = read_mapping(Path(os.path.abspath(file)), "sweep file")
+        data = read_mapping(source, "sweep file")
         if "mode" not in data and {"launcher", "script", "command", "module"} & set(data):
             raise InputError(
                 "is a job file: say what varies",
@@ -110,11 +111,11 @@ def sweep_of(
                 value=file,
                 hint=f"hpml sweep run {file} --strong nodes=1,2,4, or --grid lr=0.1,0.2",
             )
-        sweep = make_sweep(data, Path(os.path.abspath(file)))
+        sweep = make_sweep(data, source)
         update: dict[str, Any] = {"set": {**sweep.set, **fields}}
         return sweep.model_copy(update=update | ({"repeats": repeats} if repeats else {}))
     data = {
-        "base": os.path.abspath(file),
+        "base": str(source),
         "mode": "strong" if strong else "weak" if weak else "grid",
         "set": fields,
         "axes": dict(_axis(text) for text in grid),
@@ -128,7 +129,7 @@ def sweep_of(
     if batch:
         name, _, per = batch.partition(":")
         data["batch"] = {"argument": name, "per": per or "rank"}
-    return make_sweep(data, Path(os.path.abspath(file)))
+    return make_sweep(data, source)
 
 
 def _listed(text: str, option: str, example: str) -> tuple[str, list[Any]]:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,11 @@ class SweepPlan:
         """The sweep file."""
         return Sweep.model_validate(self.sweep)
 
+    @cached_property
+    def shapes_by_values(self) -> Mapping[tuple[Any, ...], Shape]:
+        """The shapes by the values of `fixed`, whose names are the same in all of them."""
+        return {tuple(shape.fixed.values()): shape for shape in self.shapes}
+
 
 def text_of(value: Any) -> str:
     """Return a value as an argument has it."""
@@ -197,11 +203,8 @@ def point_of(
     """
     sweep = sweep or plan.spec
     known = {**values, **({plan.unit: scale} if scale else {}), "": bool(checkpoint)}
-    shape = next(
-        shape
-        for shape in plan.shapes
-        if all(known.get(name, False) == value for name, value in shape.fixed.items())
-    )
+    fixed = tuple(known.get(name, False) for name in plan.shapes[0].fixed)
+    shape = plan.shapes_by_values[fixed]
     per_rank, whole = batch_of(sweep, shape.ranks, values)
     rate = learning_rate_of(sweep, plan.base_learning_rate, plan.base_batch, whole, values)
     write_value = json.dumps if sweep.function else text_of
