@@ -33,11 +33,11 @@ $(VENV)/.train: pyproject.toml | $(BIN)/pip
 	  echo "make: that index did not help: installing what pip finds; PyPI's CUDA build is 3 GB, and 5 GB on disk"; \
 	  $(BIN)/pip install --disable-pip-version-check --progress-bar off '$(TORCH)' | grep -v '^Requirement already'; \
 	  $(BIN)/python -c 'import torch'; }
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train,sweep]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.train
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train,sweep,dev]'
 	@touch $@
 
 # The copyable files are copied, as a user would, and run from there.
