@@ -17,11 +17,6 @@ from tests.unit.sweeps import sweep_rows
 LARGEST = 8
 
 
-def name_of(value: object) -> str:
-    """The id of a parameter: of the text alone, functions have none."""
-    return value[:40] if isinstance(value, str) else ""
-
-
 def at(report: Report, scale: int) -> Setting:
     return next(setting for setting in report.settings if setting.scale == scale)
 
@@ -91,17 +86,14 @@ def test_a_weak_sweep_compares_samples_per_total_second() -> None:
     """Each run trains the same epochs, so the ratio of rates is not the ratio of times by scale."""
     plan, rows = sweep_rows.scaling("weak")
     report = build(plan, rows)
-    runs = by_scale(plan, rows)
     rates = {
         scale: median(
             (row.steps or 0) * (row.batch_global or 0) / (row.total_seconds or 1) for row in group
         )
-        for scale, group in runs.items()
+        for scale, group in by_scale(plan, rows).items()
     }
-    for scale in runs:
-        setting = at(report, scale)
-        assert setting.speedup
-        assert setting.speedup.value == pytest.approx(rates[scale] / rates[1], rel=1e-3)
+    speedups = {one.scale: one.speedup.value for one in report.settings if one.speedup}
+    assert speedups == pytest.approx({scale: rates[scale] / rates[1] for scale in rates}, rel=1e-3)
     assert report.fits[0].model == "Gustafson"
     assert "times the throughput of 1 node" in report.answer[0]
 
@@ -138,6 +130,16 @@ def test_a_weak_sweep_compares_samples_per_total_second() -> None:
             lambda: sweep_rows.scaling(change=changed(oversubscribed=True)),
             "The complete runs give no answer: all had more ranks than CPU cores.",
         ),
+        (
+            lambda: sweep_rows.scaling(
+                change=lambda row: replace(
+                    row,
+                    phases={**row.phases, "staging": 60.0},
+                    total_seconds=(row.total_seconds or 0) + 60,
+                )
+            ),
+            "lost against ideal scaling: staging",
+        ),
         (lambda: sweep_rows.grid({"--lr": [0.1]}, repeats=1), "no other setting is complete"),
         (lambda: sweep_rows.grid({"--lr": [0.1, 0.09]}), "not distinguishable from it"),
         (lambda: sweep_rows.grid({"--lr": [0.1, 0.5]}), ", distinguishable from it"),
@@ -147,7 +149,7 @@ def test_a_weak_sweep_compares_samples_per_total_second() -> None:
             "20 trials counted (16 completed, 3 pruned, 1 out of memory)",
         ),
     ],
-    ids=name_of,
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_the_answer_says_what_the_data_carry(make: Callable[[], Any], sentence: str) -> None:
     """Unfinished, failed, mixed, too few, oversubscribed, indistinguishable."""
@@ -179,7 +181,7 @@ def test_the_answer_says_what_the_data_carry(make: Callable[[], Any], sentence: 
             "8 nodes: 7-1171",
         ),
     ],
-    ids=name_of,
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_restricts_the_figures_is_named(
     title: str, change: Callable[[Row], Row], text: str
@@ -187,18 +189,6 @@ def test_what_restricts_the_figures_is_named(
     """Each deviation has its notice, and a clean sweep has none."""
     assert build(*sweep_rows.scaling()).notices == ()
     assert text in notice(build(*sweep_rows.scaling(change=change)), title)
-
-
-def test_what_limits_is_named_first() -> None:
-    """A minute of staging on every node is what the time is lost to."""
-    plan, rows = sweep_rows.scaling()
-    slow = [
-        replace(
-            row, phases={**row.phases, "staging": 60.0}, total_seconds=(row.total_seconds or 0) + 60
-        )
-        for row in rows
-    ]
-    assert "lost against ideal scaling: staging" in build(plan, slow).answer[1]
 
 
 def test_every_attempt_is_listed_and_paid() -> None:
