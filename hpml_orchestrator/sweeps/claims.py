@@ -204,13 +204,10 @@ def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
             f"complete runs (down to {min(few)}), so differences there may be chance."
         )
         yield Notice("Few repeats", text)
-    for title, states in (
-        ("Not finished", {name for name in report.states if name in _UNFINISHED}),
-        ("Not completed", set(report.states) - _UNFINISHED - {MEASURED, "PRUNED", "EXCLUDED"}),
-    ):
-        if states:
-            text = states_text({name: report.states[name] for name in states})
-            yield Notice(title, f"Of {counted(len(report.attempts), 'attempt')}: {text}.")
+    if missing := set(report.states) - {MEASURED, "PRUNED", "EXCLUDED"}:
+        text = states_text({name: report.states[name] for name in missing})
+        title = "Not finished" if missing & _UNFINISHED else "Not completed"
+        yield Notice(title, f"Of {counted(len(report.attempts), 'attempt')}: {text}.")
     if dirty := sum("+dirty" in attempt.row.code for attempt in report.attempts):
         text = f"{counted(dirty, 'attempt')} ran code with uncommitted changes."
         yield Notice("Uncommitted changes", text)

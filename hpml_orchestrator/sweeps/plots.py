@@ -53,13 +53,11 @@ _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _QUIET,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": _LINE,
     "grid.linewidth": 0.6,
-    "xtick.color": _QUIET,
-    "ytick.color": _QUIET,
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _QUIET),
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), _INK
     ),

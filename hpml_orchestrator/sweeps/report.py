@@ -250,12 +250,9 @@ def _compared(
     plan: SweepPlan,
 ) -> Setting:
     """Return the setting with its speedup over the baseline of its series, and what was lost."""
-    for baseline in settings:
-        if (baseline.series, baseline.scale) == (setting.series, plan.baseline):
-            break
-    else:
-        return setting
-    if not (baseline.figures and setting.figures and setting.scale and plan.baseline):
+    bases = [one for one in settings if (one.series, one.scale) == (setting.series, plan.baseline)]
+    baseline = bases[0] if bases and bases[0].figures else None
+    if baseline is None or not (setting.figures and setting.scale and plan.baseline):
         return setting
     if setting is baseline:
         return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -48,21 +48,20 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def estimate_text(estimate: Estimate | Speedup | None, factor: float = 1) -> str:
+def estimate_text(
+    estimate: Estimate | Speedup | None, factor: float = 1, text: Callable[[float], str] = number
+) -> str:
     """Return `factor` times a figure with its interval, as `1.79 [1.77, 1.83]`."""
     if estimate is None:
         return "-"
     ends = estimate.interval
-    interval = f" [{number(ends.low * factor)}, {number(ends.high * factor)}]" if ends else ""
-    return number(estimate.value * factor) + interval
+    interval = f" [{text(ends.low * factor)}, {text(ends.high * factor)}]" if ends else ""
+    return text(estimate.value * factor) + interval
 
 
 def exact_text(estimate: Estimate | None) -> str:
     """Return a figure with four digits, as accuracies need, and its interval."""
-    if estimate is None:
-        return "-"
-    ends = estimate.interval
-    return f"{estimate.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
+    return estimate_text(estimate, text=_value_text)
 
 
 def scale_text(scale: int | None, unit: str) -> str:
