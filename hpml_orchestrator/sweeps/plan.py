@@ -303,6 +303,11 @@ def sweeps(store: Store) -> list[str]:
         names = os.listdir(store.root / "sweeps")
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise RecordError(
+            f"cannot read {store.root / 'sweeps'}: {error.strerror or error}",
+            hint="set HPML_HOME (or --records DIR) to the directory of your records",
+        ) from error
     known = [name for name in names if ID_PATTERN.match(name)]
     return sorted(known, key=lambda name: (stamp_of(name), name), reverse=True)
 
