@@ -324,7 +324,8 @@ def resolve(store: Store, word: str) -> SweepPlan:
     matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
     if not matches or not word:
         near = nearest(word, [*known, *["last"][: len(known)]])
-        hint = f"did you mean {near}?" if near else "start one with `hpml sweep run`"
+        start = "`hpml sweep status` lists all" if known else "start one with `hpml sweep run`"
+        hint = f"did you mean {near}?" if near else start
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:
         raise InputError(
