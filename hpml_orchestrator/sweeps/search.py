@@ -51,29 +51,18 @@ def check_search(sweep: Sweep) -> None:
     Raises:
         InputError: settings contradict each other, or a package is missing; all are named.
     """
-    search, pbt, repeated = sweep.search, sweep.mode == "pbt", sweep.count > 1
+    search, trials, pbt = sweep.search, sweep.search.trials, sweep.mode == "pbt"
     sampler = search.sampler if sweep.mode == "bayes" else ""
     package = _PACKAGES.get(sampler, "")
     lists = " and ".join(name for name, axis in sweep.axes.items() if not isinstance(axis, Range))
-    population = search.population if sweep.mode in ("evolution", "pbt") else 0
+    too_large = sweep.mode in ("evolution", "pbt") and search.population > trials
+    pruned = search.pruner != "none" and (pbt or sweep.count > 1)
     checks: list[tuple[object, str, str]] = [
         (sampler == "cmaes" and lists, "search.sampler", f"needs a range for {lists}"),
-        (
-            package and not find_spec(package),
-            "search.sampler",
-            f"needs another package: pip install {package}",
-        ),
-        (
-            population > search.trials,
-            "search.population",
-            f"must be at most the {search.trials} trials",
-        ),
-        (pbt and repeated, "repeats", "must be 1 in mode pbt"),
-        (
-            search.pruner != "none" and (pbt or repeated),
-            "search.pruner",
-            "must be none with repeats, and in mode pbt, which replaces bad runs itself",
-        ),
+        (package and not find_spec(package), "search.sampler", f"needs `pip install {package}`"),
+        (too_large, "search.population", f"must be at most the {trials} trials"),
+        (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
+        (pruned, "search.pruner", "must be none with repeats and in mode pbt"),
         (sweep.exclude, "exclude", "must be empty in a search: leave the values out of the axes"),
     ]
     problems = [
@@ -253,10 +242,9 @@ class Searcher:
             ]
             if values:
                 self._study.tell(trial.number, statistics.median(values))
-            elif "PRUNED" in states:  # its value is the last that was reported
-                self._study.tell(trial.number, state=TrialState.PRUNED)
-            else:
-                self._study.tell(trial.number, state=TrialState.FAIL)
+            else:  # the value of a pruned one is the last that was reported
+                state = TrialState.PRUNED if "PRUNED" in states else TrialState.FAIL
+                self._study.tell(trial.number, state=state)
 
     def _may_ask(self) -> bool:
         """Whether there is another trial to make now."""
