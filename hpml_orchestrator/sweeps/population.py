@@ -67,12 +67,7 @@ def train_on(
     among the worst 20 %, or whose training failed, takes the checkpoint of one of the best 20 %
     and perturbs its values (truncation selection).
 
-    Args:
-        trials: all of them so far.
-        axes: the values of each axis.
-        search: as in the sweep file.
-        rng: source of chance.
-        runs: directory of the runs.
+    The checkpoints are in the trials' directories under `runs`.
 
     Returns:
         A running trial with its `parents`, `generation` and `checkpoint` as attributes; None for
@@ -131,14 +126,8 @@ def _child(
 def _changed(axis: Axis, value: Any, width: float, rng: random.Random) -> Any:
     """Return another value of the axis, normally distributed about this one.
 
-    A list is seen as a range of places, and a range as Optuna does: even in its logarithm if it is
-    logarithmic.
-
-    Args:
-        axis: the axis.
-        value: one of its values.
-        width: standard deviation, as a share of the axis; it grows until the value is another.
-        rng: source of chance.
+    Distances are those of positions in a list, and of logarithms in a logarithmic range. The
+    standard deviation is the share `width` of the axis; it grows until the value is another.
     """
     if axis.single():
         return value

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -244,7 +245,7 @@ def test_values_are_those_of_the_axes(mode: str, folder: SweepFolder) -> None:
     def train(point: Point) -> float:
         return float(leave_checkpoint(trials, point) * point.values["--width"])
 
-    trials = Trials(folder, mode, train, parallel=8, axes=MIXED, trials=24, population=6)
+    trials = Trials(folder, mode, train, parallel=8, axes=MIXED, trials=23, population=6)
     for values in [trial.params for trial in trials.search().trials]:
         assert 0.001 <= values["--lr"] <= 0.1
         assert values["--momentum"] in (0.0, 0.25, 0.5, 0.75)
@@ -257,22 +258,18 @@ def test_values_are_those_of_the_axes(mode: str, folder: SweepFolder) -> None:
         assert kinds == [int, int, float, bool]
 
 
-def miss(values: dict[str, float]) -> float:
-    """Return how far values are from the bottom of a smooth valley."""
-    return sum(((value - 0.3) ** 2 for value in values.values()), 0.0)
-
-
 @pytest.mark.parametrize(("mode", "trials"), [("bayes", 30), ("evolution", 60)])
 def test_searches_learn(mode: str, trials: int, folder: SweepFolder) -> None:
     """They come nearer to the bottom than random search does on average."""
+
+    def miss(values: Iterable[float]) -> float:
+        return sum((value - 0.3) ** 2 for value in values)
+
     rng = random.Random(1)
-    luck = [
-        min(miss({axis: rng.random() for axis in SQUARE}) for _ in range(trials))
-        for _ in range(200)
-    ]
+    tries = [[miss(rng.random() for _ in SQUARE) for _ in range(trials)] for _ in range(200)]
     settings: dict[str, Any] = {"axes": SQUARE, "direction": "minimize", "population": 10}
-    found = Trials(folder, mode, lambda p: miss(dict(p.values)), trials=trials, **settings).search()
-    assert found.best_value < sum(luck) / len(luck) / 2
+    search = Trials(folder, mode, lambda p: miss(p.values.values()), trials=trials, **settings)
+    assert search.search().best_value < mean(map(min, tries)) / 2
 
 
 def test_evolution_follows_its_parents(folder: SweepFolder) -> None:
@@ -372,32 +369,26 @@ LIST = {"--lr": {"low": 0.1, "high": 1.0}, "--opt": ["sgd", "adam"]}
 
 
 @pytest.mark.parametrize(
-    ("mode", "settings", "field", "message"),
+    ("mode", "settings", "error"),
     [
-        ("bayes", {"sampler": "cmaes", "axes": LIST}, "search.sampler", "a range for --opt"),
-        ("bayes", {"sampler": "cmaes"}, "search.sampler", "needs `pip install cmaes`"),
-        ("bayes", {"sampler": "gp"}, "search.sampler", "needs `pip install torch`"),
-        ("evolution", {"trials": 4}, "search.population", "the 4 trials (got 8)"),
-        ("pbt", {"repeats": 2}, "repeats", "must be 1 in mode pbt"),
-        ("pbt", {"pruner": "median"}, "search.pruner", "must be none"),
-        ("bayes", {"pruner": "halving", "repeats": 2}, "search.pruner", "must be none"),
-        ("random", {"exclude": [{"--lr": 0.1}]}, "exclude", "leave the values out"),
+        ("bayes", {"sampler": "cmaes", "axes": LIST}, "search.sampler: needs a range for --opt"),
+        ("bayes", {"sampler": "cmaes"}, "search.sampler: needs `pip install cmaes`"),
+        ("bayes", {"sampler": "gp"}, "search.sampler: needs `pip install torch`"),
+        ("evolution", {"trials": 4}, r"search.population: .* the 4 trials \(got 8\)"),
+        ("pbt", {"repeats": 2}, "repeats: must be 1 in mode pbt"),
+        ("pbt", {"pruner": "median"}, "search.pruner: must be none"),
+        ("bayes", {"pruner": "halving", "repeats": 2}, "search.pruner: must be none"),
+        ("random", {"exclude": [{"--lr": 0.1}]}, "exclude: .* leave the values out"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    mode: str,
-    settings: dict[str, Any],
-    field: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, settings: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At planning, with the field and what would be right; here packages are missing too."""
     for package in ("cmaes", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=error):
         check_search(Sweep.model_validate({"base": "/job.yaml", **fields_of(mode, **settings)}))
-    assert field in str(caught.value)
-    assert message in str(caught.value)
 
 
 def test_studies_that_do_not_fit_are_refused(folder: SweepFolder) -> None:
