@@ -143,9 +143,18 @@ class Searcher:
             population-based training has to end first.
 
         Raises:
-            InputError: the runs of a generation left no checkpoint.
+            InputError: the runs of a generation left no checkpoint, or no run reports the metric.
             RecordError: the study lacks trials that the rows have.
         """
+        completed = [row for row in rows if row.state == "COMPLETED"]
+        if completed and all(row.metric is None for row in completed):
+            figures = ", ".join(sorted(completed[0].result)) or "nothing"
+            raise InputError(
+                "is no figure of the results",
+                field="search.metric",
+                value=self._sweep.search.metric,
+                hint=f"the first run reported {figures}; start the sweep again with one of them",
+            )
         known = {row.point for row in rows}
         made = len(self._trials())
         if known and max(known) >= made * self._sweep.count:
