@@ -28,7 +28,7 @@ class Desk:
         words = [sys.executable, "-m", "hpml_orchestrator.cli", *arguments]
         return {"args": words, "cwd": self.root, "env": kept | own, "text": True}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def launch(self, *arguments: str) -> subprocess.Popen[str]:
         """Start hpml, and return its process."""
         return subprocess.Popen(**self._command(arguments), stdout=subprocess.DEVNULL)
 

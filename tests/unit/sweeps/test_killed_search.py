@@ -38,7 +38,7 @@ def test_a_search_killed_twice_has_all_trials(tmp_path: Path) -> None:
         return len([*tmp_path.glob("records/runs/*/result.json")]) >= least
 
     for ended, words in ((3, ["run", "sweep.yaml", "--local"]), (9, ["resume", "last"])):
-        with desk.start("sweep", *words) as process:
+        with desk.launch("sweep", *words) as process:
             eventually(partial(ran, ended))
             process.kill()
         assert process.returncode == -signal.SIGKILL
