@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, counted
-from hpml_orchestrator.records.files import append_line, read_json, read_text_or_nothing
+from hpml_orchestrator.records.files import (
+    SCHEMA_VERSION,
+    append_line,
+    read_json,
+    read_text_or_nothing,
+)
 from hpml_orchestrator.runs.bound import node_topology
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 from hpml_orchestrator.sweeps.batches import read_batches
+from hpml_orchestrator.sweeps.limits import Limits
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.watch import TaskStates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,10 +31,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.sweeps.batches import Batch
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
 
-__all__ = ["Row", "RowLog", "row_of", "rows", "table", "why_stopped"]
+__all__ = ["Row", "RowLog", "SchedulerState", "row_of", "rows", "table", "why_stopped"]
 
 _HOUR_SECONDS = 3600.0
 _JOULES_PER_KWH = 3.6e6
@@ -111,6 +116,9 @@ class Row:
     hardware: str = ""
 
 
+_EMPTY = vars(Row(-1))
+
+
 class RowLog:
     """The rows of what is over, in `rows.jsonl`: each is collected once and never changes.
 
@@ -135,12 +143,9 @@ class RowLog:
         self._offset += end
         self._torn = end < len(text)
         for line in text[:end].splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            row = Row(**{name: record[name] for name in _NAMES if name in record})
-            self.rows[row.point, row.start] = row
+            with contextlib.suppress(ValueError):
+                row = Row(**json.loads(line))
+                self.rows[row.point, row.start] = row
 
     def append(self, row: Row) -> None:
         """Add the row of a start that is over."""
@@ -150,7 +155,39 @@ class RowLog:
         self.rows[row.point, row.start] = row
 
 
-_NAMES = frozenset(column.name for column in fields(Row))
+@dataclass
+class SchedulerState:
+    """What the scheduler said last, in `state.json`.
+
+    Attributes:
+        asked: when it was last asked for the state of jobs, seconds since the epoch.
+        out: rows of what is submitted and not over, by point and start.
+        limits: what it takes at once.
+    """
+
+    asked: float = 0.0
+    out: dict[tuple[int, int], Row] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+    @classmethod
+    def read(cls, directory: Path) -> SchedulerState:
+        """Read the file; without one nothing is known."""
+        try:
+            record: dict[str, Any] = read_json(directory / "state.json")
+        except NotFoundError:
+            return cls()
+        rows = [Row(**row) for row in record["out"]]
+        out = {(row.point, row.start): row for row in rows}
+        return cls(record["asked"], out, Limits(**record["limits"]))
+
+    def to_text(self) -> str:
+        """Return the file's text, on one line: there may be ten thousand rows."""
+        out = [
+            {name: value for name, value in vars(row).items() if value != _EMPTY[name]}
+            for row in self.out.values()
+        ]
+        record = {"asked": self.asked, "limits": vars(self.limits), "out": out}
+        return json.dumps({"schema_version": SCHEMA_VERSION, **record})
 
 
 def rows(store: Store, plan: SweepPlan) -> list[Row]:
@@ -161,49 +198,45 @@ def rows(store: Store, plan: SweepPlan) -> list[Row]:
     directory = directory_of(store, plan.id)
     log = RowLog(directory / "rows.jsonl")
     log.read()
-    states, batches = TaskStates.read(directory / "tasks.json"), read_batches(directory, plan)
-    return table(plan, log, states, batches, why_stopped(directory))
+    tasks = [task.key for batch in read_batches(directory, plan) for task in batch.tasks]
+    out = SchedulerState.read(directory).out
+    return table(plan, log, out, tasks, why_stopped(directory))
 
 
 def table(
-    plan: SweepPlan, log: RowLog, states: TaskStates, batches: Iterable[Batch], stopped: str
+    plan: SweepPlan,
+    log: RowLog,
+    out: Mapping[tuple[int, int], Row],
+    tasks: Iterable[tuple[int, int]],
+    stopped: str,
 ) -> list[Row]:
     """Return the rows of what is over, of what is out and of what waits, by point and start.
 
     Args:
         plan: the sweep's.
         log: what is over.
-        states: what is out.
-        batches: all of them.
+        out: rows of what is out.
+        tasks: point and start of all tasks of all batches.
         stopped: why nothing more is submitted; empty where the sweep goes on.
     """
-    found = dict(log.rows)
-    waiting = Row(0, state="EXCLUDED" if stopped else "WAITING", reason=stopped, over=bool(stopped))
-    for key, state in states.tasks.items():
-        if key not in found:
-            found[key] = Row(*key, **vars(state))
-    for batch in batches:
-        for task in batch.tasks:
-            if task.key not in found:
-                found[task.key] = replace(waiting, point=task.point.number, start=task.start)
-    begun = {point for point, _ in found}
-    for point in plan.points:
-        if point.excluded:
-            reason = point.excluded
-            found[point.number, 0] = Row(point.number, state="EXCLUDED", reason=reason, over=True)
-        elif point.number not in begun:
-            found[point.number, 0] = replace(waiting, point=point.number)
+    found = {**out, **log.rows}
+    begun = {point for point, _ in (*found, *tasks)}
+    waiting = [point for point in plan.points if point.number not in begun]
+    keys = [*(key for key in tasks if key not in found), *((point.number, 0) for point in waiting)]
+    excluded = {point.number: point.excluded for point in waiting if point.excluded}
+    for key in keys:
+        reason = excluded.get(key[0], stopped)
+        state = "EXCLUDED" if reason else "WAITING"
+        found[key] = Row(*key, state=state, reason=reason, over=bool(reason))
     return [found[key] for key in sorted(found)]
 
 
 def why_stopped(directory: Path) -> str:
     """Return why nothing more of a sweep is submitted; empty where it goes on."""
-    for name in ("cancelled.json", "stopped.json"):
-        try:
-            return str(read_json(directory / name)["reason"])
-        except NotFoundError:
-            continue
-    return ""
+    try:
+        return str(read_json(directory / "stopped.json")["reason"])
+    except NotFoundError:
+        return ""
 
 
 def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> Row:

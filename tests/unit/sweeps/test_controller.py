@@ -260,7 +260,7 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
         progress = folder.controller(plan).tick()
         assert folder.slurm.calls["sbatch"] == calls
         if calls == 3:
-            assert progress.waits_for == "3 submissions per minute"
+            assert progress.waits_for == "at most 3 submissions per minute"
             folder.slurm.clock.sleep(30.5)
     folder.carry_on(plan)
     assert folder.started() == list(range(8))
@@ -269,7 +269,7 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
 def test_only_one_controller_works(folder: SweepFolder) -> None:
     """Another one reads, until the first is dead or has given no sign of life for 90 s."""
     plan = folder.plan()
-    lease = directory_of(folder.store, plan.id) / "controller.json"
+    lease = directory_of(folder.store, plan.id) / "controller.1.json"
     now = folder.slurm.clock.now
     alive = asdict(this_owner(plan.id, pid=1))
     for owner, renewed, works in (
@@ -321,8 +321,8 @@ def test_a_cancelled_sweep_cancels_what_still_appears(folder: SweepFolder) -> No
     with pytest.raises(Killed):
         folder.controller(plan).tick()
     folder.slurm.clock.sleep(31.0)
-    cancelled = directory_of(folder.store, plan.id) / "cancelled.json"
-    write_json(cancelled, {"reason": "the sweep was cancelled"})
+    cancelled = directory_of(folder.store, plan.id) / "stopped.json"
+    write_json(cancelled, {"reason": "the sweep was cancelled", "cancel": True})
     folder.slurm.clock.sleep(120.0)
     progress = folder.carry_on(plan)
     assert progress.counts == {"CANCELLED": 6}
