@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -249,24 +250,24 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         state: the last state of its task.
     """
     try:
-        summary = summarise(state)
-        attempts = state.run.attempts()
+        summary, attempts = summarise(state), state.run.attempts()
         placed = _placed(state, attempts[-1], shape) if attempts else {}
     except RecordError as error:  # damaged: the row says so, and the sweep goes on
         state = replace(state, reason=state.reason or str(error))
         summary, attempts, placed = Summary(), [], {}
     result = summary.result or _result_file(state)
     told = numbers(result)
-    steps = numbers(summary.last_step)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     for name in ("evaluation", "checkpoint"):
         if f"{name}_seconds" in told:
             phases[name] = told[f"{name}_seconds"]
-    hours = _allocated_seconds(state, attempts) / _HOUR_SECONDS
-    per_rank, world = _whole(told, "batch_size_per_rank"), _whole(told, "world_size")
-    world = world or summary.world_size or None
-    search = plan.sweep.get("search") or {}
     begun = attempts[0].started if attempts else None
+    took = None if state.started is None or state.ended is None else state.ended - state.started
+    hours = (_earlier_seconds(attempts) + max(0.0, took or 0.0)) / _HOUR_SECONDS
+    # The script's own clock is finer than the scheduler's.
+    own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
+    per_rank = _whole(told, "batch_size_per_rank")
+    world = _whole(told, "world_size") or summary.world_size or None
     row = Row(
         *key,
         run=state.submission.label,
@@ -278,7 +279,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         started=state.started or (begun.time if begun else None),
         ended=state.ended,
         phases=phases,
-        total_seconds=_total(state, summary),
+        total_seconds=own or took,
         training_seconds=told.get("train_seconds"),
         samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
         data_wait_ratio=summary.data_wait_ratio,
@@ -286,11 +287,11 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
-        metric=told.get(search.get("metric", "")),
+        metric=told.get(plan.spec.search.metric),
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),
-        steps=_whole(told, "steps") or _whole(steps, "steps_total"),
+        steps=_whole(told, "steps") or _whole(numbers(summary.last_step), "steps_total"),
         epochs=_whole(told, "epochs"),
         world_size=world,
         nodes=state.nodes,
@@ -312,64 +313,47 @@ def _whole(figures: Mapping[str, float], name: str) -> int | None:
 
 def _result_file(state: State) -> dict[str, Any]:
     """Return `result.json` of a program that reports nothing through the channel."""
-    try:
+    with contextlib.suppress(NotFoundError, RecordError):
         result: dict[str, Any] = read_json(state.run.directory / "result.json")
-    except (NotFoundError, RecordError):
-        return {}
-    result.pop("schema_version", None)
-    return result
+        return {name: value for name, value in result.items() if name != "schema_version"}
+    return {}
 
 
-def _total(state: State, summary: Summary) -> float | None:
-    """Return the seconds from start to end; by the script's own clock where it kept records."""
-    own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
-    if own or state.started is None or state.ended is None:
-        return own or None
-    return state.ended - state.started
-
-
-def _allocated_seconds(state: State, attempts: Sequence[Attempt]) -> float:
-    """Return for how long its resources were allocated, over all starts by Slurm."""
-    earlier = 0.0
+def _earlier_seconds(attempts: Sequence[Attempt]) -> float:
+    """Return for how long resources were allocated to starts that Slurm requeued."""
+    seconds = 0.0
     for attempt in attempts[:-1]:
-        begun = attempt.started
-        ended = (attempt.ended or {}).get("time") or attempt.last_written
-        earlier += max(0.0, float(ended) - begun.time) if begun and ended else 0.0
-    if state.started is None or state.ended is None:
-        return earlier
-    return earlier + max(0.0, state.ended - state.started)
+        begun, ended = attempt.started, (attempt.ended or {}).get("time") or attempt.last_written
+        seconds += max(0.0, float(ended) - begun.time) if begun and ended else 0.0
+    return seconds
 
 
 def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
     """Return what is known of the ranks' places: binding, CPUs and GPUs."""
-    places = binding_of(state).places
-    judged = [place.right for place in places if place.right is not None]
-    ranks: dict[str, int] = {}  # per machine: the nodes of a development cluster share one
-    cpus: dict[str, int] = {}
-    machines = []
-    for record in attempt.bindings():
-        host, node = str(record.get("host", "")), str(record.get("node", ""))
-        ranks[host] = ranks.get(host, 0) + 1
-        if host not in cpus:
-            topology = node_topology(attempt, node)
-            cpus[host] = len(topology.cores) if topology else 0
-            models = sorted({gpu.name for gpu in topology.gpus if gpu.name}) if topology else []
-            machines.append(", ".join([counted(cpus[host], "core"), *models]))
+    judged = [place.right for place in binding_of(state).places if place.right is not None]
+    records = attempt.bindings()
+    # By machine: the nodes of a development cluster share one.
+    ranks = Counter(str(record.get("host", "")) for record in records)
+    nodes = {str(record.get("host", "")): str(record.get("node", "")) for record in records}
+    oversubscribed, machines = shape.oversubscribed, set()
+    for host, node in nodes.items():
+        topology = node_topology(attempt, node)
+        cores = len(topology.cores) if topology else 0
+        models = sorted({gpu.name for gpu in topology.gpus if gpu.name}) if topology else []
+        machines.add(", ".join([counted(cores, "core"), *models]))
+        oversubscribed = oversubscribed or 0 < cores < ranks[host]
     return {
         "verified": all(judged) if judged else None,
-        "oversubscribed": shape.oversubscribed
-        or any(0 < cpus[host] < count for host, count in ranks.items()),
-        "hardware": "; ".join(sorted(set(machines))),
+        "oversubscribed": oversubscribed,
+        "hardware": "; ".join(sorted(machines)),
     }
 
 
 def _monitored(summary: Summary) -> dict[str, Any]:
     """Return energy and activity of the GPUs, where they were monitored."""
-    gpus = summary.monitor.gpus if summary.monitor else ()
-    joules = [gpu.figures["energy_joules"] for gpu in gpus if "energy_joules" in gpu.figures]
-    active = [
-        gpu.figures.get("sm_active_ratio", gpu.figures.get("utilization_ratio")) for gpu in gpus
-    ]
+    figures = [gpu.figures for gpu in (summary.monitor.gpus if summary.monitor else ())]
+    joules = [gpu["energy_joules"] for gpu in figures if "energy_joules" in gpu]
+    active = [gpu.get("sm_active_ratio", gpu.get("utilization_ratio")) for gpu in figures]
     shares = [share for share in active if share is not None]
     return {
         "energy_kwh": math.fsum(joules) / _JOULES_PER_KWH if joules else None,
@@ -384,10 +368,9 @@ def _described(submission: Submission) -> dict[str, Any]:
     git = record["provenance"]["git"] or {}
     code = str(git.get("commit", ""))
     if git.get("dirty"):
-        diff = read_text_or_nothing(submission.directory / "dirty.diff") + "\n".join(
-            git["untracked"]
-        )
-        code += f"+dirty-{_digest(diff)}"
+        diff = read_text_or_nothing(submission.directory / "dirty.diff")
+        digest = _digest("\n".join([diff, *git["untracked"]]))
+        code += f"+dirty-{digest}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
     return {
         "queued": submission.started_at(),
