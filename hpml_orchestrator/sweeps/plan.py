@@ -159,7 +159,7 @@ class SweepPlan:
     estimate: Estimate
     notes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def spec(self) -> Sweep:
         """The sweep file."""
         return Sweep.model_validate(self.sweep)
