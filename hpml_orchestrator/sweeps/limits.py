@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import NotFoundError, SchedulerUnavailable, counted
-from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.errors import SchedulerUnavailable, counted
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask
@@ -21,10 +20,8 @@ from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
 
-    from hpml_orchestrator.spec.sweep import Sweep
-    from hpml_orchestrator.sweeps.batches import Batch
+    from hpml_orchestrator.sweeps.batches import Batch, Task
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.rows import Row
 
@@ -33,9 +30,8 @@ __all__ = ["MAX_TASKS", "Allowance", "Limits", "allowance", "max_array_size"]
 MAX_TASKS = 1000
 """Most tasks of one batch."""
 
-_HOUR_SECONDS = 3600.0
 _MINUTE_SECONDS = 60.0
-_MANY, _ROUNDING = 1_000_000, 1e-9
+_ROUNDING = 1e-9
 _FIRST_WAIT_SECONDS = 30.0
 _LONGEST_WAIT_SECONDS = 600.0
 _ARRAY_LIMIT = re.compile(r"invalid job array specification", re.IGNORECASE)
@@ -56,7 +52,7 @@ def max_array_size(environment: Mapping[str, str]) -> int:
 
 @dataclass
 class Limits:
-    """What is known of the limits, in `limits.json`.
+    """What is known of the scheduler's limits.
 
     Attributes:
         array: most tasks of one array; 0 while not known.
@@ -64,7 +60,7 @@ class Limits:
         retry_at: when to try again above the ceiling, seconds since the epoch.
         wait: seconds to wait after the next refusal.
         reason: the scheduler's, of the last refusal.
-        batches: numbers of the refused batches that are taken into account.
+        batches: numbers of the batches that were refused.
     """
 
     array: int = 0
@@ -74,39 +70,22 @@ class Limits:
     reason: str = ""
     batches: list[int] = field(default_factory=list)
 
-    @classmethod
-    def read(cls, path: Path) -> Limits:
-        """Read the file; without one nothing is known."""
-        try:
-            record: dict[str, Any] = read_json(path)
-        except NotFoundError:
-            return cls()
-        return cls(**{known.name: record[known.name] for known in fields(cls)})
-
-    def write(self, path: Path) -> None:
-        """Keep what is known."""
-        write_json(path, asdict(self))
-
     def room(self, out: int, now: float) -> int:
-        """Return how many tasks may be submitted now.
-
-        Args:
-            out: tasks of this sweep that are submitted and not over.
-            now: seconds since the epoch.
-        """
+        """Return how many tasks may be submitted now, while so many of the sweep are out."""
         if self.ceiling is None:
             return self.array
         if out < self.ceiling:
             return min(self.array, self.ceiling - out)
         return 1 if now >= self.retry_at else 0
 
-    def refused(self, batch: int, tasks: int, reason: str, *, out: int, now: float) -> bool:
-        """Learn from a batch of so many tasks that was refused while others were out.
+    def refused(self, batch: Batch, reason: str, *, out: int, now: float) -> bool:
+        """Learn from a batch that was refused while so many tasks were out.
 
         Returns:
             Whether it was for a limit, so that its points may be submitted again.
         """
-        self.batches.append(batch)
+        tasks = len(batch.tasks)
+        self.batches.append(batch.number)
         self.reason = reason.partition(";")[0]
         if tasks > 1 and _ARRAY_LIMIT.search(reason):
             self.array = tasks // 2
@@ -147,10 +126,9 @@ class Allowance:
 
 def allowance(
     plan: SweepPlan,
-    sweep: Sweep,
     limits: Limits,
     *,
-    groups: Sequence[tuple[int, int]],
+    groups: Sequence[Sequence[Task]],
     out: Mapping[int, int],
     batches: Sequence[Batch],
     rows: Collection[Row],
@@ -160,27 +138,26 @@ def allowance(
 
     Args:
         plan: the sweep's.
-        sweep: the sweep file.
         limits: the scheduler's.
-        groups: shape and number of tasks of each array that could be next, in order.
+        groups: the tasks of each array that could be next, in order.
         out: how many tasks of each batch are submitted and not over.
         batches: all so far, by number.
         rows: of what is over.
         now: seconds since the epoch.
     """
+    sweep, size = plan.spec, len(groups[0])
     minute_ago, most = now - _MINUTE_SECONDS, sweep.budget.submits_per_minute
     recent = [batch.created for batch in batches if batch.created > minute_ago]
     if plan.backend == "slurm" and len(recent) >= most:
-        reason = f"{counted(most, 'submission')} per minute"
+        reason = f"at most {counted(most, 'submission')} per minute"
         return Allowance(reason=reason, seconds=min(recent) - minute_ago)
     if sweep.seconds is not None and now - plan.created > sweep.seconds:
         return Allowance(reason=f"budget: {seconds_text(sweep.seconds)} are over", over=True)
-    shape, size = groups[0]
     for unit in ("gpu", "core"):
-        tasks, reason = _affordable(plan, sweep, unit, shape, out, batches, rows)
-        if not tasks:
+        affordable, reason = _affordable(plan, unit, groups[0][0], out, batches, rows)
+        if affordable < 1:
             return Allowance(reason=reason, over=not out)
-        size = min(size, tasks)
+        size = min(size, affordable)
     room = limits.room(sum(out.values()), now)
     if not room:
         left = max(0.0, limits.retry_at - now)
@@ -192,7 +169,7 @@ def allowance(
     running = sum(min(count, batches[key].throttle or count) for key, count in out.items())
     free = sweep.parallel - running
     if free < 1:
-        return Allowance(reason=f"{counted(sweep.parallel, 'point')} at the same time")
+        return Allowance(reason=f"{sweep.parallel} at a time")
     if sweep.searches:
         return Allowance(min(size, free))
     return Allowance(size, throttle=min(size, max(1, free // len(groups))))
@@ -200,22 +177,22 @@ def allowance(
 
 def _affordable(
     plan: SweepPlan,
-    sweep: Sweep,
     unit: str,
-    shape: int,
+    task: Task,
     out: Mapping[int, int],
     batches: Sequence[Batch],
     rows: Collection[Row],
 ) -> tuple[int, str]:
-    """Return how many points of a shape the budget of GPU- or core-hours allows, or why none."""
-    hours = [getattr(known, f"{unit}s") * known.seconds / _HOUR_SECONDS for known in plan.shapes]
-    budget, cost = getattr(sweep.budget, f"{unit}_hours"), hours[shape]
+    """Return how many such tasks the budget of GPU- or core-hours allows, and why no more."""
+    budget = getattr(plan.spec.budget, f"{unit}_hours")
+    hours = [getattr(shape, f"{unit}s") * shape.seconds / 3600 for shape in plan.shapes]
+    cost = hours[task.point.shape]
     if budget is None or not cost:
-        return _MANY, ""
+        return MAX_TASKS, ""
     spent = sum(getattr(row, f"{unit}_hours") for row in rows)
-    promised = sum(hours[batches[key].shape] * count for key, count in out.items())
+    promised = sum(hours[batches[number].shape] * count for number, count in out.items())
     reason = f"budget: {spent:.3g} of {budget:g} {unit}-hours are spent"
     if out:
         reason += f", {promised:.3g} are promised to what is out"
-    tasks = int((budget - spent - promised) / cost + _ROUNDING)
-    return max(0, tasks), f"{reason}, and the next point may take {cost:.3g}"
+    reason += f", and the next point may take {cost:.3g}"
+    return int((budget - spent - promised) / cost + _ROUNDING), reason

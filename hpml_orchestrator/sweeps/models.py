@@ -10,28 +10,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from scipy import optimize, stats
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.sweeps.statistics import CONFIDENCE, Estimate, Interval, positive
+from hpml_orchestrator.sweeps.statistics import CONFIDENCE, Estimate, Interval, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.sweeps.statistics import Array
 
-    Curve: TypeAlias = Callable[[Array, Array, Array], Array]  # (parameters, scales, sizes)
+    Number: TypeAlias = float | Array
 
 __all__ = [
     "Algorithm",
     "Collective",
     "Fit",
-    "MemoryEstimate",
     "Mfu",
-    "Roofline",
     "allreduce_crossover",
     "allreduce_seconds",
     "amdahl_speedup",
@@ -42,7 +40,9 @@ __all__ = [
     "fit_usl",
     "gustafson_speedup",
     "karp_flatt",
-    "memory_estimate",
+    "memory_advice",
+    "roofline_flops",
+    "roofline_ridge",
     "usl_peak",
 ]
 
@@ -51,41 +51,14 @@ Collective = Literal[
     "allreduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "reduce"
 ]
 
-
-@dataclass(frozen=True)
-class Fit:
-    """A model fitted to runs by least squares of the relative residuals.
-
-    Attributes:
-        formula: what was fitted, with its parameters' names.
-        source: where the model comes from.
-        parameters: value and 95 % CI (Student's t) of each, by name.
-        n: runs.
-        r_squared: share of the variance of log values that the model explains.
-        residual: typical relative distance of a run from the curve; 0.03 is 3 %.
-        largest_scale: the largest that was measured.
-    """
-
-    formula: str
-    source: str
-    parameters: dict[str, Estimate]
-    n: int
-    r_squared: float
-    residual: float
-    largest_scale: float
-    curve: Curve = field(repr=False, compare=False)
-
-    def predict(self, scale: float, size_bytes: float = 0) -> float:
-        """Return the model's value, in seconds or samples/s; `size_bytes` is for allreduce alone.
-
-        Raises InputError below scale 1 and beyond twice the largest measured scale.
-        """
-        limit = 2 * self.largest_scale
-        if not 1 <= scale <= limit:
-            message = f"must be between 1 and {limit:g}, twice the largest measured scale"
-            raise InputError(message, field="scale", value=scale)
-        values = np.array([parameter.value for parameter in self.parameters.values()])
-        return float(self.curve(values, np.array([scale]), np.array([size_bytes]))[0])
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("contention", "reserve", "serial_fraction"), (0, 1)),
+    **dict.fromkeys(("activation_bytes", "alpha", "beta", "size_bytes"), (0, math.inf)),
+    "coherency": (0, math.inf),
+    "scale": (1, math.inf),
+    "ranks": (2, math.inf),
+}
+"""Lowest and highest value of an argument; the others are above 0."""
 
 
 # --- laws of scaling
@@ -96,8 +69,7 @@ def amdahl_speedup(serial_fraction: float, scale: float) -> float:
 
     Source: Amdahl 1967, "Validity of the single processor approach".
     """
-    _check(serial_fraction, "serial_fraction", 0, 1)
-    _check(scale, "scale", 1)
+    _check(serial_fraction=serial_fraction, scale=scale)
     return 1 / (serial_fraction + (1 - serial_fraction) / scale)
 
 
@@ -108,21 +80,21 @@ def gustafson_speedup(serial_fraction: float, scale: float) -> float:
 
     Source: Gustafson 1988, "Reevaluating Amdahl's law", CACM 31(5).
     """
-    _check(serial_fraction, "serial_fraction", 0, 1)
-    _check(scale, "scale", 1)
+    _check(serial_fraction=serial_fraction, scale=scale)
     return scale - serial_fraction * (scale - 1)
 
 
 def karp_flatt(speedup: float, scale: float) -> float:
-    """Return (1/S - 1/P) / (1 - 1/P), the serial fraction that a measured speedup implies.
+    """Return (1/S - 1/P) / (1 - 1/P), the serial fraction that a speedup at a scale over 1 implies.
 
     Constant over P: serial code limits; growing with P: overhead does (communication, imbalance).
     Negative for a superlinear speedup.
 
     Source: Karp & Flatt 1990, "Measuring parallel processor performance", CACM 33(5).
     """
-    _check(speedup, "speedup", 0, above=True)
-    _check(scale, "scale", 1, above=True)
+    _check(speedup=speedup, scale=scale)
+    if scale == 1:
+        raise InputError("must be above 1", field="scale", value=scale)
     return (1 / speedup - 1 / scale) / (1 - 1 / scale)
 
 
@@ -131,9 +103,35 @@ def usl_peak(contention: float, coherency: float) -> float:
 
     Source: Gunther 2007, Guerrilla Capacity Planning, chapter 4.
     """
-    _check(contention, "contention", 0, 1)
-    _check(coherency, "coherency", 0)
+    _check(contention=contention, coherency=coherency)
     return math.sqrt((1 - contention) / coherency) if coherency else math.inf
+
+
+# --- fits
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model fitted to runs by least squares of the relative residuals."""
+
+    formula: str  # with the parameters' names
+    parameters: dict[str, Estimate]  # each with its 95 % CI
+    n: int  # runs
+    residual: float  # typical relative distance of a run from the curve; 0.03 is 3 %
+    largest_scale: float  # that was measured
+    curve: Callable[..., Number] = field(repr=False, compare=False)
+
+    def predict(self, scale: float, *size_bytes: float) -> float:
+        """Return the model's value, in seconds or samples/s; allreduce needs its `size_bytes`.
+
+        Raises InputError below scale 1 and beyond twice the largest measured scale.
+        """
+        limit = 2 * self.largest_scale
+        if not 1 <= scale <= limit:
+            message = f"must be between 1 and {limit:g}, twice the largest measured scale"
+            raise InputError(message, field="scale", value=scale)
+        values = [parameter.value for parameter in self.parameters.values()]
+        return float(self.curve(*values, scale, *size_bytes))
 
 
 def fit_amdahl(scales: Sequence[float], seconds: Sequence[float]) -> Fit:
@@ -141,14 +139,12 @@ def fit_amdahl(scales: Sequence[float], seconds: Sequence[float]) -> Fit:
 
     `predict` returns seconds. Source: Amdahl 1967.
     """
-    points, times = _runs(3, "scales", scales=scales, seconds=seconds)
     return _fit(
-        lambda values, scale, _: values[0] * (values[1] + (1 - values[1]) / scale),
-        (points, points),
-        times,
-        about=("T(P) = T1 (f + (1-f)/P)", "Amdahl 1967"),
-        start={"T1": times.max(), "f": 0.1},
-        highest=(np.inf, 1),
+        lambda t1, f, p: t1 * (f + (1 - f) / p),
+        "T(P) = T1 (f + (1-f)/P)",
+        {"T1": None, "f": 0.1},
+        scales=scales,
+        seconds=seconds,
     )
 
 
@@ -157,14 +153,12 @@ def fit_gustafson(scales: Sequence[float], rates: Sequence[float]) -> Fit:
 
     Rates are samples/s of all ranks together; so is what `predict` returns. Source: Gustafson 1988.
     """
-    points, measured = _runs(3, "scales", scales=scales, rates=rates)
     return _fit(
-        lambda values, scale, _: values[0] * (scale - values[1] * (scale - 1)),
-        (points, points),
-        measured,
-        about=("X(P) = X1 (P - f(P-1))", "Gustafson 1988"),
-        start={"X1": np.max(measured / points), "f": 0.1},
-        highest=(np.inf, 1),
+        lambda x1, f, p: x1 * (p - f * (p - 1)),
+        "X(P) = X1 (P - f(P-1))",
+        {"X1": None, "f": 0.1},
+        scales=scales,
+        rates=rates,
     )
 
 
@@ -172,23 +166,108 @@ def fit_usl(scales: Sequence[float], rates: Sequence[float]) -> Fit:
     """Fit the Universal Scalability Law, X(N) = g N / (1 + a(N-1) + b N(N-1)), at 5 or more scales.
 
     g is the rate of one, a the contention (serialised share) and b the coherency (cost of keeping
-    each pair consistent); all at least 0. `predict` returns samples/s; `usl_peak` the best scale.
+    each pair consistent), both 0 to 1. `predict` returns samples/s; `usl_peak` the best scale.
 
     Source: Gunther 2007, Guerrilla Capacity Planning.
     """
-
-    def rate(values: Array, scale: Array, _size: Array) -> Array:
-        g, a, b = values
-        return np.asarray(g * scale / (1 + a * (scale - 1) + b * scale * (scale - 1)))
-
-    points, measured = _runs(5, "scales", scales=scales, rates=rates)
     return _fit(
-        rate,
-        (points, points),
-        measured,
-        about=("X(N) = g N / (1 + a(N-1) + b N(N-1))", "Gunther 2007, Guerrilla Capacity Planning"),
-        start={"g": np.max(measured / points), "a": 0.05, "b": 0.001},
-        highest=(np.inf, 1, np.inf),
+        lambda g, a, b, n: g * n / (1 + a * (n - 1) + b * n * (n - 1)),
+        "X(N) = g N / (1 + a(N-1) + b N(N-1))",
+        {"g": None, "a": 0.05, "b": 0.001},
+        scales=scales,
+        rates=rates,
+        distinct=5,
+    )
+
+
+def fit_allreduce(
+    ranks: Sequence[int],
+    size_bytes: Sequence[float],
+    seconds: Sequence[float],
+    algorithm: Algorithm = "ring",
+    *,
+    servers: int = 1,
+) -> Fit:
+    """Fit alpha (seconds) and beta (seconds/byte) of `allreduce_seconds` at 3 or more sizes.
+
+    Residuals are relative, so that small messages count as much as large ones. Links inside and
+    between nodes differ: fit each apart. `predict(ranks, size_bytes)` returns seconds.
+
+    Source: as `allreduce_seconds`; Hockney 1994 for alpha and beta.
+    """
+
+    def duration(alpha: float, beta: float, scale: Number, size: Number) -> Number:
+        messages, transfers = _allreduce_terms(algorithm, scale, servers)
+        return messages * alpha + transfers * beta * size
+
+    return _fit(
+        duration,
+        f"T(P, n) of the {algorithm}",
+        {"alpha": None, "beta": None},
+        ranks=ranks,
+        size_bytes=size_bytes,
+        seconds=seconds,
+    )
+
+
+def _fit(
+    curve: Callable[..., Number],
+    formula: str,
+    starts: dict[str, float | None],
+    distinct: int = 3,
+    **columns: Sequence[float],
+) -> Fit:
+    """Fit a curve by least squares of log residuals: run times and rates scatter by a share.
+
+    Args:
+        curve: returns what is measured for parameters and inputs.
+        formula: that of the curve.
+        starts: of the search, by parameter; a share of 0 to 1, or None for a positive factor.
+        distinct: how many different values of the last input a fit needs.
+        columns: scales, perhaps other inputs, and what was measured; a value a run.
+    """
+    arrays = [sample(numbers, name, above=0) for name, numbers in columns.items()]
+    if len({len(array) for array in arrays}) > 1:
+        raise InputError("must have as many values as each other", field=", ".join(columns))
+    *inputs, measured = arrays
+    if (different := len(np.unique(inputs[-1]))) < distinct:
+        message = f"a fit needs at least {distinct} different values"
+        raise InputError(message, field=list(columns)[-2], value=different)
+    units = np.array(  # parameters differ by many orders of magnitude
+        [
+            np.min(measured / curve(*alone, *inputs)) if start is None else start
+            for alone, start in zip(np.eye(len(starts)), starts.values(), strict=True)
+        ]
+    )
+    highest = np.array([math.inf if start is None else 1 for start in starts.values()])
+    logs = np.log(measured)
+    multiples, covariance = optimize.curve_fit(
+        lambda _, *multiples: np.log(curve(*(units * multiples), *inputs)),
+        inputs[0],
+        logs,
+        p0=np.ones(len(units)),
+        bounds=(0, highest / units),
+    )
+    values, errors = multiples * units, np.sqrt(np.diag(covariance)) * units
+    freedom = len(logs) - len(values)
+    margins = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * errors
+    bounds = np.maximum(values - margins, 0), np.minimum(values + margins, highest)
+    parameters = {
+        name: Estimate(
+            value, len(logs), Interval(low, high, CONFIDENCE, "Student's t"), statistic="fit"
+        )
+        for name, value, low, high in zip(
+            starts, *np.array([values, *bounds]).tolist(), strict=True
+        )
+    }
+    residuals = np.log(curve(*values, *inputs)) - logs
+    return Fit(
+        formula,
+        parameters,
+        n=len(logs),
+        residual=float(np.sqrt(np.sum(residuals**2) / freedom)),
+        largest_scale=float(inputs[0].max()),
+        curve=curve,
     )
 
 
@@ -216,10 +295,9 @@ def allreduce_seconds(
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
     in MPICH"; Ben-Nun & Hoefler 2019, "Demystifying parallel and distributed deep learning".
     """
-    messages, transfers = _allreduce_terms(algorithm, np.array([float(ranks)]), servers)
-    for name, number in (("size_bytes", size_bytes), ("alpha", alpha), ("beta", beta)):
-        _check(number, name, 0)
-    return float(messages[0] * alpha + transfers[0] * beta * size_bytes)
+    _check(size_bytes=size_bytes, alpha=alpha, beta=beta)
+    messages, transfers = _allreduce_terms(algorithm, ranks, servers)
+    return float(messages * alpha + transfers * beta * size_bytes)
 
 
 def allreduce_crossover(
@@ -229,46 +307,10 @@ def allreduce_crossover(
 
     Below that size, the one with fewer messages is faster. Source: as `allreduce_seconds`.
     """
-    _check(alpha, "alpha", 0, above=True)
-    _check(beta, "beta", 0, above=True)
-    terms = [_allreduce_terms(name, np.array([float(ranks)]), servers) for name in (first, second)]
-    messages, transfers = (float(a[0] - b[0]) for a, b in zip(*terms, strict=True))
+    _check(alpha=alpha, beta=beta)
+    one, other = (_allreduce_terms(name, ranks, servers) for name in (first, second))
+    messages, transfers = float(one[0] - other[0]), float(one[1] - other[1])
     return -messages * alpha / (transfers * beta) if messages * transfers < 0 else None
-
-
-def fit_allreduce(
-    ranks: Sequence[int],
-    size_bytes: Sequence[float],
-    seconds: Sequence[float],
-    algorithm: Algorithm = "ring",
-    *,
-    servers: int = 1,
-) -> Fit:
-    """Fit alpha (seconds) and beta (seconds/byte), both at least 0, at 3 or more sizes.
-
-    Residuals are relative, so that small messages count as much as large ones. Links inside and
-    between nodes differ: fit each apart. `predict(ranks, size_bytes)` returns seconds.
-
-    Source: as `allreduce_seconds`; Hockney 1994 for alpha and beta.
-    """
-
-    def duration(values: Array, scale: Array, size: Array) -> Array:
-        messages, transfers = _allreduce_terms(algorithm, scale, servers)
-        return np.asarray(messages * values[0] + transfers * values[1] * size)
-
-    points, sizes, times = _runs(
-        3, "size_bytes", ranks=ranks, size_bytes=size_bytes, seconds=seconds
-    )
-    unit = np.array([1.0, 0]), np.array([0, 1.0])
-    alpha, beta = (np.min(times / duration(only, points, sizes)) for only in unit)
-    return _fit(
-        duration,
-        (points, sizes),
-        times,
-        about=(f"T(P, n) of the {algorithm}", "Thakur, Rabenseifner & Gropp 2005"),
-        start={"alpha": alpha, "beta": beta},
-        highest=(np.inf, np.inf),
-    )
 
 
 def bus_bandwidth_factor(collective: Collective, ranks: int) -> float:
@@ -276,92 +318,73 @@ def bus_bandwidth_factor(collective: Collective, ranks: int) -> float:
 
     Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    _check(ranks, "ranks", 2)
+    _check(ranks=ranks)
     share = (ranks - 1) / ranks
     return {"allreduce": 2 * share, "broadcast": 1.0, "reduce": 1.0}.get(collective, share)
 
 
-# --- compute
+def _allreduce_terms(algorithm: Algorithm, ranks: Number, servers: int) -> tuple[Number, Number]:
+    """Return how many alpha, and how many n beta, an allreduce takes on each number of ranks."""
+    _check(ranks=float(np.min(ranks)), servers=servers)
+    steps, volume = 2 * np.log2(ranks), 2 * (ranks - 1) / ranks
+    terms: dict[Algorithm, tuple[Number, Number]] = {
+        "ring": (2 * (ranks - 1), volume),
+        "tree": (steps, steps),
+        "pipelined tree": (steps, volume),
+        "parameter server": (2, 2 * ranks / servers),
+    }
+    return terms[algorithm]
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """A device's *measured* peaks: flop/s and memory bytes/s.
+# --- compute and memory
+
+
+def roofline_ridge(peak_flops: float, bandwidth: float) -> float:
+    """Return the flop/byte from which on a device's *measured* peak (flop/s) can be reached.
+
+    `bandwidth` is the measured one of its memory, in bytes/s.
 
     Source: Williams, Waterman & Patterson 2009, "Roofline", CACM 52(4).
     """
+    _check(peak_flops=peak_flops, bandwidth=bandwidth)
+    return peak_flops / bandwidth
 
-    peak_flops: float
-    bandwidth: float
 
-    @property
-    def ridge(self) -> float:
-        """Flop/byte from which on the peak can be reached."""
-        return self.peak_flops / self.bandwidth
+def roofline_flops(intensity: float, peak_flops: float, bandwidth: float) -> float:
+    """Return the highest flop/s of code that does `intensity` flop for each byte.
 
-    def attainable(self, intensity: float) -> float:
-        """Return the highest flop/s of code that does `intensity` flop for each byte."""
-        _check(intensity, "intensity", 0, above=True)
-        return min(self.peak_flops, intensity * self.bandwidth)
-
-    def bound(self, intensity: float) -> Literal["memory", "compute"]:
-        """Return what limits code that does `intensity` flop for each byte."""
-        return "memory" if self.attainable(intensity) < self.peak_flops else "compute"
+    Units and source as for `roofline_ridge`: below the ridge memory limits, above it the device.
+    """
+    _check(intensity=intensity, peak_flops=peak_flops, bandwidth=bandwidth)
+    return min(peak_flops, intensity * bandwidth)
 
 
 @dataclass(frozen=True)
 class Mfu:
     """Model flops utilisation of a transformer's training, without attention's flop.
 
-    N `parameters`, tokens/s of all P `gpus` together, dense flop/s of one GPU in the dtype.
-
     Source: Chowdhery et al. 2022, "PaLM", appendix B; Kaplan et al. 2020 for the 6 N.
     """
 
     parameters: float
-    tokens_per_second: float
+    tokens_per_second: float  # of all GPUs together
     gpus: int
-    peak_flops: float
+    peak_flops: float  # dense flop/s of one GPU in the dtype
     dtype: str
-    formula: ClassVar[str] = "6 N tokens/s / (P peak)"
-
-    def __post_init__(self) -> None:
-        for name in ("parameters", "tokens_per_second", "gpus", "peak_flops"):
-            _check(getattr(self, name), name, 0, above=True)
 
     @property
     def value(self) -> float:
         """The share of the peak that is used."""
+        _check(gpus=self.gpus, peak_flops=self.peak_flops)
         return 6 * self.parameters * self.tokens_per_second / (self.gpus * self.peak_flops)
 
     def __str__(self) -> str:
         terms = f"N = {self.parameters:.4g}, {self.tokens_per_second:.4g} tokens/s, P = {self.gpus}"
         peak = f"peak {self.peak_flops / 1e12:.4g} Tflop/s {self.dtype}"
-        return f"{100 * self.value:.1f} % = {self.formula}, {terms}, {peak}"
+        return f"{100 * self.value:.1f} % = 6 N tokens/s / (P peak), {terms}, {peak}"
 
 
-# --- memory
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes that each GPU needs under each way to train, and the first that fits.
-
-    Attributes:
-        strategies: bytes on each GPU by name, from the simplest to the most intrusive.
-        usable_bytes: of the device, without the reserve.
-        advice: the first strategy that fits; None if none does.
-    """
-
-    strategies: dict[str, float]
-    usable_bytes: float
-    advice: str | None
-    formula: ClassVar[str] = (
-        "18 bytes/parameter (2 weights, 4 gradients, 12 AdamW and master weights) + activations"
-    )
-
-
-def memory_estimate(
+def memory_advice(
     parameters: float,
     activation_bytes: float,
     layers: int,
@@ -370,28 +393,28 @@ def memory_estimate(
     gpus: int = 1,
     gpus_per_node: int = 1,
     reserve: float = 0.1,
-) -> MemoryEstimate:
-    """Return which way to train with AdamW in mixed precision fits into the GPUs' memory.
+) -> tuple[str | None, dict[str, float]]:
+    """Return the first way to train with AdamW in mixed precision that fits, if any does.
 
-    Checkpointing keeps about 2 sqrt(layers) of the layers' activations, and all ways after it use
-    it too. The pipeline gets as many micro-batches as it has stages. `activation_bytes` are those
-    of one GPU's micro-batch without checkpointing; `reserve` is the share of `device_bytes` (one
-    GPU) that the CUDA context, NCCL and fragmentation take.
+    With it come the bytes on each GPU of all ways, from the simplest to the most intrusive. A
+    parameter takes 18 bytes: 2 weights, 4 gradients, 12 AdamW and master weights. Checkpointing
+    keeps about 2 sqrt(layers) of the layers' activations, and all ways after it use it too. The
+    pipeline gets as many micro-batches as it has stages.
+
+    `activation_bytes` are those of one GPU's micro-batch without checkpointing; `reserve` is the
+    share of `device_bytes` (one GPU) that the CUDA context, NCCL and fragmentation take.
 
     Source: Rajbhandari et al. 2020, "ZeRO"; Chen et al. 2016, "Training deep nets with sublinear
     memory cost"; Hugging Face, "Model training anatomy", for the 18 bytes.
     """
-    counts = {"parameters": parameters, "layers": layers, "device_bytes": device_bytes}
-    for name, number in {**counts, "gpus": gpus, "gpus_per_node": gpus_per_node}.items():
-        _check(number, name, 1)
-    _check(activation_bytes, "activation_bytes", 0)
-    _check(reserve, "reserve", 0, 1)
+    _check(activation_bytes=activation_bytes, reserve=reserve, parameters=parameters)
+    _check(layers=layers, device_bytes=device_bytes, gpus=gpus, gpus_per_node=gpus_per_node)
     weights, gradients, optimizer = 2 * parameters, 4 * parameters, 12 * parameters
     state = weights + gradients + optimizer
     kept = activation_bytes * min(1, 2 / math.sqrt(layers))
     gathered = weights / layers  # FSDP has the weights of one layer whole at a time
     inside = min(gpus, gpus_per_node)
-    strategies = {
+    needs = {
         "DDP": state + activation_bytes,
         "DDP with activation checkpointing": state + kept,
         "ZeRO-1": weights + gradients + optimizer / gpus + kept,
@@ -401,98 +424,14 @@ def memory_estimate(
         "tensor parallel inside the node, pipeline between nodes": (state + kept) / gpus,
     }
     usable = (1 - reserve) * device_bytes
-    advice = next((name for name, need in strategies.items() if need <= usable), None)
-    return MemoryEstimate(strategies, usable, advice)
+    return next((name for name, need in needs.items() if need <= usable), None), needs
 
 
-# --- fitting
-
-
-def _fit(
-    curve: Curve,
-    inputs: tuple[Array, Array],
-    measured: Array,
-    *,
-    about: tuple[str, str],
-    start: dict[str, float],
-    highest: tuple[float, ...],
-) -> Fit:
-    """Fit a curve by least squares of log residuals; parameters lie between 0 and `highest`.
-
-    Run times and rates scatter by a share of themselves, so their logs scatter evenly.
-    """
-    units = np.array(list(start.values()))  # alpha and beta differ by many orders of magnitude
-    logs = np.log(measured)
-    solution = optimize.least_squares(
-        lambda multiples: np.log(curve(multiples * units, *inputs)) - logs,
-        np.ones(len(units)),
-        jac="3-point",
-        bounds=(0, np.array(highest) / units),
-        **dict.fromkeys(("xtol", "ftol", "gtol"), 1e-12),
-    )
-    values = solution.x * units
-    freedom = len(measured) - len(values)
-    squares = 2 * float(solution.cost)
-    covariance = np.linalg.inv(solution.jac.T @ solution.jac) * squares / freedom
-    margins = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * np.sqrt(np.diag(covariance)) * units
-    lows, highs = np.maximum(values - margins, 0), np.minimum(values + margins, highest)
-    parameters = {
-        name: Estimate(
-            float(values[i]),
-            len(measured),
-            Interval(float(lows[i]), float(highs[i]), CONFIDENCE, "Student's t"),
-            "fit",
-        )
-        for i, name in enumerate(start)
-    }
-    spread = float(np.sum((logs - logs.mean()) ** 2))
-    return Fit(
-        *about,
-        parameters,
-        n=len(measured),
-        r_squared=1 - squares / spread if spread else 1.0,
-        residual=math.sqrt(squares / freedom),
-        largest_scale=float(inputs[0].max()),
-        curve=curve,
-    )
-
-
-def _allreduce_terms(algorithm: Algorithm, ranks: Array, servers: int) -> tuple[Array, Array]:
-    """Return how many alpha, and how many n beta, an allreduce takes on each number of ranks."""
-    _check(float(ranks.min()), "ranks", 2)
-    _check(servers, "servers", 1)
-    steps, volume = 2 * np.log2(ranks), 2 * (ranks - 1) / ranks
-    return {
-        "ring": (2 * (ranks - 1), volume),
-        "tree": (steps, steps),
-        "pipelined tree": (steps, volume),
-        "parameter server": (np.full_like(ranks, 2), 2 * ranks / servers),
-    }[algorithm]
-
-
-def _runs(distinct: int, of: str, **columns: Sequence[float]) -> list[Array]:
-    """Return a column of numbers for each name, a row a run, after checks.
-
-    `distinct` is how many different values the column called `of` needs.
-    """
-    arrays = {name: positive(numbers, name) for name, numbers in columns.items()}
-    runs = len(arrays[of])
-    for name, array in arrays.items():
-        if len(array) != runs:
-            message = f"needs {runs} entries, as many as {of}"
-            raise InputError(message, field=name, value=len(array))
-    if (different := len(np.unique(arrays[of]))) < distinct:
-        message = f"a fit needs at least {distinct} different values"
-        raise InputError(message, field=of, value=different)
-    return list(arrays.values())
-
-
-def _check(
-    number: float, name: str, low: float, high: float = math.inf, *, above: bool = False
-) -> None:
-    """Refuse a number that is not finite, at least (or above) low and at most high."""
-    if math.isfinite(number) and low <= number <= high and not (above and number == low):
-        return
-    expected = f"must be {'above' if above else 'at least'} {low:g}"
-    expected += f" and at most {high:g}" if math.isfinite(high) else ""
-    raise InputError(expected, field=name, value=number)
+def _check(**numbers: float) -> None:
+    """Refuse a number that is not finite, or not in its range."""
+    for name, number in numbers.items():
+        low, high = _RANGES.get(name, (math.ulp(0), math.inf))
+        if not (math.isfinite(number) and low <= number <= high):
+            span = "above 0" if name not in _RANGES else f"at least {low}"
+            span += f" and at most {high}" if math.isfinite(high) else ""
+            raise InputError(f"must be {span}", field=name, value=number)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, counted
-from hpml_orchestrator.records.files import append_line, read_json, read_text_or_nothing
+from hpml_orchestrator.records.files import (
+    SCHEMA_VERSION,
+    append_line,
+    read_json,
+    read_text_or_nothing,
+)
 from hpml_orchestrator.runs.bound import node_topology
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 from hpml_orchestrator.sweeps.batches import read_batches
+from hpml_orchestrator.sweeps.limits import Limits
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.watch import TaskStates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,10 +32,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.sweeps.batches import Batch
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
 
-__all__ = ["Row", "RowLog", "row_of", "rows", "table", "why_stopped"]
+__all__ = ["Row", "RowLog", "SchedulerState", "row_of", "rows", "table", "why_stopped"]
 
 _HOUR_SECONDS = 3600.0
 _JOULES_PER_KWH = 3.6e6
@@ -111,6 +117,9 @@ class Row:
     hardware: str = ""
 
 
+_EMPTY = vars(Row(-1))
+
+
 class RowLog:
     """The rows of what is over, in `rows.jsonl`: each is collected once and never changes.
 
@@ -135,12 +144,9 @@ class RowLog:
         self._offset += end
         self._torn = end < len(text)
         for line in text[:end].splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            row = Row(**{name: record[name] for name in _NAMES if name in record})
-            self.rows[row.point, row.start] = row
+            with contextlib.suppress(ValueError):
+                row = Row(**json.loads(line))
+                self.rows[row.point, row.start] = row
 
     def append(self, row: Row) -> None:
         """Add the row of a start that is over."""
@@ -150,7 +156,39 @@ class RowLog:
         self.rows[row.point, row.start] = row
 
 
-_NAMES = frozenset(column.name for column in fields(Row))
+@dataclass
+class SchedulerState:
+    """What the scheduler said last, in `state.json`.
+
+    Attributes:
+        asked: when it was last asked for the state of jobs, seconds since the epoch.
+        out: rows of what is submitted and not over, by point and start.
+        limits: what it takes at once.
+    """
+
+    asked: float = 0.0
+    out: dict[tuple[int, int], Row] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+    @classmethod
+    def read(cls, directory: Path) -> SchedulerState:
+        """Read the file; without one nothing is known."""
+        try:
+            record: dict[str, Any] = read_json(directory / "state.json")
+        except NotFoundError:
+            return cls()
+        rows = [Row(**row) for row in record["out"]]
+        out = {(row.point, row.start): row for row in rows}
+        return cls(record["asked"], out, Limits(**record["limits"]))
+
+    def to_text(self) -> str:
+        """Return the file's text, on one line: there may be ten thousand rows."""
+        out = [
+            {name: value for name, value in vars(row).items() if value != _EMPTY[name]}
+            for row in self.out.values()
+        ]
+        record = {"asked": self.asked, "limits": vars(self.limits), "out": out}
+        return json.dumps({"schema_version": SCHEMA_VERSION, **record})
 
 
 def rows(store: Store, plan: SweepPlan) -> list[Row]:
@@ -161,49 +199,45 @@ def rows(store: Store, plan: SweepPlan) -> list[Row]:
     directory = directory_of(store, plan.id)
     log = RowLog(directory / "rows.jsonl")
     log.read()
-    states, batches = TaskStates.read(directory / "tasks.json"), read_batches(directory, plan)
-    return table(plan, log, states, batches, why_stopped(directory))
+    tasks = [task.key for batch in read_batches(directory, plan) for task in batch.tasks]
+    out = SchedulerState.read(directory).out
+    return table(plan, log, out, tasks, why_stopped(directory))
 
 
 def table(
-    plan: SweepPlan, log: RowLog, states: TaskStates, batches: Iterable[Batch], stopped: str
+    plan: SweepPlan,
+    log: RowLog,
+    out: Mapping[tuple[int, int], Row],
+    tasks: Iterable[tuple[int, int]],
+    stopped: str,
 ) -> list[Row]:
     """Return the rows of what is over, of what is out and of what waits, by point and start.
 
     Args:
         plan: the sweep's.
         log: what is over.
-        states: what is out.
-        batches: all of them.
+        out: rows of what is out.
+        tasks: point and start of all tasks of all batches.
         stopped: why nothing more is submitted; empty where the sweep goes on.
     """
-    found = dict(log.rows)
-    waiting = Row(0, state="EXCLUDED" if stopped else "WAITING", reason=stopped, over=bool(stopped))
-    for key, state in states.tasks.items():
-        if key not in found:
-            found[key] = Row(*key, **vars(state))
-    for batch in batches:
-        for task in batch.tasks:
-            if task.key not in found:
-                found[task.key] = replace(waiting, point=task.point.number, start=task.start)
-    begun = {point for point, _ in found}
-    for point in plan.points:
-        if point.excluded:
-            reason = point.excluded
-            found[point.number, 0] = Row(point.number, state="EXCLUDED", reason=reason, over=True)
-        elif point.number not in begun:
-            found[point.number, 0] = replace(waiting, point=point.number)
+    found = {**out, **log.rows}
+    begun = {point for point, _ in (*found, *tasks)}
+    waiting = [point for point in plan.points if point.number not in begun]
+    keys = [*(key for key in tasks if key not in found), *((point.number, 0) for point in waiting)]
+    excluded = {point.number: point.excluded for point in waiting if point.excluded}
+    for key in keys:
+        reason = excluded.get(key[0], stopped)
+        state = "EXCLUDED" if reason else "WAITING"
+        found[key] = Row(*key, state=state, reason=reason, over=bool(reason))
     return [found[key] for key in sorted(found)]
 
 
 def why_stopped(directory: Path) -> str:
     """Return why nothing more of a sweep is submitted; empty where it goes on."""
-    for name in ("cancelled.json", "stopped.json"):
-        try:
-            return str(read_json(directory / name)["reason"])
-        except NotFoundError:
-            continue
-    return ""
+    try:
+        return str(read_json(directory / "stopped.json")["reason"])
+    except NotFoundError:
+        return ""
 
 
 def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> Row:
@@ -216,24 +250,24 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         state: the last state of its task.
     """
     try:
-        summary = summarise(state)
-        attempts = state.run.attempts()
+        summary, attempts = summarise(state), state.run.attempts()
         placed = _placed(state, attempts[-1], shape) if attempts else {}
     except RecordError as error:  # damaged: the row says so, and the sweep goes on
         state = replace(state, reason=state.reason or str(error))
         summary, attempts, placed = Summary(), [], {}
     result = summary.result or _result_file(state)
     told = numbers(result)
-    steps = numbers(summary.last_step)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     for name in ("evaluation", "checkpoint"):
         if f"{name}_seconds" in told:
             phases[name] = told[f"{name}_seconds"]
-    hours = _allocated_seconds(state, attempts) / _HOUR_SECONDS
-    per_rank, world = _whole(told, "batch_size_per_rank"), _whole(told, "world_size")
-    world = world or summary.world_size or None
-    search = plan.sweep.get("search") or {}
     begun = attempts[0].started if attempts else None
+    took = None if state.started is None or state.ended is None else state.ended - state.started
+    hours = (_earlier_seconds(attempts) + max(0.0, took or 0.0)) / _HOUR_SECONDS
+    # The script's own clock is finer than the scheduler's.
+    own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
+    per_rank = _whole(told, "batch_size_per_rank")
+    world = _whole(told, "world_size") or summary.world_size or None
     row = Row(
         *key,
         run=state.submission.label,
@@ -245,7 +279,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         started=state.started or (begun.time if begun else None),
         ended=state.ended,
         phases=phases,
-        total_seconds=_total(state, summary),
+        total_seconds=own or took,
         training_seconds=told.get("train_seconds"),
         samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
         data_wait_ratio=summary.data_wait_ratio,
@@ -253,11 +287,11 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
-        metric=told.get(search.get("metric", "")),
+        metric=told.get(plan.spec.search.metric),
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),
-        steps=_whole(told, "steps") or _whole(steps, "steps_total"),
+        steps=_whole(told, "steps") or _whole(numbers(summary.last_step), "steps_total"),
         epochs=_whole(told, "epochs"),
         world_size=world,
         nodes=state.nodes,
@@ -279,64 +313,47 @@ def _whole(figures: Mapping[str, float], name: str) -> int | None:
 
 def _result_file(state: State) -> dict[str, Any]:
     """Return `result.json` of a program that reports nothing through the channel."""
-    try:
+    with contextlib.suppress(NotFoundError, RecordError):
         result: dict[str, Any] = read_json(state.run.directory / "result.json")
-    except (NotFoundError, RecordError):
-        return {}
-    result.pop("schema_version", None)
-    return result
+        return {name: value for name, value in result.items() if name != "schema_version"}
+    return {}
 
 
-def _total(state: State, summary: Summary) -> float | None:
-    """Return the seconds from start to end; by the script's own clock where it kept records."""
-    own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
-    if own or state.started is None or state.ended is None:
-        return own or None
-    return state.ended - state.started
-
-
-def _allocated_seconds(state: State, attempts: Sequence[Attempt]) -> float:
-    """Return for how long its resources were allocated, over all starts by Slurm."""
-    earlier = 0.0
+def _earlier_seconds(attempts: Sequence[Attempt]) -> float:
+    """Return for how long resources were allocated to starts that Slurm requeued."""
+    seconds = 0.0
     for attempt in attempts[:-1]:
-        begun = attempt.started
-        ended = (attempt.ended or {}).get("time") or attempt.last_written
-        earlier += max(0.0, float(ended) - begun.time) if begun and ended else 0.0
-    if state.started is None or state.ended is None:
-        return earlier
-    return earlier + max(0.0, state.ended - state.started)
+        begun, ended = attempt.started, (attempt.ended or {}).get("time") or attempt.last_written
+        seconds += max(0.0, float(ended) - begun.time) if begun and ended else 0.0
+    return seconds
 
 
 def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
     """Return what is known of the ranks' places: binding, CPUs and GPUs."""
-    places = binding_of(state).places
-    judged = [place.right for place in places if place.right is not None]
-    ranks: dict[str, int] = {}  # per machine: the nodes of a development cluster share one
-    cpus: dict[str, int] = {}
-    machines = []
-    for record in attempt.bindings():
-        host, node = str(record.get("host", "")), str(record.get("node", ""))
-        ranks[host] = ranks.get(host, 0) + 1
-        if host not in cpus:
-            topology = node_topology(attempt, node)
-            cpus[host] = len(topology.cores) if topology else 0
-            models = sorted({gpu.name for gpu in topology.gpus if gpu.name}) if topology else []
-            machines.append(", ".join([counted(cpus[host], "core"), *models]))
+    judged = [place.right for place in binding_of(state).places if place.right is not None]
+    records = attempt.bindings()
+    # By machine: the nodes of a development cluster share one.
+    ranks = Counter(str(record.get("host", "")) for record in records)
+    nodes = {str(record.get("host", "")): str(record.get("node", "")) for record in records}
+    oversubscribed, machines = shape.oversubscribed, set()
+    for host, node in nodes.items():
+        topology = node_topology(attempt, node)
+        cores = len(topology.cores) if topology else 0
+        models = sorted({gpu.name for gpu in topology.gpus if gpu.name}) if topology else []
+        machines.add(", ".join([counted(cores, "core"), *models]))
+        oversubscribed = oversubscribed or 0 < cores < ranks[host]
     return {
         "verified": all(judged) if judged else None,
-        "oversubscribed": shape.oversubscribed
-        or any(0 < cpus[host] < count for host, count in ranks.items()),
-        "hardware": "; ".join(sorted(set(machines))),
+        "oversubscribed": oversubscribed,
+        "hardware": "; ".join(sorted(machines)),
     }
 
 
 def _monitored(summary: Summary) -> dict[str, Any]:
     """Return energy and activity of the GPUs, where they were monitored."""
-    gpus = summary.monitor.gpus if summary.monitor else ()
-    joules = [gpu.figures["energy_joules"] for gpu in gpus if "energy_joules" in gpu.figures]
-    active = [
-        gpu.figures.get("sm_active_ratio", gpu.figures.get("utilization_ratio")) for gpu in gpus
-    ]
+    figures = [gpu.figures for gpu in (summary.monitor.gpus if summary.monitor else ())]
+    joules = [gpu["energy_joules"] for gpu in figures if "energy_joules" in gpu]
+    active = [gpu.get("sm_active_ratio", gpu.get("utilization_ratio")) for gpu in figures]
     shares = [share for share in active if share is not None]
     return {
         "energy_kwh": math.fsum(joules) / _JOULES_PER_KWH if joules else None,
@@ -351,10 +368,9 @@ def _described(submission: Submission) -> dict[str, Any]:
     git = record["provenance"]["git"] or {}
     code = str(git.get("commit", ""))
     if git.get("dirty"):
-        diff = read_text_or_nothing(submission.directory / "dirty.diff") + "\n".join(
-            git["untracked"]
-        )
-        code += f"+dirty-{_digest(diff)}"
+        diff = read_text_or_nothing(submission.directory / "dirty.diff")
+        digest = _digest("\n".join([diff, *git["untracked"]]))
+        code += f"+dirty-{digest}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
     return {
         "queued": submission.started_at(),

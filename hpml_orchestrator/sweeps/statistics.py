@@ -8,7 +8,9 @@ Values that are missing, not finite or not positive raise InputError, which name
 Sources: Hoefler & Belli, "Scientific benchmarking of parallel computing systems", SC15;
 Hettmansperger & Sheather, "Confidence intervals based on interpolated order statistics", 1986;
 Hutson, "Calculating nonparametric confidence intervals for quantiles using fractional order
-statistics", 1999; Kaplan & Meier 1958.
+statistics", 1999; Kaplan & Meier 1958; Schenker & Gentleman, "On judging the significance of
+differences by examining the overlap between confidence intervals", 2001; Mohan et al., "Analyzing
+and mitigating data stalls in DNN training", VLDB 14(5), 2021.
 """
 
 from __future__ import annotations
@@ -37,15 +39,12 @@ __all__ = [
     "Interval",
     "Speedup",
     "TimeToAccuracy",
-    "arithmetic_mean",
     "data_stall",
     "distinguishable",
-    "harmonic_mean",
     "imbalance",
     "loader_wait_share",
     "median_estimate",
-    "positive",
-    "robust_variation",
+    "sample",
     "speedup",
     "time_to_accuracy",
 ]
@@ -59,19 +58,12 @@ _GRID = 200  # quantiles of each sample's median: 40,000 ratios
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval; `high` is infinite where runs that never ended allow no bound.
-
-    Attributes:
-        low: in the unit of the estimate.
-        high: in the unit of the estimate.
-        confidence: the probability that such an interval covers the true value, 0.95 for 95 %.
-        method: how it was computed, in words for a report.
-    """
+    """A confidence interval, in the unit of its estimate."""
 
     low: float
-    high: float
-    confidence: float
-    method: str
+    high: float  # infinite where runs that never ended allow no bound
+    confidence: float  # probability that such an interval covers the true value
+    method: str  # how it was computed, in words for a report
 
     def overlaps(self, other: Interval) -> bool:
         """Return whether some value lies in both."""
@@ -91,58 +83,28 @@ class Estimate:
     interval: Interval | None
     statistic: str = "median"
 
-    def __str__(self) -> str:
-        return f"{self.value:.4g} ({self.statistic} of {self.n}, {_interval_text(self.interval)})"
-
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times faster than the baseline, and what share of the ideal that is.
+    """How many times faster than the baseline, and what share of the ideal that is."""
 
-    Attributes:
-        value: work x median(baseline seconds) / median(seconds).
-        interval: its 95 % CI; None with fewer than 6 repeats on either side.
-        efficiency: value / scale.
-        efficiency_interval: interval / scale.
-        scale: how many times the baseline's resources were used.
-        n_baseline: repeats of the baseline.
-        n: repeats of this point.
-    """
-
-    value: float
-    interval: Interval | None
-    efficiency: float
-    efficiency_interval: Interval | None
-    scale: float
-    n_baseline: int
-    n: int
-
-    def __str__(self) -> str:
-        repeats = f"ratio of medians of {self.n_baseline} and {self.n}"
-        return f"{self.value:.4g} ({repeats}, {_interval_text(self.interval)})"
+    value: float  # median(baseline seconds) / median(seconds)
+    interval: Interval | None  # None with fewer than 6 repeats on either side
+    efficiency: float  # value / scale
+    efficiency_interval: Interval | None  # interval / scale
+    scale: float  # how many times the baseline's resources were used
+    n_baseline: int  # repeats of the baseline
+    n: int  # repeats of this point
 
 
 @dataclass(frozen=True)
 class TimeToAccuracy:
-    """Seconds until a target accuracy, over runs of which some never reached it.
+    """Seconds until a target accuracy, over runs of which some never reached it."""
 
-    Attributes:
-        median_seconds: Kaplan-Meier median; None unless more than half of the runs (as far as
-            they lasted) reached the target.
-        interval: its 95 % CI, `high` infinite where the runs that did not reach the target leave
-            it open; None with fewer than 6 runs.
-        reached: runs that reached the target.
-        n: all runs.
-    """
-
-    median_seconds: float | None
-    interval: Interval | None
-    reached: int
-    n: int
-
-    def __str__(self) -> str:
-        median = "not reached" if self.median_seconds is None else f"{self.median_seconds:.4g} s"
-        return f"{median} ({self.reached} of {self.n} reached, {_interval_text(self.interval)})"
+    median_seconds: float | None  # Kaplan-Meier; None unless more than half reached the target
+    interval: Interval | None  # None with fewer than 6 runs
+    reached: int  # runs that reached the target
+    n: int  # all runs
 
 
 def median_estimate(values: Sequence[float]) -> Estimate:
@@ -152,65 +114,50 @@ def median_estimate(values: Sequence[float]) -> Estimate:
     least 95 %: [min, max] of 6 covers 96.9 %. A pair that covers more than 97 % is narrowed to 95 %
     by interpolation with the next pair inside.
 
-    Source: Hoefler & Belli SC15, rule 5; Hettmansperger & Sheather 1986.
+    Source: Hoefler & Belli, rule 5; Hettmansperger & Sheather.
     """
-    ordered = np.sort(_sample(values, "values"))
+    ordered = np.sort(sample(values, "values"))
     return Estimate(float(np.median(ordered)), len(ordered), _order_interval(ordered, ordered))
 
 
 def speedup(
-    baseline_seconds: Sequence[float],
-    seconds: Sequence[float],
-    *,
-    scale: float = 1.0,
-    work: float = 1.0,
+    baseline_seconds: Sequence[float], seconds: Sequence[float], *, scale: float = 1.0
 ) -> Speedup:
     """Return the ratio of the median run times, its efficiency and their bootstrap 95 % CI.
+
+    `scale` is how many times the baseline's GPUs (nodes, ranks) this point used. For weak scaling,
+    pass rates the other way round: those of the point, then those of the baseline.
 
     The CI is that of a smoothed bootstrap: the median of each side varies as the middle order
     statistic of n draws from its runs, interpolated in log seconds, and the CI holds the central
     95 % of the ratios. It is computed on a grid, so the same runs always give the same CI, and
-    the CI of the inverse ratio is the inverse. In simulation this covered 93-97 % for 6 to 30
-    repeats; the percentile bootstrap covered 89 % where an odd number of noisy runs was compared
-    with steady ones, the basic bootstrap 73-94 %.
+    the CI of the inverse ratio is the inverse. (Simulated percentile bootstraps cover 89 % where
+    an odd number of noisy runs is compared with steady ones, basic bootstraps 73-94 %.)
 
-    Args:
-        baseline_seconds: run times of the baseline.
-        seconds: run times of this point.
-        scale: how many times the baseline's GPUs (nodes, ranks) this point used.
-        work: how many times the baseline's work it did: 1 for strong scaling, `scale` for weak.
-
-    Source: Hoefler & Belli SC15, rules 1 and 4; Hutson 1999.
+    Source: Hoefler & Belli, rules 1 and 4; Hutson.
     """
-    baseline, point = positive(baseline_seconds, "baseline_seconds"), positive(seconds, "seconds")
-    scale, work = float(positive([scale], "scale")[0]), float(positive([work], "work")[0])
-    value = work * float(np.median(baseline) / np.median(point))
+    baseline = sample(baseline_seconds, "baseline_seconds", above=0)
+    point = sample(seconds, "seconds", above=0)
+    sample([scale], "scale", above=0)
+    value = float(np.median(baseline) / np.median(point))
     interval = None
     if min(len(baseline), len(point)) >= MIN_REPEATS:
         ratios = _log_medians(baseline)[:, None] - _log_medians(point)
         tail = (1 - CONFIDENCE) / 2
-        low, high = work * np.exp(np.quantile(ratios, [tail, 1 - tail]))
+        low, high = np.exp(np.quantile(ratios, [tail, 1 - tail]))
         interval = Interval(float(low), float(high), CONFIDENCE, "smoothed bootstrap")
-    return Speedup(
-        value,
-        interval,
-        value / scale,
-        interval and interval.scaled(1 / scale),
-        scale,
-        len(baseline),
-        len(point),
-    )
+    efficiency_interval = interval and interval.scaled(1 / scale)
+    repeats = len(baseline), len(point)
+    return Speedup(value, interval, value / scale, efficiency_interval, scale, *repeats)
 
 
 def distinguishable(a_seconds: Sequence[float], b_seconds: Sequence[float]) -> bool | None:
     """Return whether two points differ: the 95 % CI of the ratio of their medians excludes 1.
 
-    None with fewer than 6 repeats on either side: nothing can be said. The CI of the ratio decides
-    rather than the overlap of the two medians' CIs, which would miss many true differences: for
-    equally noisy points it tests at a level of 0.6 % instead of 5 %.
+    The overlap of the two medians' CIs would miss many true differences: for equally noisy points
+    it tests at a level of 0.6 % instead of 5 %. None with fewer than 6 repeats on either side.
 
-    Source: Schenker & Gentleman, "On judging the significance of differences by examining the
-    overlap between confidence intervals", The American Statistician 55, 2001.
+    Source: Schenker & Gentleman.
     """
     interval = speedup(a_seconds, b_seconds).interval
     return None if interval is None else not interval.low <= 1 <= interval.high
@@ -227,9 +174,9 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeT
         seconds: until the target was reached, or until the run ended without.
         reached: for each run, whether the target was reached.
 
-    Source: Kaplan & Meier 1958.
+    Source: Kaplan & Meier.
     """
-    times = positive(seconds, "seconds")
+    times = sample(seconds, "seconds", above=0)
     if len(reached) != len(times):
         raise InputError(f"needs {len(times)} entries, one a run", field="reached", value=reached)
     events = np.asarray(reached, dtype=bool)
@@ -237,39 +184,8 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeT
     # a survival of exactly one half lasts from the first of these times to the second
     until = [survival.quantiles[survival.probabilities <= half] for half in (_HALF, 1 - _HALF)]
     median = float(np.mean([until[0][0], until[1][0]])) if len(until[1]) else None
-    ended = np.where(events, times, math.inf)
-    interval = _order_interval(np.sort(times), np.sort(ended))
+    interval = _order_interval(np.sort(times), np.sort(np.where(events, times, math.inf)))
     return TimeToAccuracy(median, interval, int(events.sum()), len(times))
-
-
-def arithmetic_mean(costs: Sequence[float]) -> float:
-    """Return the arithmetic mean, right for costs: seconds, joules, GPU-hours.
-
-    Source: Hoefler & Belli SC15, rule 3.
-    """
-    return float(np.mean(_sample(costs, "costs")))
-
-
-def harmonic_mean(rates: Sequence[float]) -> float:
-    """Return the harmonic mean, right for rates over equal work: samples/s, flop/s.
-
-    Source: Hoefler & Belli SC15, rule 3.
-    """
-    return float(stats.hmean(positive(rates, "rates")))
-
-
-def robust_variation(values: Sequence[float]) -> float | None:
-    """Return 1.4826 x median absolute deviation / median, unitless; None for a single value.
-
-    For normal data this is the coefficient of variation, but one outlier hardly changes it.
-
-    Source: Rousseeuw & Croux, "Alternatives to the median absolute deviation", 1993.
-    """
-    sample = positive(values, "values")
-    if len(sample) == 1:
-        return None
-    deviation = stats.median_abs_deviation(sample, scale="normal")
-    return float(deviation / np.median(sample))
 
 
 def imbalance(rank_seconds: Sequence[float]) -> float:
@@ -280,7 +196,7 @@ def imbalance(rank_seconds: Sequence[float]) -> float:
     Source: DeRose, Homer & Johnson, "Detecting application load imbalance on high end massively
     parallel systems", Euro-Par 2007.
     """
-    seconds = positive(rank_seconds, "rank_seconds")
+    seconds = sample(rank_seconds, "rank_seconds", above=0)
     return float(seconds.max() / seconds.mean() - 1)
 
 
@@ -292,30 +208,38 @@ def data_stall(
     The runs use data made on the device, a small subset in the page cache, and the real data. A
     stall is slightly negative where the runs scatter by more than they lose.
 
-    Source: Mohan et al. 2021, "Analyzing and mitigating data stalls in DNN training", VLDB 14(5).
+    Source: Mohan et al.
     """
-    positive([synthetic_seconds, warm_seconds, real_seconds], "seconds")
+    sample([synthetic_seconds, warm_seconds, real_seconds], "seconds", above=0)
     return warm_seconds - synthetic_seconds, real_seconds - warm_seconds
 
 
 def loader_wait_share(wait_seconds: Sequence[float], step_seconds: Sequence[float]) -> float:
     """Return the share of the steps' time, waiting included, that was spent in next(loader).
 
-    Source: Mohan et al. 2021.
+    Source: Mohan et al.
     """
-    waits, steps = _sample(wait_seconds, "wait_seconds"), positive(step_seconds, "step_seconds")
-    if len(waits) != len(steps) or (waits > steps).any() or waits.min() < 0:
-        message = f"needs {len(steps)} entries, each between 0 and the time of its step"
-        raise InputError(message, field="wait_seconds", value=list(wait_seconds))
-    return float(waits.sum() / steps.sum())
+    waited = sample(wait_seconds, "wait_seconds").sum()
+    total = sample(step_seconds, "step_seconds", above=0).sum()
+    if not 0 <= waited <= total:
+        message = f"must add up to at most {total:g}, the seconds of the steps"
+        raise InputError(message, field="wait_seconds", value=float(waited))
+    return float(waited / total)
 
 
-def positive(values: Sequence[float], field: str) -> Array:
-    """Return the values as an array; refuse none at all and what has no logarithm or inverse."""
-    sample = _sample(values, field)
-    if sample.min() <= 0:
-        raise InputError("must be above 0", field=field, value=float(sample.min()))
-    return sample
+def sample(values: Sequence[float], field: str, *, above: float = -math.inf) -> Array:
+    """Return the values as an array.
+
+    Raises InputError, which names the field, for no value at all, and for one that is not finite or
+    not above the limit.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size:
+        raise InputError("needs at least one value", field=field)
+    if not np.isfinite(array).all() or array.min() <= above:
+        expected = "finite numbers" if above == -math.inf else f"finite numbers above {above:g}"
+        raise InputError(f"must be {expected}", field=field, value=list(values))
+    return array
 
 
 def _order_interval(lows: Array, highs: Array) -> Interval | None:
@@ -323,32 +247,30 @@ def _order_interval(lows: Array, highs: Array) -> Interval | None:
     n = len(lows)
     if n < MIN_REPEATS:
         return None
-    k, covers, weight = _order_rank(n)
-    if not weight:
-        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers:.1f} %"
-        return Interval(float(lows[k - 1]), float(highs[n - k]), CONFIDENCE, method)
-    low = (1 - weight) * lows[k - 1] + weight * lows[k]
-    high = (1 - weight) * highs[n - k] + weight * highs[n - k - 1]
-    return Interval(float(low), float(high), CONFIDENCE, "interpolated order statistics")
+    position, method = _order_position(n)
+    low = np.interp(position, range(n), lows)
+    high = np.interp(n - 1 - position, range(n), highs)
+    return Interval(float(low), float(high), CONFIDENCE, method)
 
 
 @lru_cache(maxsize=256)
-def _order_rank(n: int) -> tuple[int, float, float]:
-    """Return k, what the k-th smallest and largest of n values cover, and the next pair's weight.
+def _order_position(n: int) -> tuple[float, str]:
+    """Return the position of the CI's low end among n sorted values, from 0, and its method.
 
-    They cover the median with probability 1 - 2 P(Binomial(n, 1/2) < k); the weight is 0 where
-    that is close enough to 95 %.
+    The k-th smallest and largest cover the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
     """
     covers = 1 - 2 * stats.binom.cdf(np.arange(n // 2 + 1) - 1, n, 0.5)
     k = int(np.flatnonzero(covers >= CONFIDENCE)[-1])
     if covers[k] <= _TOO_WIDE:
-        return k, float(covers[k]), 0.0
+        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers[k]:.1f} %"
+        return k - 1, method
     surplus = (covers[k] - CONFIDENCE) / (covers[k] - covers[k + 1])
-    return k, float(covers[k]), float((n - k) * surplus / (k + (n - 2 * k) * surplus))
+    weight = (n - k) * surplus / (k + (n - 2 * k) * surplus)
+    return float(k - 1 + weight), "interpolated order statistics"
 
 
 @lru_cache(maxsize=256)
-def _median_ranks(n: int) -> Array:
+def _median_positions(n: int) -> Array:
     """Return equally probable positions of the median among n sorted values, 0 to n - 1.
 
     The median of n draws lies at the quantile Beta((n+1)/2, (n+1)/2), and sorted value i at the
@@ -356,28 +278,9 @@ def _median_ranks(n: int) -> Array:
     """
     probabilities = (np.arange(_GRID) + 0.5) / _GRID
     quantiles = stats.beta.ppf(probabilities, (n + 1) / 2, (n + 1) / 2)
-    return np.asarray(np.clip(quantiles * n - 0.5, 0, n - 1), dtype=np.float64)
+    return np.asarray(quantiles * n - 0.5)
 
 
 def _log_medians(values: Array) -> Array:
     """Return the logs of equally probable medians of samples like this one."""
-    ranks = np.arange(len(values), dtype=np.float64)
-    return np.interp(_median_ranks(len(values)), ranks, np.log(np.sort(values)))
-
-
-def _sample(values: Sequence[float], field: str) -> Array:
-    """Return the values as an array; refuse none at all and what is not finite."""
-    sample = np.asarray(values, dtype=np.float64)
-    if not sample.size:
-        raise InputError("needs at least one value", field=field)
-    if not np.isfinite(sample).all():
-        raise InputError("must be finite numbers", field=field, value=list(values))
-    return sample
-
-
-def _interval_text(interval: Interval | None) -> str:
-    """Return an interval in words for a report."""
-    if interval is None:
-        return f"no {100 * CONFIDENCE:.0f} % CI"
-    bounds = f"[{interval.low:.4g}, {interval.high:.4g}]"
-    return f"{100 * interval.confidence:.0f} % CI {bounds} ({interval.method})"
+    return np.interp(_median_positions(len(values)), range(len(values)), np.log(np.sort(values)))

@@ -116,7 +116,7 @@ def check_all_done(desk: Desk, points: int) -> None:
 
 def carries_on(desk: Desk, pid: int) -> bool:
     """Whether that process has the lease of the sweep."""
-    leases = desk.records.glob("sweeps/*-*/controller.json")
+    leases = desk.records.glob("sweeps/*-*/controller.*.json")
     return any(json.loads(path.read_text())["pid"] == pid for path in leases)
 
 

@@ -22,7 +22,7 @@ from hpml_orchestrator.sweeps import plan as plans
 from hpml_orchestrator.sweeps.controller import Controller, Progress
 from hpml_orchestrator.sweeps.expand import make_plan
 from hpml_orchestrator.sweeps.limits import Limits
-from hpml_orchestrator.sweeps.rows import Row, rows
+from hpml_orchestrator.sweeps.rows import Row, SchedulerState, rows
 from hpml_orchestrator.testing import FakeScheduler, Killed
 
 JOB: dict[str, Any] = {
@@ -130,7 +130,8 @@ class SweepFolder:
         grid = {"mode": "grid", "axes": {"--lr": [0.1, 0.2, 0.3]}, "repeats": 2}
         planned = self.local_plan(job, backend="slurm", now=self.slurm.clock.now, **grid | fields)
         # As if scontrol had told the usual MaxArraySize: there is no scontrol here.
-        Limits(array=1000).write(plans.directory_of(self.store, planned.id) / "limits.json")
+        state = SchedulerState(limits=Limits(array=1000)).to_text()
+        (plans.directory_of(self.store, planned.id) / "state.json").write_text(state)
         return planned
 
     def local_plan(

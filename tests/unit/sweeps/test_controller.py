@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.records.events import append
-from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.array import parse_array
+from hpml_orchestrator.sweeps.batches import read_batches
 from hpml_orchestrator.sweeps.controller import cancel, resume
 from hpml_orchestrator.sweeps.plan import SweepPlan, directory_of
 from hpml_orchestrator.testing import Fault, Killed
@@ -120,20 +121,11 @@ def test_a_kill_at_any_write_harms_nothing(
     assert steps > 15
 
 
-def test_a_batch_is_no_larger_than_the_cluster_allows(folder: SweepFolder) -> None:
-    """MaxArraySize 8 bounds the index: every array begins at 0. A refused array is halved."""
-    plan = folder.plan(axes={"--lr": [index / 100 for index in range(10)]})
-    folder.slurm.array_limit = 8
-    folder.carry_on(plan)
-    assert folder.slurm.sizes == [5, 5, 5, 5]
-    assert folder.started() == list(range(20))
-    assert states(folder, plan) == {"COMPLETED": 20}
-
-
-def test_a_limit_on_submitted_jobs_is_waited_for(folder: SweepFolder) -> None:
-    """The array is halved until it fits; then the next goes out when tasks have ended."""
+@pytest.mark.parametrize("limit", ["array_limit", "submit_limit"])
+def test_a_batch_is_halved_until_it_fits(folder: SweepFolder, limit: str) -> None:
+    """MaxArraySize bounds the index, so arrays begin at 0; more go out as tasks end."""
     plan = folder.plan(axes={"--lr": [index / 100 for index in range(20)]}, repeats=1)
-    folder.slurm.submit_limit = 8
+    setattr(folder.slurm, limit, 8)
     folder.carry_on(plan)
     assert max(folder.slurm.sizes) <= 8
     assert folder.started() == list(range(20))
@@ -190,9 +182,10 @@ def test_a_refusal_is_final_but_for_limits(
 
 def test_points_are_started_again_as_the_sweep_says(folder: SweepFolder) -> None:
     """Every start has its row; what fails too often, or in another way, is left as it is."""
-    plan = folder.plan(axes={"--lr": [0.1, 0.2, 0.3]}, repeats=1, retry={"FAILED": 1})
-    ends = [JobState.FAILED, JobState.TIMEOUT, JobState.FAILED, JobState.FAILED]
-    folder.slurm.ends = ends
+    plan = folder.plan(axes={"--lr": [0.1, 0.2, 0.3, 0.4]}, repeats=1, retry={"FAILED": 1})
+    folder.slurm.ends = [
+        *(JobState.FAILED, JobState.TIMEOUT, JobState.FAILED, JobState.PREEMPTED, JobState.FAILED)
+    ]
     progress = folder.carry_on(plan)
     rows = [(row.point, row.start, row.state) for row in folder.rows(plan)]
     assert rows == [
@@ -201,23 +194,32 @@ def test_points_are_started_again_as_the_sweep_says(folder: SweepFolder) -> None
         (1, 0, "TIMEOUT"),
         (2, 0, "FAILED"),
         (2, 1, "COMPLETED"),
+        (3, 0, "PREEMPTED"),
+        (3, 1, "COMPLETED"),
     ]
-    assert progress.counts == {"FAILED": 1, "TIMEOUT": 1, "COMPLETED": 1}
+    assert progress.counts == {"FAILED": 1, "TIMEOUT": 1, "COMPLETED": 2}
 
 
-def test_a_preempted_task_is_over_only_when_slurm_does_not_requeue_it(folder: SweepFolder) -> None:
-    """It is left alone for three minutes, in which Slurm may have put it back."""
-    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
-    folder.slurm.ends = [JobState.PREEMPTED]
-    controller, waited = folder.controller(plan), 0.0
-    while len(folder.rows(plan)) == 1:
-        progress = controller.tick()
-        folder.slurm.run(30)
-        folder.slurm.clock.sleep(progress.next_tick_seconds)
-        waited += progress.next_tick_seconds
-    assert waited > 180
-    folder.carry_on(plan)
-    assert [row.state for row in folder.rows(plan)] == ["PREEMPTED", "COMPLETED"]
+def test_a_sweep_whose_first_points_fail_stops(folder: SweepFolder) -> None:
+    """What waits or runs is cancelled, until somebody resumes the sweep: then all of it runs."""
+    plan = folder.plan(repeats=4, budget={"parallel": 6, "core_hours": 4.1})
+    folder.slurm.ends = [JobState.FAILED] * 5
+    controller = folder.controller(plan)
+    controller.tick()
+    folder.slurm.run()
+    for job_id in sorted(folder.slurm.jobs)[4:]:
+        folder.slurm.jobs[job_id].states = [(0.0, JobState.RUNNING)]
+    folder.slurm.clock.sleep(100)
+    progress = folder.carry_on(plan)
+    run = f"{next(folder.store.submissions()).sid}.3"
+    assert progress.waits_for == (
+        f"the first 4 points failed; `hpml logs {run}` shows why, "
+        f"`hpml sweep resume {plan.id}` goes on anyway"
+    )
+    assert states(folder, plan) == {"FAILED": 4, "CANCELLED": 4, "EXCLUDED": 4}
+    resume(folder.store, plan, now=folder.slurm.clock.now)
+    folder.slurm.ends = []
+    assert folder.carry_on(plan).counts == {"FAILED": 4, "COMPLETED": 8}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
         progress = folder.controller(plan).tick()
         assert folder.slurm.calls["sbatch"] == calls
         if calls == 3:
-            assert progress.waits_for == "3 submissions per minute"
+            assert progress.waits_for == "at most 3 submissions per minute"
             folder.slurm.clock.sleep(30.5)
     folder.carry_on(plan)
     assert folder.started() == list(range(8))
@@ -269,15 +271,17 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
 def test_only_one_controller_works(folder: SweepFolder) -> None:
     """Another one reads, until the first is dead or has given no sign of life for 90 s."""
     plan = folder.plan()
-    lease = directory_of(folder.store, plan.id) / "controller.json"
     now = folder.slurm.clock.now
     alive = asdict(this_owner(plan.id, pid=1))
-    for owner, renewed, works in (
-        (alive, now, False),
-        (alive | {"hostname": "other"}, now - 60, False),
-        (alive | {"hostname": "other"}, now - 100, True),
-        (alive | {"start_ticks": 1}, now, True),
+    for number, (owner, renewed, works) in enumerate(
+        [
+            (alive, now, False),
+            (alive | {"hostname": "other"}, now - 60, False),
+            (alive | {"hostname": "other"}, now - 100, True),
+            (alive | {"start_ticks": 1}, now, True),
+        ]
     ):
+        lease = directory_of(folder.store, plan.id) / f"controller.{9 * number}.json"
         write_json(lease, owner | {"renewed": renewed})
         progress = folder.controller(plan).tick()
         assert (progress.waits_for == "") == works
@@ -321,8 +325,8 @@ def test_a_cancelled_sweep_cancels_what_still_appears(folder: SweepFolder) -> No
     with pytest.raises(Killed):
         folder.controller(plan).tick()
     folder.slurm.clock.sleep(31.0)
-    cancelled = directory_of(folder.store, plan.id) / "cancelled.json"
-    write_json(cancelled, {"reason": "the sweep was cancelled"})
+    cancelled = directory_of(folder.store, plan.id) / "stopped.json"
+    write_json(cancelled, {"reason": "the sweep was cancelled", "cancel": True})
     folder.slurm.clock.sleep(120.0)
     progress = folder.carry_on(plan)
     assert progress.counts == {"CANCELLED": 6}
@@ -333,14 +337,8 @@ def test_blocks_go_out_in_order(folder: SweepFolder) -> None:
     """One block after the other, whatever their shapes."""
     plan = folder.plan(mode="grid", **TWO_SHAPES, repeats=2, order="interleaved")
     folder.carry_on(plan)
-    submitted = [
-        read_json(path)["tasks"]
-        for path in sorted(
-            (directory_of(folder.store, plan.id) / "batches").iterdir(),
-            key=lambda path: int(path.stem),
-        )
-    ]
-    order = [number for tasks in submitted for number, _ in tasks]
+    batches = read_batches(directory_of(folder.store, plan.id), plan)
+    order = [task.point.number for batch in batches for task in batch.tasks]
     block = {number: index for index, numbers in enumerate(plan.blocks) for number in numbers}
     assert [block[number] for number in order] == sorted(block.values())
 
@@ -353,18 +351,6 @@ def test_a_task_that_everybody_forgot_is_over(folder: SweepFolder) -> None:
     progress = folder.carry_on(plan)
     assert progress.counts == {"UNKNOWN": 1}
     assert folder.slurm.clock.now - plan.created > 600
-
-
-def test_done_markers_need_no_question(folder: SweepFolder) -> None:
-    """What completed by its own record is collected without asking the scheduler."""
-    plan = folder.plan()
-    controller = folder.controller(plan)
-    controller.tick()
-    for job_id in list(folder.slurm.jobs):
-        folder.report(job_id, test_accuracy=0.5)
-    assert controller.tick().finished
-    assert folder.slurm.calls["squeue"] == 0
-    assert {row.accuracy for row in folder.rows(plan)} == {0.5}
 
 
 SEARCH: dict[str, Any] = {

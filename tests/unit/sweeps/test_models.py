@@ -1,11 +1,12 @@
 """Models of scaling, communication, compute and memory, against published numbers.
 
 Fits are tried on data of generators that play the work out, step by step. HPML_LONG=1 repeats
-the simulations ten times as often.
+the simulations thirty times as often.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from hpml_orchestrator.sweeps.models import (
     Algorithm,
     Fit,
     Mfu,
-    Roofline,
     allreduce_crossover,
     allreduce_seconds,
     amdahl_speedup,
@@ -29,7 +29,9 @@ from hpml_orchestrator.sweeps.models import (
     fit_usl,
     gustafson_speedup,
     karp_flatt,
-    memory_estimate,
+    memory_advice,
+    roofline_flops,
+    roofline_ridge,
     usl_peak,
 )
 
@@ -38,12 +40,9 @@ if TYPE_CHECKING:
 
     from numpy.random import Generator
 
-SIMULATIONS = 3_000 if os.environ.get("HPML_LONG") == "1" else 300
+SIMULATIONS = 3_000 if os.environ.get("HPML_LONG") == "1" else 100
 MARGIN = 2 * math.sqrt(0.95 * 0.05 / SIMULATIONS)
 GB = 1e9
-
-
-# --- closed forms
 
 
 @pytest.mark.parametrize(
@@ -65,6 +64,12 @@ GB = 1e9
         (bus_bandwidth_factor, ("all-to-all", 2), 0.5),
         (bus_bandwidth_factor, ("broadcast", 16), 1),
         (bus_bandwidth_factor, ("reduce", 16), 1),
+        # a V100's 125 Tflop/s and 900 GB/s meet at 139 flop/byte (NVIDIA's performance guide)
+        (roofline_ridge, (125e12, 900e9), 138.9),
+        (roofline_flops, (10, 125e12, 900e9), 9e12),
+        (roofline_flops, (500, 125e12, 900e9), 125e12),
+        (karp_flatt, (amdahl_speedup(0.03, 12), 12), 0.03),
+        (karp_flatt, (5, 4), -1 / 15),  # superlinear
     ],
 )
 def test_closed_forms(
@@ -87,17 +92,6 @@ def test_karp_flatt(speedups: str, fractions: str) -> None:
     pairs = zip(speedups.split(), fractions.split(), strict=True)
     for processors, (speedup, fraction) in enumerate(pairs, start=2):
         assert karp_flatt(float(speedup), processors) == pytest.approx(float(fraction), abs=0.0015)
-    assert karp_flatt(amdahl_speedup(0.03, 12), 12) == pytest.approx(0.03)
-    assert karp_flatt(4.4, 4) < 0, "superlinear"
-
-
-def test_roofline() -> None:
-    """A V100's 125 Tflop/s and 900 GB/s meet at 139 flop/byte (NVIDIA's performance guide)."""
-    device = Roofline(125e12, 900e9)
-    assert device.ridge == pytest.approx(138.9, abs=0.05)
-    assert device.attainable(10) == 9e12
-    assert device.attainable(500) == 125e12
-    assert [device.bound(x) for x in (10, 138, 139, 500)] == ["memory"] * 2 + ["compute"] * 2
 
 
 def test_mfu() -> None:
@@ -125,17 +119,13 @@ def test_mfu() -> None:
 )
 def test_memory(parameters: float, activations: float, gpus: int, advice: str | None) -> None:
     """The simplest way that fits into 80 GB is advised, at 18 bytes a parameter."""
-    estimate = memory_estimate(
+    advised, needs = memory_advice(
         parameters, activations, layers=36, device_bytes=80 * GB, gpus=gpus, gpus_per_node=8
     )
-    assert estimate.advice == advice
-    assert estimate.usable_bytes == pytest.approx(72 * GB)
-    assert estimate.strategies["DDP"] == pytest.approx(18 * parameters + activations)
-    needs = list(estimate.strategies.values())
-    assert needs[2:4] == sorted(needs[2:4], reverse=True)
-
-
-# --- communication
+    assert advised == advice
+    assert needs["DDP"] == pytest.approx(18 * parameters + activations)
+    simpler = itertools.takewhile(lambda name: name != advice, needs)
+    assert all(needs[name] > 72 * GB for name in simpler)
 
 
 def played_out(algorithm: str, ranks: int, size: float, alpha: float, beta: float) -> float:
@@ -166,27 +156,16 @@ def test_an_allreduce_takes_as_long_as_its_messages(algorithm: Algorithm, ranks:
         assert seconds == pytest.approx(played_out(algorithm, ranks, size, 5e-6, 4e-11))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("tree", "ring"),
-        ("ring", "tree"),
-        ("parameter server", "ring"),
-        ("parameter server", "tree"),
-    ],
-)
-def test_the_crossover_is_where_two_algorithms_take_equally_long(
-    first: Algorithm, second: Algorithm
-) -> None:
+def test_the_crossover_is_where_two_algorithms_take_equally_long() -> None:
     """On 16 ranks; the pipelined tree never loses to the ring, so there is none."""
-    size = allreduce_crossover(first, second, 16, alpha=1e-5, beta=1e-10)
-    assert size is not None
-    times = [allreduce_seconds(name, 16, size, alpha=1e-5, beta=1e-10) for name in (first, second)]
-    assert times[0] == pytest.approx(times[1])
-    assert allreduce_crossover("ring", "pipelined tree", 16, alpha=1e-5, beta=1e-10) is None
-
-
-# --- fits
+    network: dict[str, Any] = {"ranks": 16, "alpha": 1e-5, "beta": 1e-10}
+    pairs: list[tuple[Algorithm, Algorithm]] = [("tree", "ring"), ("parameter server", "tree")]
+    for pair in pairs:
+        size = allreduce_crossover(*pair, **network)
+        assert size is not None
+        times = [allreduce_seconds(name, size_bytes=size, **network) for name in pair]
+        assert times[0] == pytest.approx(times[1])
+    assert allreduce_crossover("ring", "pipelined tree", **network) is None
 
 
 def strong_runs(rng: Generator) -> Fit:
@@ -224,60 +203,41 @@ def noisy(values: list[float], rng: Generator) -> list[float]:
     return [value * math.exp(0.03 * rng.standard_normal()) for value in values]
 
 
-FITS = pytest.mark.parametrize(
-    ("fitted", "truth"),
+@pytest.mark.parametrize(
+    ("fitted", "truth", "inputs", "predicted"),
     [
-        (strong_runs, {"T1": 108, "f": 1 / 9}),
-        (weak_runs, {"X1": 128, "f": 0.1}),
-        (contended_runs, {"g": 100, "a": 0.03, "b": 0.0002}),
-        (ring_runs, {"alpha": 5e-6, "beta": 1 / 200e9}),
+        (strong_runs, {"T1": 108, "f": 1 / 9}, (32,), 12 + 3),
+        (weak_runs, {"X1": 128, "f": 0.1}, (32,), 64 * (0.1 + 32 * 0.9) / 0.5),
+        (contended_runs, {"g": 100, "a": 0.03, "b": 0.0002}, (100,), 1e5 / (10 + 29.7 + 19.8)),
+        (ring_runs, {"alpha": 5e-6, "beta": 5e-12}, (16, 1e8), 30 * (5e-6 + 5e-12 * 1e8 / 16)),
     ],
     ids=["amdahl", "gustafson", "usl", "allreduce"],
 )
-
-
-@FITS
 def test_fits_recover_their_parameters(
-    fitted: Callable[[Generator], Fit], truth: dict[str, float]
+    fitted: Callable[[Generator], Fit],
+    truth: dict[str, float],
+    inputs: tuple[float, ...],
+    predicted: float,
 ) -> None:
-    """And their 95 % intervals cover the truth in 93-97 % of simulated sweeps."""
+    """Their 95 % intervals cover the truth in 93-97 % of simulated sweeps."""
     rng = np.random.default_rng(14)
     fits = [fitted(rng) for _ in range(SIMULATIONS)]
     for name, true in truth.items():
         estimates = [fit.parameters[name] for fit in fits]
-        assert np.median([estimate.value for estimate in estimates]) == pytest.approx(
-            true, rel=0.02
-        )
+        median = np.median([estimate.value for estimate in estimates])
+        assert median == pytest.approx(true, rel=0.03)
         intervals = [estimate.interval for estimate in estimates if estimate.interval]
         assert len(intervals) == SIMULATIONS
         covered = sum(interval.low <= true <= interval.high for interval in intervals)
         assert 0.93 - MARGIN <= covered / SIMULATIONS <= 0.97 + MARGIN, name
     assert np.median([fit.residual for fit in fits]) == pytest.approx(0.03, rel=0.1)
-    assert fits[0].r_squared > 0.9
-
-
-@FITS
-def test_nothing_is_predicted_beyond_twice_the_largest_scale(
-    fitted: Callable[[Generator], Fit], truth: dict[str, float]
-) -> None:
-    """Rule 10: the curve ends there."""
-    fit = fitted(np.random.default_rng(1))
-    assert list(fit.parameters) == list(truth)
-    assert fit.predict(2 * fit.largest_scale, 1e6) > 0
+    median = np.median([fit.predict(*inputs) for fit in fits])
+    assert median == pytest.approx(predicted, rel=0.03)
+    fit = fits[0]
     for scale in (2 * fit.largest_scale + 1, 0.5, math.nan):
         with pytest.raises(InputError, match="twice the largest measured scale") as error:
-            fit.predict(scale, 1e6)
+            fit.predict(scale, *inputs[1:])
         assert error.value.field == "scale"
-
-
-def test_predictions_are_the_model_at_that_scale() -> None:
-    """Seconds for Amdahl and allreduce, rates for the others."""
-    rng = np.random.default_rng(2)
-    assert strong_runs(rng).predict(32) == pytest.approx(12 + 3, rel=0.03)
-    assert weak_runs(rng).predict(32) == pytest.approx(64 * (0.1 + 32 * 0.9) / 0.5, rel=0.03)
-    assert contended_runs(rng).predict(100) == pytest.approx(1e5 / (10 + 29.7 + 19.8), rel=0.03)
-    expected = played_out("ring", 16, 1e8, 5e-6, 1 / 200e9)
-    assert ring_runs(rng).predict(16, 1e8) == pytest.approx(expected, rel=0.03)
 
 
 def test_usl_of_published_data() -> None:
@@ -291,7 +251,7 @@ def test_usl_of_published_data() -> None:
         interval = measured.parameters[name].interval
         assert interval is not None
         assert interval.low < published < interval.high
-    assert measured.r_squared > 0.99
+    assert measured.residual < 0.1
     peak = usl_peak(measured.parameters["a"].value, measured.parameters["b"].value)
     assert peak == pytest.approx(96.5, rel=0.05)
 
@@ -311,9 +271,6 @@ def test_parameters_stay_in_their_range() -> None:
     assert latency.parameters["beta"].value >= 0
 
 
-# --- bad input
-
-
 @pytest.mark.parametrize(
     ("function", "arguments", "field"),
     [
@@ -323,15 +280,15 @@ def test_parameters_stay_in_their_range() -> None:
         (karp_flatt, (0, 2), "speedup"),
         (usl_peak, (0.1, -1), "coherency"),
         (fit_amdahl, ([1, 2, 2], [3, 2, 2]), "scales"),
-        (fit_amdahl, ([1, 2, 4], [3, 2]), "seconds"),
+        (fit_amdahl, ([1, 2, 4], [3, 2]), "scales, seconds"),
         (fit_gustafson, ([1, 2, 4], [3, math.nan, 2]), "rates"),
         (fit_usl, ([1, 2, 3, 4] * 2, [1, 2, 3, 4] * 2), "scales"),
         (fit_allreduce, ([4, 4, 4], [1, 1, 2], [1, 1, 1]), "size_bytes"),
         (fit_allreduce, ([1, 2, 2], [1, 2, 3], [1, 1, 1]), "ranks"),
         (bus_bandwidth_factor, ("allreduce", 1), "ranks"),
-        (Mfu, (1e9, 1e3, 0, 1e12, "bf16"), "gpus"),
-        (Roofline(1e12, 1e9).attainable, (0,), "intensity"),
-        (memory_estimate, (1e9, 1e9, 0, 1e9), "layers"),
+        (lambda: Mfu(1e9, 1e3, 0, 1e12, "bf16").value, (), "gpus"),
+        (roofline_flops, (0, 1e12, 1e9), "intensity"),
+        (memory_advice, (1e9, 1e9, 0, 1e9), "layers"),
     ],
 )
 def test_numbers_out_of_range_are_refused(
