@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import webbrowser
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ from hpml_orchestrator.cli.sweepfile import (
     sweep_of,
 )
 from hpml_orchestrator.cli.sweeptext import print_plan, print_status, progress_line
-from hpml_orchestrator.errors import JobFailedError, counted
+from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.sweeps import controller, plan
 from hpml_orchestrator.sweeps.batches import read_batches
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.controller import Progress
     from hpml_orchestrator.sweeps.plan import SweepPlan
+    from hpml_orchestrator.sweeps.rows import Row
 
 __all__ = ["group"]
 
@@ -273,6 +275,16 @@ def compare(
     reports = _reports()
     store = store_of(context)
     both = [_with_trials(store, plan.resolve(store, word)) for word in (before, after)]
+    for name in ("mode", "unit"):
+        values = [getattr(planned, name) for planned in both]
+        if values[0] != values[1]:
+            raise InputError(
+                f"is a sweep with {name} {values[1] or 'none'}, and {before} with "
+                f"{values[0] or 'none'}",
+                field="SWEEP",
+                value=after,
+                hint="compare two sweeps of one kind, such as before and after a change",
+            )
     compared = reports.compare(*(reports.build(one, rows_of(store, one)) for one in both))
     if as_json:
         print_json(reports.pages.to_json(compared))
@@ -357,7 +369,7 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
     if failed:
         raise JobFailedError(
             f"{counted(failed, 'point')} of {progress.total} did not complete",
-            hint=f"hpml sweep status {planned.id}",
+            hint=_why(planned, rows),
         )
 
 
@@ -411,3 +423,13 @@ def _list(store: Store, *, as_json: bool) -> None:
                 for one, progress in entries
             ],
         )
+
+
+def _why(planned: SweepPlan, rows: Sequence[Row]) -> str:
+    """Return where to look for the reason of points that did not complete."""
+    failed = [row for row in rows if row.run and row.over and row.state != "COMPLETED"]
+    if not failed:
+        return f"hpml sweep status {planned.id}"
+    last = failed[-1]
+    reason = f" ({last.reason})" if last.reason else ""
+    return f"hpml logs {last.run} shows the output of one: {last.state}{reason}"

@@ -129,7 +129,7 @@ def sweep_of(
     if batch:
         name, _, per = batch.partition(":")
         data["batch"] = {"argument": name, "per": per or "rank"}
-    return make_sweep(data, source)
+    return make_sweep(data, source, where="the command line")
 
 
 def _listed(text: str, option: str, example: str) -> tuple[str, list[Any]]:

@@ -70,7 +70,7 @@ def print_plan(planned: SweepPlan, *, terminal: bool = False, error: bool = Fals
                     str(point.scale or "-"),
                     _values(point.values) or "-",
                     str(point.repeat + 1),
-                    str(point.seed),
+                    str(point.seed) if "seed" in planned.placeholders else "-",
                     str(point.batch_global or "-"),
                     point.excluded or str(point.batch_per_rank or "-"),
                 )
@@ -90,7 +90,11 @@ def _order(planned: SweepPlan) -> str:
 
 
 def _values(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name.rstrip('=')}={value}" for name, value in values.items())
+    texts = {
+        name.rstrip("="): f"{value:.6g}" if isinstance(value, float) else value
+        for name, value in values.items()
+    }
+    return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def print_status(planned: SweepPlan, progress: Progress, rows: Sequence[Row]) -> None:

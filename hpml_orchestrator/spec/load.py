@@ -70,6 +70,8 @@ def load_job(
     """
     source = Path(os.path.abspath(path))
     fields = read_mapping(source, "job file")
+    if {"base", "mode"} <= fields.keys():
+        raise InputError(f"{source} is a sweep file", hint=f"hpml sweep run {path}")
     data = {name: spelled_out(name, value) for name, value in fields.items()}
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings or []:

@@ -139,7 +139,7 @@ def _printable(part: str) -> str:
 
 
 def _is_internal(part: object) -> bool:
-    return isinstance(part, str) and (part.startswith("function-") or part == "[key]")
+    return isinstance(part, str) and part.startswith(("function-", "["))
 
 
 def _nearest_field(place: list[str], model: type[BaseModel]) -> str:

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    Discriminator,
     Field,
     StrictBool,
     StrictFloat,
     StrictInt,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -84,7 +86,11 @@ def _distinct(value: list[Any]) -> list[Any]:
     return value
 
 
-_Axis = Annotated[list[_Scalar], Field(min_length=1), AfterValidator(_distinct)] | Range
+_Values = Annotated[list[_Scalar], Field(min_length=1), AfterValidator(_distinct)]
+_Axis = Annotated[
+    Annotated[_Values, Tag("[values]")] | Annotated[Range, Tag("[range]")],
+    Discriminator(lambda value: "[range]" if isinstance(value, (dict, Range)) else "[values]"),
+]
 _Sizes = Annotated[
     list[Annotated[StrictInt, Field(ge=1)]], Field(min_length=1), AfterValidator(_distinct)
 ]
@@ -311,8 +317,8 @@ def load_sweep(path: str | Path) -> Sweep:
     return make_sweep(read_mapping(source, "sweep file"), source)
 
 
-def make_sweep(data: dict[str, Any], source: Path) -> Sweep:
-    """Return the sweep of a mapping of fields; `source` is named in errors, paths start there."""
+def make_sweep(data: dict[str, Any], source: Path, *, where: str = "") -> Sweep:
+    """Return the sweep of a mapping of fields: paths start at `source`, errors name `where`."""
     for name in ("base", "function"):
         value = data.get(name)
         if isinstance(value, str) and value and (name == "base" or ".py:" in value):
@@ -320,5 +326,5 @@ def make_sweep(data: dict[str, Any], source: Path) -> Sweep:
     try:
         return Sweep.model_validate(data)
     except ValidationError as error:
-        hint = f"in {source}; `hpml schema sweep` prints every field"
+        hint = f"in {where or source}; `hpml schema sweep` prints every field"
         raise combined(problems_of(error, Sweep), hint) from None

@@ -1,23 +1,23 @@
-"""The sentences of a sweep's report: question, answer, and what restricts it.
+"""The sentences of a sweep's report: question, answer, and what a reader has to know.
 
 Rules are those of docs/sweeps.md.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import examples, first_few
 from hpml_orchestrator.sweeps.facts import MEASURED, Check, Notice, Report, Setting
 from hpml_orchestrator.sweeps.plan import SweepPlan
-from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS
 from hpml_orchestrator.sweeps.wording import (
     axis_text,
     environment,
+    estimate_text,
     exact_text,
-    interval_text,
     number,
     percent,
     scale_text,
@@ -26,7 +26,7 @@ from hpml_orchestrator.sweeps.wording import (
 
 __all__ = ["answer", "checklist", "mixed_batches", "notices", "question"]
 
-_UNFINISHED = ("WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
+_UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
 _FEW = 3
 _SMALL_SHARE = 0.02
 _CAUSES = {
@@ -38,162 +38,127 @@ _CAUSES = {
 
 
 def question(report: Report) -> str:
-    """Return the question that the sweep asks."""
+    """Return the question that the sweep asks, with the job's name."""
+    job = report.name.removesuffix(f"-{report.mode}")
     scales = sorted({setting.scale for setting in report.settings if setting.scale})
     axes = " and ".join(
         dict.fromkeys(axis_text(name) for one in report.settings for name in one.values)
     )
     if report.scaling and scales:
-        largest = scale_text(scales[-1], report.unit)
-        span = f"from {scales[0]} to {largest}" if len(scales) > 1 else f"on {largest} alone"
+        listed = ", ".join(str(scale) for scale in scales[:-1])
+        over = f"{listed} and " if listed else ""
         what = "global batch" if report.mode == "strong" else "batch of each rank"
         sizes = {size for one in report.settings for size in _batches(report.mode, one)}
         size = f" ({sizes.pop()})" if len(sizes) == 1 else ""
-        return f"How does {report.name} scale {span} with the same {what}{size}?"
+        largest = scale_text(scales[-1], report.unit)
+        return f"How does {job} scale over {over}{largest} with the same {what}{size}?"
     direction = "highest" if report.figure.maximize else "lowest"
     which = f"of {len(report.settings)} combinations of {axes} gives"
     if report.search:
         which = f"values of {axes} give"
-    return f"Which {which} {report.name} the {direction} {report.figure.name}?"
+    return f"Which {which} {job} the {direction} {report.figure.name}?"
 
 
-def answer(report: Report) -> tuple[str, ...]:
-    """Return the answer in two sentences, and a sentence for each notice that restricts it."""
-    restricted = tuple(notice.text for notice in report.notices if notice.restricts)
-    if report.best is None:
-        open_runs = sum(report.states.get(state, 0) for state in _UNFINISHED)
-        what = "No run is complete yet" if open_runs else "No run completed"
+def answer(report: Report) -> Iterable[str]:
+    """Return the answer in two sentences, as far as the data carry one."""
+    best = next((setting for setting in report.settings if setting.number == report.best), None)
+    if not report.states.get(MEASURED):
+        what = "No run is complete yet" if _UNFINISHED & set(report.states) else "No run completed"
         states = states_text(report.states) or "nothing was planned"
-        return (f"{what} ({states}), so there is no answer.",)
-    best = next(setting for setting in report.settings if setting.number == report.best)
-    if not report.scaling:
-        return (*_ranking(report, best), *restricted)
-    return (*_scaling(report, best), *restricted)
+        yield f"{what} ({states}), so there is no answer."
+    elif best is None:
+        what = "all had more ranks than CPU cores" if report.scaling else "none has a figure"
+        yield f"The complete runs give no answer: {what}."
+    elif report.scaling:
+        yield from _scaling(report, best)
+    else:
+        yield from _ranking(report, best)
 
 
 def _scaling(report: Report, best: Setting) -> Iterable[str]:
-    siblings = [one for one in report.series[best.series] if one.seconds]
-    baseline = next((one for one in siblings if one.scale == report.baseline), None)
-    seconds = f"{_seconds(best.seconds)} in all ({_runs(best)})"
+    siblings = [one for one in report.ranked if one.series == best.series]
+    largest = max(siblings, key=lambda one: one.scale or 0)
     equal = [one.label for one in siblings if one.distinguishable is False and one is not best]
-    verb = "is" if best.scale == 1 else "are"
-    if any(one.oversubscribed for one in siblings):
-        yield f"The data do not show how {report.name} scales: runs had more ranks than CPU cores."
+    seconds = f"{estimate_text(best.seconds)} s in all ({_runs(best)})"
+    speedup, verb = best.speedup, "is" if best.scale == 1 else "are"
+    baseline = scale_text(report.baseline, report.unit)
     if report.mixed:
         yield f"No speedups are given: {report.mixed}."
         yield f"The fastest setting took {seconds}: {best.label}."
+    elif len(siblings) == 1 and any(one.oversubscribed for one in report.settings):
+        yield (
+            f"The data do not show how {report.name} scales: only {best.label} did not have more "
+            f"ranks than CPU cores; it took {seconds}."
+        )
     elif len(siblings) == 1:
         yield f"Only {best.label} is complete, so there is no speedup: it took {seconds}."
-    elif baseline is None or baseline.seconds is None or best.speedup is None:
-        name = scale_text(report.baseline, report.unit)
-        reason = "did not report samples per second" if baseline else "is not complete"
-        yield f"No speedups are given: the baseline, {name}, {reason}."
+    elif speedup is None:
+        yield f"No speedups are given: the baseline, {baseline}, has no result to compare with."
         yield f"The fastest setting took {seconds}: {best.label}."
-    elif best is baseline:
-        others = [one for one in siblings if one is not best and one.speedup]
+    elif best.scale == report.baseline:
         rest = ", ".join(
-            f"{one.label} {number(one.speedup.value)}" for one in others[:_FEW] if one.speedup
+            f"{one.label} {estimate_text(one.speedup)}" for one in siblings if one is not best
         )
         yield (
             f"{best.label} {verb} the best scale, with {seconds}: more {report.unit} are not "
             f"distinguishably faster (speedups: {rest})."
         )
-        yield from _limit(report, siblings[-1])
+        yield from _limit(largest)
     else:
-        speedup = best.speedup
-        faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
         if speedup.interval is None:
             verb = "seems to be" if best.scale == 1 else "seem to be"
+        faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
+        larger = f"; not distinguishable, but larger: {first_few(equal, _FEW)}" if equal else ""
         yield (
-            f"{best.label} {verb} the {'best' if equal else 'fastest'} of "
-            f"{len(siblings)} scales: {number(speedup.value)}{interval_text(speedup.interval)} "
-            f"{faster} {baseline.label} at an efficiency of {number(100 * speedup.efficiency)}"
-            f"{interval_text(speedup.efficiency_interval, 100)} % ({_runs(best)})."
+            f"{best.label} {verb} the {'best' if equal else 'fastest'} of {len(siblings)} scales: "
+            f"{estimate_text(speedup)} {faster} {baseline} at an efficiency of "
+            f"{estimate_text(best.efficiency)} % ({_runs(best)}){larger}."
         )
-        yield from _limit(report, best)
-    if equal and best is not baseline:
-        yield f"Not distinguishable from it, but larger: {first_few(equal, _FEW)}."
+        yield from _limit(best)
 
 
-def _limit(report: Report, setting: Setting) -> Iterable[str]:
+def _limit(setting: Setting) -> Iterable[str]:
     """Say what the time is lost to at a scale, by phase and by Karp and Flatt."""
     if not setting.lost or not setting.seconds:
         return
     lost = sum(setting.lost.values())
-    serial = setting.serial_fraction
-    where = f"At {setting.label}, "
     if lost < _SMALL_SHARE * setting.seconds.value:
-        yield f"{where}nothing limits it: less than 2 % is lost against ideal scaling."
+        yield f"At {setting.label}, less than 2 % of the time is lost against ideal scaling."
         return
     causes = sorted(setting.lost.items(), key=lambda pair: -pair[1])
     gains = sum(seconds for _, seconds in causes if seconds > 0)
-    named = [
+    named = ", ".join(
         f"{_CAUSES.get(name, name)} {percent(seconds / gains)}"
         for name, seconds in causes[:_FEW]
         if seconds > _SMALL_SHARE * gains
-    ]
-    text = f"{where}{number(lost)} s are lost against ideal scaling: {', '.join(named)}"
-    if serial:
-        text += (
-            f"; the serial fraction (Karp-Flatt) is {number(100 * serial.value)}"
-            f"{interval_text(serial.interval, 100)} %{_trend(report, setting)}"
-        )
-    yield f"{text}."
-
-
-def _trend(report: Report, setting: Setting) -> str:
-    """Say whether the serial fraction changes with the scale, which tells overhead from serial."""
-    series = [one.serial_fraction for one in report.series[setting.series]]
-    known = [serial for serial in series if serial and serial.interval]
-    if len(known) < 2:  # noqa: PLR2004 - a first and a last one
-        return ""
-    first, last = known[0].interval, known[-1].interval
-    if first is None or last is None or first.overlaps(last):
-        return ", the same at all scales within the intervals, as with a serial part"
-    if last.low > first.high:
-        return " and grows with the scale, as with communication or other overhead"
-    return " and falls with the scale"
+    )
+    yield (
+        f"At {setting.label}, {number(lost)} s are lost against ideal scaling: {named}; the serial "
+        f"fraction (Karp-Flatt) is {estimate_text(setting.serial_fraction, 100)} %."
+    )
 
 
 def _ranking(report: Report, best: Setting) -> Iterable[str]:
-    ranked = report.ranked
-    figure, name = best.figure, report.figure.name
     unit = f" {report.figure.unit}" if report.figure.unit else ""
-    text = f"The best {name} is {exact_text(figure)}{unit}, with {best.label} ({_runs(best)}"
-    if len(ranked) == 1:
-        yield f"{text}); no other setting is complete."
-    else:
-        following = ranked[1]
-        relation = {
-            None: f"; whether they differ cannot be said with fewer than {MIN_REPEATS} runs each",
-            True: ", distinguishable from it",
-            False: ", not distinguishable from it",
-        }[following.distinguishable]
-        equal = sum(one.distinguishable is False for one in ranked) - 1
-        more = (
-            f", as are {equal - 1} more" if following.distinguishable is False < equal - 1 else ""
-        )
-        yield (
-            f"{text}); next is {following.label} with {exact_text(following.figure)}{unit}"
-            f"{relation}{more}."
-        )
+    text = (
+        f"The best {report.figure.name} is {exact_text(best.figure)}{unit}, with {best.label} "
+        f"({_runs(best)})"
+    )
+    following = report.ranked[1:2]
+    relation = {
+        None: f"; whether they differ cannot be said with fewer than {MIN_REPEATS} runs each",
+        True: ", distinguishable from it",
+        False: ", not distinguishable from it",
+    }
+    for one in following:
+        text += f"; next is {one.label} with {exact_text(one.figure)}{unit}"
+        text += relation[one.distinguishable]
+    yield f"{text}." if following else f"{text}; no other setting is complete."
     noun = "trial" if report.search else "attempt"
-    costs = report.costs
     yield (
         f"{counted(len(report.attempts), noun)} counted ({states_text(report.states)}), "
-        f"{number(costs.gpu_hours)} GPU-hours and {number(costs.core_hours)} core-hours in all."
-    )
-    fastest = next(one for one in report.settings if one.number == report.fastest)
-    if not report.search and fastest is not best and report.figure.source != "total_seconds":
-        yield (
-            f"The fastest setting is {fastest.label}: {_seconds(fastest.seconds)} against "
-            f"{_seconds(best.seconds)}, {name} {exact_text(fastest.figure)}."
-        )
-
-
-def _seconds(estimate: Estimate | None) -> str:
-    return (
-        "-" if estimate is None else f"{number(estimate.value)} s{interval_text(estimate.interval)}"
+        f"{number(report.costs.gpu_hours)} GPU-hours and "
+        f"{number(report.costs.core_hours)} core-hours in all."
     )
 
 
@@ -206,13 +171,11 @@ def _runs(setting: Setting) -> str:
 
 def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
     """Return why speedups would compare different problems (rule 1), or nothing."""
-    if mode not in {"strong", "weak"}:
-        return ""
-    what = "global batch" if mode == "strong" else "batch per rank"
-    sizes: dict[str, set[int]] = defaultdict(set)
+    sizes: dict[str, set[int]] = {}
     for setting in settings:
         if setting.runs:
-            sizes[setting.series].update(_batches(mode, setting))
+            sizes.setdefault(setting.series, set()).update(_batches(mode, setting))
+    what = "global batch" if mode == "strong" else "batch per rank"
     for found in sizes.values():
         if len(found) > 1:
             listed = ", ".join(str(size) for size in sorted(found))
@@ -222,83 +185,61 @@ def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
 
 def _batches(mode: str, setting: Setting) -> tuple[int, ...]:
     """Return the batch sizes that the mode keeps constant."""
-    return setting.batch_global if mode == "strong" else setting.batch_per_rank
+    constant = {"strong": setting.batch_global, "weak": setting.batch_per_rank}
+    return constant.get(mode, ())
 
 
 def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
     """Return what a reader has to know before believing the figures, the gravest first."""
-    if report.mixed:
-        yield Notice("Mixed batches", f"No speedups are given: {report.mixed}.", loud=True)
     for name in ("code", "environment", "hardware", "device"):
         found = Counter(text for attempt in report.attempts if (text := getattr(attempt.row, name)))
         if len(found) > 1:
             details = tuple(f"{text}: {counted(n, 'attempt')}" for text, n in found.most_common(8))
             text = f"Attempts differ in {name}, so differences may not come from the settings."
-            yield Notice(f"Different {name}", text, restricts=True, loud=True, details=details)
-    yield from _doubts(report)
+            yield Notice(f"Different {name}", text, loud=True, details=details)
     yield from _deviations(plan, report)
-    few = [one for one in report.settings if 0 < one.runs < MIN_REPEATS]
-    if few:
-        least = min(one.runs for one in few)
+    if few := [one.runs for one in report.settings if 0 < one.runs < MIN_REPEATS]:
         text = (
             f"No 95 % CI for {counted(len(few), 'setting')} with fewer than {MIN_REPEATS} "
-            f"complete runs (down to {least}), so differences there may be chance."
+            f"complete runs (down to {min(few)}), so differences there may be chance."
         )
         yield Notice("Few repeats", text)
-    open_runs = {name: report.states[name] for name in _UNFINISHED if report.states.get(name)}
-    if open_runs:
-        text = f"The sweep is not finished: {states_text(open_runs)}."
-        yield Notice("Not finished", text, restricts=True)
-    failed = {
-        name: count
-        for name, count in report.states.items()
-        if name not in {*_UNFINISHED, MEASURED, "PRUNED", "EXCLUDED"}
-    }
-    if failed:
-        text = (
-            f"{counted(sum(failed.values()), 'attempt')} did not complete: {states_text(failed)}."
-        )
-        yield Notice("Attempts that did not complete", text)
-    dirty = sum("+dirty" in attempt.row.code for attempt in report.attempts)
-    if dirty:
+    for title, states in (
+        ("Not finished", {name for name in report.states if name in _UNFINISHED}),
+        ("Not completed", set(report.states) - _UNFINISHED - {MEASURED, "PRUNED", "EXCLUDED"}),
+    ):
+        if states:
+            text = states_text({name: report.states[name] for name in states})
+            yield Notice(title, f"Of {counted(len(report.attempts), 'attempt')}: {text}.")
+    if dirty := sum("+dirty" in attempt.row.code for attempt in report.attempts):
         text = f"{counted(dirty, 'attempt')} ran code with uncommitted changes."
         yield Notice("Uncommitted changes", text)
 
 
-def _doubts(report: Report) -> Iterable[Notice]:
-    """Return which runs were oversubscribed, and which not bound as planned."""
-    many = [one for one in report.settings if one.oversubscribed]
-    if many:
-        names = first_few([one.label for one in many])
-        text = (
-            f"{sum(one.oversubscribed for one in many)} of {report.complete} complete runs had "
-            f"more ranks than CPU cores ({names}): their times say little about scaling."
-        )
-        yield Notice("Oversubscribed runs", text, restricts=not report.scaling, loud=True)
-    loose = [one for one in report.settings if one.unverified]
-    if loose:
-        names = first_few([one.label for one in loose])
-        text = (
-            f"The binding of {sum(one.unverified for one in loose)} of {report.complete} "
-            f"complete runs is not verified ({names})."
-        )
-        yield Notice("Binding not verified", text)
-
-
 def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
-    """Return where runs did something else than planned, or a different amount of work."""
-    points = {point.number: point for point in plan.points}
-    details = []
-    for attempt in report.attempts:
-        row, point = attempt.row, points.get(attempt.row.point)
-        planned = point.learning_rate if point else None
-        if planned and row.learning_rate and abs(row.learning_rate / planned - 1) > 1e-6:  # noqa: PLR2004 - rounding
-            details.append(f"point {row.point}: {row.learning_rate:g} instead of {planned:g}")
-    if details:
+    """Return where runs were placed or trained in another way than planned."""
+    complete = f"of {report.states.get(MEASURED, 0)} complete runs"
+    if many := [one for one in report.settings if one.oversubscribed]:
         text = (
-            f"{counted(len(details), 'attempt')} trained with another learning rate than planned."
+            f"{sum(one.oversubscribed for one in many)} {complete} had more ranks than CPU cores "
+            f"({first_few([one.label for one in many])}): their times say little about scaling."
         )
-        yield Notice("Learning rate", text, restricts=True, details=tuple(details[:8]))
+        yield Notice("Oversubscribed runs", text, loud=True)
+    if loose := [one for one in report.settings if one.unverified]:
+        names = first_few([one.label for one in loose])
+        text = f"{sum(one.unverified for one in loose)} {complete} are not verified ({names})."
+        yield Notice("Binding not verified", f"The bindings of {text}")
+    planned = {point.number: point.learning_rate for point in plan.points}
+    rates = [
+        f"point {row.point}: {row.learning_rate:g} instead of {rate:g}"
+        for row in (attempt.row for attempt in report.attempts)
+        if (rate := planned.get(row.point))
+        and row.learning_rate
+        and abs(row.learning_rate / rate - 1) > 1e-6  # noqa: PLR2004 - rounding
+    ]
+    if rates:
+        text = f"{counted(len(rates), 'attempt')} trained with another learning rate than planned."
+        yield Notice("Learning rate", text, details=tuple(rates[:8]))
     uneven = [one for one in report.settings if len(one.steps) > 1]
     if uneven and report.scaling:
         listed = examples([f"{one.label}: {min(one.steps)}-{max(one.steps)}" for one in uneven], 4)

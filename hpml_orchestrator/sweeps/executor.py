@@ -34,14 +34,11 @@ from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
-from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.local.resources import MAX_TASKS
-from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
-from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import ResolvedJob, load_job
 from hpml_orchestrator.spec.load import make_absolute
 from hpml_orchestrator.spec.values import format_time, parse_time
+from hpml_orchestrator.sweeps.limits import MAX_TASKS, max_array_size
 from hpml_orchestrator.sweeps.submitit_rank import HpmlJobEnvironment, call_pickle, local_job_id
 
 if TYPE_CHECKING:
@@ -57,24 +54,17 @@ name: submitit
 resources: {time: 5, ranks_per_node: 1}
 """
 _FIELDS = {
-    "name": "name",
-    "nodes": "resources.nodes",
     "tasks_per_node": "resources.ranks_per_node",
     "cpus_per_task": "resources.cpus_per_rank",
     "gpus_per_node": "resources.gpus",
-    "gpus": "resources.gpus",
     "mem_gb": "resources.memory",
     "timeout_min": "resources.time",
-    "account": "resources.account",
-    "constraint": "resources.constraint",
-    "exclusive": "resources.exclusive",
-    "partition": "resources.partition",
-    "qos": "resources.qos",
-    "after": "after",
-    "binding": "binding",
-    "monitor": "monitor",
     "setup": "environment.setup",
-    "stage": "stage",
+    **{name: name for name in ("name", "after", "binding", "monitor", "stage")},
+    **{
+        name: f"resources.{name}"
+        for name in "nodes gpus account constraint exclusive partition qos".split()
+    },
 }
 """Parameter -> field of the job file; `set` and `job_file` reach the other fields."""
 _OPTIONS = (
@@ -126,13 +116,8 @@ class HpmlInfoWatcher(core.InfoWatcher):
             self._num_calls += 1
             answer = states(Store(root), submissions.values())
             for (job_id, run), state in zip(submissions.items(), answer, strict=True):
-                self._info_dict[job_id] = {
-                    "JobID": job_id,
-                    "State": state.state,
-                    "Reason": state.reason,
-                    "NodeList": state.nodes,
-                    "Run": run.label,
-                }
+                info = {"State": state.state, "Reason": state.reason, "NodeList": state.nodes}
+                self._info_dict[job_id] = {"JobID": job_id, "Run": run.label, **info}
                 if state.over or state.lost or not run.directory.exists():
                     self._finished.add(job_id)
 
@@ -152,14 +137,7 @@ class HpmlJob(core.Job[core.R]):
             self.watcher.watch(self.job_id, self.paths)
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel the job.
-
-        Args:
-            check: whether it is an error if that is impossible.
-
-        Raises:
-            HpmlError: the scheduler did not cancel it.
-        """
+        """Cancel the job; raise HpmlError if the scheduler does not, unless `check` is false."""
         with _hints() if check else contextlib.suppress(HpmlError):
             if self.run is not None:
                 cancel(Store(self.run.directory.parents[1]), [self.run])
@@ -177,10 +155,7 @@ class HpmlExecutor(core.Executor):
     job_class = HpmlJob
 
     def __init__(
-        self,
-        folder: str | Path,
-        max_num_timeout: int = 3,
-        python: str | None = None,
+        self, folder: str | Path, max_num_timeout: int = 3, python: str | None = None
     ) -> None:
         super().__init__(folder)
         self.max_num_timeout = max_num_timeout
@@ -223,7 +198,9 @@ class HpmlExecutor(core.Executor):
         backend = choose(self.parameters.get("backend", "auto"))
         jobs: list[core.Job[Any]] = []
         with _hints():
-            size = _most_tasks(backend) if len(calls) > 1 else 1
+            size = MAX_TASKS
+            if backend == "slurm" and len(calls) > 1:
+                size = max_array_size(os.environ)
             chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
             together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
             limit = max(1, together // len(chunks))
@@ -343,19 +320,8 @@ class HpmlExecutor(core.Executor):
 
     def _store(self) -> Store:
         records = self.parameters.get("records")
-        return Store(
-            default_root({**os.environ, "HPML_HOME": str(records)} if records else os.environ)
-        )
-
-
-def _most_tasks(backend: str) -> int:
-    """Return how many tasks an array may have; Slurm's MaxArraySize limits the index, from 0."""
-    if backend == "local":
-        return MAX_TASKS
-    answer = ask(SubprocessRunner(), ["scontrol", "show", "config"])
-    if answer.returncode:
-        raise unusable("scontrol", answer)
-    return limits_from(parse_config(answer.stdout)).max_array_size
+        home = {"HPML_HOME": str(records)} if records else {}
+        return Store(default_root({**os.environ, **home}))
 
 
 def _run_name(job_id: str) -> str:

@@ -39,7 +39,7 @@ from hpml_orchestrator.sweeps.plan import (
     SweepPlan,
     point_of,
 )
-from hpml_orchestrator.sweeps.scaling import Arguments, scaled
+from hpml_orchestrator.sweeps.scaling import Arguments, check_function, scaled
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
@@ -99,6 +99,8 @@ class _Expansion:
             )
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self._check_axes(sweep)
+        if sweep.function:
+            check_function(sweep)
         self.sweep = with_batch(sweep, self.arguments, self.base_ranks)
         if sweep.scale is not None and self.sweep.batch is not None:
             self.notes.append(batch_note(self.sweep))
@@ -111,10 +113,32 @@ class _Expansion:
                 "name it with seeds.argument"
             )
         self.placeholders = self._placeholders()
+        self._note_arguments()
         if backend == "local" and sweep.scale is not None and sweep.budget.parallel is None:
             alone = sweep.budget.model_copy(update={"parallel": 1})
             self.sweep = self.sweep.model_copy(update={"budget": alone})
             self.notes.append("one run at a time, so that none disturbs another's timing")
+
+    def _note_arguments(self) -> None:
+        """Note what the sweep gives to a program that the base job does not, and what it keeps."""
+        named = [axis for axis in self.sweep.axes if axis.startswith("-")]
+        named += [self.sweep.seeds.argument] if self.sweep.seeds.argument else []
+        new = [
+            name
+            for name in named
+            if name not in self.base.args and self.arguments.value(name) is None
+        ]
+        if new and not self.sweep.function:
+            self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
+        if self.sweep.scale is not None and self.sweep.learning_rate is None:
+            self.notes.append(
+                "the learning rate is left as it is: where the program multiplies it by the ranks, "
+                "it differs between scales (see learning_rate in the sweep file)"
+            )
+        if self.backend == "local" and self.sweep.scale is None and self.sweep.parallel != 1:
+            self.notes.append(
+                "runs side by side disturb each other's times: budget.parallel: 1 prevents that"
+            )
 
     def plan(self, chosen_site: str, argv: Sequence[str], now: float) -> SweepPlan:
         sweep = self.sweep

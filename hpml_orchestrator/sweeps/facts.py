@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpml_orchestrator.spec.sweep import SEARCHES
 from hpml_orchestrator.sweeps.rows import Row
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
@@ -74,22 +74,35 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What attempts cost; `energy_kwh` is None if it was never measured."""
+
+    attempts: int
+    gpu_hours: float
+    core_hours: float
+    node_hours: float
+    energy_kwh: float | None
+    energy_attempts: int
+
+
+@dataclass(frozen=True)
 class Setting:
     """What was measured with one scale and one combination of the axes' values.
 
     Attributes:
         label: scale and values in one line. series: the values alone, empty without axes.
-        states: attempts by state. planned: runs that the plan has.
+        planned, runs: runs that the plan has, and how many of them are complete.
         seconds: total time of a run, staging included; None where no run is complete.
-        figure: what settings are ranked by (`Report.figure`).
-        speedup: over the baseline of the same series, with its efficiency.
-        serial_fraction: of Karp and Flatt.
+        figure: what settings are ranked by (`Report.figure`); figures: of each complete run.
         batch_global, batch_per_rank, learning_rate, steps, epochs: every value that runs reported.
-        phases: mean seconds by `PARTS`. lost: mean seconds more than with ideal scaling from the
-            baseline. queue_seconds: mean seconds in the queue.
-        gpu_hours, core_hours, energy_kwh: of all attempts; energy_kwh is None if never measured.
-        distinguishable: from the best setting, by intervals that do not overlap; None: unknown.
-        runs: complete runs. figures: of each of them, what settings are ranked by.
+        phases: mean seconds by `PARTS`. queue_seconds: mean seconds in the queue.
+        costs: of all attempts.
+        oversubscribed, unverified: complete runs with more ranks than cores, and those whose
+            binding is not verified.
+        speedup: over the baseline of the same series; efficiency: in percent.
+        serial_fraction: of Karp and Flatt.
+        lost: mean seconds more than with ideal scaling from the baseline, by `PARTS`.
+        distinguishable: from the best setting; None: unknown.
     """
 
     number: int
@@ -98,33 +111,31 @@ class Setting:
     scale: int | None
     values: Mapping[str, Any]
     planned: int
-    states: Mapping[str, int]
-    seconds: Estimate | None = None
-    seconds_without_staging: Estimate | None = None
-    samples_per_second: Estimate | None = None
-    accuracy: Estimate | None = None
-    figure: Estimate | None = None
+    runs: int
+    seconds: Estimate | None
+    seconds_without_staging: Estimate | None
+    samples_per_second: Estimate | None
+    accuracy: Estimate | None
+    figure: Estimate | None
+    figures: tuple[float, ...]
+    target: Target | None
+    batch_global: tuple[int, ...]
+    batch_per_rank: tuple[int, ...]
+    learning_rate: tuple[float, ...]
+    steps: tuple[int, ...]
+    epochs: tuple[int, ...]
+    phases: Mapping[str, float]
+    queue_seconds: float | None
+    data_wait_ratio: float | None
+    gpu_active: float | None
+    costs: Costs
+    oversubscribed: int
+    unverified: int
     speedup: Speedup | None = None
+    efficiency: Estimate | None = None
     serial_fraction: Estimate | None = None
-    target: Target | None = None
-    batch_global: tuple[int, ...] = ()
-    batch_per_rank: tuple[int, ...] = ()
-    learning_rate: tuple[float, ...] = ()
-    steps: tuple[int, ...] = ()
-    epochs: tuple[int, ...] = ()
-    phases: Mapping[str, float] = field(default_factory=dict)
     lost: Mapping[str, float] = field(default_factory=dict)
-    queue_seconds: float | None = None
-    data_wait_ratio: float | None = None
-    gpu_active: float | None = None
-    gpu_hours: float = 0.0
-    core_hours: float = 0.0
-    energy_kwh: float | None = None
-    oversubscribed: int = 0
-    unverified: int = 0
     distinguishable: bool | None = None
-    runs: int = 0
-    figures: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,36 +171,15 @@ class FittedModel:
     residual: float
     scales: tuple[int, ...]
     speedups: tuple[float, ...]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What all attempts cost, those that failed included."""
-
-    attempts: int
-    gpu_hours: float
-    core_hours: float
-    node_hours: float
-    gpu_hours_failed: float
-    core_hours_failed: float
-    energy_kwh: float | None
-    energy_attempts: int
+    note: str
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a reader has to know before believing the figures.
-
-    Attributes:
-        restricts: whether it restricts the answer, which then says so.
-        loud: whether it may turn the answer over.
-        details: one line each.
-    """
+    """What a reader has to know before believing the figures; a loud one may change the answer."""
 
     title: str
     text: str
-    restricts: bool = False
     loud: bool = False
     details: tuple[str, ...] = ()
 
@@ -212,10 +202,9 @@ class Report:
     """Everything that the report of a sweep says.
 
     Attributes:
-        answer: the two sentences on top, and what restricts them.
         mixed: why no speedups are given, by rule 1 (equal batches), or empty.
-        best: number of the best setting. fastest: of the one with the smallest total time.
-        trace: of a search, the best figure so far after each trial, as (trial, figure).
+        states: attempts by state. failed: costs of those that are neither complete nor pruned.
+        best: number of the best setting, None where nothing can be recommended.
         provenance: where the figures come from, by heading.
     """
 
@@ -225,22 +214,19 @@ class Report:
     mode: str
     unit: str
     baseline: int | None
-    search: bool
     figure: Figure
     mixed: str
     states: Mapping[str, int]
     settings: tuple[Setting, ...]
-    costs: Costs
     attempts: tuple[Attempt, ...]
-    log_axes: tuple[str, ...]
+    costs: Costs
+    failed: Costs
     provenance: Mapping[str, Any]
     question: str = ""
     answer: tuple[str, ...] = ()
     best: int | None = None
-    fastest: int | None = None
     notices: tuple[Notice, ...] = ()
     fits: tuple[FittedModel, ...] = ()
-    trace: tuple[tuple[int, float], ...] = ()
     checks: tuple[Check, ...] = ()
 
     @property
@@ -249,21 +235,25 @@ class Report:
         return self.mode in {"strong", "weak"}
 
     @property
-    def complete(self) -> int:
-        """Number of complete runs."""
-        return self.states.get(MEASURED, 0)
+    def search(self) -> bool:
+        """Whether the sweep is a search, whose points are trials."""
+        return self.mode in SEARCHES
 
     @property
     def series(self) -> dict[str, list[Setting]]:
         """Settings by the values of their axes, in the order of the plan."""
-        grouped: dict[str, list[Setting]] = defaultdict(list)
+        grouped: dict[str, list[Setting]] = {}
         for setting in self.settings:
-            grouped[setting.series].append(setting)
-        return dict(grouped)
+            grouped.setdefault(setting.series, []).append(setting)
+        return grouped
 
     @property
     def ranked(self) -> list[Setting]:
-        """Settings that were measured, the best first."""
+        """Settings that were measured, the best first; no scales with more ranks than cores."""
         sign = -1 if self.figure.maximize else 1
-        measured = [(sign * one.figure.value, one) for one in self.settings if one.figure]
+        measured = [
+            (sign * one.figure.value, one)
+            for one in self.settings
+            if one.figure and not (self.scaling and one.oversubscribed)
+        ]
         return [one for _, one in sorted(measured, key=lambda pair: pair[0])]

@@ -92,7 +92,9 @@ def karp_flatt(speedup: float, scale: float) -> float:
 
     Source: Karp & Flatt 1990, "Measuring parallel processor performance", CACM 33(5).
     """
-    _check(speedup=speedup, scale=math.nan if scale == 1 else scale)
+    _check(speedup=speedup, scale=scale)
+    if scale == 1:
+        raise InputError("must be above 1", field="scale", value=scale)
     return (1 / speedup - 1 / scale) / (1 - 1 / scale)
 
 

@@ -5,7 +5,7 @@ The HTML is one file: its plots are in it, it needs no scripts and fetches nothi
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,38 +23,24 @@ __all__ = ["json_schema", "to_html", "to_json", "to_markdown"]
 def to_html(document: Report | Comparison) -> str:
     """Return a page that stands alone, for light and dark screens, phones and paper."""
     drawn = plots.draw(document) if isinstance(document, Report) else []
-    return (
-        environment("html")
-        .get_template("page.html.j2")
-        .render(
-            title=f"{document.name}: {document.question}",
-            body=_body("html", document, drawn),
-            footer=f"hpml {__version__}",
-        )
+    page = environment("html").get_template("page.html.j2")
+    return page.render(
+        title=f"{document.name}: {document.question}",
+        body=_body("html", document, drawn),
+        footer=f"hpml {__version__}",
     )
 
 
-def to_markdown(document: Report | Comparison, drawn: Sequence[plots.Plot] = ()) -> str:
-    """Return the same facts as Markdown.
-
-    Args:
-        document: a report or a comparison.
-        drawn: plots to link as `NAME.svg`; the caller writes their files beside the text.
-    """
-    lines = _body("md", document, drawn).splitlines()
-    kept = [
-        line.rstrip()
-        for line, before in zip(lines, ["", *lines], strict=False)
-        if line.strip() or before.strip()
-    ]
-    return "\n".join(kept).strip() + "\n"
+def to_markdown(document: Report | Comparison) -> str:
+    """Return the same facts as Markdown, without the plots."""
+    text = re.sub(r"[ \t]+\n", "\n", _body("md", document, []))
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def to_json(document: Report | Comparison) -> dict[str, Any]:
     """Return all facts as JSON values; `json_schema` describes them."""
-    text = TypeAdapter(type(document)).dump_json(document)
-    parsed: dict[str, Any] = json.loads(text)
-    return parsed
+    facts: dict[str, Any] = TypeAdapter(type(document)).dump_python(document, mode="json")
+    return facts
 
 
 def json_schema() -> dict[str, Any]:

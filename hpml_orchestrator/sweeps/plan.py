@@ -303,6 +303,11 @@ def sweeps(store: Store) -> list[str]:
         names = os.listdir(store.root / "sweeps")
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise RecordError(
+            f"cannot read {store.root / 'sweeps'}: {error.strerror or error}",
+            hint="set HPML_HOME (or --records DIR) to the directory of your records",
+        ) from error
     known = [name for name in names if ID_PATTERN.match(name)]
     return sorted(known, key=lambda name: (stamp_of(name), name), reverse=True)
 
@@ -319,7 +324,8 @@ def resolve(store: Store, word: str) -> SweepPlan:
     matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
     if not matches or not word:
         near = nearest(word, [*known, *["last"][: len(known)]])
-        hint = f"did you mean {near}?" if near else "start one with `hpml sweep run`"
+        start = "`hpml sweep status` lists all" if known else "start one with `hpml sweep run`"
+        hint = f"did you mean {near}?" if near else start
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:
         raise InputError(

@@ -1,16 +1,20 @@
-"""What a value of an axis changes in a program's arguments, and a scale in a job's resources."""
+"""What an axis changes in a program's or function's arguments, and a scale in a job's resources."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.spec.job import Job
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Resources
+    from hpml_orchestrator.spec.sweep import Sweep
 
-__all__ = ["Arguments", "scaled"]
+__all__ = ["Arguments", "check_function", "scaled"]
 
 
 class Arguments:
@@ -104,3 +108,44 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]
             )
         fields.append(("resources.ranks_per_node", ranks))
     return fields
+
+
+def check_function(sweep: Sweep) -> None:
+    """Check that a sweep's function is in its file and takes the axes; its code is not run.
+
+    Raises:
+        InputError: it is not there, or an axis is none of its arguments.
+    """
+    place, _, name = (sweep.function or "").rpartition(":")
+    for axis in sweep.axes:
+        if axis.startswith("-") or axis.endswith("="):
+            plain = axis.strip("-=").replace("-", "_")
+            message, hint = "is no argument of a function", f"write it without dashes: {plain}"
+            raise InputError(message, field=f"axes.{axis}", value=axis, hint=hint)
+    if not place.endswith(".py"):
+        return  # a module of the job's environment
+    try:
+        tree = ast.parse(Path(place).read_text("utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise InputError(message, field="function", value=sweep.function) from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        if any(isinstance(node, ast.ImportFrom) for node in tree.body) or "." in name:
+            return  # perhaps it is imported, or a method
+        near = nearest(name, functions)
+        hint = f"did you mean {place}:{near}?" if near else ""
+        raise InputError(
+            f"{place} has no function {name}", field="function", value=sweep.function, hint=hint
+        )
+    arguments = functions[name].args
+    given = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    for axis in sweep.axes:
+        if "." not in axis and axis not in (*given, *Job.model_fields) and not arguments.kwarg:
+            near = nearest(axis, given)
+            raise InputError(
+                f"{name} has no argument of that name",
+                field=f"axes.{axis}",
+                value=axis,
+                hint=f"did you mean {near}?" if near else f"it takes {', '.join(given)}",
+            )

@@ -71,7 +71,7 @@ class HpmlJobEnvironment(SlurmJobEnvironment):
 
     def _requeue(self, countdown: int) -> None:
         """Have the job start again: by Slurm, or its ranks in the same job on this machine."""
-        if not _on_this_machine():
+        if not _local_id():
             super()._requeue(countdown)
             return
         message = f"Requeued job {self.job_id} in place ({countdown} remaining timeouts)"
@@ -145,9 +145,8 @@ def _logged(paths: JobPaths, *, merged: bool) -> Iterator[None]:
     logs = [os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666) for path in files]
     outputs = [os.dup(1), os.dup(2)]
     ended, end = os.pipe()
-    copies = [
-        (log, output, os.fstat(log).st_size) for log, output in zip(logs, outputs, strict=False)
-    ]
+    sizes = [os.fstat(log).st_size for log in logs]
+    copies = list(zip(logs, outputs, sizes, strict=False))
     with warnings.catch_warnings():  # Python 3.12 warns where NumPy has threads; this copies only
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
@@ -191,12 +190,8 @@ def _watch(
     """Send the signal of the time limit, and restart when the first rank does.
 
     Slurm does this for its jobs. It runs beside the function, which may wait for the first rank.
-
-    Args:
-        environment: the job.
-        seconds: from the beginning of the call to the signal.
-        restarts: size of the file of restarts when this rank started.
-        restart: starts this rank anew.
+    The signal comes `seconds` after the call began; `restarts` is the size that the file of
+    restarts had when this rank started.
     """
     number = environment._usr_sig()  # noqa: SLF001 - submitit's for plugins
     # The call begins when submitit handles the signal, which would end the process before.
@@ -224,13 +219,9 @@ def _restarts() -> Path:
     return _run() / "restarts"
 
 
-def _on_this_machine() -> bool:
-    return "HPML_LOCAL_SUPERVISOR_PID" in os.environ
-
-
 def _local_id() -> str:
     """Return the id of a job of this machine; empty in a job of Slurm."""
-    if not _on_this_machine():
+    if "HPML_LOCAL_SUPERVISOR_PID" not in os.environ:
         return ""
     rid = _run().name
     return local_job_id(rid.rpartition(".")[0] if "SLURM_ARRAY_TASK_ID" in os.environ else rid)

@@ -1,4 +1,4 @@
-"""Figures, intervals, scales and values as a report words them."""
+"""Figures, intervals, scales and values as a report words them, and its templates."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ import jinja2
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import examples
-from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Setting, Target
-from hpml_orchestrator.sweeps.rows import Row
-from hpml_orchestrator.sweeps.statistics import Estimate, Interval, Speedup
+from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Target
+from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 __all__ = [
     "axis_text",
     "environment",
+    "estimate_text",
     "exact_text",
-    "interval_text",
     "number",
     "percent",
-    "phases_text",
     "scale_text",
     "states_text",
-    "value_text",
     "values_text",
 ]
-
-_MOST_RANKED = 50
-_COLLAPSED_ABOVE = 300
 
 
 def number(value: float | None) -> str:
@@ -54,11 +48,21 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def interval_text(interval: Interval | None, factor: float = 1) -> str:
-    """Return an interval as ` [low, high]`, or nothing where there is none."""
-    if interval is None:
-        return ""
-    return f" [{number(interval.low * factor)}, {number(interval.high * factor)}]"
+def estimate_text(estimate: Estimate | Speedup | None, factor: float = 1) -> str:
+    """Return `factor` times a figure with its interval, as `1.79 [1.77, 1.83]`."""
+    if estimate is None:
+        return "-"
+    ends = estimate.interval
+    interval = f" [{number(ends.low * factor)}, {number(ends.high * factor)}]" if ends else ""
+    return number(estimate.value * factor) + interval
+
+
+def exact_text(estimate: Estimate | None) -> str:
+    """Return a figure with four digits, as accuracies need, and its interval."""
+    if estimate is None:
+        return "-"
+    ends = estimate.interval
+    return f"{estimate.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
 
 
 def scale_text(scale: int | None, unit: str) -> str:
@@ -67,13 +71,7 @@ def scale_text(scale: int | None, unit: str) -> str:
     >>> scale_text(1, "nodes"), scale_text(4, "gpus")
     ('1 node', '4 GPUs')
     """
-    noun = {"nodes": "node", "ranks": "rank", "gpus": "GPU"}.get(unit, unit)
-    return counted(scale or 0, noun)
-
-
-def values_text(values: Mapping[str, Any]) -> str:
-    """Return the values of the axes in one line."""
-    return ", ".join(f"{axis_text(name)}={value_text(value)}" for name, value in values.items())
+    return counted(scale or 0, unit.removesuffix("s").replace("gpu", "GPU"))
 
 
 def axis_text(name: str) -> str:
@@ -85,31 +83,15 @@ def axis_text(name: str) -> str:
     return name.removeprefix("--").removesuffix("=")
 
 
-def value_text(value: Any) -> str:
-    """Return a value of an axis, or an accuracy, with four digits."""
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def values_text(values: Mapping[str, Any]) -> str:
+    """Return the values of the axes in one line."""
+    return ", ".join(f"{axis_text(name)}={_value_text(value)}" for name, value in values.items())
 
 
 def states_text(states: Mapping[str, int]) -> str:
     """Return how many attempts are in each state, completed ones first."""
     ordered = sorted(states.items(), key=lambda pair: (pair[0] != MEASURED, -pair[1], pair[0]))
     return ", ".join(f"{count} {state.lower().replace('_', ' ')}" for state, count in ordered)
-
-
-def phases_text(setting: Setting) -> str:
-    """Return the mean seconds of the phases of a setting's runs."""
-    return ", ".join(f"{name} {number(seconds)} s" for name, seconds in setting.phases.items())
-
-
-def exact_text(estimate: Estimate | None) -> str:
-    """Return a figure with four digits, as accuracies need, and its interval."""
-    if estimate is None:
-        return "-"
-    value = estimate.value
-    ends = estimate.interval
-    return f"{value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
 
 
 @cache
@@ -123,31 +105,38 @@ def environment(form: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {
-        "format": form,
-        "tidy": _tidy,
-        "parts": PARTS,
-        "most": _MOST_RANKED,
-        "collapse": _COLLAPSED_ABOVE,
-    }
+    environment.globals |= {"format": form, "tidy": _tidy, "parts": PARTS}
     environment.filters |= {
+        "axis": axis_text,
         "cell": lambda value: str(value).replace("|", "\\|").replace("\n", " "),
-        "efficiency": _efficiency,
-        "estimate": _estimate,
+        "estimate": estimate_text,
         "exact": exact_text,
-        "mark": _mark,
         "number": number,
         "percent": percent,
         "pretty": lambda value: json.dumps(value, indent=2, default=str),
-        "remarks": _remarks,
         "scale": scale_text,
-        "several": _several,
-        "axis": axis_text,
-        "value": value_text,
+        "several": lambda values: examples([_value_text(value) for value in values], 4) or "-",
         "states": states_text,
-        "target": _target,
+        "target": _target_text,
+        "value": _value_text,
     }
     return environment
+
+
+def _value_text(value: Any) -> str:
+    """Return a value of an axis, or an accuracy, with four digits."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _target_text(target: Target | None) -> str:
+    """Return the seconds to the target; the interval of censored runs may be open."""
+    if target is None or target.seconds is None:
+        return "not reached" if target else "-"
+    high = "open" if target.high is None else number(target.high)
+    interval = "" if target.low is None else f" [{number(target.low)}, {high}]"
+    return number(target.seconds) + interval
 
 
 def _tidy(
@@ -162,43 +151,3 @@ def _tidy(
     ]
     cells = [[row[column] for column in kept] for row in rows]
     return [head[column] for column in kept], cells, "".join(align[column] for column in kept)
-
-
-def _estimate(estimate: Estimate | Speedup | None, factor: float = 1) -> str:
-    if estimate is None:
-        return "-"
-    interval = interval_text(estimate.interval, factor)
-    return number(estimate.value * factor) + interval
-
-
-def _efficiency(speedup: Speedup | None) -> str:
-    if speedup is None:
-        return "-"
-    interval = interval_text(speedup.efficiency_interval, 100)
-    return number(100 * speedup.efficiency) + interval
-
-
-def _target(target: Target | None) -> str:
-    if target is None or target.seconds is None:
-        return "not reached" if target else "-"
-    if target.low is None:
-        return number(target.seconds)
-    high = "open" if target.high is None else number(target.high)
-    return f"{number(target.seconds)} [{number(target.low)}, {high}]"
-
-
-def _several(values: Sequence[float]) -> str:
-    return examples([f"{value:g}" for value in values], 4) or "-"
-
-
-def _mark(setting: Setting) -> str:
-    return (" ‡" if setting.oversubscribed else "") + (" †" if setting.unverified else "")
-
-
-def _remarks(row: Row) -> str:
-    remarks = [row.reason] if row.reason else []
-    if row.oversubscribed:
-        remarks.append("more ranks than cores")
-    if row.total_seconds and row.verified is not True:
-        remarks.append("binding not verified" + (f": {row.binding}" if row.binding else ""))
-    return "; ".join(remarks)

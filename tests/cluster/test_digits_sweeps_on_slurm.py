@@ -36,3 +36,15 @@ def test_a_sweep_of_the_digits_ends_in_a_true_report(mode: str, desk: Desk, tmp_
         assert attempt["row"]["verified"] is not None
         state = desk.slurm("sacct", "-XnP", "-o", "State", "-j", attempt["row"]["job_id"])
         assert state.split() == ["COMPLETED"]
+
+
+def test_a_scale_beyond_the_partition_is_refused_before_anything_starts(desk: Desk) -> None:
+    """The error names the scale; no sweep is written, no job submitted."""
+    job = desk.job("big", command=["true"], args=["--batch-size=8"])
+
+    refused = desk.hpml("sweep", "run", job, "--weak", "nodes=1,9", code=2)
+
+    assert "resources.nodes" in refused.stderr
+    assert "at nodes = 9" in refused.stderr
+    assert not (desk.records / "sweeps").exists()
+    assert not (desk.records / "submissions").exists()

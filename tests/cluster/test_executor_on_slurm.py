@@ -111,10 +111,7 @@ def test_arrays_are_as_large_as_the_cluster_takes(tmp_path: Path) -> None:
 
 def test_an_exception_and_a_refusal(desk: Desk) -> None:
     """The traceback comes back; what sbatch refuses raises at once, and nothing is left of it."""
-    answer = script(
-        desk,
-        "say(error=str(executor.submit(fail).exception()))\n",
-    )
+    answer = script(desk, "say(error=str(executor.submit(fail).exception()))\n")
     assert 'raise ValueError("on purpose")' in answer["error"]
     refused = (
         "from hpml_orchestrator.errors import SchedulerError\n"
@@ -122,10 +119,9 @@ def test_an_exception_and_a_refusal(desk: Desk) -> None:
         "except SchedulerError as error:\n    say(error=str(error))\n"
     )
     assert "invalid partition" in script(desk, refused, hpml_partition="none")["error"]
-    assert len(list(Path(desk.directory, "logs").glob("*_submitted.pkl"))) == 1
-    assert (
-        sorted(path.suffix for path in Path(desk.directory, "logs").glob("*.pkl")) == [".pkl"] * 2
-    )
+    logs = desk.directory / "logs"
+    assert len(list(logs.glob("*_submitted.pkl"))) == 1
+    assert len(list(logs.glob("*.pkl"))) == 2
 
 
 def test_a_checkpoint_and_a_requeue(desk: Desk) -> None:

@@ -18,25 +18,27 @@ class Desk:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def _command(self, arguments: tuple[str, ...]) -> dict[str, Any]:
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("HPML", "SLURM"))}
+        own = {
+            "HPML_HOME": str(self.root / "records"),
+            "XDG_CONFIG_HOME": str(self.root / "config"),
+            "HPML_LOCAL_KILL_WAIT": "60",
+        }
+        words = [sys.executable, "-m", "hpml_orchestrator.cli", *arguments]
+        return {"args": words, "cwd": self.root, "env": kept | own, "text": True}
+
+    def launch(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start hpml, and return its process."""
+        return subprocess.Popen(**self._command(arguments), stdout=subprocess.DEVNULL)
+
     def hpml(self, *arguments: str, code: int = 0) -> str:
         """Call hpml and return what it printed."""
-        kept = {n: v for n, v in os.environ.items() if not n.startswith(("HPML", "SLURM"))}
-        done = subprocess.run(
-            [sys.executable, "-m", "hpml_orchestrator.cli", *arguments],
-            cwd=self.root,
-            env={
-                **kept,
-                "HPML_HOME": str(self.root / "records"),
-                "XDG_CONFIG_HOME": str(self.root / "config"),
-                "HPML_LOCAL_KILL_WAIT": "60",
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        command = self._command(arguments)
+        done = subprocess.run(**command, capture_output=True, timeout=600, check=False)
         assert done.returncode == code, done.stderr + done.stdout
-        return done.stdout
+        printed: str = done.stdout
+        return printed
 
     def json(self, *arguments: str, code: int = 0) -> Any:
         """Call hpml with --json and return what it printed."""

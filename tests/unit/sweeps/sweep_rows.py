@@ -32,7 +32,11 @@ def plan_of(mode: str, points: Sequence[Point], **fields: Any) -> SweepPlan:
         backend="slurm",
         host="",
         site="/etc/hpml/site.toml",
+        argv=("hpml", "sweep", "run", "digits.yaml"),
         created=BEGAN,
+        base_batch=512,
+        base_learning_rate=0.1,
+        placeholders={},
         shapes=(),
         points=tuple(points),
         blocks=(),
@@ -90,17 +94,10 @@ def scaling(
     *,
     target: float | None = 0.95,
     change: Callable[[Row], Row] = lambda row: row,
-    **fields: Any,
 ) -> tuple[SweepPlan, list[Row]]:
     """A strong or weak sweep of nodes: a twentieth of the steps is serial, start-up is constant.
 
-    Args:
-        mode: strong or weak.
-        scales: numbers of nodes.
-        repeats: runs of each.
-        target: accuracy; every sixth run at the largest scale misses it.
-        change: what becomes of each row.
-        fields: of the plan.
+    The last run at the largest scale misses the target; `change` is applied to each row.
     """
     noise = random.Random(7)
     points: list[Point] = []
@@ -143,13 +140,11 @@ def scaling(
             seconds_to_accuracy=None if missed or target is None else 0.7 * training,
         )
         rows.append(change(row))
-    plan = plan_of(mode, points, unit="nodes", baseline=scales[0], **fields)
-    return plan, [row for row in rows if row]
+    plan = plan_of(mode, points, unit="nodes", baseline=scales[0])
+    return plan, rows
 
 
-def grid(
-    axes: Mapping[str, Sequence[Any]], repeats: int = 6, **fields: Any
-) -> tuple[SweepPlan, list[Row]]:
+def grid(axes: Mapping[str, Sequence[Any]], repeats: int = 6) -> tuple[SweepPlan, list[Row]]:
     """A grid: more --lr is better up to 0.1, a larger --batch-size faster and a little worse."""
     noise = random.Random(3)
     combinations = [
@@ -168,10 +163,10 @@ def grid(
         )
         for number, (repeat, values) in enumerate(itertools.product(range(repeats), combinations))
     ]
-    return plan_of("grid", points, **fields), [_trial(point, noise) for point in points]
+    return plan_of("grid", points), [_trial(point, noise) for point in points]
 
 
-def search(trials: int = 20, mode: str = "bayes") -> tuple[SweepPlan, list[Row]]:
+def search(trials: int = 20) -> tuple[SweepPlan, list[Row]]:
     """A search of --lr (logarithmic) and --layers; some trials are pruned, some fail."""
     noise = random.Random(5)
     points = [
@@ -191,11 +186,11 @@ def search(trials: int = 20, mode: str = "bayes") -> tuple[SweepPlan, list[Row]]
         rows.append(row)
     sweep = {
         "base": "/home/ada/digits.yaml",
-        "mode": mode,
+        "mode": "bayes",
         "axes": {"--lr": {"low": 1e-4, "high": 1, "log": True}, "--layers": {"low": 1, "high": 6}},
         "search": {"metric": "test_accuracy", "direction": "maximize"},
     }
-    return plan_of(mode, points, sweep=sweep), rows
+    return plan_of("bayes", points, sweep=sweep), rows
 
 
 def _trial(point: Point, noise: random.Random) -> Row:

@@ -75,7 +75,7 @@ def test_submitits_tests_of_an_executor_pass(
     own_test(tmp_path / "logs")
 
 
-@pytest.mark.parametrize("name", ["a 0", "a'; echo foo", r"a\=0", "a\n0", 'a{b}$c"'])
+@pytest.mark.parametrize("name", ["a'; echo \n0", r'a\=0 {b}$c"'])
 def test_the_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     """It reaches the job unchanged, and `%j` in it becomes the job's id."""
     executor = LocalExecutor(tmp_path / name / "%j")
@@ -99,11 +99,8 @@ def hpml_run(job: submitit.Job[Any]) -> Submission:
 
 def about() -> dict[str, Any]:
     environment = submitit.JobEnvironment()
-    names = (
-        "cluster job_id raw_job_id array_job_id array_task_id hostnames num_nodes num_tasks node "
-        "global_rank local_rank"
-    ).split()
-    return {name: getattr(environment, name) for name in names}
+    names = "cluster job_id array_job_id array_task_id num_nodes num_tasks node global_rank"
+    return {name: getattr(environment, name) for name in [*names.split(), "local_rank"]}
 
 
 def test_a_job_of_two_ranks(executor: submitit.AutoExecutor, records: Store) -> None:
@@ -199,9 +196,7 @@ class Counter(submitit.helpers.Checkpointable):
     def __call__(self) -> tuple[int, int]:
         rank = submitit.JobEnvironment().global_rank
         (self.started / f"{self.checkpoints}.{rank}").touch()
-        while (
-            not self.checkpoints and not rank
-        ):  # the other rank ends, and starts again all the same
+        while not (self.checkpoints or rank):  # rank 1 ends, and starts again all the same
             time.sleep(0.05)
         return rank, self.checkpoints
 
@@ -260,27 +255,26 @@ def test_parameters_are_fields_of_the_job(
     (submission,) = records.submissions()
     job = submission.record()["job"]
     asked = job["resources"]
-    assert {name: asked[name] for name in ("gpus", "memory", "partition", "account", "qos")} == {
+    wanted = {
         "gpus": "4",
         "memory": "1536M",
         "partition": "gpu",
         "account": "me",
         "qos": "high",
+        "constraint": "a&b",
+        "cpus_per_rank": 7,
+        "ranks_per_node": None,
+        "extra": ["--hint=nomultithread", "--no-kill"],
+        "time": "01:31:00",
     }
-    assert (asked["constraint"], asked["cpus_per_rank"], asked["ranks_per_node"]) == (
-        "a&b",
-        7,
-        None,
-    )
-    assert asked["extra"] == ["--hint=nomultithread", "--no-kill"]
-    assert asked["time"] == "01:31:00"
+    assert {name: asked[name] for name in wanted} == wanted
     assert (job["name"], job["launcher"], job["script"]) == ("base", "srun", None)
     assert job["workdir"] == str(Path.cwd())
     assert job["stage"][0]["source"] == str(Path("data").absolute())
     assert (job["binding"]["policy"], job["binding"]["verify"]) == ("numa", "strict")
     assert job["environment"]["setup"] == "export A=1\nexport B=2"
-    wanted = {"LEVEL": "3", "MORE": "4", "SUBMITIT_EXECUTOR": "hpml"}
-    assert job["environment"]["variables"] == wanted
+    variables = {"LEVEL": "3", "MORE": "4", "SUBMITIT_EXECUTOR": "hpml"}
+    assert job["environment"]["variables"] == variables
     assert list((tmp_path / "logs").glob("*.pkl")) == []
 
 

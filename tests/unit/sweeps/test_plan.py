@@ -26,11 +26,13 @@ JOB: dict[str, Any] = {
     "resources": {"nodes": 1, "ranks_per_node": 2, "time": "30:00"},
 }
 STRONG = {"mode": "strong", "scale": {"ranks": [1, 2, 4]}}
+FUNCTION = {"mode": "grid", "axes": {"lr": [1, 2]}, "function": "train.py:train"}
 GPUS = {"resources": {"gpus": "a100:4", "time": "1:00:00"}}
 
 
 def made(folder: Path, fields: dict[str, Any], **job: Any) -> plan.SweepPlan:
     """The plan of a sweep file, on Slurm: nothing of this machine counts."""
+    (folder / "train.py").write_text("def train(lr, *, seed=1): return lr")
     (folder / "job.yaml").write_text(json.dumps(JOB | job))
     (folder / "sweep.yaml").write_text(json.dumps({"base": "job.yaml"} | fields))
     return make_plan(load_sweep(folder / "sweep.yaml"), backend="slurm", now=NOW)
@@ -213,6 +215,11 @@ def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
         ),
         ({**STRONG, "seeds": {"values": [1, 2]}}, {}, "", "a seed for each of 6"),
         ({**STRONG, "base": "nowhere.yaml"}, {}, None, "no such job file"),
+        ({**STRONG, "base": "sweep.yaml"}, {}, "", "is a sweep file"),
+        (FUNCTION | {"axes": {"--lr": [1]}}, {}, "axes.--lr", "no argument of a function"),
+        (FUNCTION | {"axes": {"rate": [1]}}, {}, "axes.rate", "no argument of that name"),
+        (FUNCTION | {"function": "train.py:tran"}, {}, "function", "has no function tran"),
+        (FUNCTION | {"function": "nowhere.py:f"}, {}, "function", "cannot be read"),
     ],
 )
 def test_bad_sweep_files_are_refused(

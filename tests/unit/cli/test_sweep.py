@@ -1,0 +1,121 @@
+"""hpml sweep as its users type it: a small sweep from plan to comparison, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
+
+WORK = 'echo "$@"; for word in "$@"; do [[ $word != --fail=yes ]] || exit 3; done'
+RESOURCES = {"nodes": 1, "ranks_per_node": 1, "time": "5:00"}
+
+
+@pytest.fixture(scope="module")
+def job(shell: Shell) -> str:
+    """A job whose program fails when it is told to."""
+    command = ["bash", "-c", WORK, "program"]
+    return shell.job("toy", command=command, args=["--batch-size=8"], resources=RESOURCES)
+
+
+@pytest.fixture(scope="module")
+def swept(shell: Shell, job: str) -> list[str]:
+    """Two sweeps of that job that have ended, the second with points that failed."""
+    for fails in ("no", "no,yes"):
+        words = ("--grid", "lr=0.1,0.25", "--grid", f"fail={fails}", "--repeats", "1")
+        done = shell.hpml("sweep", "run", job, *words, "--local")
+        assert done.code == (6 if "yes" in fails else 0), done.err
+    return [state["id"] for state in json.loads(shell.hpml("sweep", "status", "--json").out)]
+
+
+def test_a_sweep_with_failed_points_says_where_to_look(swept: list[str], hpml: Hpml) -> None:
+    """Every point is in the table and in the report; nothing is dropped."""
+    status = hpml("sweep", "status", "last")
+    assert "4 of 4 done" in status.out
+    assert status.out.count("FAILED") == 3
+    report = hpml("sweep", "report", "last", "--json").json()
+    assert report["states"] == {"COMPLETED": 2, "FAILED": 2}
+    assert [len(setting["values"]) for setting in report["settings"]] == [2] * 4
+    markdown = hpml("sweep", "report", "last", "--markdown").out
+    assert markdown.startswith("# toy-grid\n")
+    page = Path(hpml("sweep", "report", swept[1]).out.strip())
+    assert page.read_text().startswith("<!doctype html>")
+    # a second resume has nothing to do, and says again how it ended
+    again = hpml("sweep", "resume", "last")
+    assert again.code == 6
+    assert "hpml logs " in again.err
+
+
+def test_two_sweeps_of_one_kind_compare(swept: list[str], hpml: Hpml, tmp_path: Path) -> None:
+    """Before and after, as text and as a page."""
+    newest, oldest = swept
+    assert "lr=0.1" in hpml("sweep", "compare", oldest, newest).out
+    page = tmp_path / "compare.html"
+    assert hpml("sweep", "compare", oldest, newest, "-o", str(page)).code == 0
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_terminal_shows_a_bar(shell: Shell, job: str) -> None:
+    """It goes away at the end; the table stays."""
+    words = ("--grid", "lr=1,2", "--repeats", "1", "--local")
+    printed = in_terminal([HPML, "sweep", "run", job, *words], shell.environment())
+    assert "━" in printed
+    assert "2 of 2 done" in printed
+
+
+def test_a_detached_sweep_goes_on_by_itself(shell: Shell, job: str) -> None:
+    """Its id is printed at once; `resume` beside it follows until the end."""
+    words = ("--grid", "lr=5,6", "--repeats", "1", "--local", "--detach")
+    started = shell.hpml("sweep", "run", job, *words)
+    assert started.code == 0, started.err
+    name = started.out.strip()
+    shown = shell.hpml("sweep", "status", name, "--watch")
+    assert "2 of 2 done" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        ("plan toy.yaml", 2, ["FILE: is a job file", "--strong nodes=1,2,4"]),
+        ("plan nowhere.yaml --grid lr=1,2", 3, ["no such job file"]),
+        ("plan nowhere.yaml", 3, ["no such sweep file"]),
+        ("plan toy.yaml --strong nodes", 2, ["--strong: must be written as nodes=1,2,4"]),
+        ("plan toy.yaml --strong nods=1", 2, ["scale.nods", "no such field"]),
+        ("plan toy.yaml --strong ranks=3", 2, ["batch.size", "cannot be divided over 3"]),
+        ("plan toy.yaml --strong ranks=1 --weak ranks=1", 2, ["--weak", "only one"]),
+        ("plan toy.yaml --grid nods.x=1,2", 2, ["axes.nods.x", "neither an argument nor a field"]),
+        ("plan toy.yaml --grid lr=", 2, ["--grid: must be written"]),
+        ("plan toy.yaml --grid lr=1,2 --repeats 0", 2, ["--repeats"]),
+        ("run toy.yaml --grid resources.time=1-0,nonsense --local", 2, ["resources.time"]),
+        ("run toy.yaml --weak nodes=1,2 --local", 2, ["resources.nodes", "at nodes = 2"]),
+        ("run sweep.yaml --strong nodes=1,2", 2, ["sweep.yaml is a sweep file", "hpml sweep run"]),
+        ("report nix", 3, ["no sweep 'nix'", "lists all"]),
+        ("status toy-grid", 2, ["SWEEP: names", "give more of the id"]),
+        ("report last --json --open", 2, ["--open", "only one"]),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_starts(
+    words: str, code: int, parts: list[str], swept: list[str], shell: Shell, hpml: Hpml
+) -> None:
+    """One error with what would be right; no sweep is written."""
+    (shell.root / "sweep.yaml").write_text("{base: toy.yaml, mode: grid, axes: {--lr: [1]}}")
+    before = sorted((shell.records / "sweeps").iterdir())
+    assert hpml("sweep", *words.split()).refuses(code, *parts)
+    assert sorted((shell.records / "sweeps").iterdir()) == before
+    assert swept
+
+
+@pytest.mark.parametrize("command", ["status", "run"])
+def test_records_that_cannot_be_are_named(
+    command: str, job: str, tmp_path: Path, hpml: Any
+) -> None:
+    """A file where the directory should be: one line, and nothing half-done."""
+    (tmp_path / "file").write_text("")
+    words = ["run", job, "--grid", "lr=1,2", "--local"] if command == "run" else ["status"]
+    done = hpml("--records", str(tmp_path / "file"), "sweep", *words)
+    assert done.code in (2, 7)
+    assert "file" in done.err
+    assert "bug in hpml" not in done.err
