@@ -121,6 +121,18 @@ def test_a_kill_at_any_write_harms_nothing(
     assert steps > 15
 
 
+def test_a_batch_in_doubt_holds_up_no_other(folder: SweepFolder) -> None:
+    """Its job is looked for for two minutes; other points are submitted meanwhile."""
+    plan = folder.plan(**TWO_SHAPES, repeats=1)
+    folder.slurm.faults = [Fault.KILLED_BEFORE]
+    with pytest.raises(Killed):
+        folder.controller(plan).tick()
+    folder.slurm.clock.sleep(40)
+    assert "sbatch" in folder.controller(plan).tick().waits_for
+    assert folder.slurm.sizes == [2]
+    assert folder.carry_on(plan).counts == {"COMPLETED": 4}
+
+
 @pytest.mark.parametrize("limit", ["array_limit", "submit_limit"])
 def test_a_batch_is_halved_until_it_fits(folder: SweepFolder, limit: str) -> None:
     """MaxArraySize bounds the index, so arrays begin at 0; more go out as tasks end."""
