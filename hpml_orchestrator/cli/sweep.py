@@ -364,7 +364,7 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
         for sentence in built.answer:
             typer.echo(sentence)
         typer.echo(f"report  {path}")
-    fine = ("COMPLETED", "PRUNED", "EXCLUDED")
+    fine = ("COMPLETED", "PRUNED")
     failed = progress.total - sum(progress.counts.get(state, 0) for state in fine)
     if failed:
         raise JobFailedError(
@@ -418,7 +418,8 @@ def _list(store: Store, *, as_json: bool) -> None:
                     one.id,
                     one.mode,
                     f"{progress.done}/{progress.total}",
-                    "finished" if progress.finished else progress.waits_for or "unfinished",
+                    progress.waits_for
+                    or ", ".join(f"{number} {state}" for state, number in progress.counts.items()),
                 )
                 for one, progress in entries
             ],

@@ -237,6 +237,13 @@ def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
     if rates:
         text = f"{counted(len(rates), 'attempt')} trained with another learning rate than planned."
         yield Notice("Learning rate", text, details=tuple(rates[:8]))
+    reported = sorted({rate for one in report.settings for rate in one.learning_rate})
+    if report.mode == "strong" and not plan.sweep.get("learning_rate") and len(reported) > 1:
+        text = (
+            f"The scales trained with learning rates from {reported[0]:g} to {reported[-1]:g} at "
+            "the same global batch, so their accuracies and times to accuracy do not compare."
+        )
+        yield Notice("Different learning rates", text, loud=True)
     uneven = [one for one in report.settings if len(one.steps) > 1]
     if uneven and report.scaling:
         listed = examples([f"{one.label}: {min(one.steps)}-{max(one.steps)}" for one in uneven], 4)

@@ -20,7 +20,7 @@ class Progress:
 
     Attributes:
         counts: number of points by the state of their last start.
-        done, total: points that are over, and all.
+        done, total: points that are over, and all that are not excluded.
         gpu_hours, core_hours: spent so far, by what is over.
         eta_seconds: until all points are over; None where not known.
         waits_for: what the sweep waits for, in a sentence; empty where nothing holds it up.
@@ -54,8 +54,9 @@ def progress_of(
     rows = list(rows)
     last = {row.point: row for row in sorted(rows, key=lambda row: row.start)}
     search = plan.sweep["search"]["trials"] * plan.spec.count if plan.spec.searches else 0
-    total = max(search, len(last))
-    done = sum(row.over for row in last.values())
+    planned = [row for row in last.values() if row.state != "EXCLUDED"]
+    total = max(search, len(planned))
+    done = sum(row.over for row in planned)
     out = any(row.job_id and not row.over for row in rows)
     return Progress(
         counts=dict(Counter(row.state for row in last.values())),
