@@ -47,7 +47,7 @@ demo: $(VENV)/.train
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 
-# Real Slurm, MariaDB, Prometheus, Open MPI, compilers, strace, archivers and readers of manual pages for the tests, from
+# Real Slurm, MariaDB, Prometheus, Open MPI, Chromium, compilers, strace, archivers and readers of manual pages for the tests, from
 # Debian's packages; without root they skip, loudly.
 system: | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -58,11 +58,11 @@ system: | $(BIN)/pip
 	    command -v ip >/dev/null && command -v tc >/dev/null && command -v ss >/dev/null && \
 	    command -v cmake >/dev/null && command -v gcc >/dev/null && command -v g++ >/dev/null && \
 	    command -v mksquashfs >/dev/null && command -v squashfuse_ll >/dev/null && \
-	    command -v zstd >/dev/null && command -v zip >/dev/null && command -v unzip >/dev/null && command -v systemd-analyze >/dev/null && \
+	    command -v zstd >/dev/null && command -v zip >/dev/null && command -v unzip >/dev/null && command -v systemd-analyze >/dev/null && command -v chromium >/dev/null && \
 	    test -e "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
 	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends \
 	      strace git tmux man-db groff mandoc openmpi-bin libopenmpi-dev numactl iproute2 cmake gcc g++ make python3-dev \
-	      squashfs-tools squashfuse zstd zip unzip systemd; }; }; \
+	      squashfs-tools squashfuse zstd zip unzip systemd chromium; }; }; \
 	else echo 'make: not root: tests that need Debian packages skip if these are not installed'; fi
 
 # Horovod, built once per PyTorch and kept in the user's cache. Where the compilers are missing its tests skip; on CI they fail.

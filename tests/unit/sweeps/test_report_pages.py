@@ -194,6 +194,7 @@ def test_chromium_shows_it_on_a_phone_and_on_a_desk(tmp_path: Path) -> None:
     start = tmp_path / "start.html"
     start.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{measure}", "utf-8")
     command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--disable-dev-shm-usage"]  # a container may have little of it
     command += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--dump-dom", start.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
