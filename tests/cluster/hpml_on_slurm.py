@@ -54,6 +54,7 @@ class Desk:
     directory: Path
     more: dict[str, str] = field(default_factory=dict)  # variables
     as_root: bool = False
+    seconds: float = _SECONDS  # most for one command
 
     def __post_init__(self) -> None:
         """Let the user work there."""
@@ -91,7 +92,7 @@ class Desk:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=self.seconds,
             check=False,
         )
         assert code is None or done.returncode == code, f"{done.stdout}\n{done.stderr}"

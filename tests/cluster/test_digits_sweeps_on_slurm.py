@@ -27,6 +27,7 @@ def test_a_sweep_of_the_digits_ends_in_a_true_report(mode: str, desk: Desk, tmp_
     sweep["set"] = BASE | {"environment.python": str(PYTHON), "resources.memory": "1G"}
     (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
 
+    desk.seconds = 800
     report = desk.json("sweep", "run", "sweep.yaml")
 
     check_report(report, desk.records, mode, REPEATS)

@@ -246,6 +246,9 @@ def test_job_files_and_profiles_in_pages_load(block: Block, tmp_path: Path) -> N
     text, path = block.text, tmp_path / f"job.{block.words[0]}"
     if re.search(r"^mode:", text, re.MULTILINE):
         shutil.copy(ROOT / "training_jobs/digits.yaml", tmp_path)
+        for other in blocks(block.page):
+            if other.words[0] == "python" and other.words[1:]:
+                (tmp_path / other.words[1]).write_text(other.text, encoding="utf-8")
         path.write_text(text, encoding="utf-8")
         assert make_plan(load_sweep(path), backend="slurm", now=0).shapes
         return
