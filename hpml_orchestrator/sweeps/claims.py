@@ -27,6 +27,7 @@ from hpml_orchestrator.sweeps.wording import (
 __all__ = ["answer", "checklist", "mixed_batches", "notices", "question"]
 
 _UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
+_UNSURE = f"whether they differ cannot be said with fewer than {MIN_REPEATS} runs each"
 _FEW = 3
 _SMALL_SHARE = 0.02
 _CAUSES = {
@@ -105,14 +106,16 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
         )
         yield from _limit(largest)
     else:
+        unsure = ""
         if speedup.interval is None:
             verb = "seems to be" if best.scale == 1 else "seem to be"
+            unsure = f"; {_UNSURE}"
         faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
         larger = f"; not distinguishable, but larger: {first_few(equal, _FEW)}" if equal else ""
         yield (
             f"{best.label} {verb} the {'best' if equal else 'fastest'} of {len(siblings)} scales: "
             f"{estimate_text(speedup)} {faster} {baseline} at an efficiency of "
-            f"{estimate_text(best.efficiency)} % ({_runs(best)}){larger}."
+            f"{estimate_text(best.efficiency)} % ({_runs(best)}){larger}{unsure}."
         )
         yield from _limit(best)
 
@@ -146,7 +149,7 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
     )
     following = report.ranked[1:2]
     relation = {
-        None: f"; whether they differ cannot be said with fewer than {MIN_REPEATS} runs each",
+        None: f"; {_UNSURE}",
         True: ", distinguishable from it",
         False: ", not distinguishable from it",
     }
