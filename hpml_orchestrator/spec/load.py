@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ __all__ = [
     "make_absolute",
     "merged",
     "parse_setting",
+    "read_fields",
 ]
 
 _INDEX_DIGITS = 6
@@ -55,6 +56,8 @@ def load_job(
     settings: list[tuple[str, Any]] | None = None,
     site: ResolvedSite | None = None,
     points: Collection[str] = (),
+    *,
+    fields: Mapping[str, Any] | None = None,
 ) -> ResolvedJob:
     """Load a job from a YAML 1.2 or TOML file.
 
@@ -63,15 +66,14 @@ def load_job(
         settings: dotted field and value pairs of the command line; later ones win.
         site: the site profile, whose defaults lie below the job file.
         points: names of a sweep's values, which arguments refer to as `{point.NAME}`.
+        fields: what `read_fields` returned for this file, where many jobs are made of it.
 
     Raises:
         NotFoundError: there is no such file.
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
-    fields = read_mapping(source, "job file")
-    if {"base", "mode"} <= fields.keys():
-        raise InputError(f"{source} is a sweep file", hint=f"hpml sweep run {path}")
+    fields = read_fields(path) if fields is None else copy.deepcopy(fields)
     data = {name: spelled_out(name, value) for name, value in fields.items()}
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings or []:
@@ -107,6 +109,20 @@ def load_job(
         raise combined(problems, hint)
     origins_of = {name: _origin(given, name) for name in leaves(job.model_dump())}
     return ResolvedJob(job, source, origins_of)
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a job file, not validated yet.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it cannot be read, holds no mapping, or is a sweep file.
+    """
+    source = Path(os.path.abspath(path))
+    fields = read_mapping(source, "job file")
+    if {"base", "mode"} <= fields.keys():
+        raise InputError(f"{source} is a sweep file", hint=f"hpml sweep run {path}")
+    return fields
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

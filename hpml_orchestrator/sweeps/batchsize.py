@@ -78,11 +78,10 @@ def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:
     return sweep.model_copy(update={"batch": BatchSize(argument=argument, per=per, size=size)})
 
 
-def batch_note(sweep: Sweep) -> str:
+def batch_note(mode: str, batch: BatchSize) -> str:
     """Return which argument was taken for the batch size of a scaling sweep, and what is kept."""
-    batch = sweep.batch or BatchSize(argument="")
     whose = "one rank" if batch.per == "rank" else "all ranks"
-    kept = "global batch" if sweep.mode == "strong" else "batch of a rank"
+    kept = "global batch" if mode == "strong" else "batch of a rank"
     return f"{batch.argument} is the batch of {whose}; the {kept} stays {batch.size}"
 
 

@@ -23,6 +23,7 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.load import read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call
@@ -65,8 +66,8 @@ def make_plan(
     Args:
         sweep: the sweep, with the base job's absolute path.
         backend: `slurm` or `local`.
-        site: the site profile in use. chosen_site: its file, where `--site` named it.
-        chosen_site: the word of `--site`, for later.
+        site: the site profile in use.
+        chosen_site: the word of `--site`, kept for the submissions.
         argv: the command line, for the record.
         now: seconds since the epoch.
 
@@ -87,7 +88,8 @@ class _Expansion:
             program = {"script": call.__file__, "module": None, "command": None}
             words = [sweep.function, sweep.search.metric]
             self.settings += [*program.items(), ("args", words)]
-        self.base = load_job(sweep.base, self.settings, site).job
+        self.fields = read_fields(sweep.base)  # once, however many shapes there are
+        self.base = load_job(sweep.base, self.settings, site, fields=self.fields).job
         self.arguments = Arguments(self.base.args)
         self.notes: list[str] = []
         if self.base.array is not None:
@@ -103,7 +105,7 @@ class _Expansion:
             check_function(sweep)
         self.sweep = with_batch(sweep, self.arguments, self.base_ranks)
         if sweep.scale is not None and self.sweep.batch is not None:
-            self.notes.append(batch_note(self.sweep))
+            self.notes.append(batch_note(sweep.mode, self.sweep.batch))
         self.seed = sweep.seeds.argument or self.arguments.first(_SEEDS)
         if sweep.function:
             self.seed = "seed"
@@ -314,8 +316,13 @@ class _Expansion:
     def _load(self, settings: Collection[tuple[str, Any]], fixed: Mapping[str, Any]) -> Job:
         """Return the job of a shape; its errors name the axis or the scale."""
         try:
-            names = self.placeholders.values()
-            return load_job(self.sweep.base, list(settings), self.site, points=names).job
+            return load_job(
+                self.sweep.base,
+                list(settings),
+                self.site,
+                points=self.placeholders.values(),
+                fields=self.fields,
+            ).job
         except InputError as error:
             axis = next((name for name in fixed if error.field and name in error.field), None)
             if axis is not None:
