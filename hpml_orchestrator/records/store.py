@@ -22,7 +22,7 @@ from hpml_orchestrator.records.texts import examples
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["RUN_TABLE", "Attempt", "Run", "Store", "Submission", "default_root"]
+__all__ = ["RUN_TABLE", "Attempt", "Run", "Store", "Submission", "default_root", "ids_in"]
 
 NODE_ARCHIVE = "hpml-node.pyz"
 _NEAR_RUNS = 1000
@@ -43,6 +43,25 @@ def default_root(environment: Mapping[str, str]) -> Path:
         environment.get("HOME") or os.path.expanduser("~"), ".local", "state"
     )
     return Path(os.path.abspath(state)) / "hpml"
+
+
+def ids_in(directory: Path) -> list[str]:
+    """Return the ids that entries of a directory have as names, newest first; none without it.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RecordError(
+            f"cannot read {directory}: {error.strerror or error}",
+            hint="set HPML_HOME (or --records DIR) to the directory of your records",
+        ) from error
+    known = [name for name in names if ID_PATTERN.match(name)]
+    return sorted(known, key=lambda name: (stamp_of(name), name), reverse=True)
 
 
 class Store:
@@ -178,17 +197,7 @@ class Store:
 
     def submissions(self) -> Iterator[Submission]:
         """Every submission, newest first."""
-        try:
-            names = os.listdir(self.submissions_dir)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise RecordError(
-                f"cannot read {self.submissions_dir}: {error.strerror or error}",
-                hint="set HPML_HOME (or --records DIR) to the directory of your records",
-            ) from error
-        known = [name for name in names if ID_PATTERN.match(name)]
-        for name in sorted(known, key=lambda name: (stamp_of(name), name), reverse=True):
+        for name in ids_in(self.submissions_dir):
             yield Submission(self.submissions_dir / name)
 
     def run(self, rid: str) -> Run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
-from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
+from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import examples
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Job
@@ -264,9 +265,13 @@ def write(store: Store, plan: SweepPlan) -> Path:
         ) from error
     # A point holds plain values: asdict would copy each of them.
     lines = (json.dumps(vars(point), separators=(",", ":")) for point in plan.points)
-    write_text(temporary / _POINTS, "".join(f"{line}\n" for line in lines))
-    write_json(temporary / _PLAN, asdict(replace(plan, points=())))
-    os.rename(temporary, target)
+    try:
+        write_text(temporary / _POINTS, "".join(f"{line}\n" for line in lines))
+        write_json(temporary / _PLAN, asdict(replace(plan, points=())))
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return target
 
 
@@ -299,17 +304,7 @@ def read(directory: Path) -> SweepPlan:
 
 def sweeps(store: Store) -> list[str]:
     """Return the ids of all sweeps, newest first."""
-    try:
-        names = os.listdir(store.root / "sweeps")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RecordError(
-            f"cannot read {store.root / 'sweeps'}: {error.strerror or error}",
-            hint="set HPML_HOME (or --records DIR) to the directory of your records",
-        ) from error
-    known = [name for name in names if ID_PATTERN.match(name)]
-    return sorted(known, key=lambda name: (stamp_of(name), name), reverse=True)
+    return ids_in(store.root / "sweeps")
 
 
 def resolve(store: Store, word: str) -> SweepPlan:
