@@ -16,7 +16,7 @@ from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.records.texts import examples
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpml_orchestrator.records.store import Submission
 
@@ -31,6 +31,7 @@ __all__ = [
     "RunWords",
     "SetOption",
     "chosen_site",
+    "completion",
     "one_run",
     "parse_age",
     "print_json",
@@ -47,14 +48,18 @@ _NAMED_TASKS = 3
 _AGE_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
-def _complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the runs whose names start with a word, for the shell's completion."""
-    try:
-        ctx.obj = {"records": ctx.find_root().params.get("records")}
-        runs = ["last", *(submission.sid for submission in store_of(ctx).submissions())]
-    except Exception:  # noqa: BLE001 - completion never disturbs the command line
-        return []
-    return [run for run in runs if run.startswith(incomplete)]
+def completion(ids: Callable[[Store], Iterable[str]]) -> Callable[..., list[str]]:
+    """Return what completes a word in the shell: `last`, or one of the ids in the store."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        try:
+            ctx.obj = {"records": ctx.find_root().params.get("records")}
+            names = ["last", *ids(store_of(ctx))]
+        except Exception:  # noqa: BLE001 - completion never disturbs the command line
+            return []
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
 
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB_FILE", help="Job file, YAML 1.2 or TOML.")]
@@ -89,7 +94,7 @@ LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine:
 _RUN = typer.Argument(
     metavar="RUN",
     help="Run id, a unique beginning or end of it, job id or `last`; RUN.INDEX is one task.",
-    autocompletion=_complete_run,
+    autocompletion=completion(lambda store: (submission.sid for submission in store.submissions())),
 )
 RunWord = Annotated[str, _RUN]
 RunWords = Annotated[list[str], _RUN]

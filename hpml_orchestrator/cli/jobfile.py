@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
-__all__ = ["check", "render", "run", "submit"]
+__all__ = ["backend_name", "check", "check_rendered", "render", "run", "submit"]
 
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
@@ -94,7 +94,7 @@ def render(
         raise InputError(
             "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
         )
-    rendered = _rendered(context, job_file, settings, _backend_name(backend, local=local))
+    rendered = _rendered(context, job_file, settings, backend_name(backend, local=local))
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -237,7 +237,7 @@ def _submit(
 ) -> tuple[Submission, str]:
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
-    name = _backend_name(backend, local=local)
+    name = backend_name(backend, local=local)
     rendered = _rendered(context, job_file, settings, name, after)
     store = store_of(context)
     dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
@@ -301,7 +301,7 @@ def check(
     Exit status: 0 if the cluster would accept the job, 2 if not, 5 if the cluster did not answer or
     hides its nodes or partitions from you.
     """
-    name = _backend_name(backend, local=local)
+    name = backend_name(backend, local=local)
     try:
         rendered = _rendered(context, job_file, settings, name)
     except InputError as fault:
@@ -309,7 +309,7 @@ def check(
             raise
         print_json({"backend": name, **invalid_job(fault).to_json()})
         raise typer.Exit(InputError.exit_code) from fault
-    report = _report(rendered, name, store_of(context))
+    report = check_rendered(rendered, name, store_of(context))
     if as_json:
         print_json({"backend": name, **report.to_json()})
     else:
@@ -326,7 +326,9 @@ def _check_before_submission(rendered: Rendered, name: str, store: Store) -> Non
     Raises:
         InputError: the cluster would not run it; names everything that is wrong with it.
     """
-    report = _report(rendered, name, store, cluster_seconds=_CLUSTER_SECONDS, walk_seconds=1.0)
+    report = check_rendered(
+        rendered, name, store, cluster_seconds=_CLUSTER_SECONDS, walk_seconds=1.0
+    )
     # The submission itself reports a moment later that records cannot be written.
     errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
     if errors:
@@ -339,7 +341,8 @@ def _check_before_submission(rendered: Rendered, name: str, store: Store) -> Non
         notice(f"warning: not checked against the cluster: {report.not_asked}")
 
 
-def _report(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
+def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
+    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
     return check_job(
         rendered.resolved.job,
         backend=name,
@@ -400,7 +403,7 @@ def _rendered(
     return render_job(load_job(job_file, values, site), site=site, here=backend == "local")
 
 
-def _backend_name(backend: str, *, local: bool) -> str:
+def backend_name(backend: str, *, local: bool) -> str:
     """Return `slurm` or `local` for the options `--backend` and `--local`."""
     if local:
         refuse_with("--local", {"--backend": backend not in {"auto", "local"}})

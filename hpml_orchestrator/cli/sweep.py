@@ -20,6 +20,7 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     LocalOption,
     SetOption,
+    completion,
     print_json,
     print_table,
     refuse_with,
@@ -43,9 +44,7 @@ from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.sweeps import controller, plan
 from hpml_orchestrator.sweeps.batches import read_batches
-from hpml_orchestrator.sweeps.progress import progress_of
 from hpml_orchestrator.sweeps.rows import rows as rows_of
-from hpml_orchestrator.sweeps.rows import why_stopped
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
@@ -58,22 +57,12 @@ __all__ = ["group"]
 _LINE_SECONDS = 60.0
 
 
-def _complete_sweep(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the sweeps whose ids start with a word, for the shell's completion."""
-    try:
-        ctx.obj = {"records": ctx.find_root().params.get("records")}
-        names = ["last", *plan.sweeps(store_of(ctx))]
-    except Exception:  # noqa: BLE001 - completion never disturbs the command line
-        return []
-    return [name for name in names if name.startswith(incomplete)]
-
-
 SweepWord = Annotated[
     str,
     typer.Argument(
         metavar="SWEEP",
         help="Sweep id, a unique beginning or end of it, or `last`.",
-        autocompletion=_complete_sweep,
+        autocompletion=completion(plan.sweeps),
     ),
 ]
 NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking.")]
@@ -197,8 +186,7 @@ def status(
     planned = plan.resolve(store, sweep)
     while True:
         rows = rows_of(store, planned)
-        stopped = why_stopped(plan.directory_of(store, planned.id))
-        progress = progress_of(planned, rows, stopped=stopped, now=time.time())
+        progress = controller.progress(store, planned, rows)
         if as_json:
             print_json({**asdict(progress), "rows": [vars(row) for row in rows]})
         else:
@@ -252,7 +240,8 @@ def report(
     elif markdown:
         typer.echo(reports.pages.to_markdown(built))
     else:
-        path = _write_report(store, planned, built, output)
+        path = _path(output) if output else _report_path(store, planned)
+        write_text(path, reports.pages.to_html(built))
         typer.echo(str(path))
         if open_ and not webbrowser.open(path.as_uri()):
             notice("no browser here; open the file on your own machine")
@@ -289,7 +278,7 @@ def compare(
     if as_json:
         print_json(reports.pages.to_json(compared))
     elif output:
-        path = Path(os.path.abspath(os.path.expanduser(output)))
+        path = _path(output)
         write_text(path, reports.pages.to_html(compared))
         typer.echo(str(path))
     else:
@@ -313,12 +302,12 @@ def _with_trials(store: Store, planned: SweepPlan) -> SweepPlan:
     return replace(planned, points=tuple(points[number] for number in sorted(points)))
 
 
-def _write_report(store: Store, planned: SweepPlan, built: Any, output: str = "") -> Path:
-    path = plan.directory_of(store, planned.id) / "report.html"
-    if output:
-        path = Path(os.path.abspath(os.path.expanduser(output)))
-    write_text(path, _reports().pages.to_html(built))
-    return path
+def _report_path(store: Store, planned: SweepPlan) -> Path:
+    return plan.directory_of(store, planned.id) / "report.html"
+
+
+def _path(output: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(output)))
 
 
 def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> None:
@@ -355,10 +344,12 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
         raise typer.Exit(EXIT_INTERRUPTED) from None
     rows = rows_of(store, planned)
     planned = _with_trials(store, planned)
-    built = _reports().build(planned, rows)
-    path = _write_report(store, planned, built)
+    reports = _reports()
+    built = reports.build(planned, rows)
+    path = _report_path(store, planned)
+    write_text(path, reports.pages.to_html(built))
     if as_json:
-        print_json(_reports().pages.to_json(built))
+        print_json(reports.pages.to_json(built))
     else:
         print_status(planned, progress, rows)
         for sentence in built.answer:
@@ -403,7 +394,7 @@ def _list(store: Store, *, as_json: bool) -> None:
     """Print all sweeps, newest first."""
     entries = []
     for name in plan.sweeps(store):
-        planned = plan.resolve(store, name)
+        planned = plan.read(plan.directory_of(store, name))
         progress = controller.progress(store, planned)
         entries.append((planned, progress))
     if as_json:

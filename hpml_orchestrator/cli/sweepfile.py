@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.check.job import check_job, refusal
+from hpml_orchestrator.check.job import refusal
 from hpml_orchestrator.cli.common import chosen_site, refuse_with
+from hpml_orchestrator.cli.jobfile import backend_name, check_rendered
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import parse_setting
@@ -149,9 +149,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 
 def planned_of(context: typer.Context, sweep: Sweep, backend: str, *, local: bool) -> SweepPlan:
     """Return the plan of a sweep for the scheduler and the site profile in use."""
-    if local:
-        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
-    name = choose("local" if local else backend)
+    name = backend_name(backend, local=local)
     chosen = chosen_site(context)
     if sweep.searches:
         with extra_needed():
@@ -196,16 +194,7 @@ def check_plan(planned: SweepPlan, store: Store) -> None:
         rendered = render_job(
             plan.job_of(planned, shape, "0"), site=site, here=planned.backend == "local"
         )
-        found = check_job(
-            rendered.resolved.job,
-            backend=planned.backend,
-            records=store.root,
-            environment=dict(os.environ),
-            site=site,
-            topologies=rendered.topologies,
-            targets=rendered.targets,
-            walk_seconds=1.0,
-        )
+        found = check_rendered(rendered, planned.backend, store, walk_seconds=1.0)
         if found.errors:
             fault = refusal(found.errors)
             where = ", ".join(

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
 
-__all__ = ["Gpu", "Monitored", "monitor_lines", "monitored_nodes", "numbers", "together"]
+__all__ = [
+    "JOULES_PER_KWH",
+    "Gpu",
+    "Monitored",
+    "monitor_lines",
+    "monitored_nodes",
+    "numbers",
+    "together",
+]
 
 _SUFFIX = ".monitor.json"
 _SHOWN_NODES = 8
@@ -26,7 +34,7 @@ _SUMS = (
     "io_syscall_write_bytes oom_events gpus_allocated gpus_used"
 ).split()
 _PEAKS = ("memory_peak_bytes", "memory_with_cache_peak_bytes", "memory_limit_bytes")
-_JOULES_PER_KWH = 3.6e6
+JOULES_PER_KWH = 3.6e6
 _HALF_GPU = 0.5
 
 
@@ -234,7 +242,7 @@ def _gpu_text(node: Monitored, gpu: Gpu) -> str:
         most = human_bytes(gpu.figures["memory_peak_bytes"])
         parts.append(f"{most} of memory at most{' on one' * (len(node.gpus) > 1)}")
     if gpu.figures.get("energy_joules"):
-        parts.append(f"{gpu.figures['energy_joules'] / _JOULES_PER_KWH:.3g} kWh")
+        parts.append(f"{gpu.figures['energy_joules'] / JOULES_PER_KWH:.3g} kWh")
     unused = node.figures.get("gpus_allocated", 0.0) - node.figures.get("gpus_used", 0.0)
     if "gpus_used" in node.figures and unused > _HALF_GPU:
         parts.append(f"{unused:.0f} of them never used")

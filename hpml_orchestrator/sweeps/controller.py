@@ -25,14 +25,14 @@ from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 from hpml_orchestrator.sweeps import watch
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
-from hpml_orchestrator.sweeps.limits import MAX_TASKS, allowance, max_array_size
+from hpml_orchestrator.sweeps.limits import allowance, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.progress import Progress, progress_of
 from hpml_orchestrator.sweeps.rows import Row, RowLog, SchedulerState, row_of, table, why_stopped
 from hpml_orchestrator.sweeps.rows import rows as rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Store, Submission
@@ -352,8 +352,7 @@ class Controller:
         """Submit batches until a limit is reached or nothing is left."""
         limits = self._state.limits
         if limits.array == 0:
-            is_slurm = self._plan.backend == "slurm"
-            limits.array = max_array_size(self._environment) if is_slurm else MAX_TASKS
+            limits.array = max_array_size(self._plan.backend, self._environment)
         # One batch in doubt does not hold up the others; more look like a scheduler in trouble.
         doubts = min(1, len(self._undecided))
         while not why_stopped(self._directory) and len(self._undecided) <= doubts:
@@ -456,9 +455,14 @@ def _take_lease(directory: Path, now: float) -> str:
     return ""
 
 
-def progress(store: Store, plan: SweepPlan, *, waits_for: str = "") -> Progress:
-    """Return how far a sweep is, as of the last tick; nothing is asked or submitted."""
-    stopped, found = why_stopped(directory_of(store, plan.id)), rows_of(store, plan)
+def progress(
+    store: Store, plan: SweepPlan, rows: Iterable[Row] | None = None, *, waits_for: str = ""
+) -> Progress:
+    """Return how far a sweep is, as of the last tick; nothing is asked or submitted.
+
+    The rows are read where they are left out.
+    """
+    stopped, found = why_stopped(directory_of(store, plan.id)), rows or rows_of(store, plan)
     return progress_of(plan, found, stopped=stopped, now=time.time(), waits_for=waits_for)
 
 

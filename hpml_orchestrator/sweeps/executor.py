@@ -38,7 +38,7 @@ from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import ResolvedJob, load_job
 from hpml_orchestrator.spec.load import make_absolute
 from hpml_orchestrator.spec.values import format_time, parse_time
-from hpml_orchestrator.sweeps.limits import MAX_TASKS, max_array_size
+from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_rank import HpmlJobEnvironment, call_pickle, local_job_id
 
 if TYPE_CHECKING:
@@ -198,9 +198,7 @@ class HpmlExecutor(core.Executor):
         backend = choose(self.parameters.get("backend", "auto"))
         jobs: list[core.Job[Any]] = []
         with _hints():
-            size = MAX_TASKS
-            if backend == "slurm" and len(calls) > 1:
-                size = max_array_size(os.environ)
+            size = max_array_size(backend, os.environ) if len(calls) > 1 else 1
             chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
             together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
             limit = max(1, together // len(chunks))

@@ -20,7 +20,7 @@ from hpml_orchestrator.records.files import (
     read_text_or_nothing,
 )
 from hpml_orchestrator.runs.bound import node_topology
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.monitored import JOULES_PER_KWH, numbers
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 from hpml_orchestrator.sweeps.batches import read_batches
 from hpml_orchestrator.sweeps.limits import Limits
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Row", "RowLog", "SchedulerState", "row_of", "rows", "table", "why_stopped"]
 
 _HOUR_SECONDS = 3600.0
-_JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True)
@@ -356,7 +355,7 @@ def _monitored(summary: Summary) -> dict[str, Any]:
     active = [gpu.get("sm_active_ratio", gpu.get("utilization_ratio")) for gpu in figures]
     shares = [share for share in active if share is not None]
     return {
-        "energy_kwh": math.fsum(joules) / _JOULES_PER_KWH if joules else None,
+        "energy_kwh": math.fsum(joules) / JOULES_PER_KWH if joules else None,
         "gpu_active": math.fsum(shares) / len(shares) if shares else None,
     }
 
