@@ -1,0 +1,1 @@
+"""What every exporter of hpml consists of: metrics, collectors and their rhythm."""

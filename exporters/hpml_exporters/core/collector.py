@@ -1,0 +1,53 @@
+"""What a collector is: something with a name and an interval that reads and returns families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client.core import Metric
+
+from hpml_exporters.core.metric import MetricSpec
+
+__all__ = ["Collector", "DriverLostError", "NotHereError"]
+
+
+class NotHereError(Exception):
+    """There is nothing to read on this machine now: no driver, no such file system.
+
+    The collector shows no series, which is no failure; it is asked again a minute later.
+    """
+
+
+class DriverLostError(Exception):
+    """What was read is gone (a GPU off the bus, a driver reloaded): make the collector anew."""
+
+
+class Collector(Protocol):
+    """One source of metrics. It reads in a thread of its own, which may hang in a call.
+
+    Attributes:
+        name: of the switch (`--no-gpu`) and the label `collector`.
+        interval: seconds between two readings.
+        specs: all metrics it can ever return.
+    """
+
+    name: str
+    interval: float
+    specs: Sequence[MetricSpec]
+
+    def sample(self, now: float) -> Iterable[Metric]:
+        """Read once and return all families as they are now.
+
+        Args:
+            now: time.monotonic() of this reading, seconds.
+
+        Raises:
+            NotHereError: there is nothing to read.
+            DriverLostError: the collector has to be made anew.
+            Exception: this reading failed; the families of the last one are dropped, the next
+                reading is tried at its time.
+        """
+
+    def close(self) -> None:
+        """Give back what was opened; may be called while a reading hangs in another thread."""

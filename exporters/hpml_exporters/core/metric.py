@@ -1,0 +1,103 @@
+"""What a metric is and how a collector returns its series, as families of prometheus_client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+__all__ = ["Histogram", "MetricSpec", "MetricType", "Rows", "families"]
+
+MetricType = Literal["counter", "gauge", "info", "histogram"]
+_SUFFIX = {"counter": "_total", "info": "_info"}
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The value of one series of a histogram.
+
+    Attributes:
+        bounds: upper bounds of the buckets, rising, without infinity.
+        counts: observations in each bucket, and last those above the highest bound.
+        sum: of all observed values.
+    """
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    sum: float
+
+
+Value: TypeAlias = "float | Histogram"
+Rows: TypeAlias = "Mapping[MetricSpec, Iterable[tuple[Sequence[str], Value]]]"
+"""The series of each metric: values of the labels, and the number."""
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric as it is documented and shown.
+
+    Attributes:
+        name: full name with unit and suffix: counters end in `_total`, identity in `_info`.
+        type: of the metric.
+        help: one sentence that says what it counts, and from when where that matters.
+        labels: names of its labels, in the order in which samples give their values.
+        unit: base unit as it stands in the name (seconds, bytes, ratio, joules, watts, celsius,
+            hertz); empty for plain numbers.
+        source: where the value is read: a file, a driver call.
+    """
+
+    name: str
+    type: MetricType
+    help: str
+    labels: tuple[str, ...] = ()
+    unit: str = ""
+    source: str = ""
+
+    @property
+    def family_name(self) -> str:
+        """The name without the suffix that its type brings."""
+        return self.name.removesuffix(_SUFFIX.get(self.type, ""))
+
+    def family(self, samples: Iterable[tuple[Sequence[str], Value]] = ()) -> Metric:
+        """Return these series as a family; a counter below zero or NaN is left out.
+
+        Raises:
+            ValueError: a sample has not the labels of this metric.
+            TypeError: a value is not a number, or no histogram where one is wanted.
+        """
+        found = Metric(self.family_name, self.help, self.type, self.unit)
+        for values, value in samples:
+            labels = dict(zip(self.labels, map(_shown, values), strict=True))
+            if isinstance(value, Histogram) != (self.type == "histogram"):
+                raise TypeError(f"{self.name} cannot have the value {value!r}")
+            if isinstance(value, Histogram):
+                found.samples += _buckets(self.name, labels, value)
+            elif self.type != "counter" or value >= 0:
+                found.samples.append(Sample(self.name, labels, float(value)))
+        return found
+
+
+def families(rows: Rows) -> list[Metric]:
+    """Return the families of all metrics that have series."""
+    made = (spec.family(samples) for spec, samples in rows.items())
+    return [family for family in made if family.samples]
+
+
+def _buckets(name: str, labels: dict[str, str], value: Histogram) -> Iterable[Sample]:
+    total = 0
+    for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
+        total += count
+        yield Sample(f"{name}_bucket", {**labels, "le": floatToGoString(bound)}, total)
+    yield Sample(f"{name}_count", labels, total)
+    yield Sample(f"{name}_sum", labels, value.sum)
+
+
+def _shown(value: str) -> str:
+    """Return a label's value as text that can be sent: names of files may be any bytes."""
+    if value.isascii():
+        return value.replace("\0", "\ufffd") if "\0" in value else value
+    return value.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
