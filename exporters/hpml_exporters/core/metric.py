@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias
 
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 __all__ = ["Histogram", "MetricSpec", "MetricType", "Rows", "families"]
 
@@ -89,9 +88,10 @@ def families(rows: Rows) -> list[Metric]:
 
 def _buckets(name: str, labels: dict[str, str], value: Histogram) -> Iterable[Sample]:
     total = 0
-    for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
+    bounds = [*(repr(float(bound)) for bound in value.bounds), "+Inf"]
+    for bound, count in zip(bounds, value.counts, strict=True):
         total += count
-        yield Sample(f"{name}_bucket", {**labels, "le": floatToGoString(bound)}, total)
+        yield Sample(f"{name}_bucket", {**labels, "le": bound}, total)
     yield Sample(f"{name}_count", labels, total)
     yield Sample(f"{name}_sum", labels, value.sum)
 
