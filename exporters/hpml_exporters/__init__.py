@@ -1,1 +1,22 @@
-"""Prometheus exporters: GPU, memory, I/O and training of every job, at almost no cost."""
+"""Prometheus exporters for nodes and jobs that train.
+
+`NodeCollector` can be registered in any registry of prometheus_client.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpml_exporters.app import NodeCollector
+
+__all__ = ["NodeCollector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a lean process that needs little of it stays lean."""
+    if name == "NodeCollector":
+        from hpml_exporters.app import NodeCollector  # noqa: PLC0415
+
+        return NodeCollector
+    raise AttributeError(name)

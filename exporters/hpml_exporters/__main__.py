@@ -18,12 +18,11 @@ _STANDARD_ERROR = 2
 
 def main(words: list[str]) -> int:
     """Run the exporter with options as one JSON object; returns the exit status."""
-    from hpml_exporters.node import block_signals, run  # noqa: PLC0415 - signals first
+    from hpml_exporters.app import block_signals, run  # noqa: PLC0415 - signals first
 
     block_signals()
-    from hpml_exporters.checks import check  # noqa: PLC0415
-    from hpml_exporters.options import NodeOptions  # noqa: PLC0415
-    from hpml_exporters.slot import tell  # noqa: PLC0415
+    from hpml_exporters.core.sampler import tell  # noqa: PLC0415
+    from hpml_exporters.options import NodeOptions, check  # noqa: PLC0415
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
 
     if len(words) != 1:

@@ -3,18 +3,69 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from hpml_exporters.attribution.jobs import JobFacts, facts_of
-from hpml_exporters.roots import Roots
+from hpml_exporters.jobs.board import JobFacts, JobsBoard, facts_of
+from hpml_orchestrator.errors import InputError, did_you_mean
 
-__all__ = ["COLLECTORS", "NodeOptions"]
+__all__ = [
+    "COLLECTORS",
+    "SECONDS_MAX",
+    "SECONDS_MIN",
+    "Context",
+    "NodeOptions",
+    "Roots",
+    "check",
+    "is_loopback",
+]
 
-COLLECTORS = (
-    "gpu", "jobs", "processes", "shm", "disks", "infiniband", "nfs", "lustre", "training"
-)  # fmt: skip
-"""Names of the collectors that can be switched off."""
+COLLECTORS = {
+    "gpu": "gpu.collector",
+    "jobs": "jobs.collector",
+    "processes": "jobs.processes",
+    "shm": "node.shm",
+    "disks": "node.disks",
+    "infiniband": "node.infiniband",
+    "nfs": "node.nfs",
+    "lustre": "node.lustre",
+    "training": "training.collector",
+}
+"""Collectors that can be switched off, and the module of each."""
+
+SECONDS_MIN = 0.1
+"""Between two readings: more often would cost more than it tells."""
+SECONDS_MAX = 3600.0
+
+_INTERVALS = ("gpu_interval", "job_interval", "process_interval", "node_interval")
+_TYPES: tuple[tuple[type, str, Sequence[str]], ...] = (
+    (str, "must be a text", "listen web_config cluster node address_file summary_file".split()),
+    (int, "must be a whole number", ("feed_fd", "parent_pid")),
+    (bool, "must be true or false", ("any_port",)),
+)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Mount points of what is read.
+
+    Attributes:
+        proc: procfs.
+        sys: sysfs.
+        cgroup: of the control groups: the unified hierarchy, or the directory that holds one
+            directory per controller of version 1.
+        run: where the prolog leaves its map (`{run}/jobs/<jobid>.json`).
+        shm: the RAM file system that jobs stage to.
+    """
+
+    proc: str = "/proc"
+    sys: str = "/sys"
+    cgroup: str = "/sys/fs/cgroup"
+    run: str = "/run/hpml"
+    shm: str = "/dev/shm"  # noqa: S108 - the mount point itself
 
 
 @dataclass(frozen=True)
@@ -33,6 +84,8 @@ class NodeOptions:
         node_interval: seconds between two readings of disks and networks.
         stuck_seconds: after which a reading that has not ended counts as stuck: its series go.
         exit_seconds: after which a stuck reading ends the process for its supervisor.
+        cluster: name of the cluster, for the label of that name; empty: not told.
+        node: name of this node; empty: that of the machine, up to the first dot.
         job: set by the node agent: only this job is exported.
         address_file: is written with the address that is listened on, once it is; empty: none.
         summary_file: is written with the job's figures, at the end and now and then; empty: none.
@@ -51,12 +104,19 @@ class NodeOptions:
     node_interval: float = 10.0
     stuck_seconds: float = 10.0
     exit_seconds: float = 60.0
+    cluster: str = ""
+    node: str = ""
     job: JobFacts | None = None
     address_file: str = ""
     summary_file: str = ""
     feed_fd: int = -1
     parent_pid: int = 0
     roots: Roots = field(default_factory=Roots)
+
+    @property
+    def node_name(self) -> str:
+        """Name of this node."""
+        return self.node or socket.gethostname().partition(".")[0]
 
     def to_json(self) -> str:
         """Return the one line that `from_json` reads."""
@@ -78,3 +138,79 @@ class NodeOptions:
         if data.get("job") is not None:
             data["job"] = facts_of(data["job"])
         return cls(**data)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the collectors of one exporter share.
+
+    Attributes:
+        options: what the exporter was told.
+        jobs: the jobs of the node; the collector `jobs` posts them, others look.
+    """
+
+    options: NodeOptions
+    jobs: JobsBoard = field(default_factory=JobsBoard)
+
+
+def check(options: NodeOptions) -> None:
+    """Refuse options that cannot be followed.
+
+    Raises:
+        InputError: one of them is wrong; its field is the option's name.
+    """
+    for kind, message, names in _TYPES:
+        for name in names:
+            _refuse_other_type(options, name, kind, message)
+    for one in fields(Roots):
+        if not isinstance(getattr(options.roots, one.name), str):
+            raise InputError("must be a directory", field=f"roots.{one.name}")
+    _check_listen(options.listen)
+    for name in options.without:
+        if name not in COLLECTORS:
+            raise InputError(
+                "there is no such collector",
+                field="without",
+                value=name,
+                hint=did_you_mean(str(name), COLLECTORS) or f"there are: {', '.join(COLLECTORS)}",
+            )
+    for name in _INTERVALS:
+        _check_seconds(options, name, SECONDS_MIN, SECONDS_MAX)
+    _check_seconds(options, "stuck_seconds", 1.0, SECONDS_MAX)
+    _check_seconds(options, "exit_seconds", 1.0, 24 * SECONDS_MAX)
+    if options.exit_seconds <= options.stuck_seconds:
+        raise InputError(
+            f"must be more than stuck_seconds, which is {options.stuck_seconds:g}",
+            field="exit_seconds",
+            value=options.exit_seconds,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost")
+    (True, True, True)
+    >>> is_loopback(""), is_loopback("0.0.0.0"), is_loopback("node1")
+    (False, False, False)
+    """
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def _check_listen(listen: str) -> None:
+    from hpml_exporters.server.address import split  # noqa: PLC0415 - after the cheap ones
+
+    split(listen)
+
+
+def _check_seconds(options: NodeOptions, name: str, least: float, most: float) -> None:
+    value = getattr(options, name)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not least <= value <= most:
+        raise InputError(f"must be {least:g} to {most:g} seconds", field=name, value=value)
+
+
+def _refuse_other_type(options: NodeOptions, name: str, kind: type, message: str) -> None:
+    value = getattr(options, name)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise InputError(message, field=name, value=value)

@@ -11,13 +11,15 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from hpml_exporters.metric import Family
+from prometheus_client.core import Metric
+
+from hpml_exporters.core.sampler import Snapshot
 from hpml_exporters.options import NodeOptions
 from hpml_orchestrator.records.files import write_json
 
-__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Seen", "Summary"]
+__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Summary"]
 
 JOB_METRICS = {
     "hpml_job_cpu_seconds_total": "cpu_seconds",
@@ -70,22 +72,6 @@ _STEADY_SECONDS = 10.0
 _MAX_BYTES = 4 << 20
 
 
-class Seen(Protocol):
-    """A snapshot, as the sampler composes it."""
-
-    @property
-    def families(self) -> Iterable[Family]:
-        """Of all collectors."""
-
-    @property
-    def time(self) -> float:
-        """When it was composed, seconds since the epoch."""
-
-    @property
-    def monotonic(self) -> float:
-        """The same by time.monotonic()."""
-
-
 class Summary:
     """Figures of the job that the options name, on this node.
 
@@ -110,14 +96,14 @@ class Summary:
         self._resume(options.summary_file)
         self._resumed = set(self._counts)  # counters whose next reading is a new exporter's first
 
-    def note(self, snapshot: Seen) -> None:
+    def note(self, snapshot: Snapshot) -> None:
         """Add what happened since the snapshot before; harmless for the same one twice."""
         step = max(0.0, snapshot.monotonic - self._last)
         self._last = max(self._last, snapshot.monotonic)
         self._seconds += step
         self._began = self._began or snapshot.time - step
         self._updated = snapshot.time
-        families = {family.spec.name: family for family in snapshot.families}
+        families = {family.samples[0].name: family for family in snapshot.families}
         self._note_job(families)
         self._note_gpus(families, step)
 
@@ -146,7 +132,7 @@ class Summary:
             "gpus_sure": self._facts["sure"],
         }
 
-    def _note_job(self, families: Mapping[str, Family]) -> None:
+    def _note_job(self, families: Mapping[str, Metric]) -> None:
         for group, names in (("job", JOB_METRICS), ("train", TRAIN_METRICS)):
             for metric, name in names.items():
                 values = self._of_job(families.get(metric))
@@ -163,7 +149,7 @@ class Summary:
         if loss:
             self._means["train/loss"] = [next(iter(loss.values())), 0.0]
 
-    def _note_gpus(self, families: Mapping[str, Family], step: float) -> None:
+    def _note_gpus(self, families: Mapping[str, Metric], step: float) -> None:
         own = self._own_gpus(families)
         for uuid in own:
             self._facts["gpus"].setdefault(uuid, "")
@@ -198,7 +184,7 @@ class Summary:
         else:
             self._mean(key, value, step)
 
-    def _own_gpus(self, families: Mapping[str, Family]) -> set[str]:
+    def _own_gpus(self, families: Mapping[str, Metric]) -> set[str]:
         """Return the GPUs of the job; all that are seen where nobody has ever said which are."""
         family = families.get("hpml_job_gpu_info")
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
@@ -218,18 +204,13 @@ class Summary:
             for key in [key for key in kept if key.startswith(f"gpu/{uuid}/")]:
                 del kept[key]
 
-    def _of_job(self, family: Family | None, label: str = "") -> dict[str, float]:
+    def _of_job(self, family: Metric | None, label: str = "") -> dict[str, float]:
         """Return the values of this job's series, by all their labels or by one."""
-        if family is None or "jobid" not in family.spec.labels:
-            return {}
-        place = family.spec.labels.index("jobid")
         found: dict[str, float] = {}
-        for sample in family.samples:
-            if sample.labels[place] != self._jobid or not _is_number(sample.value):
-                continue
-            index = family.spec.labels.index(label) if label else -1
-            key = sample.labels[index] if label else "/".join(sample.labels)
-            found[key] = found.get(key, 0.0) + float(sample.value)  # type: ignore[arg-type]
+        for sample in family.samples if family else ():
+            if sample.labels.get("jobid") == self._jobid and math.isfinite(sample.value):
+                key = sample.labels[label] if label else "/".join(sample.labels.values())
+                found[key] = found.get(key, 0.0) + sample.value
         return found
 
     def _count(self, key: str, value: float, *, first: bool = True, anew: bool = False) -> float:
@@ -353,21 +334,15 @@ def _numbers(values: list[Any], length: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _values(family: Family | None) -> Iterable[tuple[tuple[str, ...], float]]:
+def _values(family: Metric | None) -> Iterable[tuple[tuple[str, ...], float]]:
     """Yield labels, the GPU's uuid first, and value of each series that has a number."""
-    if family is None or "uuid" not in family.spec.labels:
-        return
-    place = family.spec.labels.index("uuid")
-    for sample in family.samples:
-        if _is_number(sample.value):
-            rest = (*sample.labels[:place], *sample.labels[place + 1 :])
-            yield (sample.labels[place], *rest), float(sample.value)  # type: ignore[arg-type]
+    for sample in family.samples if family else ():
+        if "uuid" in sample.labels and math.isfinite(sample.value):
+            rest = (value for name, value in sample.labels.items() if name != "uuid")
+            yield (sample.labels["uuid"], *rest), sample.value
 
 
-def _by_uuid(family: Family | None, label: str) -> Iterable[tuple[str, str]]:
+def _by_uuid(family: Metric | None, label: str) -> Iterable[tuple[str, str]]:
     """Yield the GPU's uuid and another label of each series."""
-    if family is None or label not in family.spec.labels:
-        return
-    place, other = family.spec.labels.index("uuid"), family.spec.labels.index(label)
-    for sample in family.samples:
-        yield sample.labels[place], sample.labels[other]
+    for sample in family.samples if family else ():
+        yield sample.labels["uuid"], sample.labels[label]

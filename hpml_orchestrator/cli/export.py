@@ -9,10 +9,8 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
-from hpml_exporters.checks import check, is_loopback
-from hpml_exporters.metrics import ALL
-from hpml_exporters.options import NodeOptions
-from hpml_exporters.roots import Roots
+from hpml_exporters.catalogue import ALL
+from hpml_exporters.options import NodeOptions, Roots, check, is_loopback
 from hpml_exporters.server import web_config as web_config_file
 from hpml_exporters.server.address import split
 
@@ -82,6 +80,9 @@ def node(
             help="After this time a stuck reading ends the exporter with status 75.",
         ),
     ] = 60.0,
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME", help="Name of the cluster, for its label.")
+    ] = "",
     address_file: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +111,7 @@ def node(
         node_interval=node_interval,
         stuck_seconds=stuck_seconds,
         exit_seconds=exit_seconds,
+        cluster=cluster,
         address_file=os.path.abspath(address_file) if address_file else "",
         roots=_roots(roots),
     )

@@ -211,6 +211,8 @@ class Monitor:
             "job_interval": 5 * interval,
             "process_interval": 5 * interval,  # one job has few
             "node_interval": 10 * interval,
+            "cluster": self.environment.get("SLURM_CLUSTER_NAME", ""),
+            "node": self.node,
             "job": self._facts,
             "address_file": str(self._file("address")),
             "summary_file": str(self._file("json")),

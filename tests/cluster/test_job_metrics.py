@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution.jobs import JobFacts
-from hpml_exporters.collectors import jobs, processes
-from hpml_exporters.context import Context
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.jobs import collector as jobs
+from hpml_exporters.jobs import processes
+from hpml_exporters.options import Context
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.roots import Roots
+from hpml_exporters.options import Roots
 
 from tests.cluster.conftest import SlurmCluster, booted
 from tests.cluster.hpml_on_slurm import eventually, install_prolog

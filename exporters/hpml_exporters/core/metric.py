@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-__all__ = ["Histogram", "MetricSpec", "MetricType", "Rows", "families"]
+__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families"]
 
 MetricType = Literal["counter", "gauge", "info", "histogram"]
 _SUFFIX = {"counter": "_total", "info": "_info"}
@@ -30,9 +30,9 @@ class Histogram:
     sum: float
 
 
-Value: TypeAlias = "float | Histogram"
-Rows: TypeAlias = "Mapping[MetricSpec, Iterable[tuple[Sequence[str], Value]]]"
-"""The series of each metric: values of the labels, and the number."""
+Value: TypeAlias = float | Histogram
+Row: TypeAlias = tuple[Sequence[str], Value]
+"""One series: values of the labels, and the number."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MetricSpec:
         """The name without the suffix that its type brings."""
         return self.name.removesuffix(_SUFFIX.get(self.type, ""))
 
-    def family(self, samples: Iterable[tuple[Sequence[str], Value]] = ()) -> Metric:
+    def family(self, samples: Iterable[Row] = ()) -> Metric:
         """Return these series as a family; a counter below zero or NaN is left out.
 
         Raises:
@@ -80,7 +80,7 @@ class MetricSpec:
         return found
 
 
-def families(rows: Rows) -> list[Metric]:
+def families(rows: Mapping[MetricSpec, Iterable[Row]]) -> list[Metric]:
     """Return the families of all metrics that have series."""
     made = (spec.family(samples) for spec, samples in rows.items())
     return [family for family in made if family.samples]

@@ -50,8 +50,6 @@ def answer(request: Request, pages: Pages) -> Response:
 
 def _metrics(request: Request, pages: Pages) -> Response:
     """Return the metrics in the form that is asked for."""
-    openmetrics = negotiate.wants_openmetrics(request.headers.get("accept", ""))
     gzip = negotiate.wants_gzip(request.headers.get("accept-encoding", ""))
-    body = pages.metrics(openmetrics=openmetrics, gzip=gzip)
-    kind = negotiate.OPENMETRICS_TYPE if openmetrics else negotiate.TEXT_TYPE
+    body, kind = pages.metrics(request.headers.get("accept", ""), gzip=gzip)
     return Response(200, body, kind, (_VARY, "Content-Encoding: gzip") if gzip else (_VARY,))

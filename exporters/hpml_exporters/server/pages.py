@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 __all__ = ["Pages"]
@@ -10,11 +11,12 @@ __all__ = ["Pages"]
 class Pages(Protocol):
     """Gives the bodies of both pages; called in the server's only thread, so it must be quick."""
 
-    def metrics(self, *, openmetrics: bool, gzip: bool) -> bytes:
-        """Return the body of /metrics, from a cache where nothing changed.
+    def metrics(self, accept: str, names: Sequence[str] = (), *, gzip: bool) -> tuple[bytes, str]:
+        """Return the body of /metrics and its content type.
 
         Args:
-            openmetrics: OpenMetrics 1.0.0 instead of the text format 0.0.4.
+            accept: the header `Accept`.
+            names: of the only series that are wanted; empty: all.
             gzip: compressed.
         """
 

@@ -10,9 +10,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from hpml_exporters.metrics import ALL
+from hpml_exporters.catalogue import ALL
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.roots import Roots
+from hpml_exporters.options import Roots
 
 from tests.patience import eventually
 from tests.unit.cli.support import Hpml, Shell

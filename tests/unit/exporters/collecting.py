@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hpml_exporters.metric import Family, MetricSpec, Sample
-from hpml_exporters.slot import Source
+from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.sampler import Source
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 __all__ = ["Probe", "Turned", "family", "figures", "spec_of"]
@@ -18,9 +19,9 @@ def spec_of(name: str) -> MetricSpec:
     return MetricSpec(f"hpml_{name}_level", "gauge", "What a probe was told to show.", source="x")
 
 
-def family(name: str, value: float) -> Family:
+def family(name: str, value: float) -> Metric:
     """The one series of a probe."""
-    return Family(spec_of(name), (Sample((), value),))
+    return spec_of(name).family([((), value)])
 
 
 @dataclass
@@ -29,13 +30,13 @@ class Probe:
 
     name: str
     interval: float = 0.05
-    act: Callable[[int], Sequence[Family] | None] = lambda _: None
+    act: Callable[[int], Sequence[Metric] | None] = lambda _: None
     specs: Sequence[MetricSpec] = ()
     times: list[float] = field(default_factory=list)
     made: int = 0
     closed: int = 0
 
-    def sample(self, now: float) -> Sequence[Family]:
+    def sample(self, now: float) -> Sequence[Metric]:
         """Do what the test wants; what it returns by itself is the number of the call."""
         self.times.append(now)
         found = self.act(len(self.times))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.node import sources_of, write_address
+from hpml_exporters.app import sources_of, write_address
 from hpml_exporters.options import COLLECTORS, NodeOptions
 
 from hpml_orchestrator.errors import InputError
@@ -27,10 +27,10 @@ NOTHING = list(COLLECTORS)
 COMMAND = [sys.executable, "-P", "-m", "hpml_exporters"]
 OWN = """
 import sys, time
-from hpml_exporters import sampler
-from hpml_exporters.node import run
+from hpml_exporters.core import sampler
+from hpml_exporters.app import run
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.slot import Source
+from hpml_exporters.core.slot import Source
 from tests.unit.exporters.collecting import Probe
 
 sampler._JOIN_SECONDS = 60  # a busy machine is not to cost the last reading
@@ -283,7 +283,7 @@ def test_an_address_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_it_imports_nothing_heavy() -> None:
     """What stays in memory for as long as a node runs has only what is used."""
     code = (
-        "import sys, hpml_exporters.__main__, hpml_exporters.node, hpml_exporters.server\n"
+        "import sys, hpml_exporters.__main__, hpml_exporters.app, hpml_exporters.server\n"
         "import hpml_exporters.checks, hpml_exporters.options\n"
         "print(*sorted(sys.modules))"
     )

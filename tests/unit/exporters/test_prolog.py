@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.attribution.maps import LARGEST, JobMaps
+from hpml_exporters.jobs.maps import LARGEST, JobMaps
 
 from hpml_orchestrator import assets
 

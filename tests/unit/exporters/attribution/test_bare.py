@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution import bare
-from hpml_exporters.attribution.bare import MOST, BareJobs
+from hpml_exporters.jobs import bare
+from hpml_exporters.jobs.bare import MOST, BareJobs
 
 from tests.unit.exporters.attribution.trees import Machine, Task
 

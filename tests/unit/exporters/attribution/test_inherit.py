@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpml_exporters.attribution.inherit import Inherited
+from hpml_exporters.jobs.inherit import Inherited
 
 
 def look(job: Inherited, *processes: tuple[int, int, int, int], gone: tuple[int, ...] = ()) -> int:

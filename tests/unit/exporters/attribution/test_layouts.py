@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution import raw
-from hpml_exporters.attribution.finder import JobFinder
-from hpml_exporters.attribution.jobs import Jobs
+from hpml_exporters.jobs import raw
+from hpml_exporters.jobs.finder import JobFinder
+from hpml_exporters.jobs.board import Jobs
 
 from tests.unit.exporters.attribution.trees import SCOPE, Machine, Task
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.attribution.finder import JobFinder
-from hpml_exporters.attribution.jobs import JobFacts
-from hpml_exporters.attribution.maps import LARGEST
+from hpml_exporters.jobs.finder import JobFinder
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.jobs.maps import LARGEST
 
 from tests.unit.exporters.attribution.trees import Machine, Task
 

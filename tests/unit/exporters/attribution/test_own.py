@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hpml_exporters.attribution.bare import OWN, BareJobs
+from hpml_exporters.jobs.bare import OWN, BareJobs
 
 from tests.patience import eventually
 

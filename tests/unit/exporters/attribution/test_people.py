@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from hpml_exporters.attribution import people as module
-from hpml_exporters.attribution.people import People
+from hpml_exporters.jobs import people as module
+from hpml_exporters.jobs.people import People
 
 from tests.patience import eventually
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpml_exporters.attribution.shared import LEAST, SharedPages
+from hpml_exporters.jobs.shared import LEAST, SharedPages
 
 GIB = 1 << 30
 ROLLUP = """\

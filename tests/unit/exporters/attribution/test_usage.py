@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution.raw import Kept
-from hpml_exporters.attribution.usage import Usage, UsageReader, count_cpus
+from hpml_exporters.jobs.raw import Kept
+from hpml_exporters.jobs.usage import Usage, UsageReader, count_cpus
 
 from tests.unit.exporters.attribution.trees import V1_MEMORY_STAT, Machine
 

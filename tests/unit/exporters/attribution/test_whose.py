@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution.finder import JobFinder
-from hpml_exporters.attribution.jobs import JobSeen
+from hpml_exporters.jobs.finder import JobFinder
+from hpml_exporters.jobs.board import JobSeen
 
 from tests.unit.exporters.attribution.trees import SCOPE, Machine, Task
 

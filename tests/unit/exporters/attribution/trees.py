@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpml_exporters.attribution.jobs import JobFacts
+from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.roots import Roots
+from hpml_exporters.options import Roots
 
 __all__ = ["Machine", "Task"]
 

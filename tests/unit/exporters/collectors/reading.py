@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobsBoard, JobSeen
-from hpml_exporters.collector import Collector
-from hpml_exporters.context import Context
-from hpml_exporters.metric import Value
+from hpml_exporters.jobs.board import JobFacts, Jobs, JobsBoard, JobSeen
+from hpml_exporters.core.collector import Collector
+from hpml_exporters.options import Context
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.roots import Roots
+from hpml_exporters.options import Roots
 
 Series = tuple[str, ...]
 
@@ -32,14 +31,14 @@ def write(root: Path, files: Mapping[str, str]) -> None:
         path.write_text(text)
 
 
-def sampled(collector: Collector, now: float | None = None) -> dict[Series, Value]:
+def sampled(collector: Collector, now: float | None = None) -> dict[Series, float]:
     """One reading: (name, value of each label ...) -> value."""
-    found: dict[Series, Value] = {}
+    found: dict[Series, float] = {}
+    known = {spec.family_name for spec in collector.specs}
     for family in collector.sample(time.monotonic() if now is None else now):
-        assert family.spec in collector.specs
+        assert family.name in known
         for sample in family.samples:
-            assert len(sample.labels) == len(family.spec.labels)
-            series = (family.spec.name, *sample.labels)
+            series = (sample.name, *sample.labels.values())
             assert series not in found
             found[series] = sample.value
     return found

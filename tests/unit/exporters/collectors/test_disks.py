@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.disks import local_mounts, make
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.node.disks import local_mounts, make
 
 from tests.patience import eventually
 from tests.storage import FOLDER, in_memory, stored_folder
@@ -161,7 +161,8 @@ def test_local_mounts(mountinfo: list[str], expected: list[tuple[str, str]]) -> 
 FROZEN = """
 import os, signal, sys, threading, time
 sys.path[:0] = sys.argv[1].split(":")
-from hpml_exporters.collectors import disks, shm
+from hpml_exporters.node import disks
+from hpml_exporters.node import shm
 from tests.unit.exporters.collectors.reading import context, post, sampled
 
 point, place, server = sys.argv[2], sys.argv[3], int(sys.argv[4])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hpml_exporters.collectors.gpu_counting import Cost, Integral, Wrapping, periods
+from hpml_exporters.gpu.counting import Cost, Integral, Wrapping, periods
 from hypothesis import given
 from hypothesis import strategies as st
 

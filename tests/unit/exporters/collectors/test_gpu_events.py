@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpml_exporters.collectors.gpu_devices import Place
-from hpml_exporters.collectors.gpu_events import XidLog
+from hpml_exporters.gpu.devices import Place
+from hpml_exporters.gpu.events import XidLog
 from hpml_exporters.metric import Sample
 
 PLACE = Place("GPU-aa")

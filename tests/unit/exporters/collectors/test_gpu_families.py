@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hpml_exporters.collectors.gpu import make
-from hpml_exporters.collectors.gpu_calls import FIELDS, REASONS
-from hpml_exporters.collectors.gpu_families import SERIES
-from hpml_exporters.context import Context
-from hpml_exporters.metrics.gpu import SPECS
+from hpml_exporters.gpu.collector import make
+from hpml_exporters.gpu.calls import FIELDS, REASONS
+from hpml_exporters.gpu.families import SERIES
+from hpml_exporters.options import Context
+from hpml_exporters.gpu.metrics import SPECS
 from hpml_exporters.options import NodeOptions
 
 
@@ -43,7 +43,7 @@ def test_a_collector_takes_its_rhythm_from_the_options() -> None:
 def test_importing_it_loads_nothing_heavy() -> None:
     """Nodes without a GPU import it too."""
     code = (
-        "import sys, hpml_exporters.collectors.gpu\n"
+        "import sys, hpml_exporters.gpu.collector\n"
         "print([one for one in ('nvitop', 'pynvml', 'psutil', 'logging', 'asyncio')"
         " if one in sys.modules])"
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.infiniband import make
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.node.infiniband import make
 
 from tests.unit.exporters.collectors.reading import context, sampled, write
 

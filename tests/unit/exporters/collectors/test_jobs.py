@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hpml_exporters.collectors import jobs
-from hpml_exporters.context import Context
-from hpml_exporters.metrics.job import SPECS
+from hpml_exporters.jobs import collector as jobs
+from hpml_exporters.options import Context
+from hpml_exporters.jobs.metrics import SPECS
 
 from tests.unit.exporters.attribution.trees import SCOPE, V1_MEMORY_STAT, Machine, Task
 from tests.unit.exporters.collectors.families import values

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.lustre import make, parse
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.node.lustre import make, parse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,7 +106,7 @@ def test_the_service_s_capability_opens_debugfs() -> None:
     code = (
         "import sys\n"
         "from tests.unit.exporters.collectors.reading import context, sampled\n"
-        "from hpml_exporters.collectors.lustre import make\n"
+        "from hpml_exporters.node.lustre import make\n"
         "print(len(sampled(make(context(proc=sys.argv[1], sys=sys.argv[1])))))"
     )
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others at its parents

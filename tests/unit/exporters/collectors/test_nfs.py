@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.nfs import make, parse
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.node.nfs import make, parse
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution import process
-from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobSeen
-from hpml_exporters.collectors import processes
-from hpml_exporters.context import Context
+from hpml_exporters.jobs import process
+from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
+from hpml_exporters.jobs import processes
+from hpml_exporters.options import Context
 from hpml_exporters.options import NodeOptions
 
 from tests.patience import eventually
@@ -259,9 +259,9 @@ def test_children_that_outlive_their_parent_count_once(tmp_path: Path) -> None:
 
 OTHERS = """
 import os, sys
-from hpml_exporters.attribution.jobs import JobFacts, Jobs, JobSeen
-from hpml_exporters.collectors import processes
-from hpml_exporters.context import Context
+from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
+from hpml_exporters.jobs import processes
+from hpml_exporters.options import Context
 from hpml_exporters.options import NodeOptions
 
 assert os.getuid() == 65534

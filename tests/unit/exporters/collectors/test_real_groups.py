@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpml_exporters.collectors import jobs, processes
-from hpml_exporters.context import Context
+from hpml_exporters.jobs import collector as jobs
+from hpml_exporters.jobs import processes
+from hpml_exporters.options import Context
 from hpml_exporters.options import NodeOptions
 
 from tests.patience import eventually

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution.jobs import JobFacts
-from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors import held, shm
-from hpml_exporters.collectors.shm import make
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.node import held
+from hpml_exporters.node import shm
+from hpml_exporters.node.shm import make
 
 from hpml_orchestrator.staging import CopyStager, StageRequest
 from tests.unit.exporters.collectors.reading import context, post, sampled

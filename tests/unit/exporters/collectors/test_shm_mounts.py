@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = r"""
 import ctypes, os, sys
-from hpml_exporters.collectors import shm
+from hpml_exporters.node import shm
 from tests.unit.exporters.collectors.reading import context, post, sampled
 
 place, kind, when, name = sys.argv[1:]

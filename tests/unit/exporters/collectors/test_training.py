@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.attribution.jobs import JobFacts
-from hpml_exporters.collector import NotHereError
-from hpml_exporters.collectors.training import STEP_BOUNDS_SECONDS, Training, make
-from hpml_exporters.context import Context
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.training.collector import STEP_BOUNDS_SECONDS, Training, make
+from hpml_exporters.options import Context
 from hpml_exporters.metric import Histogram
 
 from hpml_orchestrator.node.feed import Feed
@@ -463,7 +463,7 @@ def test_an_exporter_that_was_killed_leaves_nothing_in_the_way(run: Path) -> Non
     code = (
         "import sys, time; sys.path[:0] = sys.argv[2].split(':');"
         "from tests.unit.exporters.collectors.reading import context;"
-        "from hpml_exporters.collectors.training import make;"
+        "from hpml_exporters.training.collector import make;"
         "kept = make(context(run=sys.argv[1])); print('up', flush=True); time.sleep(600)"
     )
     clock = [0.0]
@@ -542,8 +542,8 @@ def test_where_no_socket_may_be_made(run: Path) -> None:
         code = (
             "import os, sys; sys.path[:0] = sys.argv[2].split(':');"
             "from tests.unit.exporters.collectors.reading import context;"
-            "from hpml_exporters.collector import NotHereError;"
-            "from hpml_exporters.collectors.training import make\n"
+            "from hpml_exporters.core.collector import NotHereError;"
+            "from hpml_exporters.training.collector import make\n"
             "os.setuid(65534)\ntry:\n make(context(run=sys.argv[1]))\n"
             "except NotHereError as error:\n print(error)"
         )

@@ -10,8 +10,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hpml_exporters.attribution.jobs import JobFacts
-from hpml_exporters.collectors.training import make
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.training.collector import make
 from hpml_exporters.metric import Histogram, Value
 
 from hpml_orchestrator.node.agent import Agent

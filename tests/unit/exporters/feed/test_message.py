@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hpml_exporters.feed.message import BUCKETS, COUNTERS, MAX_MESSAGE_BYTES, parse, part_of
+from hpml_exporters.training.message import BUCKETS, COUNTERS, MAX_MESSAGE_BYTES, parse, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,0 +1,273 @@
+"""The exporter of a node as a process: collectors, web server and a job's summary."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip as gzip_module
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from importlib import import_module
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+
+from hpml_exporters.catalogue import ALL
+from hpml_exporters.core.collector import Collector
+from hpml_exporters.core.sampler import Sampler, Snapshot, Source, tell
+from hpml_exporters.core.selfmetrics import ServerCounts, node_families, server_families
+from hpml_exporters.options import COLLECTORS, Context, NodeOptions
+from hpml_exporters.server.counters import Counters
+from hpml_orchestrator.errors import InputError
+
+__all__ = ["EXIT_STUCK", "NodeCollector", "Pages", "block_signals", "run", "sources_of"]
+
+EXIT_STUCK = 75
+"""A driver call does not return: start me again."""
+
+_LOOK_SECONDS = 1.0
+_SUMMARY_SECONDS = (1.0, 5.0)  # looks as often as GPUs are read, within these bounds
+_WRITE_SECONDS = 30.0
+_END_SECONDS = 5.0
+_GZIP_LEVEL = 1  # the answer travels once, and is a tenth of its size already
+
+
+class NodeCollector(Sampler):
+    """What is to be known of this node, for any registry of prometheus_client.
+
+        REGISTRY.register(NodeCollector())
+
+    It reads in threads of its own from then on, until `stop`.
+    """
+
+    def __init__(self, options: NodeOptions | None = None) -> None:
+        options = options or NodeOptions()
+        super().__init__(sources_of(options), specs=ALL, constant=_node(options))
+        self.start()
+
+
+class Pages:
+    """The pages of the web server; a snapshot is rendered at most once per format."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._registry = CollectorRegistry()
+        self._registry.register(sampler)
+        ProcessCollector(registry=self._registry)
+        self._shown: Snapshot | None = None
+        self._bodies: dict[tuple[str, bool], bytes] = {}
+
+    def count(self, server: Counters) -> None:
+        """Show what the web server counts, too."""
+        self._registry.register(_ServerCollector(server))
+
+    def metrics(self, accept: str, names: Sequence[str] = (), *, gzip: bool) -> tuple[bytes, str]:
+        """Return the body of /metrics and its content type.
+
+        Args:
+            accept: the header `Accept`.
+            names: of the only series that are wanted; empty: all.
+            gzip: compressed.
+        """
+        encode, content_type = choose_encoder(accept)
+        if names:
+            body = encode(self._registry.restricted_registry(names))
+            return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
+        snapshot = self._sampler.snapshot()
+        if snapshot is not self._shown:
+            self._shown, self._bodies = snapshot, {}
+        key = content_type, gzip
+        if key not in self._bodies:
+            body = self._bodies.get((content_type, False)) or encode(self._registry)
+            self._bodies[content_type, False] = body
+            if gzip:
+                self._bodies[key] = gzip_module.compress(body, _GZIP_LEVEL)
+        return self._bodies[key], content_type
+
+    def health(self) -> tuple[bool, str]:
+        """Return whether all goes on, and in words what does not."""
+        return self._sampler.health()
+
+
+class _ServerCollector:
+    """What the web server counts, as a custom collector."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[Metric]:
+        now = self._counters
+        dropped = {
+            "place": now.refused,
+            "timeout": now.timeouts,
+            "tls": now.handshakes_failed,
+            "error": now.errors,
+        }
+        counts = ServerCounts(now.connections, now.requests, dropped, now.reload_failures)
+        return server_families(counts)
+
+
+class _SummaryWriter:
+    """Adds up the job's figures in a thread of its own, and writes them now and then.
+
+    What it does wrong harms no metrics.
+    """
+
+    def __init__(self, options: NodeOptions, sampler: Sampler) -> None:
+        from hpml_exporters.summary import Summary  # noqa: PLC0415 - in jobs alone
+
+        least, most = _SUMMARY_SECONDS
+        self._pause = min(max(options.gpu_interval, least), most)
+        self._path, self._sampler = options.summary_file, sampler
+        self._summary = Summary(options)
+        self._began = self._written = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="summary", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Have the last figures written, and wait for that a few seconds."""
+        self._ended.set()
+        self._thread.join(_END_SECONDS)
+
+    def _follow(self) -> None:
+        while not self._ended.wait(self._pause):
+            # A short job whose exporter is killed loses half of its figures at most; and the nodes
+            # of a large one do not keep writing to the shared file system.
+            later = time.monotonic() + self._pause  # until which nobody writes, if not now
+            due = later - self._written > min(_WRITE_SECONDS, (later - self._began) / 2)
+            self._note(write=due)
+        self._note(write=True)
+
+    def _note(self, *, write: bool) -> None:
+        try:
+            self._summary.note(self._sampler.snapshot())
+            if write:
+                self._written = time.monotonic()
+                self._summary.write(self._path)
+        except Exception as error:  # noqa: BLE001 - the metrics are shown all the same
+            tell(f"summary: {type(error).__name__}: {error}")
+
+
+def sources_of(options: NodeOptions) -> list[Source]:
+    """Return the collectors that are switched on; that of the jobs first, others look at it."""
+    context = Context(options)
+    names = [name for name in COLLECTORS if name not in options.without]
+    names.sort(key=lambda name: name != "jobs")
+    return [Source(name, partial(_made, COLLECTORS[name], context)) for name in names]
+
+
+def _node(options: NodeOptions) -> list[Metric]:
+    scope = "node" if options.job is None else "job"
+    return node_families(options.cluster, options.node_name, scope)
+
+
+def _made(module: str, context: Context) -> Collector:
+    """Import a collector's module, in its own thread, and make it."""
+    made: Collector = import_module(f"hpml_exporters.{module}").make(context)
+    return made
+
+
+def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
+    """Export this node until told to end; returns the exit status.
+
+    Args:
+        options: what and where.
+        sources: other collectors than those of the options.
+
+    Raises:
+        HpmlError: the server cannot be started, or its address not be written.
+    """
+    from hpml_exporters.server import Server  # noqa: PLC0415 - the largest import, after the rest
+
+    ending = block_signals()  # before there are threads to inherit it
+
+    def give_up(why: str) -> None:
+        tell(f"{why}: ending for a new start")
+        if summary:
+            summary.end()
+        os._exit(EXIT_STUCK)  # a thread that hangs in a driver lets no other way
+
+    sampler = Sampler(
+        sources_of(options) if sources is None else sources,
+        specs=ALL,
+        constant=_node(options),
+        stuck_seconds=options.stuck_seconds,
+        exit_seconds=options.exit_seconds,
+        give_up=give_up,
+    )
+    pages = Pages(sampler)
+    server = Server(options.listen, options.web_config, pages, any_port=options.any_port)
+    pages.count(server.counters)
+    summary: _SummaryWriter | None = None
+    host, port = server.start()
+    try:
+        sampler.start()
+        if options.summary_file:
+            summary = _SummaryWriter(options, sampler)
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if options.address_file:
+            write_address(options.address_file, shown)
+        tell(f"{server.scheme}://{shown}/metrics")
+        _wait_for_end(ending, options.parent_pid)
+    finally:
+        sampler.stop(last_reading=summary is not None)  # what a short job did since the last one
+        if summary:
+            summary.end()
+        server.stop()
+    return 0
+
+
+def write_address(path: str, address: str) -> None:
+    """Write where the exporter listens, as one line that is there whole or not at all.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    partial_path = f"{path}.{os.getpid()}"
+    try:
+        with open(partial_path, "w", encoding="utf-8") as stream:
+            stream.write(address + "\n")
+        os.replace(partial_path, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial_path)
+        why = f"cannot be written: {error.strerror}"
+        raise InputError(why, field="address_file", value=path) from None
+
+
+def block_signals() -> set[signal.Signals]:
+    """Keep back the signals that end the exporter, for the main thread to wait for.
+
+    Those that the caller ignores, as `nohup` and a shell's `&` do, go on being ignored: Linux
+    delivers even these to who waits.
+    """
+    ending = {signal.SIGTERM}
+    ending |= {
+        one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN
+    }
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    return ending
+
+
+def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
+    """Return when a signal says so, or when the parent is another than it was.
+
+    Not by sigtimedwait: when the process was stopped for longer than the time that it waits, as
+    `scontrol suspend` does, Python returns a signal that never was (seen with 3.9 to 3.13).
+    """
+    if parent:
+        threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+    signal.sigwait(ending)
+
+
+def _watch_parent(parent: int) -> None:
+    """Have this process end when its parent is another than it was; runs in a thread."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    tell("the process that started this exporter is gone")
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,1 +1,0 @@
-"""Whose it is: processes, control groups and GPUs to job, step and user."""

@@ -1,0 +1,375 @@
+"""Has every collector read at its own interval, and holds what they read last.
+
+A scrape takes the latest readings and waits for no collector. A collector that fails, hangs or
+reads nothing new loses its series; the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from prometheus_client.core import Metric
+
+from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError
+from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.selfmetrics import Outcome, State, self_families
+
+__all__ = ["Pauses", "Sampler", "Snapshot", "Source", "next_due", "tell"]
+
+_TOLD_AGAIN_SECONDS = 3600.0
+_SHOWN_CHARS = 300
+_INTERVAL_MIN_SECONDS = 0.01
+_SPREAD_SECONDS = 1.0
+_TICK_SECONDS = 1.0
+_JOIN_SECONDS = 0.7
+_SELF_SECONDS = 5.0
+"""After which the exporter's own figures are anew, if nothing else changed."""
+_ROUNDING = 1e-6
+"""Part of an interval: 0.3 / 0.1 is less than 3 in binary, and would be due at once again."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A collector before it is made: its name, and what makes it (raising as `sample` may)."""
+
+    name: str
+    make: Callable[[], Collector]
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds until a collector is asked again that found nothing, or lost its driver.
+
+    Attributes:
+        absent: of one that has nothing to read here.
+        lost: of one whose driver was lost; doubles with each failure up to `lost_max`.
+        lost_max: see there.
+    """
+
+    absent: float = 60.0
+    lost: float = 1.0
+    lost_max: float = 60.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What all collectors read last.
+
+    Attributes:
+        families: of all collectors; those of one metric are one.
+        time: when they were put together, seconds since the epoch.
+        monotonic: the same by time.monotonic().
+    """
+
+    families: tuple[Metric, ...]
+    time: float
+    monotonic: float
+
+
+class _Slot:
+    """One collector's place; its thread calls `read`, others look at `state` and `reading`.
+
+    Attributes:
+        name: of the collector.
+        interval: seconds between two readings; 1 until the collector is made.
+        state: what is known; replaced as a whole.
+        reading: number of the reading that goes on; 0: none does.
+        thread: the kernel's number of the thread that reads.
+    """
+
+    def __init__(self, source: Source, pauses: Pauses, changed: Callable[[], None]) -> None:
+        self.name = source.name
+        self.interval = 1.0
+        self.state = State()
+        self.reading = 0
+        self.thread = 0
+        self._make = source.make
+        self._pauses = pauses
+        self._changed = changed
+        self._collector: Collector | None = None
+        self._lock = threading.Lock()
+        self._readings = 0
+        self._lost = 0
+        self._told: dict[object, float] = {}
+
+    @property
+    def stale_after(self) -> float:
+        """Seconds after which what was read is too old to be shown."""
+        return max(3 * self.interval, 5.0)
+
+    def read(self) -> float:
+        """Read once; returns how many seconds to stay away, 0 for the usual interval."""
+        begun, self.thread = time.monotonic(), threading.get_native_id()
+        self._readings += 1
+        self.reading = self._readings
+        found: tuple[Metric, ...] = ()
+        outcome: Outcome = "failed"
+        pause = 0.0
+        try:
+            if self._collector is None:
+                self._collector = self._make()
+                self.interval = max(self._collector.interval, _INTERVAL_MIN_SECONDS)
+            found = tuple(self._collector.sample(begun))
+            outcome, self._lost = "good", 0
+        except (NotHereError, ModuleNotFoundError) as error:
+            outcome, pause = "absent", self._pauses.absent
+            if str(error):
+                self._tell_once(str(error), f"nothing to read: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
+            self._tell_error(error)
+            if self._collector is None or isinstance(error, DriverLostError):
+                self.close()
+                pause = min(self._pauses.lost * 2.0**self._lost, self._pauses.lost_max)
+                self._lost = min(self._lost + 1, 32)
+        ended = time.monotonic()
+        with self._lock:
+            self.state = replace(
+                self.state,
+                outcome=outcome,
+                families=found,
+                posted=ended,
+                duration=ended - begun,
+                last_success=time.time() if outcome == "good" else self.state.last_success,
+                errors=self.state.errors + (outcome == "failed"),
+                stuck=False,
+            )
+            self.reading = 0
+        self._changed()
+        return pause
+
+    def mark_stuck(self, reading: int) -> None:
+        """Drop what is shown: a reading has not ended in time."""
+        with self._lock:
+            if self.reading == reading:  # else it has ended after all
+                count = self.state.stuck_readings + 1
+                self.state = replace(
+                    self.state, outcome="failed", families=(), stuck_readings=count, stuck=True
+                )
+        self._changed()
+
+    def hangs_in_kernel(self) -> bool:
+        """Return whether its thread sleeps so deeply that no signal, and no exit, wakes it."""
+        try:
+            with open(f"/proc/self/task/{self.thread}/stat", "rb") as stream:
+                return stream.read().rpartition(b")")[2].split()[0] == b"D"
+        except (OSError, IndexError):
+            return False
+
+    def close(self) -> None:
+        """Close the collector, if there is one."""
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            try:
+                collector.close()
+            except Exception as error:  # noqa: BLE001 - it is given up anyway
+                self._tell_error(error)
+
+    def _tell_error(self, error: Exception) -> None:
+        """Say what happened, each kind of it once an hour: a kind is a class at a line of code."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else ("", 0)
+        self._tell_once((type(error), where), f"{type(error).__name__}: {error}")
+
+    def _tell_once(self, kind: object, message: str) -> None:
+        now = time.monotonic()
+        if now - self._told.get(kind, -_TOLD_AGAIN_SECONDS) >= _TOLD_AGAIN_SECONDS:
+            self._told[kind] = now
+            tell(f"collector {self.name}: {message}")
+
+
+class Sampler:
+    """The collectors of an exporter, each in a thread of its own.
+
+    It is a custom collector of prometheus_client: `registry.register(sampler)`.
+    """
+
+    def __init__(
+        self,
+        sources: Iterable[Source],
+        *,
+        specs: Sequence[MetricSpec] = (),
+        constant: Sequence[Metric] = (),
+        stuck_seconds: float = 10.0,
+        exit_seconds: float = 60.0,
+        give_up: Callable[[str], None] | None = None,
+        pauses: Pauses | None = None,
+    ) -> None:
+        """Prepare; nothing is read before `start`.
+
+        Args:
+            sources: the collectors, in the order of their first readings.
+            specs: all metrics that they can show.
+            constant: families that never change.
+            stuck_seconds: after which a reading that has not ended counts as stuck.
+            exit_seconds: after which `give_up` is called because of it, with what to say; not for
+                a thread that waits in the kernel uninterruptibly, which no exit would end.
+            give_up: ends the process; is called in the watchdog's thread, once.
+            pauses: for collectors that are not here.
+        """
+        pauses = pauses or Pauses()
+        self._slots = [_Slot(one, pauses, self._note_change) for one in sources]
+        self._specs, self._constant = specs, tuple(constant)
+        self._stuck_seconds = stuck_seconds
+        self._exit_seconds = exit_seconds
+        self._give_up = give_up
+        self._ended = threading.Event()
+        self._last_reading = False
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._changes, self._shown = 0, -1
+        self._expires = math.inf
+        self._snapshot: Snapshot | None = None
+        self._ticked = math.inf
+
+    def start(self) -> None:
+        """Start the threads; the first readings are spread over a second."""
+        origin = time.monotonic()
+        for number, slot in enumerate(self._slots):
+            first = origin + number * _SPREAD_SECONDS / len(self._slots)
+            self._begin(slot.name, partial(self._keep_reading, slot, first))
+        self._begin("watchdog", self._watch)
+
+    def stop(self, *, last_reading: bool = False) -> None:
+        """End the threads and close the collectors; one that is stuck is left behind.
+
+        Args:
+            last_reading: have every collector read once more before.
+        """
+        self._last_reading = last_reading
+        self._ended.set()
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families of all collectors, and how these do."""
+        return self.snapshot().families
+
+    def describe(self) -> Iterable[Metric]:
+        """Return all families that may ever be shown, without series."""
+        return [spec.family() for spec in self._specs]
+
+    def snapshot(self) -> Snapshot:
+        """Return what all collectors read last; another object only if something changed."""
+        with self._lock:
+            now = time.monotonic()
+            if self._snapshot is None or self._changes != self._shown or now >= self._expires:
+                self._shown = self._changes
+                self._snapshot = self._composed(now)
+            return self._snapshot
+
+    def health(self) -> tuple[bool, str]:
+        """Return whether all goes on, and in words what does not."""
+        if time.monotonic() - self._ticked > 10 * _TICK_SECONDS:
+            return False, "the watchdog does not run"
+        stuck = [slot.name for slot in self._slots if slot.state.stuck]
+        return not stuck, f"stuck: {', '.join(stuck)}" if stuck else "ok"
+
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _keep_reading(self, slot: _Slot, first: float) -> None:
+        """Have a collector read until the end; runs in its thread."""
+        due = first
+        while not self._ended.wait(max(0.0, due - time.monotonic())):
+            pause = slot.read()
+            now = time.monotonic()
+            due = now + pause if pause else next_due(first, slot.interval, now)
+        if self._last_reading:
+            slot.read()
+        slot.close()
+
+    def _watch(self) -> None:
+        """Look for readings that do not end; runs in the watchdog's thread.
+
+        What counts is the time that the watchdog itself was running: after a process was stopped
+        or frozen for a while nothing is stuck.
+        """
+        tick = min(_TICK_SECONDS, self._stuck_seconds / 4)
+        ages = dict.fromkeys(self._slots, (0, 0.0))
+        self._ticked = time.monotonic()
+        while not self._ended.wait(tick):
+            now = time.monotonic()
+            passed, self._ticked = min(now - self._ticked, 2 * tick), now
+            for slot in self._slots:
+                reading, (before, age) = slot.reading, ages[slot]
+                age = age + passed if reading and reading == before else 0.0
+                ages[slot] = reading, age
+                if age >= self._stuck_seconds and not slot.state.stuck:
+                    slot.mark_stuck(reading)
+                    tell(f"collector {slot.name}: a reading has not ended for {age:.0f} s")
+                if age >= self._exit_seconds and self._give_up and not slot.hangs_in_kernel():
+                    give_up, self._give_up = self._give_up, None
+                    give_up(f"collector {slot.name}: stuck for {age:.0f} s")
+
+    def _note_change(self) -> None:
+        with self._lock:
+            self._changes += 1
+
+    def _composed(self, now: float) -> Snapshot:
+        states: list[tuple[str, State]] = []
+        self._expires = now + _SELF_SECONDS
+        for slot in self._slots:
+            state = slot.state
+            if state.outcome == "good":
+                expires = state.posted + slot.stale_after
+                if now >= expires:
+                    state = replace(state, outcome="failed", families=())
+                else:
+                    self._expires = min(self._expires, expires)
+            states.append((slot.name, state))
+        found = [family for _, state in states for family in state.families]
+        return Snapshot(
+            tuple(_merged([*found, *self_families(states), *self._constant])), time.time(), now
+        )
+
+
+def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
+    """Return one family for each metric; of equal series the first counts."""
+    by_name: dict[str, list[Metric]] = {}
+    for family in families:
+        by_name.setdefault(family.name, []).append(family)
+    for first, *more in by_name.values():
+        if more:
+            known = {tuple(one.labels.items()): one for one in first.samples}
+            for one in (sample for other in more for sample in other.samples):
+                known.setdefault(tuple(one.labels.items()), one)
+            merged = Metric(first.name, first.documentation, first.type, first.unit)
+            merged.samples = list(known.values())
+            first = merged  # noqa: PLW2901 - the reading itself must not change
+        if first.samples:
+            yield first
+
+
+def next_due(origin: float, interval: float, now: float) -> float:
+    """Return the next moment of the grid `origin + k * interval` after now.
+
+    Moments that were missed are left out: who was late does not hurry to catch up.
+
+    >>> next_due(10.0, 5.0, 12.0), next_due(10.0, 5.0, 15.0), next_due(10.0, 5.0, 31.0)
+    (15.0, 20.0, 35.0)
+    """
+    if now < origin:
+        return origin
+    passed = (now - origin) / interval
+    return origin + (math.floor(passed + _ROUNDING) + 1) * interval
+
+
+def tell(message: str) -> None:
+    """Print one line on standard error."""
+    line = " ".join(message.split())[:_SHOWN_CHARS]
+    try:
+        sys.stderr.write(f"hpml: {line}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        pass  # nobody listens; that is no reason to stop reading

@@ -1,0 +1,1 @@
+"""GPUs: found by nvitop, read by NVML."""

@@ -1,0 +1,113 @@
+"""XID errors: what the driver reports of a GPU that went wrong."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+from prometheus_client.core import Metric
+
+from hpml_exporters.gpu.devices import Place
+from hpml_exporters.gpu.metrics import XID_ERRORS, XID_LAST
+from hpml_exporters.gpu.nvml import SUCCESS, Nvml
+
+__all__ = ["Watch", "XidLog"]
+
+_XID = 8  # nvmlEventTypeXidCriticalError
+_AT_ONCE = 64
+_KINDS = 24
+
+
+class _Event(ctypes.Structure):
+    """nvmlEventData_t."""
+
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("type", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute", ctypes.c_uint),
+    )
+
+
+class XidLog:
+    """What has been reported since the exporter started; it outlives the driver."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def add(self, uuid: str, xid: int, when: float) -> None:
+        """Count one.
+
+        Args:
+            uuid: the GPU.
+            xid: NVIDIA's number of the error.
+            when: Unix time, seconds.
+        """
+        name = str(xid)
+        if (uuid, name) not in self._seen and sum(one == uuid for one, _ in self._seen) >= _KINDS:
+            name = "other"
+        count, _ = self._seen.get((uuid, name), (0, 0.0))
+        self._seen[uuid, name] = (count + 1, when)
+
+    def families(self, shown: Mapping[str, Place]) -> list[Metric]:
+        """Return all of them, those of GPUs that are lost too: they say why.
+
+        Args:
+            shown: GPUs that may be shown, by UUID.
+        """
+        seen = [(key, value) for key, value in self._seen.items() if key[0] in shown]
+        return [
+            XID_ERRORS.family((key, count) for key, (count, _) in seen),
+            XID_LAST.family((key, when) for key, (_, when) in seen),
+        ]
+
+
+class Watch:
+    """An event set of the driver, asked without waiting.
+
+    A thread that waits in the driver could not be ended when the driver is stuck; asking once per
+    reading costs some microseconds for all GPUs together.
+    """
+
+    def __init__(self, nvml: Nvml, gpus: Sequence[Place]) -> None:
+        """Register for the XID errors of these GPUs, as far as they report any."""
+        self._free = nvml.call("nvmlEventSetFree")
+        self._wait = nvml.call("nvmlEventSetWait_v2", "nvmlEventSetWait")
+        register = nvml.call("nvmlDeviceRegisterEvents")
+        self._uuids = {one.handle: one.uuid for one in gpus}
+        self._event = _Event()
+        self._set = ctypes.c_void_p()
+        self._open = nvml.call("nvmlEventSetCreate")(ctypes.byref(self._set)) == SUCCESS
+        if self._open:
+            codes = [
+                register(ctypes.c_void_p(one.handle), ctypes.c_ulonglong(_XID), self._set)
+                for one in gpus
+            ]
+            if SUCCESS not in codes:
+                self.close()
+        self._arguments = (self._set, ctypes.byref(self._event), ctypes.c_uint(0))
+
+    def poll(self, log: XidLog, when: float) -> None:
+        """Move what has been reported to the log.
+
+        Args:
+            log: of this exporter.
+            when: Unix time, seconds.
+        """
+        if not self._open:
+            return
+        for _ in range(_AT_ONCE):
+            # Any error ends it, GPU_IS_LOST too: which one that is, the readers find out.
+            if self._wait(*self._arguments) != SUCCESS:
+                return
+            uuid = self._uuids.get(self._event.device or 0)
+            if uuid is not None and self._event.type & _XID:
+                log.add(uuid, self._event.data, when)
+
+    def close(self) -> None:
+        """Give the event set back."""
+        if self._open:
+            self._open = False
+            self._free(self._set)

@@ -1,0 +1,338 @@
+"""What is shown of GPUs and of the jobs' use of them; one series per GPU where not said otherwise.
+
+`uuid` is the GPU's UUID or, for an instance of a GPU that is split (MIG), the instance's.
+"""
+
+from __future__ import annotations
+
+from hpml_exporters.core.metric import MetricSpec
+
+__all__ = [
+    "BUSY",
+    "CLOCK",
+    "CLOCK_MAX",
+    "DRAM_ACTIVE",
+    "ECC_ERRORS",
+    "ENERGY",
+    "FAN",
+    "GPUS",
+    "INFO",
+    "JOB_GPUS_ALLOCATED",
+    "JOB_GPUS_FOREIGN",
+    "JOB_GPUS_USED",
+    "JOB_GPU_INFO",
+    "JOB_GPU_MEMORY_USED",
+    "JOB_GPU_PROCESSES",
+    "MEMORY_TEMPERATURE",
+    "MEMORY_TOTAL",
+    "MEMORY_USED",
+    "MEMORY_UTILIZATION",
+    "NVLINK",
+    "PCIE",
+    "PCIE_REPLAYS",
+    "POWER",
+    "POWER_LIMIT",
+    "PROCESSES",
+    "REMAPPED_FAILED",
+    "REMAPPED_PENDING",
+    "REMAPPED_ROWS",
+    "SM_ACTIVE",
+    "SM_OCCUPANCY",
+    "SPECS",
+    "TEMPERATURE",
+    "TENSOR_ACTIVE",
+    "THROTTLED",
+    "UP",
+    "UTILIZATION",
+    "XID_ERRORS",
+    "XID_LAST",
+]
+
+_GPM = "nvmlGpmMetricsGet, metric {} (Hopper and later)"
+_FIELD = "nvmlDeviceGetFieldValues, field {}"
+
+
+def _gpu(kind: str, name: str, unit: str, help_: str, source: str, *labels: str) -> MetricSpec:
+    """Return the description of a metric that has one series per GPU, or per GPU and label."""
+    ending = f"_{unit}" if unit else ""
+    if kind == "counter":
+        return MetricSpec(
+            f"hpml_gpu_{name}{ending}_total", "counter", help_, ("uuid", *labels), unit, source
+        )
+    return MetricSpec(f"hpml_gpu_{name}{ending}", "gauge", help_, ("uuid", *labels), unit, source)
+
+
+INFO = MetricSpec(
+    "hpml_gpu_info",
+    "info",
+    "A GPU or MIG instance; mig is empty, enabled for a GPU that is split, or the profile of the"
+    " instance.",
+    ("uuid", "name", "pci_bus_id", "minor", "mig"),
+    source="nvitop: nvmlDeviceGetUUID, GetName, GetPciInfo, GetMinorNumber, GetMigMode",
+)
+UP = _gpu(
+    "gauge", "up", "", "Whether the GPU answers; 0 when it is lost.", "errors of NVML's calls"
+)
+GPUS = MetricSpec(
+    "hpml_gpus",
+    "gauge",
+    "GPUs of the node by state: up, or lost, also those that were lost before they had a name.",
+    ("state",),
+    source="nvmlDeviceGetCount and errors of NVML's calls",
+)
+BUSY = _gpu(
+    "counter",
+    "busy",
+    "seconds",
+    "Time in which some kernel was resident, integrated over all readings since the exporter"
+    " started.",
+    "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
+)
+UTILIZATION = _gpu(
+    "gauge",
+    "utilization",
+    "ratio",
+    "Share of the last second or less in which some kernel was resident; a spinning kernel counts"
+    " as 1.",
+    "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
+)
+MEMORY_UTILIZATION = _gpu(
+    "gauge",
+    "memory_utilization",
+    "ratio",
+    "Share of the last second or less in which GPU memory was read or written.",
+    "nvmlDeviceGetUtilizationRates",
+)
+MEMORY_USED = _gpu(
+    "gauge",
+    "memory_used",
+    "bytes",
+    "GPU memory in use, without what the driver keeps for itself where it says so.",
+    "nvmlDeviceGetMemoryInfo_v2, or nvmlDeviceGetMemoryInfo",
+)
+MEMORY_TOTAL = _gpu(
+    "gauge",
+    "memory_total",
+    "bytes",
+    "GPU memory there is.",
+    "nvmlDeviceGetMemoryInfo_v2, or nvmlDeviceGetMemoryInfo",
+)
+SM_ACTIVE = _gpu(
+    "gauge",
+    "sm_active",
+    "ratio",
+    "Share of the multiprocessors that were busy, mean since the reading before.",
+    _GPM.format(2),
+)
+SM_OCCUPANCY = _gpu(
+    "gauge",
+    "sm_occupancy",
+    "ratio",
+    "Resident warps against the most that fit, mean since the reading before.",
+    _GPM.format(3),
+)
+TENSOR_ACTIVE = _gpu(
+    "gauge",
+    "tensor_active",
+    "ratio",
+    "Share of time in which tensor cores worked, mean since the reading before.",
+    _GPM.format(5),
+)
+DRAM_ACTIVE = _gpu(
+    "gauge",
+    "dram_active",
+    "ratio",
+    "Bandwidth of GPU memory in use against its peak, mean since the reading before.",
+    _GPM.format(10),
+)
+POWER = _gpu(
+    "gauge",
+    "power",
+    "watts",
+    "Power drawn.",
+    _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage",
+)
+POWER_LIMIT = _gpu(
+    "gauge",
+    "power_limit",
+    "watts",
+    "Power limit in force.",
+    "nvmlDeviceGetEnforcedPowerLimit",
+)
+ENERGY = _gpu(
+    "counter",
+    "energy",
+    "joules",
+    "Energy used since the driver was loaded, or since the exporter started where the GPU does not"
+    " count.",
+    _FIELD.format(83) + ", nvmlDeviceGetTotalEnergyConsumption, or power integrated",
+)
+TEMPERATURE = _gpu(
+    "gauge",
+    "temperature",
+    "celsius",
+    "Temperature of the GPU's core.",
+    "nvmlDeviceGetTemperatureV, or nvmlDeviceGetTemperature",
+)
+MEMORY_TEMPERATURE = _gpu(
+    "gauge", "memory_temperature", "celsius", "Temperature of GPU memory.", _FIELD.format(82)
+)
+FAN = _gpu(
+    "gauge",
+    "fan_speed",
+    "ratio",
+    "Speed that the fan is told, against its highest.",
+    "nvmlDeviceGetFanSpeed",
+)
+CLOCK = _gpu(
+    "gauge",
+    "clock",
+    "hertz",
+    "Clock rate now, of the multiprocessors (sm) and of memory.",
+    "nvmlDeviceGetClockInfo",
+    "type",
+)
+CLOCK_MAX = _gpu(
+    "gauge",
+    "clock_max",
+    "hertz",
+    "Highest clock rate, of the multiprocessors (sm) and of memory.",
+    "nvmlDeviceGetMaxClockInfo",
+    "type",
+)
+THROTTLED = _gpu(
+    "counter",
+    "throttled",
+    "seconds",
+    "Time in which clocks were held down, by reason; reasons overlap.",
+    "nvmlDeviceGetFieldValues, fields 74-77 and 79, or nvmlDeviceGetViolationStatus; else the bits"
+    " of nvmlDeviceGetCurrentClocksEventReasons integrated",
+    "reason",
+)
+ECC_ERRORS = _gpu(
+    "counter",
+    "ecc_errors",
+    "",
+    "Memory errors, corrected or uncorrected, since the driver was loaded (volatile) or ever"
+    " (aggregate).",
+    "nvmlDeviceGetFieldValues, fields 3-6",
+    "error",
+    "counter",
+)
+REMAPPED_ROWS = _gpu(
+    "gauge",
+    "remapped_rows",
+    "",
+    "Rows of GPU memory that were replaced by spare ones, by the kind of error.",
+    "nvmlDeviceGetFieldValues, fields 142 and 143",
+    "error",
+)
+REMAPPED_PENDING = _gpu(
+    "gauge",
+    "remapped_rows_pending",
+    "",
+    "Whether a row waits for the next reset of the GPU to be replaced.",
+    _FIELD.format(144),
+)
+REMAPPED_FAILED = _gpu(
+    "gauge",
+    "remapped_rows_failed",
+    "",
+    "Whether a row could not be replaced; the GPU has to be exchanged then.",
+    _FIELD.format(145),
+)
+XID_ERRORS = _gpu(
+    "counter",
+    "xid_errors",
+    "",
+    "Errors that the driver reported (XID) since the exporter started.",
+    "nvmlEventSetWait_v2",
+    "xid",
+)
+XID_LAST = _gpu(
+    "gauge",
+    "xid_last_timestamp",
+    "seconds",
+    "Unix time at which this XID was last reported.",
+    "nvmlEventSetWait_v2",
+    "xid",
+)
+PCIE = _gpu(
+    "counter",
+    "pcie",
+    "bytes",
+    "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB between two"
+    " readings is missed.",
+    "nvmlGpmMetricsGet, metrics 20 and 21, integrated; else nvmlDeviceGetFieldValues, fields 197"
+    " and 198",
+    "direction",
+)
+PCIE_REPLAYS = _gpu(
+    "counter", "pcie_replays", "", "PCIe packets that had to be sent again.", _FIELD.format(94)
+)
+NVLINK = _gpu(
+    "counter",
+    "nvlink",
+    "bytes",
+    "Payload over all NVLinks, as seen from the GPU.",
+    "nvmlDeviceGetFieldValues, fields 138 and 139; else nvmlGpmMetricsGet, metrics 60 and 61,"
+    " integrated",
+    "direction",
+)
+PROCESSES = _gpu(
+    "gauge",
+    "processes",
+    "",
+    "Processes that have the GPU open, of jobs and of no job (owner=none).",
+    "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+    "owner",
+)
+JOB_GPU_INFO = MetricSpec(
+    "hpml_job_gpu_info",
+    "info",
+    "A GPU that the job was allocated, or has a process on; to join metrics of GPUs with jobs.",
+    ("jobid", "uuid"),
+    source="the prolog's map or Slurm's environment, and the processes of NVML",
+)
+JOB_GPUS_ALLOCATED = MetricSpec(
+    "hpml_job_gpus_allocated",
+    "gauge",
+    "GPUs of this node that the job was allocated; missing where that is not known.",
+    ("jobid",),
+    source="the prolog's map or Slurm's environment; by UUID, PCI address and minor number",
+)
+JOB_GPUS_USED = MetricSpec(
+    "hpml_job_gpus_used",
+    "gauge",
+    "Allocated GPUs on which the job has a process; all that it uses where the allocation is not"
+    " known.",
+    ("jobid",),
+    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+)
+JOB_GPUS_FOREIGN = MetricSpec(
+    "hpml_job_gpus_foreign",
+    "gauge",
+    "GPUs on which the job has a process although they were not allocated to it.",
+    ("jobid",),
+    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+)
+JOB_GPU_PROCESSES = MetricSpec(
+    "hpml_job_gpu_processes",
+    "gauge",
+    "Processes of the job that have the GPU open; 0 for an allocated GPU that it does not use.",
+    ("jobid", "uuid"),
+    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+)
+JOB_GPU_MEMORY_USED = MetricSpec(
+    "hpml_job_gpu_memory_used_bytes",
+    "gauge",
+    "GPU memory that the job's processes hold.",
+    ("jobid", "uuid"),
+    "bytes",
+    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+)
+
+SPECS: tuple[MetricSpec, ...] = tuple(
+    one for one in tuple(globals().values()) if isinstance(one, MetricSpec)
+)
+"""All of them, in the order in which they are shown."""

@@ -1,0 +1,165 @@
+"""The driver's library: loaded late, called through ctypes with as little as possible between.
+
+nvidia-ml-py and nvitop raise, look up and copy at each call, which is right for discovery and too
+much for what is called every second; so the hot path takes return codes of the same library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from hpml_exporters.core.collector import DriverLostError, NotHereError
+
+__all__ = [
+    "GPU_LOST",
+    "INSUFFICIENT_SIZE",
+    "NO_PERMISSION",
+    "SUCCESS",
+    "TIMEOUT",
+    "UNSUPPORTED",
+    "Code",
+    "GpuLostError",
+    "Nvml",
+    "check",
+    "code_of",
+]
+
+LIBRARY = "libnvidia-ml.so.1"
+SUCCESS = 0
+NO_PERMISSION = 4
+INSUFFICIENT_SIZE = 7
+TIMEOUT = 10
+FUNCTION_NOT_FOUND = 13
+GPU_LOST = frozenset({15, 16, 28})
+"""NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND."""
+UNSUPPORTED = frozenset({2, 3, 4, 13, 22, 25, 26})
+"""Codes with which a call says that it will never work here: NVML_ERROR_INVALID_ARGUMENT,
+_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _VGPU_ECC_NOT_SUPPORTED,
+_ARGUMENT_VERSION_MISMATCH, _DEPRECATED."""
+_DRIVER_GONE = {1: "not initialised", 9: "not loaded", 12: "library not found", 18: "other version"}
+_ABSENT = frozenset({NO_PERMISSION, 9, 12})
+"""Codes of nvmlInit that mean no driver, or none for this user."""
+
+Code = int
+_Call = Callable[..., Code]
+
+
+class GpuLostError(Exception):
+    """A GPU does not answer any more; the others may."""
+
+
+def check(code: Code) -> bool:
+    """Return whether a call succeeded.
+
+    Raises:
+        GpuLostError: the GPU has fallen off the bus or needs a reset.
+        DriverLostError: nothing works any more.
+    """
+    if code == SUCCESS:
+        return True
+    if code in GPU_LOST:
+        raise GpuLostError(f"NVML error {code}")
+    if code in _DRIVER_GONE:
+        raise DriverLostError(f"the NVIDIA driver: {_DRIVER_GONE[code]} (NVML error {code})")
+    return False
+
+
+def code_of(error: Exception) -> Code:
+    """Return NVML's code of an exception of nvidia-ml-py."""
+    return int(getattr(error, "value", 999))
+
+
+def _missing(*_: object) -> Code:
+    """Stand for a function that the driver's library does not have."""
+    return FUNCTION_NOT_FOUND
+
+
+class Nvml:
+    """An initialised library.
+
+    Attributes:
+        nvitop: nvitop's API (`nvitop.api`), for discovery and processes; it asks the same library.
+        error: what nvitop and nvidia-ml-py raise.
+    """
+
+    def __init__(self) -> None:
+        """Load and initialise.
+
+        Raises:
+            NotHereError: no driver, no right to ask it, or no nvitop.
+            DriverLostError: there is one, and it does not work: that is a fault to be told, such as
+                the versions of library and kernel module after an upgrade.
+        """
+        try:
+            # Before anything heavy: most nodes of many clusters have no GPU.
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise NotHereError(f"no NVIDIA driver: {error}") from None
+        self.nvitop: Any = _nvitop()
+        self._nvml: Any = self.nvitop.libnvml
+        self.error: type[Exception] = self._nvml.NVMLError
+        try:
+            self._nvml.nvmlInit()
+        except self.error as error:
+            code = code_of(error)
+            if code == 18:  # noqa: PLR2004 - LIB_RM_VERSION_MISMATCH
+                self._unload()
+            kind = NotHereError if code in _ABSENT else DriverLostError
+            raise kind(f"the NVIDIA driver does not answer: {error}") from None
+
+    def call(self, *names: str) -> _Call:
+        """Return the first of these functions that the library has, which returns NVML's code.
+
+        Args:
+            names: newest first; arguments must be ctypes objects.
+        """
+        for name in names:
+            found: _Call | None = getattr(self._library, name, None)
+            if found is not None:
+                return found
+        return _missing
+
+    def has(self, name: str) -> bool:
+        """Tell whether the driver has a function."""
+        return getattr(self._library, name, None) is not None
+
+    def shutdown(self) -> None:
+        """Give everything back to the driver; it may block for as long as the driver is stuck."""
+        try:
+            self._nvml.nvmlShutdown()
+        except self.error:  # it was gone already
+            # nvitop counts its initialisations; the next must not be taken for one too many.
+            getattr(self._nvml, "__flags", []).clear()
+
+    def _unload(self) -> None:
+        """Forget the library's file, so that the next attempt loads the one of the new driver."""
+        import _ctypes  # noqa: PLC0415 - rare
+
+        import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - heavy
+
+        for library in (self._library, pynvml.nvmlLib):
+            if library is not None:
+                _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no other way
+        pynvml.nvmlLib = None
+        getattr(pynvml, "_nvmlGetFunctionPointer_cache", {}).clear()
+
+
+def _nvitop() -> Any:
+    """Import nvitop's API (never its terminal program) without its banner and its log file.
+
+    Raises:
+        NotHereError: it is not installed.
+    """
+    import logging  # noqa: PLC0415 - nvitop needs it, nodes without a GPU do not
+
+    logger = logging.getLogger("nvitop.api.libnvml")
+    if not logger.handlers:  # with LOGLEVEL=DEBUG it would write nvitop.log where we stand
+        logger.addHandler(logging.NullHandler())
+    try:
+        from nvitop import api  # type: ignore[import-untyped]  # noqa: PLC0415 - 12 MiB
+    except ImportError as error:
+        raise NotHereError(f"GPUs are read through nvitop: {error}") from None
+    logger.disabled = True
+    return api

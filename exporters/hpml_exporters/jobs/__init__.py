@@ -1,0 +1,1 @@
+"""Jobs: found on the node, and what they use."""

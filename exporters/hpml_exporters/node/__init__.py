@@ -1,0 +1,1 @@
+"""The node as a whole: disks, file systems, networks, /dev/shm."""

@@ -1,0 +1,1 @@
+"""What trainings say of themselves."""
