@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from hpml_exporters.core.metric import shown_name
 from hpml_exporters.core.sampler import Snapshot
 from hpml_exporters.options import NodeOptions
 from hpml_orchestrator.records.files import write_json
@@ -103,7 +104,7 @@ class Summary:
         self._seconds += step
         self._began = self._began or snapshot.time - step
         self._updated = snapshot.time
-        families = {family.samples[0].name: family for family in snapshot.families}
+        families = {shown_name(family): family for family in snapshot.families}
         self._note_job(families)
         self._note_gpus(families, step)
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families"]
+__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "shown_name"]
 
 MetricType = Literal["counter", "gauge", "info", "histogram"]
 _SUFFIX = {"counter": "_total", "info": "_info"}
@@ -78,6 +78,11 @@ class MetricSpec:
             elif self.type != "counter" or value >= 0:
                 found.samples.append(Sample(self.name, labels, float(value)))
         return found
+
+
+def shown_name(family: Metric) -> str:
+    """Return the name of a family's series, which is that of its `MetricSpec`."""
+    return family.name + _SUFFIX.get(family.type, "")
 
 
 def families(rows: Mapping[MetricSpec, Iterable[Row]]) -> list[Metric]:

@@ -62,7 +62,7 @@ class Snapshot:
     """What all collectors read last.
 
     Attributes:
-        families: of all collectors; those of one metric are one.
+        families: of all collectors; those of one metric are one, which may have no series.
         time: when they were put together, seconds since the epoch.
         monotonic: the same by time.monotonic().
     """
@@ -251,7 +251,7 @@ class Sampler:
 
     def collect(self) -> Iterable[Metric]:
         """Return the families of all collectors, and how these do."""
-        return self.snapshot().families
+        return [family for family in self.snapshot().families if family.samples]
 
     def describe(self) -> Iterable[Metric]:
         """Return all families that may ever be shown, without series."""
@@ -347,8 +347,7 @@ def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
             merged = Metric(first.name, first.documentation, first.type, first.unit)
             merged.samples = list(known.values())
             first = merged  # noqa: PLW2901 - the reading itself must not change
-        if first.samples:
-            yield first
+        yield first
 
 
 def next_due(origin: float, interval: float, now: float) -> float:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hpml_exporters.app import Pages
 from hpml_exporters.core import sampler as sampler_module
-from hpml_exporters.core import slot as slot_module
 from hpml_exporters.core.collector import DriverLostError, NotHereError
-from hpml_exporters.metric import Family, MetricSpec, Sample
-from hpml_exporters.core.sampler import Sampler, next_due
-from hpml_exporters.core.slot import Pauses, Slot, Source, checked
-from hpml_exporters.core.snapshot import Snapshot
+from hpml_exporters.core.metric import Histogram, MetricSpec
+from hpml_exporters.core.sampler import Pauses, Sampler, Source, next_due
+from hpml_exporters.core.selfmetrics import SPECS
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.patience import eventually
-from tests.unit.exporters.collecting import Probe, Turned, family, figures
+from tests.unit.exporters.collecting import Probe, Turned, figures, spec_of
 
 QUICK = Pauses(absent=0.05, lost=0.02, lost_max=0.05)
 HANGS_SECONDS = 300.0  # a call that does not return, unless the test lets it
@@ -28,8 +32,7 @@ HANGS_SECONDS = 300.0  # a call that does not return, unless the test lets it
 def clock(monkeypatch: pytest.MonkeyPatch) -> Turned:
     """A clock that stands unless the test puts it forward."""
     made = Turned(still=1000.0)
-    for module in (sampler_module, slot_module):
-        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(sampler_module, "time", made)
     return made
 
 
@@ -61,7 +64,7 @@ def sampling(*probes: Probe, **options: object) -> Iterator[Sampler]:
 
 def shown(sampler: Sampler) -> dict[str, float]:
     """What a scrape gets now."""
-    return figures(sampler.metrics(openmetrics=False, gzip=False))
+    return figures(Pages(sampler).metrics("", gzip=False)[0])
 
 
 def up(sampler: Sampler, name: str) -> float | None:
@@ -144,19 +147,39 @@ def test_a_collector_that_recovers_is_shown_again() -> None:
         assert probe.made == 1
 
 
-def test_what_cannot_be_rendered_counts_as_failed() -> None:
-    """A wrong family is caught before it gets near to a scrape."""
-    spec = MetricSpec("hpml_x", "gauge", "X.", ("a",), source="x")
-    for samples in ((Sample((), 1),), (Sample(("a", "b"), 1),), (Sample(("a",), "1"),)):  # type: ignore[arg-type]
-        with pytest.raises((TypeError, ValueError)):
-            checked([Family(spec, samples)])
-    with pytest.raises(TypeError):
-        checked([Family(spec, (Sample((1,), 1),))])  # type: ignore[arg-type]
-    bad = Probe("bad", act=lambda _: [Family(spec, (Sample((), 1),))])
-    good = Probe("good")
+@pytest.mark.parametrize(
+    ("type_", "labels", "value", "error"),
+    [
+        ("gauge", (), 1, ValueError),
+        ("gauge", ("a", "b"), 1, ValueError),
+        ("gauge", ("a",), "x", ValueError),
+        ("gauge", ("a",), Histogram((), (1,), 1), TypeError),
+        ("histogram", ("a",), 1, TypeError),
+        ("histogram", ("a",), Histogram((1.0,), (1,), 1), ValueError),
+        ("gauge", (1,), 1, AttributeError),
+    ],
+)
+def test_a_family_that_cannot_be_rendered_is_a_failed_reading(
+    type_: Any, labels: Any, value: Any, error: type[Exception]
+) -> None:
+    """A fault of a collector is found when it reads, not when somebody scrapes."""
+    spec = MetricSpec("hpml_x", type_, "X.", ("a",), source="x")
+    with pytest.raises(error):
+        spec.family([(labels, value)])
+    bad, good = Probe("bad", act=lambda _: [spec.family([(labels, value)])]), Probe("good")
     with sampling(bad, good) as sampler:
         eventually(lambda: up(sampler, "bad") == 0)
         eventually(lambda: up(sampler, "good") == 1)
+
+
+def test_values_that_are_none_and_names_of_any_bytes() -> None:
+    """A counter that is NaN or negative is absent; a label that is no UTF-8 can be sent."""
+    spec = MetricSpec("hpml_x_total", "counter", "X.", ("a",), source="x")
+    label = os.fsdecode(b"caf\xe9\0")
+    probe = Probe("x", act=lambda _: [spec.family([((label,), 1), (("n",), float("nan"))])])
+    with sampling(probe) as sampler:
+        eventually(lambda: "hpml_x_total{a=caf?\ufffd}" in shown(sampler))
+        assert "hpml_x_total{a=n}" not in shown(sampler)
 
 
 def test_what_is_not_here_is_no_failure() -> None:
@@ -222,13 +245,17 @@ def test_a_lost_driver_makes_the_collector_anew() -> None:
 
 def test_a_module_that_is_not_installed_is_not_here(capfd: pytest.CaptureFixture[str]) -> None:
     """Without nvitop there are no GPUs to show, which is told once and is no failure."""
+    tries: list[int] = []
 
     def make() -> Probe:
+        tries.append(1)
         raise ModuleNotFoundError("No module named 'nvitop'")
 
-    slot = Slot(Source("gpu", make), pauses=QUICK, changed=lambda: None)
-    assert [slot.read() for _ in range(3)] == [0.05] * 3
-    assert slot.state.outcome == "absent"
+    sampler = Sampler([Source("gpu", make)], pauses=QUICK)
+    sampler.start()
+    eventually(lambda: len(tries) > 3)
+    sampler.stop()
+    assert up(sampler, "gpu") == 1
     assert capfd.readouterr().err.count("nvitop") == 1
 
 
@@ -288,15 +315,9 @@ def test_making_a_collector_is_watched_too() -> None:
 
 def test_old_readings_are_dropped(clock: Turned) -> None:
     """What a collector read counts for three intervals, or five seconds if that is longer."""
-    slot = Slot(Probe("x", interval=10).source(), changed=lambda: None)
-    assert slot.stale_after == 5.0
-    slot.read()
-    assert slot.stale_after == 30.0
     sampler = Sampler([Probe("old", interval=0.01).source()])
-    held = sampler._slots[0]
-    held.read()
+    sampler._slots[0].read()
     first = sampler.snapshot()
-    assert figures(first.body())["hpml_old_level"] == 1
     assert sampler.snapshot() is first
     for ahead, there in ((4.9, True), (5.1, False)):  # nothing is posted meanwhile
         clock.ahead = ahead
@@ -305,21 +326,82 @@ def test_old_readings_are_dropped(clock: Turned) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_snapshot_changes_when_something_was_posted() -> None:
-    """Scrapes in between get the same bytes, and a new reading makes a new one."""
+def test_a_snapshot_is_rendered_once_per_format() -> None:
+    """Scrapes in between get the same bytes, and a new reading makes new ones."""
     sampler = Sampler([Probe("one").source(), Probe("two").source()])
+    pages = Pages(sampler)
     for slot in sampler._slots:
         slot.read()
-    first = sampler.snapshot()
-    assert sampler.metrics(openmetrics=False, gzip=False) is sampler.metrics(
-        openmetrics=False, gzip=False
-    )
+    first, kind = pages.metrics("", gzip=False)
+    assert pages.metrics("", gzip=False)[0] is first
+    assert gzip.decompress(pages.metrics("", gzip=True)[0]) == first
+    assert kind.startswith("text/plain; version=0.0.4")
+    wanted = "application/openmetrics-text; version=1.0.0"
+    opened, kind = pages.metrics(wanted, gzip=False)
+    assert kind.startswith(wanted)
+    assert opened.endswith(b"# EOF\n")
     sampler._slots[0].read()
-    second = sampler.snapshot()
-    assert second is not first
-    assert figures(first.body())["hpml_one_level"] == 1
-    assert figures(second.body())["hpml_one_level"] == 2
-    assert figures(second.body())["hpml_two_level"] == 1
+    second = figures(pages.metrics("", gzip=False)[0])
+    assert (figures(first)["hpml_one_level"], second["hpml_one_level"]) == (1, 2)
+    assert second["hpml_two_level"] == 1
+
+
+def test_some_series_alone_and_any_registry() -> None:
+    """`name[]` chooses; the sampler is a collector like any other."""
+    spec = spec_of("one")
+    sampler = Sampler([Probe("one").source(), Probe("two").source()], specs=[spec, *SPECS])
+    for slot in sampler._slots:
+        slot.read()
+    assert figures(Pages(sampler).metrics("", ["hpml_one_level"], gzip=False)[0]) == {
+        "hpml_one_level": 1
+    }
+    registry = CollectorRegistry()
+    registry.register(sampler)
+    assert registry.get_sample_value("hpml_two_level") == 1
+    assert figures(generate_latest(registry))["hpml_exporter_up{collector=two}"] == 1
+
+
+def test_a_metric_of_two_collectors_is_one_family() -> None:
+    """Prometheus refuses a family that is there twice; of equal series the first counts."""
+    spec = MetricSpec("hpml_x", "gauge", "X.", ("a",), source="x")
+    one = Probe("one", act=lambda _: [spec.family([(("a",), 1), (("b",), 1)])])
+    two = Probe("two", act=lambda _: [spec.family([(("b",), 2), (("c",), 2)])])
+    sampler = Sampler([one.source(), two.source()])
+    for slot in sampler._slots * 2:
+        slot.read()
+    body = Pages(sampler).metrics("", gzip=False)[0]
+    assert body.count(b"# TYPE hpml_x ") == 1
+    found = {key: value for key, value in figures(body).items() if key.startswith("hpml_x")}
+    assert found == {"hpml_x{a=a}": 1, "hpml_x{a=b}": 1, "hpml_x{a=c}": 2}
+
+
+def test_a_thread_that_no_exit_would_end_ends_nothing(tmp_path: Path) -> None:
+    """Its collector is dropped for good; once the kernel lets it go it is shown again.
+
+    The parent of a process that has not begun yet waits as a driver's caller may, in state D: here
+    the child opens a FIFO first. By ctypes, since Python's own function holds its lock meanwhile.
+    """
+    fifo, told = tmp_path / "fifo", list[str]()
+    os.mkfifo(fifo)
+    libc, actions, pid = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_int()
+    libc.posix_spawn_file_actions_init(actions)
+    libc.posix_spawn_file_actions_addopen(actions, 3, os.fsencode(fifo), os.O_RDONLY, 0)
+    words = (ctypes.c_char_p * 2)(b"true", None)
+
+    def hang(turn: int) -> None:
+        if turn == 2:
+            libc.posix_spawn(ctypes.byref(pid), b"/bin/true", actions, None, words, None)
+            os.waitpid(pid.value, 0)
+
+    bad, good = Probe("bad", act=hang), Probe("good")
+    with sampling(bad, good, stuck_seconds=1, exit_seconds=1.5, give_up=told.append) as sampler:
+        eventually(lambda: up(sampler, "bad") == 0)
+        before = len(good.times)
+        eventually(lambda: len(good.times) > before + 40)  # for longer than exit_seconds
+        assert "hpml_bad_level" not in shown(sampler)
+        os.close(os.open(fifo, os.O_WRONLY))
+        eventually(lambda: up(sampler, "bad") == 1)
+    assert told == []
 
 
 def test_a_scrape_does_not_wait_for_a_collector() -> None:
@@ -347,31 +429,3 @@ def test_the_last_reading_of_a_short_job() -> None:
         sampler.stop(last_reading=True)
         eventually(lambda: shown(sampler)["hpml_job_level"] == 2)
         eventually(lambda: probe.closed == 1)
-
-
-def test_forms_of_a_snapshot_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many scrapes at once get the bytes of one rendering; gzip holds the same."""
-    snapshot = Snapshot([family("x", 1)], time=0, monotonic=0)
-    calls: list[int] = []
-    render = snapshot._renderer.text
-
-    def slow(families: object) -> bytes:
-        calls.append(1)
-        time.sleep(0.05)
-        return render(families)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(snapshot._renderer, "text", slow)
-    bodies: list[bytes] = []
-    threads = [threading.Thread(target=lambda: bodies.append(snapshot.body())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(calls) == 1
-    assert len({id(body) for body in bodies}) == 1
-    assert gzip.decompress(snapshot.body(gzip=True)) == bodies[0]
-    assert snapshot.body(openmetrics=True).endswith(b"# EOF\n")
-    assert gzip.decompress(snapshot.body(openmetrics=True, gzip=True)) == snapshot.body(
-        openmetrics=True
-    )
-    assert len(calls) == 1

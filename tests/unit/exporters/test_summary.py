@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.jobs.board import JobFacts
-from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.catalogue import ALL
+from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.sampler import Snapshot
+from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.summary import GPU_METRICS, JOB_LEVELS, JOB_METRICS, TRAIN_METRICS, Summary
+from prometheus_client.core import Metric
 
 SPECS = {spec.name: spec for spec in ALL}
 START = 1000.0  # of the monotonic clock
 EPOCH = 1.7e9
 
 
-@dataclass
-class Seen:
-    """A snapshot that a sampler could have composed."""
+def family(name: str, *samples: tuple[Any, ...]) -> Metric:
+    """Series of a metric: labels, and at the end the value.
 
-    families: Iterable[Family]
-    time: float
-    monotonic: float
-
-
-def family(name: str, *samples: tuple[Any, ...]) -> Family:
-    """Series of a metric: labels, and at the end the value."""
+    The label `cluster` is empty, and what is not given says yes.
+    """
     spec = SPECS[name]
-    assert all(len(one) == len(spec.labels) + 1 for one in samples), spec.labels
-    made = tuple(Sample(tuple(map(str, one[:-1])), one[-1]) for one in samples)
-    return Family(spec, made)
+    made = []
+    for *labels, value in samples:
+        given = iter(map(str, labels))
+        row = ["" if label == "cluster" else next(given, "1") for label in spec.labels]
+        assert not list(given), spec.labels
+        made.append((row, value))
+    return spec.family(made)
 
 
-def seen(seconds: float, *families: Family) -> Seen:
+def seen(seconds: float, *families: Metric) -> Snapshot:
     """A snapshot so many seconds after the exporter began."""
-    return Seen(families, EPOCH + seconds, START + seconds)
+    return Snapshot(families, EPOCH + seconds, START + seconds)
 
 
 def options(path: Path | str = "", jobid: str = "17") -> NodeOptions:
@@ -53,7 +52,7 @@ def summary() -> Summary:
     return Summary(options(), START)
 
 
-def gpus(info: Iterable[str], **values: float) -> list[Family]:
+def gpus(info: Iterable[str], **values: float) -> list[Metric]:
     """GPUs of job 17, each with these values."""
     uuids = list(info)
     return [
@@ -230,7 +229,8 @@ def told_twice(path: Path, first: float, second: float, name: str) -> dict[str, 
 
 def _labelled(spec: MetricSpec, value: float) -> list[tuple[Any, ...]]:
     names = {"jobid": "17", "uuid": "a"}
-    return [(*(names.get(label, "x") for label in spec.labels), value)]
+    labels = [names.get(label, "x") for label in spec.labels if label != "cluster"]
+    return [(*labels, value)]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hpml_exporters import NodeCollector
 from hpml_exporters.app import sources_of, write_address
 from hpml_exporters.options import COLLECTORS, NodeOptions
+from prometheus_client import CollectorRegistry
 
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually
@@ -27,28 +29,25 @@ NOTHING = list(COLLECTORS)
 COMMAND = [sys.executable, "-P", "-m", "hpml_exporters"]
 OWN = """
 import sys, time
-from hpml_exporters.core import sampler
 from hpml_exporters.app import run
+from hpml_exporters.core import sampler
+from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.sampler import Source
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.core.slot import Source
 from tests.unit.exporters.collecting import Probe
 
 sampler._JOIN_SECONDS = 60  # a busy machine is not to cost the last reading
+spec = MetricSpec("hpml_train_samples_total", "counter", "X.", ("jobid",), source="x")
 
 def act(turn):
     if {hangs} and turn > 1:
         time.sleep(600)  # a fake driver's call that never returns
-
-class Notes:
-    def note(self, snapshot):
-        self.last = snapshot.body().decode()
-    def end(self):
-        open(sys.argv[2], "w").write(self.last)
+    return [spec.family([(("7",), 100 * turn)])]
 
 probe = Probe("own", interval={interval}, act=act)
-sys.exit(run(NodeOptions.from_json(sys.argv[1]), sources=[probe.source()], observers=[Notes()]))
+sys.exit(run(NodeOptions.from_json(sys.argv[1]), [probe.source()]))
 """
-"""An exporter with a collector and an observer of ours."""
+"""The exporter of job 7 with a collector of ours."""
 
 
 @pytest.fixture
@@ -103,11 +102,10 @@ def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signa
     """It says in one line where it is, answers there, and ends with 0 in a moment."""
     process = start({"without": NOTHING})
     now = scraped(tmp_path)
-    assert now["hpml_exporter_scrapes_total"] == 1
     assert now["hpml_exporter_open_connections"] == 1
-    assert 5e6 < now["hpml_exporter_resident_memory_bytes"] < 40e6
-    assert now["hpml_exporter_cpu_seconds_total"] > 0
-    assert abs(now["hpml_exporter_start_timestamp_seconds"] - time.time()) < 120
+    assert 5e6 < now["process_resident_memory_bytes"] < 45e6
+    assert now["process_cpu_seconds_total"] > 0
+    assert abs(now["process_start_time_seconds"] - time.time()) < 120
     process.send_signal(number)
     assert ended(process) == (0, f"hpml: http://{address(tmp_path)}/metrics\n")
 
@@ -202,30 +200,29 @@ def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
     )
 
 
+def summary_of(tmp_path: Path) -> dict[str, Any]:
+    """The options that have the figures of job 7 written."""
+    return {"job": {"jobid": "7"}, "summary_file": str(tmp_path / "summary.json")}
+
+
 def test_a_stuck_driver_ends_the_process(start: Start, tmp_path: Path) -> None:
-    """With 75, although a thread hangs in a call, and with the observers' last words written."""
+    """With 75, although a thread hangs in a call, and with the job's figures written."""
     script = OWN.format(hangs=True, interval=0.1)
-    options = {"stuck_seconds": 1.0, "exit_seconds": 2.5}
-    notes = tmp_path / "notes"
-    process = start(options, str(notes), command=[sys.executable, "-c", script])
-    code, err = ended(process)
+    options = {"stuck_seconds": 1.0, "exit_seconds": 2.5, **summary_of(tmp_path)}
+    code, err = ended(start(options, command=[sys.executable, "-c", script]))
     assert code == 75
     assert "collector own: stuck for" in err
-    told = figures(notes.read_bytes())
-    assert told["hpml_exporter_up{collector=own}"] == 0
-    assert told["hpml_exporter_stuck_readings_total{collector=own}"] == 1
-    assert "hpml_own_level" not in told
+    assert json.loads((tmp_path / "summary.json").read_text())["training"]["samples"] == 100
 
 
-def test_observers_see_the_last_reading(start: Start, tmp_path: Path) -> None:
+def test_the_last_reading_of_a_job_counts(start: Start, tmp_path: Path) -> None:
     """A job that lasted less than an interval is not lost: all is read once more at the end."""
-    notes = tmp_path / "notes"
     script = OWN.format(hangs=False, interval=60)
-    process = start({}, str(notes), command=[sys.executable, "-c", script])
-    eventually(lambda: scraped(tmp_path).get("hpml_own_level") == 1)
+    process = start(summary_of(tmp_path), command=[sys.executable, "-c", script])
+    eventually(lambda: scraped(tmp_path).get("hpml_train_samples_total{jobid=7}") == 100)
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 0
-    assert figures(notes.read_bytes())["hpml_own_level"] == 2
+    assert json.loads((tmp_path / "summary.json").read_text())["training"]["samples"] == 200
 
 
 def test_it_ends_with_its_parent(start: Start, tmp_path: Path) -> None:
@@ -280,16 +277,28 @@ def test_an_address_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         write_address(str(tmp_path / "none" / "address"), "127.0.0.1:1")
 
 
+def test_a_collector_for_anybodys_registry() -> None:
+    """`NodeCollector` brings the node's metrics into a program of one's own."""
+    registry = CollectorRegistry()
+    collector = NodeCollector(NodeOptions(cluster="c1", node="n1", without=("gpu",)))
+    try:
+        registry.register(collector)
+        eventually(lambda: registry.get_sample_value("hpml_exporter_up", {"collector": "jobs"}))
+        labels = {"cluster": "c1", "node": "n1", "scope": "node"}
+        assert registry.get_sample_value("hpml_node_info", labels) == 1
+    finally:
+        collector.stop()
+
+
 def test_it_imports_nothing_heavy() -> None:
     """What stays in memory for as long as a node runs has only what is used."""
     code = (
         "import sys, hpml_exporters.__main__, hpml_exporters.app, hpml_exporters.server\n"
-        "import hpml_exporters.checks, hpml_exporters.options\n"
         "print(*sorted(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
     )
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    heavy = "typer rich pydantic jinja2 ruamel torch numpy nvitop pynvml psutil prometheus_client"
-    assert not loaded & set(f"{heavy} asyncio ssl bcrypt concurrent subprocess logging".split())
+    heavy = "typer rich pydantic jinja2 ruamel torch numpy nvitop pynvml psutil asyncio bcrypt"
+    assert not loaded & set(heavy.split())
