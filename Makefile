@@ -95,6 +95,7 @@ bench: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make_commands.py
 	$(BIN)/python docs/fields.py
+	$(BIN)/python -m hpml_exporters.catalogue > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) $(DEMO) dist build

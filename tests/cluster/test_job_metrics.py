@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.jobs import collector as jobs
 from hpml_exporters.jobs import processes
-from hpml_exporters.options import Context
-from hpml_exporters.options import NodeOptions
-from hpml_exporters.options import Roots
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.options import Context, NodeOptions, Roots
 
 from tests.cluster.conftest import SlurmCluster, booted
 from tests.cluster.hpml_on_slurm import eventually, install_prolog

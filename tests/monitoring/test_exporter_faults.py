@@ -170,11 +170,11 @@ def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
         server = prometheus([static("node", address)])
         with supervised(words, gpusim.environment, statuses):
             server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
-            first = server.value("max_over_time(hpml_exporter_start_timestamp_seconds[5m])")
+            first = server.value("max_over_time(process_start_time_seconds[5m])")
             gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 3000, kind="stuck"),)))
             eventually(lambda: statuses, seconds=240)
             gpusim.write(state)
-            later = f"(hpml_exporter_start_timestamp_seconds > {first})"
+            later = f"(process_start_time_seconds > {first})"
             found = server.wait_for(
                 f"hpml_gpu_power_watts and on () {later}", lambda found: len(found) == 2
             )
