@@ -1,4 +1,4 @@
-"""What the tests of several collectors share."""
+"""What the tests of the node's collectors share."""
 
 from __future__ import annotations
 
