@@ -14,31 +14,33 @@ from hpml_exporters.node.infiniband import make
 
 from tests.unit.exporters.collectors.reading import context, sampled, write
 
-INFINIBAND = {
-    "state": "4: ACTIVE\n",
-    "rate": "200 Gb/sec (4X HDR)\n",
-    "link_layer": "InfiniBand\n",
-    "counters/port_rcv_data": "1000000007\n",
-    "counters/port_xmit_data": "500\n",
-    "counters/symbol_error": "3\n",
-    "counters/port_rcv_errors": "0\n",
-    "counters/port_xmit_wait": "77\n",
-    "counters/VL15_dropped": "0\n",
-    "hw_counters/out_of_sequence": "12\n",
-    "hw_counters/lifespan": "10\n",
-}
-ROCE = {
-    "state": "1: DOWN\n",
-    "rate": "2.5 Gb/sec (1X SDR)\n",
-    "link_layer": "Ethernet\n",
-    "counters/port_rcv_data": "N/A (no PMA)\n",
-    "hw_counters/np_cnp_sent": "4\n",
-}
-EFA = {
-    "state": "4: ACTIVE\n",
-    "hw_counters/rx_bytes": "12345\n",
-    "hw_counters/tx_bytes": "678\n",
-}
+
+def tree(root: Path, device: str, text: str) -> None:
+    """Write a device with one port, from lines of file and content."""
+    lines = [line.strip().split(" ", 1) for line in text.strip().split("\n")]
+    write(root, {f"class/infiniband/{device}/ports/1/{file}": f"{had}\n" for file, had in lines})
+
+
+INFINIBAND = """
+    state 4: ACTIVE
+    rate 200 Gb/sec (4X HDR)
+    link_layer InfiniBand
+    counters/port_rcv_data 1000000007
+    counters/port_xmit_data 500
+    counters/symbol_error 3
+    counters/port_rcv_errors 0
+    counters/port_xmit_wait 77
+    counters/VL15_dropped 0
+    hw_counters/out_of_sequence 12
+"""
+ROCE = """
+    state 1: DOWN
+    rate 2.5 Gb/sec (1X SDR)
+    link_layer Ethernet
+    counters/port_rcv_data N/A (no PMA)
+    hw_counters/np_cnp_sent 4
+"""
+EFA = "state 4: ACTIVE\nhw_counters/rx_bytes 12345\nhw_counters/tx_bytes 678"
 CASES = {
     # Words of 4 bytes become bytes, Gb/s bytes per second; ticks are no events.
     "InfiniBand": (
@@ -77,15 +79,8 @@ CASES = {
 }
 
 
-def tree(sys: Path, device: str, port: dict[str, str]) -> None:
-    """Write a device with one port."""
-    write(sys, {f"class/infiniband/{device}/ports/1/{name}": text for name, text in port.items()})
-
-
 @pytest.mark.parametrize(("port", "expected"), CASES.values(), ids=CASES)
-def test_a_port(
-    tmp_path: Path, port: dict[str, str], expected: dict[tuple[str, ...], float]
-) -> None:
+def test_a_port(tmp_path: Path, port: str, expected: dict[tuple[str, ...], float]) -> None:
     """Everything that is shown of it."""
     tree(tmp_path, "mlx5_0", port)
     assert sampled(make(context(sys=tmp_path))) == {

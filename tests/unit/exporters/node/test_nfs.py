@@ -41,6 +41,7 @@ device old:/home mounted on /home with fstype nfs statvers=1.0
 device fs2 mounted on /local with fstype xfs
 """
 READ = "hpml_nfs_read_bytes_total"
+PLAIN = ("read_bytes", "written_bytes", "retransmissions", "timeouts")
 
 
 def node(root: Path, mounts: str) -> dict[str, Path]:
@@ -60,13 +61,16 @@ def test_mounts(tmp_path: Path) -> None:
     write(tmp_path, {"self/mountstats": MOUNTSTATS, "self/mountinfo": ""})
     expected = {
         # bytes read and written, retransmissions, time-outs; requests and their seconds by op
-        ("n1", "/export/data sets"): (5242880, 4096, 5, 3, (1000, 50, 10, 505), (46.484, 0.4, 0.02, 0.303)),
+        ("n1", "/export/data sets"): (
+            *(5242880, 4096, 5, 3, (1000, 50, 10, 505)),
+            (46.484, 0.4, 0.02, 0.303),
+        ),
         ("old", "/home"): (1000000, 500000, 0, 0, (10, 0, 0, 0), (0.09, 0, 0, 0)),
-    }  # fmt: skip
+    }
     series: dict[tuple[str, ...], float] = {("hpml_nfs_mounts",): 2}
     for export, (*plain, operations, seconds) in expected.items():
-        names = ("read_bytes", "written_bytes", "retransmissions", "timeouts")
-        series |= {(f"hpml_nfs_{name}_total", *export): n for name, n in zip(names, plain)}
+        for name, value in zip(PLAIN, plain, strict=True):
+            series[f"hpml_nfs_{name}_total", *export] = value
         for number, op in enumerate(("read", "write", "open", "other")):
             series["hpml_nfs_operations_total", *export, op] = operations[number]
             series["hpml_nfs_round_trip_seconds_total", *export, op] = seconds[number]
@@ -138,9 +142,10 @@ def test_a_mount_point_cannot_pretend_to_be_a_line(tmp_path: Path) -> None:
     assert found["hpml_nfs_mounts",] == 1
 
 
-def test_a_node_without_nfs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stats", [{}, {"self/mountstats": "device proc mounted on /proc with"}])
+def test_a_node_without_nfs(tmp_path: Path, stats: dict[str, str]) -> None:
     """Nothing to show is no failure."""
-    write(tmp_path, {"self/mountstats": "device proc mounted on /proc with fstype proc\n"})
+    write(tmp_path, stats)
     with pytest.raises(NotHereError):
         make(context(proc=tmp_path)).sample(0.0)
 

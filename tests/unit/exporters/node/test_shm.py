@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ MIB = 1 << 20
 ROOT = f"hpml-{UID}"
 JOB = f"{ROOT}/cluster-41"
 as_root = pytest.mark.skipif(UID != 0, reason="needs root to make files of others, and mounts")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory of its own in the real /dev/shm."""
+    path = Path("/dev/shm") / f"hpml-test-{uuid.uuid4().hex}"
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
 
 
 def job_bytes(place: Path, *users: int, samples: int = 1, **options: object) -> dict[str, float]:
@@ -55,6 +65,12 @@ def stage(place: Path, key: str, *, keep: bool = False) -> None:
         stager.leave()
     finally:
         shutil.rmtree(source)
+
+
+def stage_twice(place: Path) -> None:
+    """Stage a dataset for two jobs that share the copy."""
+    stage(place, "cluster-41", keep=True)
+    stage(place, "cluster-42", keep=True)
 
 
 def link(place: Path, name: str, target: str) -> None:
@@ -105,11 +121,7 @@ CASES: dict[str, Case] = {
     "files of one": (lambda place: put(place / "x"), (UID,), (1,)),
     "of a user with two jobs": (lambda place: put(place / "x"), (UID, UID), (0, 0)),
     "staged": (lambda place: stage(place, "cluster-41"), (UID, UID), (3, 0)),
-    "a cached dataset": (
-        lambda place: [stage(place, f"cluster-{one}", keep=True) for one in (41, 42)],
-        (UID, UID, UID),
-        (3, 3, 0),
-    ),
+    "a cached dataset": (stage_twice, (UID, UID, UID), (3, 3, 0)),
     "a link": (lambda place: link(place, "x", "/usr/bin"), (UID,), (0,)),
     "a linked cache": (lambda place: cached(place, ".cache"), (UID, UID), (0, 0)),
     "a linked cache entry": (lambda place: cached(place, ".cache/key"), (UID, UID), (0, 0)),
