@@ -167,7 +167,6 @@ class Gpu(Device):
     pci_id: str = "20B210DE"
     pci_subsystem: str = "147F10DE"
     vbios: str = "92.00.45.00.03"
-    part_number: str = "692-2G506-0212-002"
     cpus: str = ""  # a list such as 0-15,64-79
     numa: str = ""
     minor: int = 0
